@@ -1,0 +1,217 @@
+"""The only writer: carries out a plan, reads every write back, and undoes it exactly."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from dataclasses import replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.errors import ApplyError, LateError
+from torchrepro.knobs.knob import Missing
+from torchrepro.planner import Plan, Step, make_plan, observe, report_of
+from torchrepro.process import obstacle_to_relaunch, relaunch
+from torchrepro.profile.load import resolve
+from torchrepro.report import STOPPING, Outcome, Report, Row
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from types import TracebackType
+
+    from torchrepro.profile.resolved import Resolved
+
+_lock = threading.RLock()
+_in_force: list[Applied] = []
+_past: list[bool] = []  # non-empty once a profile was applied: a relaunch would lose work
+
+
+class Applied:
+    """A profile in force: its report, and the way back.
+
+    Leaving the `with` block, or `restore`, puts back what was there at entry. Profiles nest; one
+    that is restored before those applied after it takes these back first.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._undo = ExitStack()
+        self._rows: list[Row] = []
+
+    @property
+    def resolved(self) -> Resolved:
+        """The plain values of the profile in force."""
+        return self.plan.resolved
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what the profile asks for."""
+        return self.resolved.digest
+
+    @property
+    def report(self) -> Report:
+        """One outcome per knob."""
+        return report_of(self.resolved, tuple(self._rows))
+
+    @property
+    def active(self) -> bool:
+        """Whether the profile is still in force."""
+        return self in _in_force
+
+    def restore(self) -> None:
+        """Put back what was there before; does nothing the second time.
+
+        Every knob is put back even if one of them raises; that error is raised at the end.
+        """
+        with _lock, ExitStack() as all_scopes:
+            while self.active:
+                # The stack unwinds last in, first out: push the outermost scope first.
+                position = _in_force.index(self)
+                for scope in _in_force[position:]:
+                    all_scopes.callback(scope._undo.close)  # noqa: SLF001 - the same class
+                del _in_force[position:]
+
+    def carry_out(self, steps: Iterable[Step]) -> None:
+        """Set the knobs of `steps` in order; raises `ApplyError` for a strict profile, undone."""
+        with ExitStack() as until_done:
+            until_done.callback(self._abandon)
+            for step in steps:
+                self._rows.append(self._set(step))
+            bad = self.report.having(*STOPPING)
+            if bad and self.resolved.strict:
+                raise ApplyError(_refusal(self.resolved, bad), self.report)
+            until_done.pop_all()
+
+    def _abandon(self) -> None:
+        self._undo.close()
+        if self.active:
+            _in_force.remove(self)
+
+    def _set(self, step: Step) -> Row:
+        expected = step.expected
+        if expected.outcome in (Outcome.TOO_LATE, Outcome.CONFLICT, Outcome.UNSUPPORTED):
+            return expected
+        knob, access = step.knob, step.knob.access
+        try:
+            if knob.library:
+                import_module(knob.library)
+            before = access.read()
+            row = replace(expected, before=before)
+            self._undo.callback(access.restore, access.save())
+            idle = knob.holds(step.value) and knob.key != "seed"
+            if idle or expected.outcome is Outcome.UNCHANGED:
+                return replace(row, outcome=Outcome.UNCHANGED, after=before)
+            refusal = knob.refusal(step.value)
+            if refusal:
+                raise Missing(refusal)
+            access.write(step.value)
+            after = access.read()
+            if not knob.holds(step.value):
+                why = "written, but reading it back gives another value"
+                return replace(row, outcome=Outcome.INEFFECTIVE, after=after, why=why)
+            after = step.value if after is None else after
+            return replace(row, outcome=Outcome.APPLIED, after=after, why="")
+        except (Missing, ImportError) as missing:
+            return Row(knob.name, Outcome.UNSUPPORTED, why=str(missing))
+        except Exception as error:  # noqa: BLE001 - whatever a library raises is this knob's outcome
+            first_line = str(error).strip().partition("\n")[0]
+            why = f"{type(error).__name__}: {first_line}"
+            return replace(expected, outcome=Outcome.FAILED, after=None, why=why)
+
+    def __enter__(self) -> Applied:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.restore()
+
+    def __repr__(self) -> str:
+        state = "in force" if self.active else "restored"
+        return f"<torchrepro.Applied {self.resolved.name} {self.digest[:19]} {state}>"
+
+    def __str__(self) -> str:
+        return str(self.report)
+
+    def _repr_html_(self) -> str:
+        return self.report._repr_html_()  # noqa: SLF001 - a notebook's protocol
+
+
+def apply(profile: Any, overrides: Sequence[str] = ()) -> Applied:
+    """Put a profile in force in this process, and return the way back.
+
+    `profile` is a name, a path, a `Profile`, a DictConfig or a dict. Environment variables are
+    set first, then flags, then seeds; torch is imported when a knob needs it. Changes exactly the
+    knobs that the profile names. Raises `ProfileError` for a profile that is not valid,
+    `ApplyError` if a strict one meets a conflict or a write that fails or does not hold, and
+    `LateError` if a knob is past its phase and the profile's `on_late` is `error`; the process is
+    then as it was before. With `on_late: relaunch` the first call may replace the process.
+    """
+    resolved = resolve(profile, overrides)
+    with _lock:
+        applied = begin(resolved)
+        applied.carry_out(applied.plan.steps)
+        return applied
+
+
+def begin(resolved: Resolved) -> Applied:
+    """Plan for `resolved` and stop if it cannot be put in force; nothing is set yet."""
+    plan = make_plan(resolved, observe(resolved, own_variables()))
+    if plan.stopping:
+        raise ApplyError(_refusal(resolved, plan.stopping), plan.report)
+    meet_late_knobs(plan, "" if not _past else "a profile was applied before in this process")
+    _past.append(True)
+    applied = Applied(plan)
+    _in_force.append(applied)
+    return applied
+
+
+def meet_late_knobs(plan: Plan, obstacle: str) -> None:
+    """Do what the profile's `on_late` says about knobs past their phase: relaunch, raise, go on.
+
+    `obstacle` says why this is no moment for a relaunch, if it is none.
+    """
+    if not plan.late or plan.resolved.on_late == "warn":
+        return
+    why = ""
+    if plan.resolved.on_late == "relaunch":
+        found = obstacle_to_relaunch(plan.resolved.digest)
+        why = obstacle or (found.why if found else "")
+        if not why:
+            relaunch(plan.resolved.environment(), plan.resolved.digest)
+    raise LateError(_late(plan, why), plan.report)
+
+
+def own_variables() -> dict[str, str]:
+    """Return the variables that profiles in force have set in this process."""
+    return {
+        step.knob.access.name: step.value  # type: ignore[attr-defined] - a Variable
+        for applied in _in_force
+        for step, row in zip(applied.plan.steps, applied._rows, strict=False)  # noqa: SLF001
+        if step.knob.target == "env" and row.outcome is Outcome.APPLIED
+    }
+
+
+def in_force() -> tuple[Applied, ...]:
+    """Return the profiles in force, outermost first."""
+    return tuple(_in_force)
+
+
+def _refusal(resolved: Resolved, rows: Sequence[Row]) -> str:
+    lines = [f"  {row.knob}: {row.outcome}: {row.why}" for row in rows]
+    head = (
+        f"profile '{resolved.name}' promises {resolved.guarantee} and cannot be put in force; "
+        "nothing was changed:"
+    )
+    return "\n".join([head, *lines])
+
+
+def _late(plan: Plan, why: str) -> str:
+    lines = [f"  {row.knob}: {row.why}" for row in plan.late]
+    head = f"profile '{plan.resolved.name}' has knobs past their phase (on_late: {plan.resolved.on_late})"
+    no_relaunch = f"  no relaunch, because {why}" if why else ""
+    todo = f"  start the program with `torchrepro run {plan.resolved.name} -- ...`"
+    return "\n".join(line for line in (head, *lines, no_relaunch, todo) if line)

@@ -1,0 +1,36 @@
+"""Loaded by every Python that `torchrepro run` starts: hands over, then steps out of the way.
+
+It has to be harmless in any Python of any age, with or without torchrepro, so it uses nothing but
+what all of them have, and then runs the sitecustomize that it stands in front of.
+"""
+
+import os
+import sys
+
+
+def _step_aside():
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
+    sys.modules.pop("sitecustomize", None)
+
+
+def _hand_over():
+    if not os.environ.get("TORCHREPRO_PROFILE") or sys.version_info < (3, 11):
+        return
+    try:
+        from torchrepro.started import put_in_force_on_import
+    except ImportError:
+        return  # this Python has no torchrepro: it is left alone
+    put_in_force_on_import()
+
+
+def _run_the_next():
+    from importlib.util import find_spec
+
+    if find_spec("sitecustomize") is not None:
+        import sitecustomize  # noqa: F401
+
+
+_step_aside()
+_hand_over()
+_run_the_next()

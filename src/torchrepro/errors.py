@@ -1,0 +1,114 @@
+"""What a caller may catch, and the parts that a message is built from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torchrepro.report import Report
+
+MANY = 12  # above this a list of legal names helps nobody without a near match
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with a request, and all that a reader needs to mend it."""
+
+    what: str
+    """The rule that is broken, in words."""
+
+    where: str = ""
+    """``file:line``, the override, or the argument that holds the value."""
+
+    key: str = ""
+    """The dotted key of the profile."""
+
+    found: str = ""
+    """The value found, as the user wrote it."""
+
+    legal: str = ""
+    """What would be legal."""
+
+    near: str = ""
+    """A legal value close to the one found."""
+
+    todo: str = ""
+    """What to do about it."""
+
+    def __str__(self) -> str:
+        subject = f"{self.key} = {self.found}" if self.key and self.found else self.key or self.found
+        if self.where.startswith("override "):  # the override already shows key and value
+            subject = ""
+        head = ": ".join(part for part in (self.where, subject) if part)
+        lines = [f"{head}: {self.what}" if head else self.what]
+        for label, text in (
+            ("did you mean", self.near),
+            ("legal", self.legal),
+            ("to do", self.todo),
+        ):
+            if text:
+                lines.append(f"    {label}: {text}")
+        return "\n".join(lines)
+
+
+class TorchreproError(Exception):
+    """Whatever torchrepro refuses; `exit_status` is what the command line ends with."""
+
+    exit_status = 3
+
+
+class ProfileError(TorchreproError, ValueError):
+    """The request is wrong: an unknown profile, an illegal value, a contradiction."""
+
+    exit_status = 2
+
+    def __init__(self, problems: Problem | Sequence[Problem]) -> None:
+        self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class ApplyError(TorchreproError, RuntimeError):
+    """The profile could not be put in force; the process is as it was before."""
+
+    def __init__(self, message: str, report: Report | None = None) -> None:
+        self.report = report
+        super().__init__(message)
+
+
+class LateError(ApplyError):
+    """A knob is past its phase and the profile asks to stop rather than to go on without it."""
+
+
+for _public in (TorchreproError, ProfileError, ApplyError, LateError):
+    _public.__module__ = "torchrepro"  # tracebacks show the name that a caller imports
+
+
+def near(word: str, words: Iterable[str]) -> str:
+    """Return the entry of `words` closest to `word`, or an empty string."""
+    pool = list(words)
+    folded = {entry.casefold(): entry for entry in pool}
+    found = get_close_matches(word.casefold(), list(folded), n=1, cutoff=0.6)
+    return folded[found[0]] if found else ""
+
+
+def some(words: Iterable[str]) -> str:
+    """Return `words` as one line, cut after the first dozen."""
+    pool = list(words)
+    rest = len(pool) - MANY
+    return ", ".join(pool[:MANY]) + (f", ... ({rest} more)" if rest > 0 else "")
+
+
+def shown(value: Any) -> str:
+    """Return `value` as a reader of YAML would write it, cut to a line."""
+    text = {None: "null", True: "true", False: "false"}.get(value) if _plain(value) else None
+    text = text if text is not None else value if isinstance(value, str) else repr(value)
+    text = text.replace("\n", "\\n") or "''"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool)

@@ -1,0 +1,118 @@
+"""Rows for CUDA's matrix products, attention kernels and libraries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from torchrepro.knobs.fp32_precision import Fp32Precision
+from torchrepro.knobs.knob import Attribute, Calls, Knob
+from torchrepro.knobs.legal import OneOf, Switch
+
+BACKENDS = "https://docs.pytorch.org/docs/stable/backends.html#torch-backends-cuda"
+NUMERICS = "https://docs.pytorch.org/docs/stable/notes/cuda.html"
+
+
+@dataclass(frozen=True, slots=True)
+class ReducedPrecision(Attribute):
+    """A reduction switch that newer torch keeps together with a second one for split-k."""
+
+    def save(self) -> Any:
+        matmul = import_module("torch").backends.cuda.matmul
+        split_k = getattr(matmul, f"{self.name}_split_k", None)
+        value = self.read()
+        return value if split_k is None else (value, split_k)
+
+
+def _library(which: str, choices: tuple[str, ...], since: str) -> Knob:
+    return Knob(
+        name=f"backends.cuda.preferred_{which}_library",
+        target="cuda",
+        legal=OneOf(choices),
+        access=Calls(
+            "torch.backends.cuda",
+            f"preferred_{which}_library",
+            f"preferred_{which}_library",
+            to_profile=lambda backend: backend.name.lower(),
+        ),
+        library="torch",
+        summary=f"The library that computes {which} operations on CUDA tensors.",
+        cost="each library is fastest for other shapes",
+        source=BACKENDS,
+        since=since,
+        aliases=(f"torch.backends.cuda.preferred_{which}_library",),
+    )
+
+
+def _attention(kernel: str, since: str, cost: str) -> Knob:
+    return Knob(
+        name=f"backends.cuda.{kernel}_sdp",
+        target="cuda",
+        legal=Switch(),
+        access=Calls("torch.backends.cuda", f"{kernel}_sdp_enabled", f"enable_{kernel}_sdp"),
+        library="torch",
+        summary=f"scaled_dot_product_attention may take its {kernel} kernel.",
+        cost=cost,
+        source=BACKENDS,
+        since=since,
+        aliases=(f"torch.backends.cuda.enable_{kernel}_sdp",),
+    )
+
+
+def _reduction(dtype: str, since: str) -> Knob:
+    name = f"allow_{dtype}_reduced_precision_reduction"
+    return Knob(
+        name=f"backends.cuda.{name}",
+        target="cuda",
+        legal=Switch(),
+        access=ReducedPrecision("torch.backends.cuda:matmul", name),
+        library="torch",
+        summary=f"{dtype} matrix products may add up partial sums in {dtype}.",
+        cost="off: slower products with a long inner dimension on some GPUs",
+        source=f"{NUMERICS}#reduced-precision-reduction-in-{dtype}-gemms",
+        since=since,
+        aliases=(f"torch.backends.cuda.matmul.{name}",),
+    )
+
+
+CUDA = (
+    Knob(
+        name="backends.cuda.matmul_fp32_precision",
+        target="cuda",
+        legal=OneOf(("ieee", "tf32")),
+        access=Fp32Precision("cuda.matmul"),
+        library="torch",
+        summary="float32 matrix products on CUDA: all 23 mantissa bits (ieee) or 10 (tf32).",
+        cost="ieee is up to several times slower than tf32 on tensor cores",
+        source=f"{NUMERICS}#tf32-on-ampere",
+        since="2.9; before that through allow_tf32",
+        aliases=(
+            "torch.backends.cuda.matmul.fp32_precision",
+            "torch.backends.cuda.matmul.allow_tf32",
+            "torch.set_float32_matmul_precision",
+            "env.TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+            "allow_tf32",
+        ),
+    ),
+    _reduction("fp16", "1.10"),
+    _reduction("bf16", "1.12"),
+    Knob(
+        name="backends.cuda.allow_fp16_accumulation",
+        target="cuda",
+        legal=Switch(),
+        access=Attribute("torch.backends.cuda:matmul", "allow_fp16_accumulation"),
+        library="torch",
+        summary="fp16 matrix products may accumulate in fp16.",
+        cost="on: faster on some GPUs, with larger errors",
+        source=f"{NUMERICS}#full-fp16-accmumulation-in-fp16-gemms",
+        since="2.7",
+        aliases=("torch.backends.cuda.matmul.allow_fp16_accumulation",),
+    ),
+    _attention("flash", "2.0", "its backward is not deterministic unless algorithms are `error`"),
+    _attention("mem_efficient", "2.0", "its backward is deterministic only under `error`"),
+    _attention("math", "2.0", "the reference: slow, and the whole attention matrix in memory"),
+    _attention("cudnn", "2.5", "fast on recent GPUs; cuDNN chooses the kernel"),
+    _library("linalg", ("default", "cusolver", "magma"), "1.11"),
+    _library("blas", ("default", "cublas", "cublaslt", "ck"), "2.4"),
+)

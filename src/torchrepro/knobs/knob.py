@@ -1,0 +1,202 @@
+"""What a knob is, and the ways to reach the state behind one."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from enum import Enum
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchrepro.knobs.legal import Legal
+
+
+class Phase(str, Enum):
+    """The last moment at which a knob still takes effect."""
+
+    INTERPRETER_START = "interpreter start"
+    LIBRARY_LOAD = "library load"
+    DEVICE_INIT = "device init"
+    COMMUNICATOR = "first communicator"
+    MODULE_CONSTRUCTION = "module construction"
+    ANY_TIME = "any time"
+
+    __str__ = str.__str__
+
+
+class Scope(str, Enum):
+    """What a write reaches."""
+
+    PROCESS = "this process"
+    PROCESS_AND_CHILDREN = "this process and the processes it starts"
+    THREAD = "this thread"
+
+    __str__ = str.__str__
+
+
+class Missing(Exception):  # noqa: N818 - an answer, not an error: the state does not exist here
+    """The state behind a knob does not exist in this process; the text says why."""
+
+
+class Access(Protocol):
+    """How to reach one piece of state."""
+
+    def read(self) -> Any:
+        """Return the present value in the words of a profile; raise `Missing` if there is none.
+
+        Changes nothing, and imports nothing but the knob's own library.
+        """
+
+    def write(self, value: Any) -> None:
+        """Set `value`; raises whatever the library raises for one that it refuses."""
+
+    def save(self) -> Any:
+        """Return all that `restore` needs, which may be finer than what `read` shows."""
+
+    def restore(self, saved: Any) -> None:
+        """Put back exactly what `save` saw."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Knob:
+    """One piece of process state: a row of the catalogue."""
+
+    name: str
+    """Dotted name; also the key of the profile, unless `key` says otherwise."""
+
+    target: str
+    """Whose state it is: python, numpy, torch, cuda, cudnn, cpu, npu, distributed, env."""
+
+    legal: Legal
+    access: Access
+    summary: str
+    cost: str
+    source: str
+    """Address of the documentation, paper or issue that says so."""
+
+    phase: Phase = Phase.ANY_TIME
+    door: str = ""
+    """The name of the one-way door (see `process.DOORS`) that closes the phase."""
+
+    scope: Scope = Scope.PROCESS
+    since: str = ""
+    """First version that has it, as documented; whether it is there is found out by looking."""
+
+    library: str = ""
+    """The module that has to be loaded before the state can be read or written."""
+
+    aliases: tuple[str, ...] = ()
+    """Other names of the same state: keys a profile may use, variables, attributes of torch."""
+
+    key: str = ""
+    """The key of the profile that this knob obeys, where it is not `name`."""
+
+    enough: Callable[[str], bool] | None = None
+    """For a variable: whether a value that the user exported is as good as the one asked for."""
+
+    @property
+    def profile_key(self) -> str:
+        """The key of the profile that this knob obeys."""
+        return self.key or self.name
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the state can be reached without importing anything."""
+        return not self.library or self.library in sys.modules
+
+    def holds(self, value: Any) -> bool:
+        """Whether `value` is in force now: read back, or as the access itself can tell."""
+        check = getattr(self.access, "holds", None)
+        return bool(check(value)) if check else bool(self.access.read() == value)
+
+    def refusal(self, value: Any) -> str:
+        """Why `value` cannot be set in this process although the state is there, if so."""
+        refuses = getattr(self.access, "refuses", None)
+        return str(refuses(value)) if refuses else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """An attribute that can be read and assigned, such as ``torch.backends.cudnn:benchmark``."""
+
+    owner: str
+    """The module, then the path to the object: ``torch.backends.cuda:matmul``."""
+
+    name: str
+
+    def _owner(self) -> Any:
+        module, _, path = self.owner.partition(":")
+        try:
+            owner: Any = import_module(module)
+        except ImportError as error:
+            raise Missing(f"no module {error.name}") from None
+        for part in filter(None, path.split(".")):
+            owner = getattr(owner, part, None)
+        return owner
+
+    def read(self) -> Any:
+        absent = object()
+        value = getattr(self._owner(), self.name, absent)
+        if value is absent:
+            raise Missing(f"{self.owner.replace(':', '.')} has no {self.name} here")
+        return value
+
+    def write(self, value: Any) -> None:
+        setattr(self._owner(), self.name, value)
+
+    save = read
+    restore = write
+
+
+@dataclass(frozen=True, slots=True)
+class OptionalAttribute(Attribute):
+    """An attribute that holds None where the hardware it is for is absent."""
+
+    def read(self) -> Any:
+        value = Attribute.read(self)
+        if value is None:
+            raise Missing(f"{self.owner}.{self.name} is None: what it steers is not here")
+        return value
+
+    save = read
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """A getter and a setter, each named by module and function, with values translated."""
+
+    module: str
+    getter: str
+    setter: str
+    to_profile: Callable[[Any], Any] = lambda value: value
+    to_library: Callable[[Any], Any] = lambda value: value
+
+    def _function(self, name: str) -> Callable[..., Any]:
+        try:
+            owner: Any = import_module(self.module.partition(":")[0])
+        except ImportError as error:
+            raise Missing(f"no module {error.name}") from None
+        path = self.module.partition(":")[2]
+        for part in filter(None, [*path.split("."), *name.split(".")]):
+            owner = getattr(owner, part, None)
+        if owner is None:
+            raise Missing(f"{self.module.replace(':', '.')} has no {name} here")
+        function: Callable[..., Any] = owner
+        return function
+
+    def read(self) -> Any:
+        self._function(self.setter)
+        return self.to_profile(self._function(self.getter)())
+
+    def write(self, value: Any) -> None:
+        self._function(self.setter)(self.to_library(value))
+
+    def save(self) -> Any:
+        self._function(self.setter)
+        return self._function(self.getter)()
+
+    def restore(self, saved: Any) -> None:
+        self._function(self.setter)(saved)

@@ -1,0 +1,199 @@
+"""Rows for Ascend NPUs, as torch_npu offers them; each is there if torch_npu has its setter."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.knobs.knob import Calls, Knob, Missing
+from torchrepro.knobs.legal import OneOf, Switch, Whole
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+DOCS = "https://pypi.org/project/torch-npu/"
+_CUBE_MATH = (
+    "KEEP_DTYPE",
+    "ALLOW_FP32_DOWN_PRECISION",
+    "USE_FP16",
+    "USE_HF32",
+    "USE_FP32_ADD",
+)
+
+
+def _npu() -> Any:
+    npu = getattr(import_module("torch"), "npu", None)
+    if npu is None:
+        raise Missing("no torch_npu in this process")
+    return npu
+
+
+@dataclass(frozen=True, slots=True)
+class NpuOption:
+    """A setting that torch_npu keeps as the text of an option, empty while nobody set it.
+
+    Before device init torch_npu queues options in order; reading one initialises nothing.
+    """
+
+    name: str
+    texts: Mapping[Any, str]
+    """Value in a profile -> the option's text."""
+
+    unset: Any = None
+    """What holds while the option is empty; None where that depends on the chip."""
+
+    def _text(self) -> str:
+        """Return the option's text.
+
+        Private (``_C._npu_getOption``): the public readers initialise the device, raise for an
+        option that nobody set, or do not exist. Where it is gone the knob is unsupported.
+        """
+        if not hasattr(_npu(), "set_option"):
+            raise Missing("this torch.npu has no set_option")
+        getter = getattr(import_module("torch_npu")._C, "_npu_getOption", None)  # noqa: SLF001
+        raw = getter(self.name) if getter else None
+        if raw is None:
+            raise Missing(f"this torch_npu has no option {self.name}")
+        return str(raw.decode())
+
+    def read(self) -> Any:
+        text = self._text()
+        values = {known: value for value, known in self.texts.items()}
+        return values.get(text, text) if text else self.unset
+
+    def write(self, value: Any) -> None:
+        self._set(self.texts[value])
+
+    def save(self) -> Any:
+        return self._text()
+
+    def restore(self, saved: Any) -> None:
+        self._set(saved)
+
+    def _set(self, text: str) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch_npu announces future removals of options
+            _npu().set_option({self.name: text})
+
+
+@dataclass(frozen=True, slots=True)
+class DeterministicLevel:
+    """torch_npu's level, next to torch's flag, which the public setter moves along with it."""
+
+    def read(self) -> Any:
+        if not hasattr(_npu(), "set_deterministic_level"):
+            raise Missing("this torch_npu has no set_deterministic_level")
+        # Private: the public-looking reader writes the level back when it disagrees with the flag.
+        return int(import_module("torch_npu")._C._npu_get_deterministic_level())  # noqa: SLF001
+
+    def write(self, value: int) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it always warns against mixing it with torch's flag
+            _npu().set_deterministic_level(value)
+
+    def save(self) -> Any:
+        return self.read(), import_module("torch").get_deterministic_debug_mode()
+
+    def restore(self, saved: Any) -> None:
+        level, mode = saved
+        self.write(level)
+        import_module("torch").set_deterministic_debug_mode(mode)
+
+
+def _option(field: str, access: NpuOption, summary: str, cost: str, *aliases: str) -> Knob:
+    texts = tuple(access.texts)
+    return Knob(
+        name=f"backends.npu.{field}",
+        target="npu",
+        legal=Switch() if isinstance(texts[0], bool) else OneOf(texts),
+        access=access,
+        library="torch",
+        summary=summary,
+        cost=cost,
+        source=DOCS,
+        since="torch_npu 2.1; looked for, not assumed",
+        aliases=aliases,
+    )
+
+
+_ENABLE = {True: "enable", False: "disable"}
+
+NPU = (
+    Knob(
+        name="backends.npu.deterministic_level",
+        target="npu",
+        legal=Whole(0, 3),
+        access=DeterministicLevel(),
+        library="torch",
+        summary="How far kernels are fixed: 1 deterministic, 2 also the order of torch.mm's "
+        "sums, 3 also over batch sizes. It moves torch's own flag along.",
+        cost="each level is slower; 3 needs CANN 9.2",
+        source=DOCS,
+        since="torch_npu 2.6",
+        aliases=("torch.npu.set_deterministic_level",),
+    ),
+    _option(
+        "jit_compile",
+        NpuOption("jitCompile", _ENABLE),
+        "Ops are compiled when first called. With it on and the task queue on, torch_npu "
+        "never forwards determinism.",
+        "on: slow first steps",
+        "torch.npu.set_compile_mode",
+    ),
+    _option(
+        "conv_allow_hf32",
+        NpuOption("ALLOW_CONV_HF32", _ENABLE, unset=True),
+        "float32 convolutions may drop mantissa bits (HF32); torch_npu's default is on.",
+        "off: slower convolutions",
+        "torch.npu.conv.allow_hf32",
+        "torch.npu.aclnn.allow_hf32",
+    ),
+    _option(
+        "matmul_allow_hf32",
+        NpuOption("ALLOW_MATMUL_HF32", _ENABLE, unset=False),
+        "float32 matrix products may drop mantissa bits (HF32).",
+        "off: slower products",
+        "torch.npu.matmul.allow_hf32",
+    ),
+    _option(
+        "cube_math_type",
+        NpuOption("CUBE_MATH_TYPE", {name: str(n) for n, name in enumerate(_CUBE_MATH)}),
+        "How the matrix unit computes; once set it wins over matmul_allow_hf32.",
+        "KEEP_DTYPE: slowest and most exact",
+        "torch.npu.matmul.cube_math_type",
+    ),
+    _option(
+        "allow_internal_format",
+        NpuOption("ALLOW_INTERNAL_FORMAT", _ENABLE),
+        "Tensors may be kept in private layouts, which changes the order of sums.",
+        "off: some ops convert layouts more often",
+        "torch.npu.config.allow_internal_format",
+    ),
+    Knob(
+        name="backends.npu.task_queue",
+        target="npu",
+        legal=Whole(0, 2),
+        access=Calls("torch:npu", "get_task_queue_enable", "set_task_queue_enable"),
+        library="torch",
+        summary="Ops are handed to the device through a queue on another thread (1, 2) or "
+        "directly (0).",
+        cost="0: slower launches",
+        source=DOCS,
+        since="torch_npu 2.13",
+        aliases=("env.TASK_QUEUE_ENABLE", "torch.npu.set_task_queue_enable"),
+    ),
+    Knob(
+        name="backends.npu.compatible_impl",
+        target="npu",
+        legal=Switch(),
+        access=Calls("torch:npu", "are_compatible_impl_enabled", "use_compatible_impl"),
+        library="torch",
+        summary="gelu, matmul and max_pool follow the numerics of torch's own kernels.",
+        cost="on: slower kernels for those ops",
+        source=DOCS,
+        since="torch_npu 2.6",
+        aliases=("env.TORCH_NPU_USE_COMPATIBLE_IMPL", "torch.npu.use_compatible_impl"),
+    ),
+)

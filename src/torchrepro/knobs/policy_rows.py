@@ -1,0 +1,117 @@
+"""Rows for the keys of a profile that are policies rather than settings of a library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from torchrepro.knobs.knob import Knob, Missing
+from torchrepro.knobs.legal import OneOf, Whole
+from torchrepro.policies.dropout import DropoutPolicy
+
+SOURCE = "https://docs.pytorch.org/docs/stable/library.html"
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A key that a profile may declare although this version changes nothing for it.
+
+    The value that describes what happens anyway holds; for another the knob is unsupported, so
+    that no report says otherwise.
+    """
+
+    present: Any
+
+    def read(self) -> Any:
+        return self.present
+
+    def refuses(self, value: Any) -> str:
+        acts = value == self.present
+        return "" if acts else f"this version of torchrepro does not act on `{value}` yet"
+
+    def write(self, value: Any) -> None:
+        raise Missing(self.refuses(value))
+
+    save = read
+
+    def restore(self, saved: Any) -> None:
+        """There is nothing to put back: nothing was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class RandomNumbersFrom(Declared):
+    """Where random numbers are drawn; without an accelerator that is the host in any case."""
+
+    def holds(self, value: Any) -> bool:
+        return bool(value == self.present or not _accelerator_available())
+
+
+def _accelerator_available() -> bool:
+    torch = import_module("torch")
+    present = getattr(torch.accelerator, "current_accelerator", lambda: None)()
+    return present is not None and bool(torch.accelerator.is_available())
+
+
+def _policy(name: str, legal: Any, access: Any, summary: str, cost: str = "none") -> Knob:
+    return Knob(
+        name=name,
+        target="policy",
+        legal=legal,
+        access=access,
+        library="torch",
+        summary=summary,
+        cost=cost,
+        source=SOURCE,
+    )
+
+
+POLICIES = (
+    _policy(
+        "dropout",
+        OneOf(("keep", "zero")),
+        DropoutPolicy(),
+        "zero turns torch's dropout ops into the identity, in modules and functions alike. "
+        "Code captured by torch.compile or torch.export and fused attention kernels keep theirs.",
+        "zero: one copy instead of one random mask",
+    ),
+    _policy(
+        "device.rng",
+        OneOf(("native", "host")),
+        RandomNumbersFrom("native"),
+        "host draws every random number from the CPU's generator, the same on every device.",
+        "host: drawing on the CPU and copying",
+    ),
+    _policy(
+        "device.fallback",
+        OneOf(("error", "cpu")),
+        Declared("error"),
+        "What an op without a deterministic kernel does: raise, or run on the CPU.",
+        "cpu: two copies per call",
+    ),
+    _policy(
+        "ranks",
+        OneOf(("same", "distinct")),
+        Declared("same"),
+        "Whether all ranks of a distributed run start from one seed or each from its own.",
+    ),
+    _policy(
+        "dataloader.seeding",
+        OneOf(("auto", "none")),
+        Declared("none"),
+        "Whether the workers of a DataLoader are seeded for an author who did not.",
+    ),
+    _policy(
+        "dataloader.num_workers",
+        Whole(0, 0),
+        Declared(None),
+        "0 loads data in the main process, to find out whether the workers are the culprit.",
+        "0: loading no longer overlaps with training",
+    ),
+    _policy(
+        "guard",
+        OneOf(("none", "warn", "error")),
+        Declared("none"),
+        "Whether knobs are read again during the run, to catch code that flips them back.",
+    ),
+)

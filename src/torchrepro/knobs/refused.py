@@ -1,0 +1,46 @@
+"""Environment variables that no profile may set: those that do nothing, and the dangerous ones."""
+
+from __future__ import annotations
+
+import re
+
+WITHOUT_EFFECT = {
+    "NCCL_DETERMINISTIC": "NCCL has no such variable; pin NCCL_ALGO and NCCL_PROTO",
+    "NCCL_P2P_NET_DISABLE": "NCCL has no such variable",
+    "TORCH_DETERMINISTIC": "torch reads no such variable; set backends.torch.deterministic_algorithms",
+    "PYTORCH_DETERMINISTIC": "torch reads no such variable; set "
+    "backends.torch.deterministic_algorithms",
+    "CUDNN_DETERMINISTIC": "cuDNN reads no such variable; set backends.cudnn.deterministic",
+    "CUDNN_BENCHMARK": "cuDNN reads no such variable; set backends.cudnn.benchmark",
+    "TF_DETERMINISTIC_OPS": "only TensorFlow reads it",
+    "TF_CUDNN_DETERMINISTIC": "only TensorFlow reads it",
+    "CUBLAS_WORKSPACE": "cuBLAS reads no such variable; set CUBLAS_WORKSPACE_CONFIG",
+    "PYTHON_HASH_SEED": "Python reads no such variable; set PYTHONHASHSEED",
+    "PYTHONSEED": "Python reads no such variable; set `seed`",
+}
+"""Variables found in published recipes that nothing reads, with what to set instead."""
+
+_DANGEROUS = re.compile(
+    r"""
+      (LD|DYLD|GIT|SSH|SSL|PIP|CONDA|HYDRA|TORCHREPRO|JAVA|PERL|RUBY|NODE|BASH)_.*
+    | PYTHON(?!HASHSEED$).*                       # start-up files, search paths, warnings as code
+    | PERL5.* | RUBYOPT | BASH_ENV | BASHOPTS | SHELLOPTS | ENV | IFS | PS4 | PROMPT_COMMAND
+    | PATH | HOME | USER | SHELL | EDITOR | PAGER | BROWSER | TMPDIR | TMP | TEMP | CC | CXX | CPP
+    | .*(PATH|_PRELOAD|_LIBRARY|_LIBRARIES|_PLUGIN|_PLUGINS|_PROXY|_HOME|_DIR|_BUNDLE|_FILE|_CONF)
+    | .*(_TOKEN|_SECRET|_PASSWORD|_KEY)           # a profile is shared: no place for credentials
+    | GCONV_.* | MALLOC_.* | GLIBC_TUNABLES | CUDA_INJECTION.* | OMP_TOOL.* | TRITON_.*
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def refusal(name: str) -> str:
+    """Return why no profile may set the variable `name`, or an empty string."""
+    if not _NAME.fullmatch(name):
+        return "not the name of a variable: letters, digits and underscores"
+    if name in WITHOUT_EFFECT:
+        return f"the variable does nothing: {WITHOUT_EFFECT[name]}"
+    if _DANGEROUS.fullmatch(name):
+        return "the variable is dangerous: it names code, where code is found, or a credential"
+    return ""

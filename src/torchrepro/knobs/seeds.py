@@ -1,0 +1,245 @@
+"""Rows for every generator that one seed reaches, and how each keeps its state.
+
+`read` shows the seed a generator was started from where the generator knows it; undo brings the
+full state back, so the numbers drawn after it are those that would have come anyway.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from torchrepro.knobs.knob import Knob, Missing
+from torchrepro.knobs.legal import SEED
+
+RANDOMNESS = "https://docs.pytorch.org/docs/stable/notes/randomness.html"
+
+
+@dataclass(frozen=True, slots=True)
+class PythonSeed:
+    """The generator behind the functions of `random`."""
+
+    def read(self) -> Any:
+        return None  # the generator does not remember its seed
+
+    def write(self, value: int) -> None:
+        random.seed(value)
+
+    def save(self) -> Any:
+        return random.getstate()
+
+    def restore(self, saved: Any) -> None:
+        random.setstate(saved)
+
+    def holds(self, value: int) -> bool:
+        return random.getstate() == random.Random(value).getstate()  # noqa: S311 - compared only
+
+
+@dataclass(frozen=True, slots=True)
+class NumpySeed:
+    """The legacy global generator behind ``numpy.random.rand`` and its like."""
+
+    @property
+    def _numpy_random(self) -> Any:
+        return import_module("numpy.random")
+
+    def read(self) -> Any:
+        return None
+
+    def write(self, value: int) -> None:
+        self._numpy_random.seed(value)
+
+    def save(self) -> Any:
+        return self._numpy_random.get_state(legacy=False)
+
+    def restore(self, saved: Any) -> None:
+        self._numpy_random.set_state(saved)
+
+    def holds(self, value: int) -> bool:
+        fresh = self._numpy_random.RandomState(value).get_state()
+        now = self._numpy_random.get_state()
+        return bool((fresh[1] == now[1]).all() and fresh[2:] == now[2:])
+
+
+@dataclass(frozen=True, slots=True)
+class TorchSeed:
+    """torch's default CPU generator; the accelerators have rows of their own."""
+
+    def read(self) -> Any:
+        return _torch().initial_seed()
+
+    def write(self, value: int) -> None:
+        _torch().default_generator.manual_seed(value)
+
+    def save(self) -> Any:
+        return _torch().get_rng_state()
+
+    def restore(self, saved: Any) -> None:
+        _torch().set_rng_state(saved)
+
+    def holds(self, value: int) -> bool:
+        return bool(_torch().initial_seed() == value)
+
+
+@dataclass(frozen=True, slots=True)
+class AcceleratorSeed:
+    """Every device of one accelerator, through its module ``torch.<device>``.
+
+    Before the first use of a device torch queues the seed and hands it over at device init; an
+    undo that comes earlier takes the queue back, one that comes later gives the devices the seed
+    with which an untouched process starts.
+    """
+
+    device: str
+
+    def _module(self) -> Any:
+        module = getattr(_torch(), self.device, None)
+        if module is None or not hasattr(module, "manual_seed"):
+            raise Missing(f"this torch has no torch.{self.device}")
+        if self.device not in _built_for():
+            raise Missing(f"this torch is not built for {self.device}")
+        return module
+
+    def read(self) -> Any:
+        module = self._module()
+        if not _initialised(module):
+            return None
+        generators = getattr(module, "default_generators", ())
+        seeds = sorted({int(generator.initial_seed()) for generator in generators})
+        return seeds[0] if len(seeds) == 1 else seeds or None
+
+    def write(self, value: int) -> None:
+        module = self._module()
+        getattr(module, "manual_seed_all", module.manual_seed)(value)
+
+    def save(self) -> Any:
+        module = self._module()
+        if not _initialised(module):
+            return _Queued(_queue(module))
+        if hasattr(module, "get_rng_state_all"):
+            return [state.clone() for state in module.get_rng_state_all()]
+        return module.get_rng_state().clone()
+
+    def restore(self, saved: Any) -> None:
+        module = self._module()
+        if isinstance(saved, _Queued):
+            if _initialised(module) or not _put_back_queue(module, saved.queue):
+                # A fresh generator's seed is the one torch starts every device with.
+                self.write(_torch().Generator().initial_seed())
+        elif isinstance(saved, list):
+            module.set_rng_state_all(saved)
+        else:
+            module.set_rng_state(saved)
+
+    def holds(self, value: int) -> bool:
+        now = self.read()
+        return now is None or now == value
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """What waited for device init when the state was saved."""
+
+    queue: Any
+
+
+def _torch() -> Any:
+    return import_module("torch")
+
+
+def _built_for() -> set[str]:
+    """Return the accelerators that the installed torch is built for, without touching a device."""
+    torch = _torch()
+    answers = {
+        "cuda": torch.version.cuda is not None or torch.version.hip is not None,
+        "mps": torch.backends.mps.is_built(),
+        "xpu": bool(getattr(torch.version, "xpu", None)),
+        "npu": hasattr(torch, "npu"),  # torch_npu, or another back end of that name, put it there
+    }
+    return {device for device, built in answers.items() if built}
+
+
+def _initialised(module: Any) -> bool:
+    check = getattr(module, "is_initialized", None)
+    return bool(check()) if check else True
+
+
+def _queue(module: Any) -> Any:
+    """Return a copy of the calls and seeds that wait for device init.
+
+    Private (``_queued_calls``, ``_lazy_seed_tracker``), because torch offers no public way to take
+    a queued seed back. Where they are gone, `_put_back_queue` says so and undo re-seeds instead.
+    """
+    tracker = getattr(module, "_lazy_seed_tracker", None)
+    return list(getattr(module, "_queued_calls", ())), dict(vars(tracker)) if tracker else None
+
+
+def _put_back_queue(module: Any, queue: Any) -> bool:
+    calls, tracked = queue
+    if not isinstance(getattr(module, "_queued_calls", None), list):
+        return False
+    module._queued_calls[:] = calls  # noqa: SLF001 - see _queue
+    if tracked is not None:
+        vars(module._lazy_seed_tracker).update(tracked)  # noqa: SLF001 - see _queue
+    return True
+
+
+def _accelerator(device: str, source: str, since: str) -> Knob:
+    return Knob(
+        name=f"seed.{device}",
+        key="seed",
+        target=device,
+        legal=SEED,
+        access=AcceleratorSeed(device),
+        library="torch",
+        summary=f"Seed of the default generator of every {device.upper()} device.",
+        cost="none; before device init the seed waits in torch's queue",
+        source=source,
+        since=since,
+        aliases=(f"torch.{device}.manual_seed_all", f"torch.{device}.manual_seed"),
+    )
+
+
+SEEDS = (
+    Knob(
+        name="seed.python",
+        key="seed",
+        target="python",
+        legal=SEED,
+        access=PythonSeed(),
+        summary="Seed of the generator behind the functions of Python's `random`.",
+        cost="none",
+        source="https://docs.python.org/3/library/random.html#random.seed",
+        aliases=("random.seed",),
+    ),
+    Knob(
+        name="seed.numpy",
+        key="seed",
+        target="numpy",
+        legal=SEED,
+        access=NumpySeed(),
+        library="numpy",
+        summary="Seed of numpy's legacy global generator; a Generator of your own is not reached.",
+        cost="about 6 ms the first time: numpy loads numpy.random",
+        source="https://numpy.org/doc/stable/reference/random/legacy.html",
+        aliases=("numpy.random.seed", "np.random.seed"),
+    ),
+    Knob(
+        name="seed.torch",
+        key="seed",
+        target="torch",
+        legal=SEED,
+        access=TorchSeed(),
+        library="torch",
+        summary="Seed of torch's default CPU generator, of which only the low 32 bits count.",
+        cost="none",
+        source=RANDOMNESS,
+        aliases=("torch.manual_seed",),
+    ),
+    _accelerator("cuda", RANDOMNESS, ""),
+    _accelerator("npu", "https://pypi.org/project/torch-npu/", "torch_npu 2.1"),
+    _accelerator("mps", "https://docs.pytorch.org/docs/stable/mps.html", "1.12"),
+    _accelerator("xpu", "https://docs.pytorch.org/docs/stable/xpu.html", "2.3"),
+)

@@ -1,0 +1,162 @@
+"""Rows for torch as a whole: algorithms, memory filling, the compiler, einsum."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from torchrepro.knobs.knob import Attribute, Calls, Knob, Missing, Phase, Scope
+from torchrepro.knobs.legal import OneOf, Switch
+
+ALGORITHMS = "https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html"
+_MODES = ("none", "warn", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class InductorDeterministic:
+    """Inductor's `deterministic`, which is the variable's value until inductor is imported.
+
+    `torch.use_deterministic_algorithms` imports inductor to set this flag, 0.7 s that a program
+    without torch.compile never needs; the variable reaches the flag when inductor is imported.
+    """
+
+    VARIABLE = "TORCHINDUCTOR_DETERMINISTIC"
+    CONFIG = "torch._inductor.config"
+
+    def _config(self) -> Any:
+        return sys.modules.get(self.CONFIG)
+
+    def read(self) -> Any:
+        config = self._config()
+        if config is None:
+            return os.environ.get(self.VARIABLE) == "1"
+        if not hasattr(config, "deterministic"):
+            raise Missing("this torch's inductor has no deterministic mode")
+        return bool(config.deterministic)
+
+    def write(self, value: bool) -> None:  # noqa: FBT001 - the value of a boolean knob
+        os.environ[self.VARIABLE] = "1" if value else "0"
+        config = self._config()
+        if config is not None:
+            config.deterministic = value
+
+    def save(self) -> Any:
+        return self.read(), os.environ.get(self.VARIABLE)
+
+    def restore(self, saved: Any) -> None:
+        flag, variable = saved
+        if variable is None:
+            os.environ.pop(self.VARIABLE, None)
+        else:
+            os.environ[self.VARIABLE] = variable
+        config = self._config()
+        if config is not None and hasattr(config, "deterministic"):
+            config.deterministic = flag
+
+
+@dataclass(frozen=True, slots=True)
+class OptEinsum(Attribute):
+    """A setting of opt_einsum, which torch refuses to write where that package is absent."""
+
+    def read(self) -> Any:
+        if not import_module("torch.backends.opt_einsum").is_available():
+            raise Missing("the package opt_einsum is not installed: einsum goes left to right")
+        return Attribute.read(self)
+
+    save = read
+
+
+TORCH = (
+    Knob(
+        name="backends.torch.deterministic_algorithms",
+        target="torch",
+        legal=OneOf(_MODES),
+        access=Calls(
+            "torch",
+            "get_deterministic_debug_mode",
+            "set_deterministic_debug_mode",
+            to_profile=_MODES.__getitem__,
+            to_library=_MODES.index,
+        ),
+        library="torch",
+        summary="Every op takes a deterministic kernel; an op without one raises (error), warns "
+        "and goes on (warn), or nothing is asked (none).",
+        cost="some kernels are slower: a few per cent on most models, several times on some ops",
+        source=ALGORITHMS,
+        since="1.8",
+        aliases=("torch.use_deterministic_algorithms", "torch.set_deterministic_debug_mode"),
+    ),
+    Knob(
+        name="backends.torch.fill_uninitialized_memory",
+        target="torch",
+        legal=Switch(),
+        access=Attribute("torch.utils.deterministic", "fill_uninitialized_memory"),
+        library="torch",
+        summary="Under deterministic algorithms torch.empty and its like are filled with NaN or "
+        "the largest integer, so that a read of uninitialised memory shows.",
+        cost="about 15 % of a step on large models "
+        "(https://github.com/NVIDIA/Megatron-LM/pull/7093)",
+        source="https://docs.pytorch.org/docs/stable/deterministic.html",
+        since="2.2",
+        aliases=("torch.utils.deterministic.fill_uninitialized_memory",),
+    ),
+    Knob(
+        name="backends.torch.inductor_deterministic",
+        target="torch",
+        legal=Switch(),
+        access=InductorDeterministic(),
+        library="torch",
+        scope=Scope.PROCESS_AND_CHILDREN,
+        summary="Compiled code makes no choice by timing: no autotuning, no benchmarked fusion.",
+        cost="compiled code can be much slower (https://github.com/pytorch/pytorch/issues/174711)",
+        source="https://github.com/pytorch/pytorch/pull/165950",
+        since="2.10",
+        aliases=("env.TORCHINDUCTOR_DETERMINISTIC", "torch._inductor.config.deterministic"),
+    ),
+    Knob(
+        name="backends.torch.opt_einsum_enabled",
+        target="torch",
+        legal=Switch(),
+        access=OptEinsum("torch.backends.opt_einsum", "enabled"),
+        library="torch",
+        summary="torch.einsum lets opt_einsum choose the order of contraction.",
+        cost="none to speak of; another order rounds differently",
+        source="https://docs.pytorch.org/docs/stable/backends.html#torch-backends-opt-einsum",
+        since="1.13",
+        aliases=("torch.backends.opt_einsum.enabled",),
+    ),
+    Knob(
+        name="backends.torch.opt_einsum_strategy",
+        target="torch",
+        legal=OneOf(("auto", "greedy", "optimal")),
+        access=OptEinsum("torch.backends.opt_einsum", "strategy"),
+        library="torch",
+        summary="How opt_einsum searches for the order of contraction.",
+        cost="optimal takes long for many operands",
+        source="https://docs.pytorch.org/docs/stable/backends.html#torch-backends-opt-einsum",
+        since="1.13",
+        aliases=("torch.backends.opt_einsum.strategy",),
+    ),
+    Knob(
+        name="backends.torch.default_dtype",
+        target="torch",
+        legal=OneOf(("float32", "float64", "float16", "bfloat16")),
+        access=Calls(
+            "torch",
+            "get_default_dtype",
+            "set_default_dtype",
+            to_profile=lambda dtype: str(dtype).removeprefix("torch."),
+            to_library=lambda name: getattr(import_module("torch"), name),
+        ),
+        library="torch",
+        phase=Phase.ANY_TIME,
+        summary="The type of floating-point tensors made without naming one.",
+        cost="float64 doubles memory and is slow on GPUs",
+        source="https://docs.pytorch.org/docs/stable/generated/torch.set_default_dtype.html",
+        since="1.0",
+        aliases=("torch.set_default_dtype",),
+    ),
+)

@@ -1,0 +1,182 @@
+"""From a profile and the facts of a process to a plan; pure, and the very plan that is applied."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.knobs.knob import Knob, Missing
+from torchrepro.launch import inherited
+from torchrepro.process import closed_doors, set_after_start
+from torchrepro.profile.load import resolve
+from torchrepro.report import STOPPING, Outcome, Report, Row
+
+if TYPE_CHECKING:
+    from torchrepro.profile.resolved import Resolved
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a knob showed when the process was observed."""
+
+    value: Any = None
+    holds: bool = False
+    missing: str = ""
+    """Why the state does not exist here, or why the value asked for cannot be set."""
+
+    known: bool = True
+    """False where the knob's library is not loaded, so that nothing could be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Everything about a process that a plan depends on."""
+
+    closed: Mapping[str, str]
+    """The one-way doors that are closed, each with the words for it."""
+
+    readings: Mapping[str, Reading]
+    own_variables: Mapping[str, str]
+    """Variables that torchrepro itself has set: not the user's word."""
+
+    set_after_start: frozenset[str]
+    """Variables that were set or changed only after Python had started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One knob, the value asked for, and what is expected to become of it."""
+
+    knob: Knob
+    value: Any
+    expected: Row
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What putting a profile in force would do, knob by knob, in order."""
+
+    resolved: Resolved
+    steps: tuple[Step, ...]
+
+    @property
+    def report(self) -> Report:
+        """The expected outcomes."""
+        rows = tuple(step.expected for step in self.steps)
+        return report_of(self.resolved, rows, planned=True)
+
+    @property
+    def late(self) -> tuple[Row, ...]:
+        """The knobs that are past their phase."""
+        return self.report.having(Outcome.TOO_LATE)
+
+    @property
+    def stopping(self) -> tuple[Row, ...]:
+        """The outcomes with which a strict profile does not start."""
+        return self.report.having(*STOPPING) if self.resolved.strict else ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as plain JSON values."""
+        return self.report.to_json()
+
+    def __str__(self) -> str:
+        return str(self.report)
+
+
+def plan(profile: Any, overrides: Sequence[str] = ()) -> Plan:
+    """Return what applying `profile` in this process would do; changes and imports nothing.
+
+    `profile` is whatever `apply` takes. Knobs of a library that is not loaded yet show no present
+    value. Raises `ProfileError` for a profile that is not valid.
+    """
+    resolved = resolve(profile, overrides)
+    return make_plan(resolved, observe(resolved))
+
+
+def make_plan(resolved: Resolved, facts: Facts) -> Plan:
+    """Return the plan for `resolved` in a process described by `facts`."""
+    return Plan(
+        resolved,
+        tuple(
+            Step(knob, value, _expected(knob, value, facts)) for knob, value in resolved.settings()
+        ),
+    )
+
+
+def observe(
+    resolved: Resolved,
+    own_variables: Mapping[str, str] | None = None,
+    closed: Mapping[str, str] | None = None,
+) -> Facts:
+    """Return the facts of this process that matter for `resolved`, without importing anything.
+
+    `closed` stands in for the doors as they are now, to plan for a process before it began.
+    """
+    started_under = inherited()
+    own = {**(started_under.environment() if started_under else {}), **(own_variables or {})}
+    settings = resolved.settings()
+    variables = [knob.access.name for knob, _ in settings if knob.target == "env"]  # type: ignore[attr-defined]
+    return Facts(
+        closed=closed_doors() if closed is None else closed,
+        readings={knob.name: _reading(knob, value) for knob, value in settings},
+        own_variables={name: value for name, value in own.items() if os.environ.get(name) == value},
+        set_after_start=frozenset(filter(set_after_start, variables)),
+    )
+
+
+def report_of(resolved: Resolved, rows: tuple[Row, ...], *, planned: bool = False) -> Report:
+    """Return the report on `resolved` with these rows."""
+    return Report(resolved.name, resolved.guarantee, resolved.digest, rows, planned)
+
+
+def _reading(knob: Knob, value: Any) -> Reading:
+    if not knob.loaded:
+        return Reading(known=False)
+    try:
+        now = knob.access.read()
+    except Missing as missing:
+        return Reading(missing=str(missing))
+    holds = knob.holds(value)
+    return Reading(now, holds, missing="" if holds else knob.refusal(value))
+
+
+def _expected(knob: Knob, value: Any, facts: Facts) -> Row:
+    reading = facts.readings[knob.name]
+    row = Row(knob.name, Outcome.APPLIED, reading.value, value)
+    if knob.target == "env":
+        return _expected_variable(knob, value, facts, row)
+    if not reading.known:
+        return replace(row, why=f"{knob.library} is not loaded yet")
+    if reading.missing:
+        return replace(row, outcome=Outcome.UNSUPPORTED, after=reading.value, why=reading.missing)
+    if knob.key == "seed":
+        return row  # a generator has moved on since it was seeded: seeding again is never idle
+    if reading.holds:
+        return replace(row, outcome=Outcome.UNCHANGED, after=reading.value)
+    return row
+
+
+def _expected_variable(knob: Knob, value: str, facts: Facts, row: Row) -> Row:
+    name: str = knob.access.name  # type: ignore[attr-defined] - rows of target env hold a Variable
+    now = row.before
+    good = now is not None and (now == value or bool(knob.enough and knob.enough(now)))
+    exported = now is not None and name not in facts.own_variables
+    late = facts.closed.get(knob.door, "")
+    kept = replace(row, after=now)
+    if good and (now == value or exported):
+        if knob.door == "interpreter" and name in facts.set_after_start:
+            return replace(kept, outcome=Outcome.TOO_LATE, why=f"set only after {late}")
+        why = "" if now == value else "exported, and as good"
+        return replace(kept, outcome=Outcome.UNCHANGED, why=why)
+    if exported:
+        return replace(
+            kept,
+            outcome=Outcome.CONFLICT,
+            why=f"exported as {now}, the profile wants {value}: unset it, or override {knob.name}",
+        )
+    if late:
+        why = f"{late}; `torchrepro run` sets it in time"
+        return replace(kept, outcome=Outcome.TOO_LATE, why=why)
+    return row

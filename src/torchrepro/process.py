@@ -1,0 +1,122 @@
+"""What is already settled in this process: one-way doors, the starting environment, relaunch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+RELAUNCHED = "TORCHREPRO_RELAUNCHED"
+
+
+def _initialised(device: str) -> bool:
+    """Whether torch has used `device`, asked without importing or initialising anything."""
+    torch = sys.modules.get("torch")
+    module = getattr(torch, device, None) if torch else None
+    check = getattr(module, "is_initialized", None)
+    return bool(check and check())
+
+
+def _communicator_made() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return bool(distributed and distributed.is_available() and distributed.is_initialized())
+
+
+DOORS: Mapping[str, tuple[Callable[[], bool], str]] = {
+    "interpreter": (lambda: True, "Python has started"),
+    "torch": (lambda: "torch" in sys.modules, "torch is loaded"),
+    "torch_npu": (lambda: "torch_npu" in sys.modules, "torch_npu is loaded"),
+    "inductor": (lambda: "torch._inductor.config" in sys.modules, "inductor is loaded"),
+    "cuda": (lambda: _initialised("cuda"), "CUDA is initialised"),
+    "npu": (lambda: _initialised("npu"), "the NPU is initialised"),
+    "communicator": (_communicator_made, "a communicator has been made"),
+    "transformer_engine": (
+        lambda: "transformer_engine" in sys.modules,
+        "Transformer Engine is loaded",
+    ),
+}
+"""Every one-way door: whether it is closed, and how to say so."""
+
+
+def closed_doors() -> dict[str, str]:
+    """Return the doors that are closed in this process now, each with the words for it."""
+    return {door: words for door, (closed, words) in DOORS.items() if closed()}
+
+
+@cache
+def starting_environment() -> Mapping[str, str]:
+    """Return the environment that this process was started with, where the system tells (Linux).
+
+    Elsewhere it is empty: then a variable counts as set in time if it is set at all.
+    """
+    try:
+        raw = Path("/proc/self/environ").read_bytes()
+    except OSError:
+        return {}
+    pairs = (entry.partition(b"=") for entry in raw.split(b"\0") if b"=" in entry)
+    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+
+
+def set_after_start(name: str) -> bool:
+    """Return whether the variable `name` was set only after Python had started."""
+    start = starting_environment()
+    return bool(start) and start.get(name) != os.environ.get(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """Why this process cannot be started again with the same command line."""
+
+    why: str
+
+
+def obstacle_to_relaunch(digest: str) -> Obstacle | None:
+    """Return why the process cannot relaunch itself under the profile `digest`, or None."""
+    for applies, why in (
+        (os.environ.get(RELAUNCHED) == f"{os.getpid()}:{digest}", "it was relaunched once already"),
+        (_in_pytest(), "it runs under pytest"),
+        (_interactive(), "it is interactive or a notebook"),
+        (_is_worker(), "it is a worker of another process"),
+        (_script_on_stdin(), "its script came on standard input"),
+        (os.name != "posix", "this system has no exec"),
+    ):
+        if applies:
+            return Obstacle(why)
+    return None
+
+
+def relaunch(variables: Mapping[str, str], digest: str) -> None:
+    """Replace this process by the same command line with `variables` set; does not return.
+
+    The process id stays, and marks the environment so that it never happens twice.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    environment = {**os.environ, **variables, RELAUNCHED: f"{os.getpid()}:{digest}"}
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)  # noqa: S606
+
+
+def _in_pytest() -> bool:
+    # The variable alone is inherited by every process that a test starts.
+    return "_pytest" in sys.modules and "PYTEST_VERSION" in os.environ
+
+
+def _interactive() -> bool:
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive) or "ipykernel" in sys.modules
+
+
+def _is_worker() -> bool:
+    multiprocessing: Any = sys.modules.get("multiprocessing.process")
+    if multiprocessing is None:
+        return "--multiprocessing-fork" in sys.orig_argv
+    return multiprocessing.parent_process() is not None
+
+
+def _script_on_stdin() -> bool:
+    return sys.argv[:1] in ([""], ["-"]) or not sys.orig_argv[1:]

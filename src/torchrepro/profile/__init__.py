@@ -1,0 +1,1 @@
+"""From the name of a profile to a validated, frozen `Profile`."""

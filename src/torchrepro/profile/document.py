@@ -1,0 +1,274 @@
+"""Read one profile file as data: nothing in it can run, and every key keeps its line.
+
+PyYAML's parser events come first, so that tags, anchors and depth are judged before anything is
+built (https://pyyaml.org/wiki/PyYAMLDocumentation, "Events"); only then are nodes made.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from torchrepro.errors import Problem, ProfileError, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+MAX_BYTES = 256 * 1024
+MAX_DEPTH = 16
+
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is optional in PyYAML's builds
+_PACKAGE_HEADER = re.compile(r"^\s*#\s*@(\w+)")
+_SCALARS = {  # every other tag, a date say, stays the text that was written
+    "tag:yaml.org,2002:null",
+    "tag:yaml.org,2002:bool",
+    "tag:yaml.org,2002:int",
+    "tag:yaml.org,2002:float",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """What one file says: its values, its defaults list, and the line of every key."""
+
+    where: str
+    values: Mapping[str, Any]
+    defaults: tuple[str, ...] = ("_self_",)
+    lines: Mapping[str, int] = field(default_factory=dict)
+    """Dotted key to line number, counted from 1."""
+
+    def place(self, key: str) -> str:
+        """Return ``file:line`` of `key`, or of the nearest section that holds it."""
+        while key and key not in self.lines:
+            key = key.rpartition(".")[0]
+        return f"{self.where}:{self.lines[key]}" if key else self.where
+
+
+def read_document(path: Path, where: str = "") -> Document:
+    """Read the profile in the file `path`, shown in messages as `where`.
+
+    Raises `ProfileError` for anything that is not a plain YAML mapping of at most 256 KiB.
+    """
+    where = where or str(path)
+    return parse_document(_text(path, where), where)
+
+
+def parse_document(text: str, where: str) -> Document:
+    """Parse the text of a profile, as `read_document` does."""
+    _refuse_headers(text, where)
+    try:
+        _judge_events(text, where)
+        loader = _Loader(text)
+        try:
+            root = loader.get_single_node()
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        raise ProfileError(_syntax_problem(error, where)) from None
+    except (yaml.YAMLError, UnicodeError) as error:
+        raise ProfileError(Problem(f"not YAML: {str(error).splitlines()[0]}", where)) from None
+    if root is None or (isinstance(root, yaml.ScalarNode) and root.value == ""):
+        raise ProfileError(
+            Problem("the file is empty", where, todo="write at least `name:` and `seed:`")
+        )
+    if not isinstance(root, yaml.MappingNode):
+        kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
+        raise ProfileError(
+            Problem(f"a profile is a mapping of keys to values, not {kind}", where)
+        )
+    lines: dict[str, int] = {}
+    values = _Builder(where, lines).mapping(root, "")
+    defaults = _defaults(values.pop("defaults", None), f"{where}:{lines.get('defaults', 1)}")
+    return Document(where, values, defaults, lines)
+
+
+def _text(path: Path, where: str) -> str:
+    try:
+        if path.is_dir():
+            raise ProfileError(
+                Problem("is a directory, not a profile file", where, todo="name a .yaml file in it")
+            )
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise ProfileError(
+                Problem(
+                    f"the file has {size:,} bytes",
+                    where,
+                    legal=f"at most {MAX_BYTES:,} bytes",
+                    todo="a profile is a page of settings: is this the right file?",
+                )
+            )
+        content = path.read_bytes()
+    except OSError as error:
+        raise ProfileError(Problem(f"cannot be read: {error.strerror}", where)) from None
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ProfileError(
+            Problem(f"not UTF-8 text (byte {error.start} is {content[error.start]:#04x})", where)
+        ) from None
+    if "\0" in text:
+        raise ProfileError(Problem("not text: the file contains NUL bytes", where))
+    return text
+
+
+def _refuse_headers(text: str, where: str) -> None:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            return
+        header = _PACKAGE_HEADER.match(line)
+        if header:
+            raise ProfileError(
+                Problem(
+                    "a profile cannot place itself elsewhere in the config",
+                    f"{where}:{number}",
+                    found=line.strip(),
+                    todo="remove the header: a profile is always the `repro` section",
+                )
+            )
+
+
+def _judge_events(text: str, where: str) -> None:
+    depth = documents = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        line = f"{where}:{event.start_mark.line + 1}"
+        if isinstance(event, yaml.DocumentStartEvent):
+            documents += 1
+            if documents > 1:
+                raise ProfileError(Problem("a second YAML document in one file", line))
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise ProfileError(
+                Problem(
+                    "YAML anchors and aliases are refused: a small file can unfold without end",
+                    line,
+                    found=f"{'*' if isinstance(event, yaml.AliasEvent) else '&'}{event.anchor}",
+                    todo="write the value out, or inherit it through `defaults`",
+                )
+            )
+        tag = getattr(event, "tag", None)
+        if tag is not None:
+            raise ProfileError(
+                Problem(
+                    "YAML tags are refused: a profile is data and runs no code",
+                    line,
+                    found=tag.replace("tag:yaml.org,2002:", "!!"),
+                    todo="remove the tag",
+                )
+            )
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise ProfileError(
+                    Problem(f"nested deeper than {MAX_DEPTH} levels", line)
+                )
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+
+
+def _syntax_problem(error: yaml.MarkedYAMLError, where: str) -> Problem:
+    mark = error.problem_mark or error.context_mark
+    what = " ".join(part for part in (error.context, error.problem) if part)
+    line = f"{where}:{mark.line + 1}" if mark else where
+    return Problem(f"YAML syntax error: {what}", line)
+
+
+def _defaults(entries: Any, where: str) -> tuple[str, ...]:
+    if entries is None:
+        return ("_self_",)
+    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+        raise ProfileError(
+            Problem(
+                "the defaults list of a profile holds names of profiles",
+                where,
+                "defaults",
+                shown(entries),
+                legal="a list such as [debug-strict, _self_]",
+            )
+        )
+    if entries.count("_self_") > 1:
+        raise ProfileError(Problem("`_self_` stands twice", where, "defaults", shown(entries)))
+    # Hydra's rule since 1.1: without `_self_` the file itself comes last.
+    return tuple(entries) if "_self_" in entries else (*entries, "_self_")
+
+
+class _Builder:
+    """Turns YAML nodes into plain values and notes the line of every key."""
+
+    def __init__(self, where: str, lines: dict[str, int]) -> None:
+        self.where = where
+        self.lines = lines
+
+    def mapping(self, node: yaml.MappingNode, prefix: str) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = self._key(key_node)
+            dotted = f"{prefix}.{key}" if prefix else key
+            if key in values:
+                raise ProfileError(
+                    Problem(
+                        f"the key stands twice (first in line {self.lines[dotted]})",
+                        self._place(key_node),
+                        dotted,
+                    )
+                )
+            self.lines[dotted] = key_node.start_mark.line + 1
+            values[key] = self._value(value_node, dotted)
+        return values
+
+    def _place(self, node: yaml.Node) -> str:
+        return f"{self.where}:{node.start_mark.line + 1}"
+
+    def _key(self, node: yaml.Node) -> str:
+        if not isinstance(node, yaml.ScalarNode) or node.tag != "tag:yaml.org,2002:str":
+            found = node.value if isinstance(node, yaml.ScalarNode) else "a list or mapping"
+            raise ProfileError(Problem("a key is a word", self._place(node), found=shown(found)))
+        key: str = node.value
+        if key.startswith("_") and key.endswith("_"):
+            raise ProfileError(
+                Problem(
+                    "a profile is data and runs no code",
+                    self._place(node),
+                    key,
+                    todo=f"remove `{key}`",
+                )
+            )
+        return key
+
+    def _value(self, node: yaml.Node, dotted: str) -> Any:
+        if isinstance(node, yaml.MappingNode):
+            return self.mapping(node, dotted)
+        if isinstance(node, yaml.SequenceNode):
+            return [self._value(entry, dotted) for entry in node.value]
+        return self._scalar(node, dotted)
+
+    def _scalar(self, node: yaml.ScalarNode, dotted: str) -> Any:
+        text: str = node.value
+        refuse_interpolation(text, self._place(node), dotted)
+        if node.tag not in _SCALARS:
+            return text
+        try:
+            return yaml.constructor.SafeConstructor().construct_object(node)
+        except (ValueError, OverflowError):  # an integer of thousands of digits, say
+            return text
+
+
+def refuse_interpolation(text: str, where: str, key: str) -> None:
+    """Raise `ProfileError` if `text` asks for something outside the profile."""
+    if "${" in text:
+        raise ProfileError(
+            Problem(
+                "a profile is data: it interpolates nothing and calls no resolver",
+                where,
+                key,
+                shown(text),
+                todo="write the value itself, or override it where the program is started",
+            )
+        )
+    if text == "???":
+        raise ProfileError(
+            Problem("a value is missing here", where, key, text, todo="write it, or remove the key")
+        )

@@ -1,0 +1,132 @@
+"""From a name, a path or plain values to a validated `Profile`, or one readable error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.errors import Problem, ProfileError
+from torchrepro.profile.compose import Composition, compose, compose_document, override
+from torchrepro.profile.document import Document
+from torchrepro.profile.resolved import Resolved
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torchrepro.profile.schema import Profile
+
+
+def load(profile: str, overrides: Sequence[str] = ()) -> Profile:
+    """Load and validate a profile.
+
+    `profile` is a name on the search path (``debug-strict``), a path to a YAML file, or
+    ``pkg://package.path/name``; `overrides` are written as on a Hydra command line
+    (``seed=7``, ``backends.cudnn.benchmark=false``). Raises `ProfileError`; changes nothing.
+    """
+    return validate(compose(str(profile), overrides))
+
+
+def validate(composition: Composition) -> Profile:
+    """Validate composed values; raises `ProfileError` that names where each value was set."""
+    from pydantic import ValidationError
+
+    from torchrepro.profile.problems import problems
+    from torchrepro.profile.schema import Profile
+
+    try:
+        profile = Profile.model_validate(composition.values)
+    except ValidationError as error:
+        raise ProfileError(problems(error, composition)) from None
+    from torchrepro.profile.requirements import check_requirements
+
+    check_requirements(profile.requires, composition)
+    return profile
+
+
+def resolve(source: Any, overrides: Sequence[str] = ()) -> Resolved:
+    """Return the plain values of `source`: a name, a path, a `Profile`, a DictConfig or a dict.
+
+    The shipped profiles skip pydantic, whose import costs more than putting one in force: the
+    tests hold their files to exactly the values that validation gives.
+    """
+    if isinstance(source, Resolved):
+        return source
+    if isinstance(source, Mapping) or _is_dictconfig(source):
+        composition = from_mapping(source)
+        override(composition, overrides)
+        return validate(composition).resolved
+    if not isinstance(source, str) and hasattr(source, "model_dump"):
+        resolved: Resolved = source.resolved
+        return resolved
+    composition = compose(str(source), overrides)
+    if composition.only_shipped:
+        return Resolved.of(composition.values)
+    return validate(composition).resolved
+
+
+def from_mapping(source: Any, where: str = "") -> Composition:
+    """Compose a dict or a DictConfig, whose interpolations are resolved first.
+
+    Raises `ProfileError` for a resolver call such as ``${oc.env:HOME}``: what a profile asks for
+    must not depend on the machine, and a report must not carry its secrets.
+    """
+    where = where or ("the DictConfig" if _is_dictconfig(source) else "the dict")
+    values = _plain_config(source, where) if _is_dictconfig(source) else _plain(source)
+    refused = values.pop(REFUSED, None)
+    if refused:
+        raise ProfileError(Problem(refused))
+    defaults = values.pop("defaults", None)
+    if defaults is not None and not (
+        isinstance(defaults, list) and all(isinstance(entry, str) for entry in defaults)
+    ):
+        raise ProfileError(
+            Problem("a defaults list holds names of profiles", where, "defaults", str(defaults))
+        )
+    entries = tuple(defaults or ())
+    if "_self_" not in entries:
+        entries = (*entries, "_self_")
+    return compose_document(Document(where, values, entries))
+
+
+REFUSED = "refused"
+"""Key under which a config carries the reason why its profile was refused while Hydra composed."""
+
+
+def _is_dictconfig(source: Any) -> bool:
+    # Looked at by name, so that a caller without a config does not pay for importing omegaconf.
+    return type(source).__name__ == "DictConfig"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return value
+
+
+def _plain_config(config: Any, where: str) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    _refuse_resolvers(OmegaConf.to_container(config, resolve=False), where, "")
+    try:
+        values: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        what = str(error).splitlines()[0]
+        key = str(getattr(error, "full_key", "") or "")
+        raise ProfileError(Problem(what, where, key)) from None
+    return {str(key): value for key, value in values.items()}
+
+
+def _refuse_resolvers(value: Any, where: str, key: str) -> None:
+    if isinstance(value, Mapping):
+        for inner, entry in value.items():
+            _refuse_resolvers(entry, where, f"{key}.{inner}" if key else str(inner))
+    elif isinstance(value, list):
+        for entry in value:
+            _refuse_resolvers(entry, where, key)
+    elif isinstance(value, str) and "${" in value and ":" in value:
+        raise ProfileError(
+            Problem("a profile calls no resolver", where, key, value, todo="write the value itself")
+        )

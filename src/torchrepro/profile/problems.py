@@ -1,0 +1,115 @@
+"""Turn what pydantic found into problems that name the file, the value and what is legal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, get_args
+
+from torchrepro.errors import Problem, near, shown, some
+from torchrepro.knobs.catalogue import CATALOGUE, other_names
+from torchrepro.knobs.refused import refusal
+from torchrepro.profile.schema import Profile
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pydantic import BaseModel, ValidationError
+    from pydantic_core import ErrorDetails
+
+    from torchrepro.profile.compose import Composition
+
+
+def problems(error: ValidationError, composition: Composition) -> list[Problem]:
+    """Return one problem per value that `error` complains about."""
+    found: dict[str, Problem] = {}
+    for details in error.errors():
+        for problem in _problems(details, composition):
+            found.setdefault(problem.key, problem)
+    return list(found.values())
+
+
+def _problems(details: ErrorDetails, composition: Composition) -> list[Problem]:
+    context: Mapping[str, Any] = details.get("ctx", {})
+    if details["type"] == "contradiction":
+        return [
+            Problem(reason, composition.place(key), key, value)
+            for key, value, reason in context["found"]
+        ]
+    path = [str(part) for part in details["loc"]]
+    if details["type"] == "variable":
+        path.append(context["name"])
+    key = ".".join(part for part in path if "[" not in part)
+    found = _found(details["input"], context.get("name"))
+    place = composition.place(key)
+    if details["type"] == "extra_forbidden":
+        return [_unknown_key(path, found, place)]
+    if details["type"] == "illegal":
+        legal = context["legal"]
+        close = near(found, legal.choices())
+        return [Problem(context["complaint"], place, key, found, legal.words, close)]
+    what = context.get("why") or _plainly(details)
+    return [Problem(what, place, key, found, todo=context.get("todo", ""))]
+
+
+def _found(value: Any, name: str | None) -> str:
+    if name is not None and isinstance(value, dict):
+        value = value.get(name)
+    if isinstance(value, dict | list):
+        return "a section" if isinstance(value, dict) else "a list"
+    return shown(value)
+
+
+def _plainly(details: ErrorDetails) -> str:
+    """Say in a reader's words what pydantic says in a programmer's."""
+    return {
+        "string_type": "not text",
+        "model_type": "a section of keys belongs here",
+        "model_attributes_type": "a section of keys belongs here",
+        "dict_type": "a section of keys belongs here",
+        "mapping_type": "a section of keys belongs here",
+    }.get(details["type"], details["msg"])
+
+
+def _unknown_key(path: list[str], found: str, place: str) -> Problem:
+    *sections, word = path
+    key = ".".join(path)
+    model = _model(sections)
+    legal = sorted(field.alias or name for name, field in model.model_fields.items())
+    if sections == ["env"]:
+        return _unknown_variable(key, word, found, place, legal)
+    known = other_names().get(key) or other_names().get(f"torch.{key}") or other_names().get(word)
+    meant = known[0].profile_key if known else _anywhere(word) or near(word, legal)
+    what = "unknown key"
+    if known:
+        what = "unknown key: another name of the state behind the one below"
+    return Problem(what, place, key, found, some(legal), meant)
+
+
+def _unknown_variable(
+    key: str, name: str, found: str, place: str, known: list[str]
+) -> Problem:
+    why = refusal(name)
+    if why:
+        return Problem(why, place, key, found)
+    return Problem(
+        "the catalogue does not know this variable",
+        place,
+        key,
+        found,
+        near=near(name, known),
+        todo=f"to set it all the same, move it to `env_extra: {{{name}: ...}}`",
+    )
+
+
+def _anywhere(word: str) -> str:
+    """Return the full key of a knob that ends in `word`, for one put into the wrong section."""
+    keys = [knob.profile_key for knob in CATALOGUE if knob.profile_key.rpartition(".")[2] == word]
+    return keys[0] if keys else ""
+
+
+def _model(sections: list[str]) -> type[BaseModel]:
+    model: type[BaseModel] = Profile
+    for section in sections:
+        field = model.model_fields[section]
+        annotation = field.annotation
+        model = annotation if isinstance(annotation, type) else get_args(annotation)[0]
+    return model

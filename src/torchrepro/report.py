@@ -1,0 +1,136 @@
+"""What happened to every knob that a profile names: one row each, as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.errors import near, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+
+class Outcome(str, Enum):
+    """What became of a knob."""
+
+    APPLIED = "applied"
+    """Written, read back, and in force."""
+
+    UNCHANGED = "unchanged"
+    """Already so, or the user's own value is as good."""
+
+    TOO_LATE = "too_late"
+    """Past its phase: not written, because it would change nothing."""
+
+    UNSUPPORTED = "unsupported"
+    """Does not exist in this process: another torch, absent hardware."""
+
+    INEFFECTIVE = "ineffective"
+    """Written, but reading it back gave something else."""
+
+    CONFLICT = "conflict"
+    """The user exported another value, which was kept."""
+
+    FAILED = "failed"
+    """The library refused the write."""
+
+    __str__ = str.__str__
+
+
+STOPPING = (Outcome.CONFLICT, Outcome.INEFFECTIVE, Outcome.FAILED)
+"""The outcomes with which a strict profile does not go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One knob's outcome."""
+
+    knob: str
+    outcome: Outcome
+    before: Any = None
+    after: Any = None
+    why: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row as plain JSON values."""
+        return {
+            "knob": self.knob,
+            "outcome": str(self.outcome),
+            "before": _plain(self.before),
+            "after": _plain(self.after),
+            "why": self.why,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The outcome of every knob that a profile names, in the order in which they were set."""
+
+    profile: str
+    guarantee: str
+    digest: str
+    rows: tuple[Row, ...]
+    planned: bool = False
+    """Whether this is what would happen rather than what happened."""
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, knob: str) -> Row:
+        for row in self.rows:
+            if row.knob == knob:
+                return row
+        names = [row.knob for row in self.rows]
+        close = near(knob, names)
+        raise KeyError(f"no knob {knob!r} in this report" + (f"; did you mean {close!r}?" if close else ""))
+
+    def having(self, *outcomes: Outcome) -> tuple[Row, ...]:
+        """Return the rows with one of `outcomes`."""
+        return tuple(row for row in self.rows if row.outcome in outcomes)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """How many knobs had each outcome, most frequent first."""
+        return dict(Counter(str(row.outcome) for row in self.rows).most_common())
+
+    @property
+    def summary(self) -> str:
+        """One line: the profile and the number of knobs per outcome."""
+        counts = ", ".join(f"{number} {outcome}" for outcome, number in self.counts.items())
+        state = "would be" if self.planned else "is"
+        return f"{self.profile} ({self.guarantee}) {state} in force: {counts or 'nothing to set'}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as plain JSON values."""
+        return {
+            "profile": self.profile,
+            "guarantee": self.guarantee,
+            "digest": self.digest,
+            "counts": dict(self.counts),
+            "knobs": [row.to_json() for row in self.rows],
+        }
+
+    def __str__(self) -> str:
+        from torchrepro.tables import as_text, report_table
+
+        return as_text(report_table(self), self.summary)
+
+    def _repr_html_(self) -> str:
+        from torchrepro.tables import as_html, report_table
+
+        return as_html(report_table(self), self.summary)
+
+
+def _plain(value: Any) -> Any:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return shown(value)
+    return value

@@ -1,0 +1,89 @@
+"""Tables for people: colours only on a terminal, nothing cut off anywhere else."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import TYPE_CHECKING, Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from torchrepro.errors import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torchrepro.report import Report
+
+STYLES = {
+    "applied": "green",
+    "unchanged": "dim",
+    "unsupported": "dim",
+    "too_late": "yellow",
+    "ineffective": "bold red",
+    "conflict": "bold red",
+    "failed": "bold red",
+}
+_WIDE = 200  # columns where no terminal says how many there are
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[Any]], fold: int = -1) -> Table:
+    """Return a plain table; the column `fold` takes several lines where there is no room."""
+    grid = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
+    last = len(headings) - 1 if fold < 0 else fold
+    for position, heading in enumerate(headings):
+        grid.add_column(heading, no_wrap=position != last, overflow="fold")
+    for row in rows:
+        grid.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+    return grid
+
+
+def report_table(report: Report) -> Table:
+    """Return the table of a report or of a plan."""
+    rows = [
+        (
+            Text(str(row.outcome), STYLES[str(row.outcome)]),
+            row.knob,
+            _change(row.before, row.after),
+            row.why,
+        )
+        for row in report
+    ]
+    change = "now -> then" if report.planned else "before -> after"
+    return table(("outcome", "knob", change, "why"), rows)
+
+
+def _change(before: Any, after: Any) -> str:
+    then = "-" if after is None else shown(after)
+    if before == after:
+        return then
+    return f"{'-' if before is None else shown(before)} -> {then}"
+
+
+def show(*parts: Table | str, stream: TextIO | None = None) -> None:
+    """Print tables and lines to `stream`, standard output unless given."""
+    console = _console(stream or sys.stdout)
+    for part in parts:
+        console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+
+
+def as_text(*parts: Table | str) -> str:
+    """Return tables and lines as plain text."""
+    stream = io.StringIO()
+    show(*parts, stream=stream)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+
+
+def as_html(*parts: Table | str) -> str:
+    """Return tables and lines as HTML, as a notebook shows them."""
+    console = Console(record=True, file=io.StringIO(), width=_WIDE)
+    for part in parts:
+        console.print(part, markup=False, highlight=False)
+    return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+
+def _console(stream: TextIO) -> Console:
+    terminal = stream.isatty()
+    return Console(file=stream, width=None if terminal else _WIDE, no_color=not terminal or None)
