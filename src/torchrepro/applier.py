@@ -150,19 +150,24 @@ def apply(profile: Any, overrides: Sequence[str] = ()) -> Applied:
     `LateError` if a knob is past its phase and the profile's `on_late` is `error`; the process is
     then as it was before. With `on_late: relaunch` the first call may replace the process.
     """
-    resolved = resolve(profile, overrides)
+    obstacle = "a profile was applied before in this process" if _past else ""
+    return apply_resolved(resolve(profile, overrides), obstacle)
+
+
+def apply_resolved(resolved: Resolved, obstacle: str) -> Applied:
+    """Put a resolved profile in force, as `apply` does; `obstacle` forbids a relaunch and says why."""
     with _lock:
-        applied = begin(resolved)
+        applied = begin(resolved, obstacle)
         applied.carry_out(applied.plan.steps)
         return applied
 
 
-def begin(resolved: Resolved) -> Applied:
+def begin(resolved: Resolved, obstacle: str) -> Applied:
     """Plan for `resolved` and stop if it cannot be put in force; nothing is set yet."""
     plan = make_plan(resolved, observe(resolved, own_variables()))
     if plan.stopping:
         raise ApplyError(_refusal(resolved, plan.stopping), plan.report)
-    meet_late_knobs(plan, "" if not _past else "a profile was applied before in this process")
+    meet_late_knobs(plan, obstacle)
     _past.append(True)
     applied = Applied(plan)
     _in_force.append(applied)

@@ -63,7 +63,7 @@ def _applied() -> Applied:
         resolved = inherited()
         if resolved is None:
             raise RuntimeError("this process was not started by `torchrepro run`")
-        _state["applied"] = begin(resolved)
+        _state["applied"] = begin(resolved, "the process was started by `torchrepro run`")
     return _state["applied"]
 
 

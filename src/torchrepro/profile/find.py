@@ -24,7 +24,8 @@ class Folder:
 
     def file(self, name: str) -> Path | None:
         """Return the file that holds the profile `name`, if this folder has it."""
-        candidates = (self.path / f"{name}{suffix}" for suffix in _SUFFIXES)
+        stem = name.removesuffix(".yaml").removesuffix(".yml")
+        candidates = (self.path / f"{stem}{suffix}" for suffix in _SUFFIXES)
         return next((path for path in candidates if path.is_file()), None)
 
     def names(self) -> list[str]:
@@ -67,14 +68,12 @@ def find(name: str, folders: tuple[Folder, ...], asked_by: str = "") -> Found:
     if name.startswith("pkg://"):
         return _in_package(name, asked_by)
     path = Path(name).expanduser()
-    if not asked_by and _looks_like_a_path(name):
-        return _at_path(name, path)
     if _NAME.fullmatch(name) and ".." not in name:
         for folder in folders:
             file = folder.file(name)
             if file:
                 return Found(name, file, folder.origin)
-    if not asked_by and path.exists():
+    if not asked_by and (_looks_like_a_path(name) or path.exists()):
         return _at_path(name, path)
     raise _unknown(name, folders, asked_by)
 
@@ -95,7 +94,7 @@ def _at_path(name: str, path: Path) -> Found:
 
 def _in_package(name: str, asked_by: str) -> Found:
     package, _, rest = name.removeprefix("pkg://").partition("/")
-    roots = _package_folders(package)
+    roots = package_folders(package)
     if not roots:
         raise ProfileError(
             Problem("no such package is installed here", asked_by, found=name)
@@ -103,13 +102,13 @@ def _in_package(name: str, asked_by: str) -> Found:
     folders = tuple(Folder(root, f"package {package}") for root in roots)
     if _NAME.fullmatch(rest) and ".." not in rest:
         for folder in folders:
-            file = folder.file(rest.removesuffix(".yaml").removesuffix(".yml"))
+            file = folder.file(rest)
             if file:
                 return Found(file.stem, file, folder.origin)
     raise _unknown(rest or name, folders, asked_by)
 
 
-def _package_folders(package: str) -> list[Path]:
+def package_folders(package: str) -> list[Path]:
     """Return the folders of `package` without importing it or a parent of it."""
     top, *inner = package.replace("/", ".").split(".")
     try:

@@ -72,9 +72,6 @@ def from_mapping(source: Any, where: str = "") -> Composition:
     """
     where = where or ("the DictConfig" if _is_dictconfig(source) else "the dict")
     values = _plain_config(source, where) if _is_dictconfig(source) else _plain(source)
-    refused = values.pop(REFUSED, None)
-    if refused:
-        raise ProfileError(Problem(refused))
     defaults = values.pop("defaults", None)
     if defaults is not None and not (
         isinstance(defaults, list) and all(isinstance(entry, str) for entry in defaults)
@@ -109,7 +106,10 @@ def _plain_config(config: Any, where: str) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    _refuse_resolvers(OmegaConf.to_container(config, resolve=False), where, "")
+    raw: Any = OmegaConf.to_container(config, resolve=False)
+    if REFUSED in raw:
+        raise ProfileError(Problem(raw[REFUSED]))
+    _refuse_resolvers(raw, where, "")
     try:
         values: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:

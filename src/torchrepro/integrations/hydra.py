@@ -1,0 +1,158 @@
+"""`+repro=NAME` on any Hydra app, with no change to its code.
+
+A search-path plugin puts a source of our own before all others. The source answers for the group
+`repro` alone: it reads every profile, wherever on the search path it lies, as data before Hydra
+composes it, because a file that Hydra composes by itself can place callbacks and run code. It
+also switches on one callback, which does nothing without a profile. See
+https://hydra.cc/docs/advanced/plugins/develop and https://hydra.cc/docs/experimental/callbacks.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.object_type import ObjectType
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf
+
+from torchrepro.errors import ProfileError
+from torchrepro.profile.compose import Composition, compose
+from torchrepro.profile.find import Folder, find, package_folders, search_path
+from torchrepro.profile.load import REFUSED
+
+if TYPE_CHECKING:
+    from hydra.core.config_search_path import ConfigSearchPath
+
+GROUP = "repro"
+SCHEME = "torchrepro"
+CALLBACK = "torchrepro.integrations.hydra_callback.ReproCallback"
+_ALWAYS_ON = "hydra/env/default"  # the one group that Hydra's own defaults list leaves to others
+_SEPARATOR = "|"
+
+composed: dict[str, Composition] = {}
+"""The profiles in Hydra's last composition, by name: where each of their values came from."""
+
+
+class ReproSearchPath(SearchPathPlugin):  # type: ignore[misc] - hydra ships no types for it
+    """Puts the profile source before every other place that Hydra looks in."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Add the source; called by Hydra at every start."""
+        search_path.get_path().insert(0, _ProfilesElement(search_path))
+
+
+@dataclass
+class _ProfilesElement:
+    """An element of Hydra's search path that tells our source about all the others.
+
+    Hydra makes a source from an element's `provider` and `path`, each time the search path has
+    changed; `path` is worked out at that moment, so that `hydra.searchpath` and `--config-dir`,
+    which come later than this plugin, are part of it.
+    """
+
+    owner: ConfigSearchPath
+    provider: str = SCHEME
+
+    @property
+    def path(self) -> str:
+        others = [e.path for e in self.owner.get_path() if not isinstance(e, _ProfilesElement)]
+        return f"{SCHEME}://{_SEPARATOR.join(filter(None, others))}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ProfilesElement:
+        return _ProfilesElement(copy.deepcopy(self.owner, memo))
+
+
+class ReproConfigSource(ConfigSource):  # type: ignore[misc] - hydra ships no types for it
+    """Reads the profiles of the group `repro` as data, for Hydra to compose."""
+
+    @staticmethod
+    def scheme() -> str:
+        """Return the scheme of this source's paths."""
+        return SCHEME
+
+    def available(self) -> bool:
+        """Return True: the shipped profiles are always there."""
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        """Return whether `config_path` is the group of profiles or a folder in it."""
+        group = config_path.strip("/")
+        if group in ("", "hydra", "hydra/env", GROUP):
+            return True
+        inner = group.removeprefix(f"{GROUP}/")
+        return inner != group and any((f.path / inner).is_dir() for f in self._folders())
+
+    def is_config(self, config_path: str) -> bool:
+        """Return whether `config_path` names a profile that can be read, well-formed or not."""
+        if config_path.removesuffix(".yaml") == _ALWAYS_ON:
+            return True
+        name = _profile_name(config_path)
+        if name is None:
+            return False
+        try:
+            find(name, (*self._folders(), *search_path()))
+        except ProfileError:
+            return False
+        return True
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Return the composed profile; one that is refused comes back as the reason why.
+
+        Raising here would end in Hydra's own traceback and exit status, so the reason travels in
+        the config to the callback, which stops the run.
+        """
+        if config_path.removesuffix(".yaml") == _ALWAYS_ON:
+            composed.clear()  # Hydra loads this file first, once per composition
+            target = {"hydra": {"callbacks": {GROUP: {"_target_": CALLBACK}}}}
+            return self._result(OmegaConf.create(target), "_global_")
+        name = _profile_name(config_path)
+        if name is None:
+            raise ConfigLoadError(f"Config not found: {config_path}")
+        try:
+            composition = compose(name, folders=self._folders())
+        except ProfileError as error:
+            composition = Composition({REFUSED: str(error)})
+        composed[name] = composition
+        config = OmegaConf.create(composition.values)
+        # An open section: every key can be overridden, set or not, and a wrong one is judged by
+        # the schema, whose message says what was meant.
+        OmegaConf.set_struct(config, False)
+        return self._result(config, GROUP)
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        """Return the profiles in the group, for Hydra's help and completion."""
+        group = config_path.strip("/")
+        if group == "":
+            return [GROUP] if results_filter is not ObjectType.CONFIG else []
+        if group != GROUP or results_filter is ObjectType.GROUP:
+            return []
+        folders = (*self._folders(), *search_path())
+        return sorted({name for folder in folders for name in folder.names()})
+
+    def _result(self, config: DictConfig, package: str) -> ConfigResult:
+        return ConfigResult(
+            provider=self.provider, path=f"{SCHEME}://", config=config, header={"package": package}
+        )
+
+    def _folders(self) -> tuple[Folder, ...]:
+        """Return the folder of profiles in every other place on Hydra's search path."""
+        folders = []
+        for entry in self.path.split(_SEPARATOR):
+            scheme, _, rest = entry.rpartition("://")
+            if scheme == "pkg":
+                package, _, inner = rest.partition("/")
+                roots = [root / inner for root in package_folders(package)]
+            else:
+                roots = [Path(rest)] if scheme in ("", "file") and rest else []
+            folders += [Folder(root / GROUP, entry) for root in roots]
+        return tuple(folder for folder in folders if folder.path.is_dir())
+
+
+def _profile_name(config_path: str) -> str | None:
+    """Return what stands after ``repro/``: the name of a profile, or a path or ``pkg://`` one."""
+    name = config_path.removeprefix(f"{GROUP}/")
+    return None if name == config_path or not name else name

@@ -1,0 +1,72 @@
+"""What a run was: the resolved profile, its digest, the report, and the versions it ran on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.knobs.catalogue import CATALOGUE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torchrepro.report import Report
+    from torchrepro.profile.resolved import Resolved
+
+FORMAT = 1
+PACKAGES = ("torchrepro", "torch", "torch_npu", "numpy", "hydra-core", "omegaconf", "pydantic")
+RECORDED = tuple(
+    sorted(
+        {knob.name.removeprefix("env.") for knob in CATALOGUE if knob.name.startswith("env.")}
+        | {"CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "WORLD_SIZE"}
+    )
+)
+"""The variables that a manifest may record: those that steer numbers, and never another."""
+
+
+def manifest(resolved: Resolved, report: Report) -> dict[str, Any]:
+    """Return the manifest of a run under `resolved` as plain JSON values."""
+    return {
+        "manifest": FORMAT,
+        "profile": json.loads(json.dumps(dict(resolved.values), default=dict)),
+        "digest": resolved.digest,
+        "report": report.to_json(),
+        "versions": {"python": platform.python_version(), **_installed()},
+        "machine": {"system": platform.platform(), "processor": platform.machine()},
+        "devices": _devices(),
+        "environment": {name: os.environ[name] for name in RECORDED if name in os.environ},
+    }
+
+
+def write_manifest(path: Path, resolved: Resolved, report: Report) -> None:
+    """Write the manifest to `path`, whose folder is made if it is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(manifest(resolved, report), indent=2, sort_keys=True)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _installed() -> dict[str, str]:
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def _devices() -> dict[str, Any]:
+    """Return what torch was built for and the devices in use, without initialising one."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    devices: dict[str, Any] = {"cuda_build": torch.version.cuda}
+    if torch.cuda.is_initialized():
+        devices["cuda"] = [
+            torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())
+        ]
+    return devices
