@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import ApplyError, LateError
 from torchrepro.knobs.knob import Missing
-from torchrepro.planner import Plan, Step, make_plan, observe, report_of
+from torchrepro.planner import Plan, Step, aside, make_plan, observe, refusal, report_of
 from torchrepro.process import obstacle_to_relaunch, relaunch
 from torchrepro.profile.load import resolve
 from torchrepro.report import STOPPING, Outcome, Report, Row
@@ -79,7 +79,7 @@ class Applied:
                 self._rows.append(self._set(step))
             bad = self.report.having(*STOPPING)
             if bad and self.resolved.strict:
-                raise ApplyError(_refusal(self.resolved, bad), self.report)
+                raise ApplyError(refusal(self.resolved, bad), self.report)
             until_done.pop_all()
 
     def _abandon(self) -> None:
@@ -100,17 +100,19 @@ class Applied:
             self._undo.callback(access.restore, access.save())
             idle = knob.holds(step.value) and knob.key != "seed"
             if idle or expected.outcome is Outcome.UNCHANGED:
-                return replace(row, outcome=Outcome.UNCHANGED, after=before)
-            refusal = knob.refusal(step.value)
-            if refusal:
-                raise Missing(refusal)
+                kept = before if knob.target == "env" else step.value
+                outcome = Outcome.UNCHANGED
+                why = expected.why if knob.target == "env" else aside(knob)
+                return replace(row, outcome=outcome, before=kept, after=kept, why=why)
+            if reason := knob.refusal(step.value):
+                raise Missing(reason)
             access.write(step.value)
             after = access.read()
             if not knob.holds(step.value):
                 why = "written, but reading it back gives another value"
                 return replace(row, outcome=Outcome.INEFFECTIVE, after=after, why=why)
             after = step.value if after is None else after
-            return replace(row, outcome=Outcome.APPLIED, after=after, why="")
+            return replace(row, outcome=Outcome.APPLIED, after=after, why=aside(knob))
         except (Missing, ImportError) as missing:
             return Row(knob.name, Outcome.UNSUPPORTED, why=str(missing))
         except Exception as error:  # noqa: BLE001 - whatever a library raises is this knob's outcome
@@ -166,7 +168,7 @@ def begin(resolved: Resolved, obstacle: str) -> Applied:
     """Plan for `resolved` and stop if it cannot be put in force; nothing is set yet."""
     plan = make_plan(resolved, observe(resolved, own_variables()))
     if plan.stopping:
-        raise ApplyError(_refusal(resolved, plan.stopping), plan.report)
+        raise ApplyError(refusal(resolved, plan.stopping), plan.report)
     meet_late_knobs(plan, obstacle)
     _past.append(True)
     applied = Applied(plan)
@@ -183,8 +185,7 @@ def meet_late_knobs(plan: Plan, obstacle: str) -> None:
         return
     why = ""
     if plan.resolved.on_late == "relaunch":
-        found = obstacle_to_relaunch(plan.resolved.digest)
-        why = obstacle or (found.why if found else "")
+        why = obstacle or obstacle_to_relaunch(plan.resolved.digest)
         if not why:
             relaunch(plan.resolved.environment(), plan.resolved.digest)
     raise LateError(_late(plan, why), plan.report)
@@ -203,15 +204,6 @@ def own_variables() -> dict[str, str]:
 def in_force() -> tuple[Applied, ...]:
     """Return the profiles in force, outermost first."""
     return tuple(_in_force)
-
-
-def _refusal(resolved: Resolved, rows: Sequence[Row]) -> str:
-    lines = [f"  {row.knob}: {row.outcome}: {row.why}" for row in rows]
-    head = (
-        f"profile '{resolved.name}' promises {resolved.guarantee} and cannot be put in force; "
-        "nothing was changed:"
-    )
-    return "\n".join([head, *lines])
 
 
 def _late(plan: Plan, why: str) -> str:

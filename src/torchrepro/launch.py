@@ -1,4 +1,4 @@
-"""Start a command under a profile, and find out that this process was started under one."""
+"""Start a command with a profile in force from before it begins."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import json
 import os
 import re
 import shutil
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrepro.errors import ApplyError, Problem, ProfileError
-from torchrepro.profile.resolved import Resolved
+from torchrepro.planner import Plan, make_plan, observe, refusal
+from torchrepro.process import PROFILE
+from torchrepro.report import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-PROFILE = "TORCHREPRO_PROFILE"
-"""Variable that carries the resolved profile, as JSON, to every process below `run`."""
+    from torchrepro.profile.resolved import Resolved
 
 FIRST = "TORCHREPRO_FIRST"
 """Variable that holds the process id of the command itself, which alone prints a summary."""
@@ -38,36 +38,37 @@ _WITH_ARGUMENT = "WX"
 _END_OF_OPTIONS = "cm"
 
 
-def inherited() -> Resolved | None:
-    """Return the profile under which `torchrepro run` started this process, if it did."""
-    text = os.environ.get(PROFILE)
-    return _parsed(text) if text else None
+def environment_for(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return `environment` with all that puts the plan's profile in force in a process below.
 
-
-@lru_cache(maxsize=4)
-def _parsed(text: str) -> Resolved:
-    return Resolved.of(json.loads(text))
-
-
-def environment_for(resolved: Resolved, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return `environment` with all that puts `resolved` in force in a process and its children."""
+    Variables that the user exported are kept where the plan keeps them. Raises `ApplyError` if
+    a strict profile meets one that contradicts it.
+    """
+    variables = [step for step in plan.steps if step.knob.target == "env"]
+    conflicts = [step.expected for step in variables if step.expected in plan.stopping]
+    if conflicts:
+        raise ApplyError(refusal(plan.resolved, conflicts), plan.report)
     python_path = os.pathsep.join(filter(None, [str(BOOT), environment.get("PYTHONPATH", "")]))
     return {
         **environment,
-        **resolved.environment(),
+        **{
+            step.knob.access.name: step.value  # type: ignore[attr-defined] - a Variable
+            for step in variables
+            if step.expected.outcome is Outcome.APPLIED
+        },
         "PYTHONPATH": python_path,
-        PROFILE: json.dumps(dict(resolved.values), sort_keys=True, default=dict),
+        PROFILE: json.dumps(dict(plan.resolved.values), sort_keys=True, default=dict),
         FIRST: str(os.getpid()),
     }
 
 
-def start(resolved: Resolved, command: Sequence[str], environment: Mapping[str, str]) -> None:
+def start(resolved: Resolved, command: Sequence[str]) -> None:
     """Replace this process by `command` under `resolved`; does not return.
 
     Raises `ProfileError` for a command that is not there, and `ApplyError` for one whose Python
-    would not take the profile.
+    would not take the profile, or for an exported variable that contradicts a strict one.
     """
-    program = shutil.which(command[0], path=environment.get("PATH"))
+    program = shutil.which(command[0])
     if program is None:
         raise ProfileError(
             Problem("no such command", found=command[0], todo="check its name and PATH")
@@ -75,7 +76,9 @@ def start(resolved: Resolved, command: Sequence[str], environment: Mapping[str, 
     barrier = unreachable(program, command)
     if barrier:
         raise ApplyError(f"the profile cannot reach `{' '.join(command)}`: {barrier}")
-    os.execve(program, list(command), environment_for(resolved, environment))  # noqa: S606
+    before_python_starts = make_plan(resolved, observe(resolved, closed={}))
+    environment = environment_for(before_python_starts, os.environ)
+    os.execve(program, list(command), environment)  # noqa: S606 - no shell is wanted
 
 
 def unreachable(program: str, command: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.errors import Problem, ProfileError
 from torchrepro.knobs.catalogue import CATALOGUE
 
 if TYPE_CHECKING:
@@ -70,3 +71,24 @@ def _devices() -> dict[str, Any]:
             torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())
         ]
     return devices
+
+
+def read_manifest(path: Path) -> Resolved:
+    """Return the resolved profile that the manifest in the file `path` holds.
+
+    Raises `ProfileError` for a file that is no manifest.
+    """
+    from torchrepro.profile.compose import compose_document
+    from torchrepro.profile.document import Document
+    from torchrepro.profile.load import validate
+
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ProfileError(Problem(f"cannot be read: {error.strerror}", str(path))) from None
+    except ValueError as error:
+        raise ProfileError(Problem(f"not JSON: {error}", str(path))) from None
+    values = content.get("profile") if isinstance(content, dict) else None
+    if not isinstance(values, dict):
+        raise ProfileError(Problem("not a manifest: it holds no `profile`", str(path)))
+    return validate(compose_document(Document(str(path), values))).resolved

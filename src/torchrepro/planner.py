@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.knob import Knob, Missing
-from torchrepro.launch import inherited
-from torchrepro.process import closed_doors, set_after_start
+from torchrepro.process import closed_doors, inherited, set_after_start
 from torchrepro.profile.load import resolve
 from torchrepro.report import STOPPING, Outcome, Report, Row
 
@@ -131,6 +131,23 @@ def report_of(resolved: Resolved, rows: tuple[Row, ...], *, planned: bool = Fals
     return Report(resolved.name, resolved.guarantee, resolved.digest, rows, planned)
 
 
+def refusal(resolved: Resolved, rows: Sequence[Row]) -> str:
+    """Return what to tell a user whose strict profile stops because of `rows`."""
+    head = (
+        f"profile '{resolved.name}' promises {resolved.guarantee} and cannot be put in force; "
+        "nothing was changed:"
+    )
+    return "\n".join([head, *(f"  {row.knob}: {row.outcome}: {row.why}" for row in rows)])
+
+
+def aside(knob: Knob) -> str:
+    """Return what a reader should know about a flag that was set, or an empty string."""
+    torch = sys.modules.get("torch")
+    if knob.target in ("cuda", "cudnn") and torch is not None and not torch.version.cuda:
+        return "" if torch.version.hip else "this torch is not built for CUDA: nothing reads it"
+    return ""
+
+
 def _reading(knob: Knob, value: Any) -> Reading:
     if not knob.loaded:
         return Reading(known=False)
@@ -154,8 +171,8 @@ def _expected(knob: Knob, value: Any, facts: Facts) -> Row:
     if knob.key == "seed":
         return row  # a generator has moved on since it was seeded: seeding again is never idle
     if reading.holds:
-        return replace(row, outcome=Outcome.UNCHANGED, after=reading.value)
-    return row
+        return replace(row, outcome=Outcome.UNCHANGED, before=value, why=aside(knob))
+    return replace(row, why=aside(knob))
 
 
 def _expected_variable(knob: Knob, value: str, facts: Facts, row: Row) -> Row:

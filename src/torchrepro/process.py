@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torchrepro.profile.resolved import Resolved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 RELAUNCHED = "TORCHREPRO_RELAUNCHED"
+"""Variable that marks a process as relaunched: its id, which exec keeps, and the digest."""
+
+PROFILE = "TORCHREPRO_PROFILE"
+"""Variable that carries the resolved profile, as JSON, to every process below `run`."""
 
 
 def _initialised(device: str) -> bool:
@@ -69,15 +75,19 @@ def set_after_start(name: str) -> bool:
     return bool(start) and start.get(name) != os.environ.get(name)
 
 
-@dataclass(frozen=True, slots=True)
-class Obstacle:
-    """Why this process cannot be started again with the same command line."""
+def inherited() -> Resolved | None:
+    """Return the profile under which `torchrepro run` started this process, if it did."""
+    text = os.environ.get(PROFILE)
+    return _parsed(text) if text else None
 
-    why: str
+
+@lru_cache(maxsize=4)
+def _parsed(text: str) -> Resolved:
+    return Resolved.of(json.loads(text))
 
 
-def obstacle_to_relaunch(digest: str) -> Obstacle | None:
-    """Return why the process cannot relaunch itself under the profile `digest`, or None."""
+def obstacle_to_relaunch(digest: str) -> str:
+    """Return why the process cannot relaunch itself under the profile `digest`, or nothing."""
     for applies, why in (
         (os.environ.get(RELAUNCHED) == f"{os.getpid()}:{digest}", "it was relaunched once already"),
         (_in_pytest(), "it runs under pytest"),
@@ -87,8 +97,8 @@ def obstacle_to_relaunch(digest: str) -> Obstacle | None:
         (os.name != "posix", "this system has no exec"),
     ):
         if applies:
-            return Obstacle(why)
-    return None
+            return why
+    return ""
 
 
 def relaunch(variables: Mapping[str, str], digest: str) -> None:

@@ -57,7 +57,7 @@ def _carry_out(module: str) -> None:
 
 def _applied() -> Applied:
     from torchrepro.applier import begin
-    from torchrepro.launch import inherited
+    from torchrepro.process import inherited
 
     if "applied" not in _state:
         resolved = inherited()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -40,6 +40,16 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[Any]], fold: int = -1
     return grid
 
 
+def listing(rows: Iterable[Sequence[str]]) -> Table:
+    """Return rows of a label and a text, without headings."""
+    grid = Table(box=None, pad_edge=False, show_edge=False, show_header=False)
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for row in rows:
+        grid.add_row(*(Text(cell) for cell in row))
+    return grid
+
+
 def report_table(report: Report) -> Table:
     """Return the table of a report or of a plan."""
     rows = [
@@ -62,28 +72,28 @@ def _change(before: Any, after: Any) -> str:
     return f"{'-' if before is None else shown(before)} -> {then}"
 
 
-def show(*parts: Table | str, stream: TextIO | None = None) -> None:
-    """Print tables and lines to `stream`, standard output unless given."""
-    console = _console(stream or sys.stdout)
-    for part in parts:
-        console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+def show(*parts: Table | str) -> None:
+    """Print tables and lines to standard output, with colours if it is a terminal."""
+    if sys.stdout.isatty():
+        _print(Console(), *parts)
+    else:
+        sys.stdout.write(as_text(*parts) + "\n")
 
 
 def as_text(*parts: Table | str) -> str:
-    """Return tables and lines as plain text."""
+    """Return tables and lines as plain text, without trailing blanks."""
     stream = io.StringIO()
-    show(*parts, stream=stream)
+    _print(Console(file=stream, width=_WIDE, no_color=True), *parts)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 
 
 def as_html(*parts: Table | str) -> str:
     """Return tables and lines as HTML, as a notebook shows them."""
     console = Console(record=True, file=io.StringIO(), width=_WIDE)
-    for part in parts:
-        console.print(part, markup=False, highlight=False)
+    _print(console, *parts)
     return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
-def _console(stream: TextIO) -> Console:
-    terminal = stream.isatty()
-    return Console(file=stream, width=None if terminal else _WIDE, no_color=not terminal or None)
+def _print(console: Console, *parts: Table | str) -> None:
+    for part in parts:
+        console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))

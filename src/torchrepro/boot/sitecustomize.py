@@ -11,7 +11,6 @@ import sys
 def _step_aside():
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
-    sys.modules.pop("sitecustomize", None)
 
 
 def _hand_over():
@@ -25,10 +24,15 @@ def _hand_over():
 
 
 def _run_the_next():
-    from importlib.util import find_spec
-
-    if find_spec("sitecustomize") is not None:
+    this = sys.modules.pop("sitecustomize", None)
+    try:
         import sitecustomize  # noqa: F401
+    except ImportError as error:
+        if getattr(error, "name", None) not in (None, "sitecustomize"):
+            raise
+    finally:
+        if this is not None:  # the import system looks for the module that it is loading
+            sys.modules.setdefault("sitecustomize", this)
 
 
 _step_aside()

@@ -36,6 +36,8 @@ _SEPARATOR = "|"
 composed: dict[str, Composition] = {}
 """The profiles in Hydra's last composition, by name: where each of their values came from."""
 
+_latest: list[ReproConfigSource] = []
+
 
 class ReproSearchPath(SearchPathPlugin):  # type: ignore[misc] - hydra ships no types for it
     """Puts the profile source before every other place that Hydra looks in."""
@@ -106,7 +108,6 @@ class ReproConfigSource(ConfigSource):  # type: ignore[misc] - hydra ships no ty
         the config to the callback, which stops the run.
         """
         if config_path.removesuffix(".yaml") == _ALWAYS_ON:
-            composed.clear()  # Hydra loads this file first, once per composition
             target = {"hydra": {"callbacks": {GROUP: {"_target_": CALLBACK}}}}
             return self._result(OmegaConf.create(target), "_global_")
         name = _profile_name(config_path)
@@ -116,12 +117,19 @@ class ReproConfigSource(ConfigSource):  # type: ignore[misc] - hydra ships no ty
             composition = compose(name, folders=self._folders())
         except ProfileError as error:
             composition = Composition({REFUSED: str(error)})
-        composed[name] = composition
+        self._note(name, composition)
         config = OmegaConf.create(composition.values)
         # An open section: every key can be overridden, set or not, and a wrong one is judged by
         # the schema, whose message says what was meant.
         OmegaConf.set_struct(config, False)
         return self._result(config, GROUP)
+
+    def _note(self, name: str, composition: Composition) -> None:
+        # Hydra copies its sources for every composition: another copy means another one began.
+        if _latest[-1:] != [self]:
+            composed.clear()
+            _latest[:] = [self]
+        composed[name] = composition
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         """Return the profiles in the group, for Hydra's help and completion."""

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from torchrepro.applier import Applied, apply_resolved, meet_late_knobs
 from torchrepro.errors import ApplyError, Problem, ProfileError, TorchreproError
 from torchrepro.integrations.hydra import GROUP, composed
-from torchrepro.launch import inherited
+from torchrepro.process import inherited
 from torchrepro.manifest import write_manifest
 from torchrepro.planner import plan
 from torchrepro.profile.compose import Composition, flatten

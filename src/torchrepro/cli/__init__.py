@@ -1,0 +1,34 @@
+"""The command `torchrepro`: parse, call, render."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0 yes or done, 1 no, 2 a wrong request, 3 not in force."""
+    from torchrepro.cli.commands import app
+    from torchrepro.errors import TorchreproError
+
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # Typer takes `--` for itself: what follows it belongs to the command that is started.
+    ours, _, theirs = _split(words)
+    try:
+        app(ours, prog_name="torchrepro", obj=theirs)
+    except TorchreproError as error:
+        sys.stderr.write(f"torchrepro: {error}\n")
+        sys.exit(error.exit_status)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has gone: nobody to tell
+        sys.exit(1)
+
+
+def _split(words: list[str]) -> tuple[list[str], bool, list[str] | None]:
+    if "--" not in words:
+        return words, False, None
+    at = words.index("--")
+    return words[:at], True, words[at + 1 :]

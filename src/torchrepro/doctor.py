@@ -1,0 +1,212 @@
+"""What on this machine would make a profile ineffective, in plain words."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.knobs.catalogue import CATALOGUE
+from torchrepro.knobs.refused import WITHOUT_EFFECT
+from torchrepro.planner import Plan, make_plan, observe
+from torchrepro.process import closed_doors
+from torchrepro.profile.compose import flatten
+from torchrepro.profile.find import SHIPPED
+from torchrepro.report import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torchrepro.profile.resolved import Resolved
+
+OLDEST_DETERMINISTIC_CANN = (8, 5)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing a reader should know."""
+
+    what: str
+    todo: str = ""
+    serious: bool = True
+    """Whether it makes the profile ineffective; otherwise it is worth knowing."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the finding as plain JSON values."""
+        return {"what": self.what, "to_do": self.todo, "serious": self.serious}
+
+
+@dataclass(frozen=True, slots=True)
+class Patient:
+    """The profile and the process that are examined."""
+
+    resolved: Resolved
+    plan: Plan
+    torch: Any
+
+    def wants(self, key: str, *values: Any) -> bool:
+        """Whether the profile sets `key`, to one of `values` if any are given."""
+        value = flatten(self.resolved.values).get(key)
+        return value in values if values else value is not None
+
+
+def examine(resolved: Resolved) -> list[Finding]:
+    """Return what would make `resolved` ineffective here; imports torch, changes nothing else."""
+    closed = closed_doors()
+    torch, failure = _import_torch()
+    if failure:
+        return [failure]
+    plan = make_plan(resolved, observe(resolved, closed=closed))
+    patient = Patient(resolved, plan, torch)
+    return [finding for check in CHECKS for finding in check(patient)]
+
+
+def _import_torch() -> tuple[Any, Finding | None]:
+    try:
+        return import_module("torch"), None
+    except ImportError as error:
+        return None, Finding(f"torch cannot be imported: {error}", "install torch")
+    except RuntimeError as error:
+        words = str(error).partition("\n")[0]
+        todo = "repair that back end (for torch_npu: source CANN's set_env.sh), or export "
+        todo += "TORCH_DEVICE_BACKEND_AUTOLOAD=0 to go on without it"
+        return None, Finding(f"torch cannot be imported: {words}", todo)
+
+
+def _exported_values(patient: Patient) -> Iterator[Finding]:
+    for knob in CATALOGUE:
+        name = knob.name.removeprefix("env.")
+        value = os.environ.get(name) if name != knob.name else None
+        complaint = knob.legal.complaint(value) if value is not None else ""
+        if complaint:
+            yield Finding(
+                f"{name}={value} is exported: {complaint}",
+                f"unset it, or export one of {knob.legal.words}",
+            )
+
+
+def _exported_without_effect(patient: Patient) -> Iterator[Finding]:
+    for name, why in WITHOUT_EFFECT.items():
+        if name in os.environ:
+            yield Finding(f"{name} is exported and does nothing: {why}", serious=False)
+
+
+def _conflicts(patient: Patient) -> Iterator[Finding]:
+    for row in patient.plan.report.having(Outcome.CONFLICT):
+        yield Finding(f"{row.knob}: {row.why}", serious=True)
+
+
+def _too_late(patient: Patient) -> Iterator[Finding]:
+    late = [row.knob for row in patient.plan.late]
+    if late:
+        yield Finding(
+            f"takes effect only before Python starts: {', '.join(late)}",
+            f"start programs with `torchrepro run {patient.resolved.name} -- ...`",
+            serious=False,
+        )
+
+
+def _not_acted_on(patient: Patient) -> Iterator[Finding]:
+    for step in patient.plan.steps:
+        if step.knob.target == "policy" and step.expected.outcome is Outcome.UNSUPPORTED:
+            yield Finding(f"{step.knob.name}: {step.expected.why}")
+
+
+def _absent(patient: Patient) -> Iterator[Finding]:
+    absent = [row for row in patient.plan.report.having(Outcome.UNSUPPORTED) if "." in row.knob]
+    names = ", ".join(row.knob for row in absent if not row.knob.startswith("device."))
+    if names:
+        yield Finding(f"not in this process, so not set: {names}", serious=False)
+
+
+def _without_seed(patient: Patient) -> Iterator[Finding]:
+    if not patient.wants("seed"):
+        yield Finding("no seed: every run draws other random numbers", "set `seed`")
+
+
+def _cublas(patient: Patient) -> Iterator[Finding]:
+    algorithms = patient.wants("backends.torch.deterministic_algorithms", "error")
+    workspace = patient.wants("env.CUBLAS_WORKSPACE_CONFIG")
+    exported = "CUBLAS_WORKSPACE_CONFIG" in os.environ
+    if patient.torch.version.cuda and algorithms and not workspace and not exported:
+        yield Finding(
+            "deterministic algorithms without a fixed cuBLAS workspace: torch raises at the "
+            "first matrix product on a GPU",
+            'set env.CUBLAS_WORKSPACE_CONFIG to ":4096:8"',
+        )
+
+
+def _hydra_plugin(patient: Patient) -> Iterator[Finding]:
+    spec = find_spec("hydra_plugins")
+    shadow = spec.origin if spec else None
+    if shadow:
+        yield Finding(
+            f"{shadow} makes hydra_plugins an ordinary package, so Hydra finds no plugin of "
+            "another one: `+repro=` would set a plain string",
+            "remove that __init__.py",
+        )
+    elif find_spec("hydra_plugins.torchrepro") is None:
+        yield Finding(
+            "Hydra cannot find torchrepro's plugin: `+repro=` would set a plain string",
+            "install torchrepro again",
+        )
+    if not (SHIPPED / "debug-strict.yaml").is_file():
+        yield Finding(f"the shipped profiles are missing from {SHIPPED}", "install torchrepro again")
+
+
+def _npu(patient: Patient) -> Iterator[Finding]:
+    npu = sys.modules.get("torch_npu")
+    if npu is None:
+        return
+    deterministic = patient.wants("backends.torch.deterministic_algorithms", "error", "warn")
+    runtime = _cann_runtime(npu)
+    if deterministic and runtime and runtime < OLDEST_DETERMINISTIC_CANN:
+        yield Finding(
+            f"CANN runtime {'.'.join(map(str, runtime))}: this torch_npu never switches "
+            "determinism on below 8.5",
+            "upgrade CANN",
+        )
+    compiling = patient.wants("backends.npu.jit_compile", True)
+    queue_off = os.environ.get("TASK_QUEUE_ENABLE") == "0" or patient.wants(
+        "env.TASK_QUEUE_ENABLE", "0"
+    )
+    if deterministic and compiling and not queue_off:
+        yield Finding(
+            "jit_compile with the task queue on: torch_npu never forwards determinism",
+            'set backends.npu.jit_compile to false, or env.TASK_QUEUE_ENABLE to "0"',
+        )
+    if patient.resolved.guarantee == "aligned" and not patient.wants(
+        "backends.npu.conv_allow_hf32"
+    ):
+        yield Finding(
+            "convolutions use HF32 on the NPU unless they are told not to",
+            "set backends.npu.conv_allow_hf32 to false",
+        )
+    if "torch_npu.contrib.transfer_to_npu" in sys.modules:
+        yield Finding(
+            "transfer_to_npu is active: what asks for CUDA gets an NPU", serious=False
+        )
+
+
+def _cann_runtime(npu: Any) -> tuple[int, ...] | None:
+    ask = getattr(getattr(npu.npu, "utils", None), "get_cann_version", None)
+    text = str(ask("RUNTIME")) if ask else ""
+    parts = text.split(".")[:2]
+    return tuple(map(int, parts)) if all(part.isdigit() for part in parts) and text else None
+
+
+CHECKS: tuple[Callable[[Patient], Iterator[Finding]], ...] = (
+    _conflicts,
+    _exported_values,
+    _not_acted_on,
+    _cublas,
+    _npu,
+    _hydra_plugin,
+    _without_seed,
+    _exported_without_effect,
+    _too_late,
+    _absent,
+)

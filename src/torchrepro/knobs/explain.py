@@ -1,0 +1,61 @@
+"""What the catalogue knows about a knob, in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchrepro.errors import Problem, ProfileError, near
+from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name, other_names
+
+if TYPE_CHECKING:
+    from torchrepro.knobs.knob import Knob
+
+
+def explanations(name: str) -> list[dict[str, str]]:
+    """Return an explanation of every row that `name` means.
+
+    `name` is a row's name, a key of a profile, an alias, a variable, or the last word of a name.
+    Raises `ProfileError` with a near match for anything else.
+    """
+    rows = _rows(name)
+    if not rows:
+        names = [knob.name for knob in CATALOGUE]
+        words = {known.rpartition(".")[2]: known for known in names}
+        close = near(name, names) or words.get(near(name, words), "")
+        raise ProfileError(
+            Problem(
+                f"unknown knob '{name}'",
+                near=close,
+                todo="`torchrepro plan PROFILE` shows the knobs that a profile sets",
+            )
+        )
+    return [_explanation(knob) for knob in rows]
+
+
+def _rows(name: str) -> tuple[Knob, ...]:
+    by_name = knobs_by_name()
+    for known in (name, f"env.{name}"):
+        if known in by_name:
+            return (by_name[known],)
+    obeying = tuple(knob for knob in CATALOGUE if knob.profile_key == name)
+    if obeying:
+        return obeying
+    if name in other_names():
+        return other_names()[name]
+    return tuple(knob for knob in CATALOGUE if knob.name.endswith(f".{name}"))
+
+
+def _explanation(knob: Knob) -> dict[str, str]:
+    takes = str(knob.phase)
+    return {
+        "knob": knob.name,
+        "does": knob.summary,
+        "values": knob.legal.words,
+        "latches": takes if takes != "any time" else "never: takes effect at any time",
+        "reaches": str(knob.scope),
+        "costs": knob.cost,
+        "profile key": knob.profile_key if knob.profile_key != knob.name else "",
+        "also called": ", ".join(knob.aliases),
+        "since": f"torch {knob.since}" if knob.since[:1].isdigit() else knob.since,
+        "source": knob.source,
+    }
