@@ -91,34 +91,36 @@ class Applied:
         expected = step.expected
         if expected.outcome in (Outcome.TOO_LATE, Outcome.CONFLICT, Outcome.UNSUPPORTED):
             return expected
-        knob, access = step.knob, step.knob.access
         try:
-            if knob.library:
-                import_module(knob.library)
-            before = access.read()
-            row = replace(expected, before=before)
-            self._undo.callback(access.restore, access.save())
-            idle = knob.holds(step.value) and knob.key != "seed"
-            if idle or expected.outcome is Outcome.UNCHANGED:
-                kept = before if knob.target == "env" else step.value
-                outcome = Outcome.UNCHANGED
-                why = expected.why if knob.target == "env" else aside(knob)
-                return replace(row, outcome=outcome, before=kept, after=kept, why=why)
-            if reason := knob.refusal(step.value):
-                raise Missing(reason)
-            access.write(step.value)
-            after = access.read()
-            if not knob.holds(step.value):
-                why = "written, but reading it back gives another value"
-                return replace(row, outcome=Outcome.INEFFECTIVE, after=after, why=why)
-            after = step.value if after is None else after
-            return replace(row, outcome=Outcome.APPLIED, after=after, why=aside(knob))
+            return self._write(step)
         except (Missing, ImportError) as missing:
-            return Row(knob.name, Outcome.UNSUPPORTED, why=str(missing))
-        except Exception as error:  # noqa: BLE001 - whatever a library raises is this knob's outcome
+            return Row(expected.knob, Outcome.UNSUPPORTED, why=str(missing))
+        except Exception as error:  # noqa: BLE001 - whatever a library raises is the outcome
             first_line = str(error).strip().partition("\n")[0]
             why = f"{type(error).__name__}: {first_line}"
             return replace(expected, outcome=Outcome.FAILED, after=None, why=why)
+
+    def _write(self, step: Step) -> Row:
+        knob, access, value = step.knob, step.knob.access, step.value
+        if knob.library:
+            import_module(knob.library)
+        before = access.read()
+        row = replace(step.expected, before=before)
+        self._undo.callback(access.restore, access.save())
+        if row.outcome is Outcome.UNCHANGED and knob.variable:
+            return row
+        if knob.holds(value) and knob.key != "seed":
+            why = aside(knob)
+            return replace(row, outcome=Outcome.UNCHANGED, before=value, after=value, why=why)
+        if reason := knob.refusal(value):
+            return replace(row, outcome=Outcome.UNSUPPORTED, after=before, why=reason)
+        access.write(value)
+        after = access.read()
+        if not knob.holds(value):
+            why = "written, but reading it back gives another value"
+            return replace(row, outcome=Outcome.INEFFECTIVE, after=after, why=why)
+        after = value if after is None else after
+        return replace(row, outcome=Outcome.APPLIED, after=after, why=aside(knob))
 
     def __enter__(self) -> Applied:
         return self
@@ -139,7 +141,7 @@ class Applied:
         return str(self.report)
 
     def _repr_html_(self) -> str:
-        return self.report._repr_html_()  # noqa: SLF001 - a notebook's protocol
+        return self.report._repr_html_()
 
 
 def apply(profile: Any, overrides: Sequence[str] = ()) -> Applied:
@@ -157,7 +159,7 @@ def apply(profile: Any, overrides: Sequence[str] = ()) -> Applied:
 
 
 def apply_resolved(resolved: Resolved, obstacle: str) -> Applied:
-    """Put a resolved profile in force, as `apply` does; `obstacle` forbids a relaunch and says why."""
+    """Put `resolved` in force, as `apply` does; `obstacle` says why it may not relaunch, if so."""
     with _lock:
         applied = begin(resolved, obstacle)
         applied.carry_out(applied.plan.steps)
@@ -194,10 +196,10 @@ def meet_late_knobs(plan: Plan, obstacle: str) -> None:
 def own_variables() -> dict[str, str]:
     """Return the variables that profiles in force have set in this process."""
     return {
-        step.knob.access.name: step.value  # type: ignore[attr-defined] - a Variable
+        step.knob.variable: step.value
         for applied in _in_force
         for step, row in zip(applied.plan.steps, applied._rows, strict=False)  # noqa: SLF001
-        if step.knob.target == "env" and row.outcome is Outcome.APPLIED
+        if step.knob.variable and row.outcome is Outcome.APPLIED
     }
 
 
@@ -208,7 +210,8 @@ def in_force() -> tuple[Applied, ...]:
 
 def _late(plan: Plan, why: str) -> str:
     lines = [f"  {row.knob}: {row.why}" for row in plan.late]
-    head = f"profile '{plan.resolved.name}' has knobs past their phase (on_late: {plan.resolved.on_late})"
+    asked = plan.resolved
+    head = f"profile '{asked.name}' has knobs past their phase (on_late: {asked.on_late})"
     no_relaunch = f"  no relaunch, because {why}" if why else ""
     todo = f"  start the program with `torchrepro run {plan.resolved.name} -- ...`"
     return "\n".join(line for line in (head, *lines, no_relaunch, todo) if line)

@@ -154,7 +154,9 @@ def _hydra_plugin(patient: Patient) -> Iterator[Finding]:
             "install torchrepro again",
         )
     if not (SHIPPED / "debug-strict.yaml").is_file():
-        yield Finding(f"the shipped profiles are missing from {SHIPPED}", "install torchrepro again")
+        yield Finding(
+            f"the shipped profiles are missing from {SHIPPED}", "install torchrepro again"
+        )
 
 
 def _npu(patient: Patient) -> Iterator[Finding]:
@@ -169,7 +171,7 @@ def _npu(patient: Patient) -> Iterator[Finding]:
             "determinism on below 8.5",
             "upgrade CANN",
         )
-    compiling = patient.wants("backends.npu.jit_compile", True)
+    compiling = patient.wants("backends.npu.jit_compile", *[True])
     queue_off = os.environ.get("TASK_QUEUE_ENABLE") == "0" or patient.wants(
         "env.TASK_QUEUE_ENABLE", "0"
     )
@@ -186,9 +188,7 @@ def _npu(patient: Patient) -> Iterator[Finding]:
             "set backends.npu.conv_allow_hf32 to false",
         )
     if "torch_npu.contrib.transfer_to_npu" in sys.modules:
-        yield Finding(
-            "transfer_to_npu is active: what asks for CUDA gets an NPU", serious=False
-        )
+        yield Finding("transfer_to_npu is active: what asks for CUDA gets an NPU", serious=False)
 
 
 def _cann_runtime(npu: Any) -> tuple[int, ...] | None:

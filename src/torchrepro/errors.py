@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from torchrepro.report import Report
 
+WIDE = 80  # characters of a value that a message shows
 MANY = 12  # above this a list of legal names helps nobody without a near match
 
 
@@ -40,7 +41,9 @@ class Problem:
     """What to do about it."""
 
     def __str__(self) -> str:
-        subject = f"{self.key} = {self.found}" if self.key and self.found else self.key or self.found
+        subject = (
+            f"{self.key} = {self.found}" if self.key and self.found else self.key or self.found
+        )
         if self.where.startswith("override "):  # the override already shows key and value
             subject = ""
         head = ": ".join(part for part in (self.where, subject) if part)
@@ -107,7 +110,7 @@ def shown(value: Any) -> str:
     text = {None: "null", True: "true", False: "false"}.get(value) if _plain(value) else None
     text = text if text is not None else value if isinstance(value, str) else repr(value)
     text = text.replace("\n", "\\n") or "''"
-    return text if len(text) <= 80 else text[:77] + "..."
+    return text if len(text) <= WIDE else text[: WIDE - 3] + "..."
 
 
 def _plain(value: Any) -> bool:

@@ -31,8 +31,9 @@ _UNREACHABLE = {
     "E": "PYTHON variables are ignored",
     "S": "sitecustomize is not loaded",
 }
-_WRAPPERS = frozenset(
-    "env ionice nice nohup numactl setsid srun stdbuf taskset time timeout xvfb-run".split()
+_WRAPPERS = (
+    *("env", "ionice", "nice", "nohup", "numactl", "setsid", "srun", "stdbuf"),
+    *("taskset", "time", "timeout", "xvfb-run"),
 )
 _WITH_ARGUMENT = "WX"
 _END_OF_OPTIONS = "cm"
@@ -44,7 +45,7 @@ def environment_for(plan: Plan, environment: Mapping[str, str]) -> dict[str, str
     Variables that the user exported are kept where the plan keeps them. Raises `ApplyError` if
     a strict profile meets one that contradicts it.
     """
-    variables = [step for step in plan.steps if step.knob.target == "env"]
+    variables = [step for step in plan.steps if step.knob.variable]
     conflicts = [step.expected for step in variables if step.expected in plan.stopping]
     if conflicts:
         raise ApplyError(refusal(plan.resolved, conflicts), plan.report)
@@ -52,7 +53,7 @@ def environment_for(plan: Plan, environment: Mapping[str, str]) -> dict[str, str
     return {
         **environment,
         **{
-            step.knob.access.name: step.value  # type: ignore[attr-defined] - a Variable
+            step.knob.variable: step.value
             for step in variables
             if step.expected.outcome is Outcome.APPLIED
         },

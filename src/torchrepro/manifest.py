@@ -15,8 +15,8 @@ from torchrepro.knobs.catalogue import CATALOGUE
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torchrepro.report import Report
     from torchrepro.profile.resolved import Resolved
+    from torchrepro.report import Report
 
 FORMAT = 1
 PACKAGES = ("torchrepro", "torch", "torch_npu", "numpy", "hydra-core", "omegaconf", "pydantic")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,8 @@ from torchrepro.profile.load import resolve
 from torchrepro.report import STOPPING, Outcome, Report, Row
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from torchrepro.profile.resolved import Resolved
 
 
@@ -117,7 +118,7 @@ def observe(
     started_under = inherited()
     own = {**(started_under.environment() if started_under else {}), **(own_variables or {})}
     settings = resolved.settings()
-    variables = [knob.access.name for knob, _ in settings if knob.target == "env"]  # type: ignore[attr-defined]
+    variables = [knob.variable for knob, _ in settings if knob.variable]
     return Facts(
         closed=closed_doors() if closed is None else closed,
         readings={knob.name: _reading(knob, value) for knob, value in settings},
@@ -162,7 +163,7 @@ def _reading(knob: Knob, value: Any) -> Reading:
 def _expected(knob: Knob, value: Any, facts: Facts) -> Row:
     reading = facts.readings[knob.name]
     row = Row(knob.name, Outcome.APPLIED, reading.value, value)
-    if knob.target == "env":
+    if knob.variable:
         return _expected_variable(knob, value, facts, row)
     if not reading.known:
         return replace(row, why=f"{knob.library} is not loaded yet")
@@ -176,7 +177,7 @@ def _expected(knob: Knob, value: Any, facts: Facts) -> Row:
 
 
 def _expected_variable(knob: Knob, value: str, facts: Facts, row: Row) -> Row:
-    name: str = knob.access.name  # type: ignore[attr-defined] - rows of target env hold a Variable
+    name = knob.variable
     now = row.before
     good = now is not None and (now == value or bool(knob.enough and knob.enough(now)))
     exported = now is not None and name not in facts.own_variables

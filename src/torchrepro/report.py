@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import near, shown
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 
-class Outcome(str, Enum):
+class Outcome(StrEnum):
     """What became of a knob."""
 
     APPLIED = "applied"
@@ -37,8 +37,6 @@ class Outcome(str, Enum):
 
     FAILED = "failed"
     """The library refused the write."""
-
-    __str__ = str.__str__
 
 
 STOPPING = (Outcome.CONFLICT, Outcome.INEFFECTIVE, Outcome.FAILED)
@@ -89,7 +87,9 @@ class Report:
                 return row
         names = [row.knob for row in self.rows]
         close = near(knob, names)
-        raise KeyError(f"no knob {knob!r} in this report" + (f"; did you mean {close!r}?" if close else ""))
+        raise KeyError(
+            f"no knob {knob!r} in this report" + (f"; did you mean {close!r}?" if close else "")
+        )
 
     def having(self, *outcomes: Outcome) -> tuple[Row, ...]:
         """Return the rows with one of `outcomes`."""

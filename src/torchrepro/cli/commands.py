@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from enum import Enum
+from enum import StrEnum
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,9 +41,7 @@ ProfileName = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[OVERRIDE]...", help="As in seed=7 or backends.cudnn.benchmark=false."
-    ),
+    typer.Argument(metavar="[OVERRIDE]...", help="As in seed=7 or backends.cudnn.benchmark=false."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
@@ -105,9 +104,7 @@ def show_profile(
         sys.stdout.write(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
 
 
-def _show_origins(
-    profile: str, overrides: list[str], resolved: Resolved, *, as_json: bool
-) -> None:
+def _show_origins(profile: str, overrides: list[str], resolved: Resolved, *, as_json: bool) -> None:
     from torchrepro.profile.compose import compose, flatten
 
     composition = compose(profile, overrides)
@@ -150,11 +147,13 @@ def _import_torch() -> None:
     from torchrepro.errors import ApplyError
 
     try:
-        import numpy.random
-        import torch  # noqa: F401
+        import_module("numpy.random")
+        import_module("torch")
     except (ImportError, RuntimeError) as error:
         words = str(error).partition("\n")[0]
-        raise ApplyError(f"torch cannot be imported: {words}\n  `torchrepro doctor` says more") from None
+        raise ApplyError(
+            f"torch cannot be imported: {words}\n  `torchrepro doctor` says more"
+        ) from None
 
 
 @app.command("run", options_metavar="[OPTIONS]", epilog="The command stands after `--`.")
@@ -176,7 +175,7 @@ def run_command(context: typer.Context, profile: ProfileName, overrides: Overrid
     start(_resolved(profile, overrides), context.obj)
 
 
-class EnvFormat(str, Enum):
+class EnvFormat(StrEnum):
     """How variables are written."""
 
     SH = "sh"
@@ -244,11 +243,9 @@ def examine_machine(
             }
         )
     else:
-        verdict = (
-            f"{len(serious)} thing{'s' * (len(serious) > 1)} would make {resolved.name} ineffective here"
-            if serious
-            else f"nothing here makes {resolved.name} ineffective"
-        )
+        things = f"{len(serious)} thing{'s' * (len(serious) > 1)}"
+        verdict = f"{things} would make" if serious else "nothing here makes"
+        verdict += f" {resolved.name} ineffective"
         sys.stdout.write(f"{verdict}\n")
         for finding in findings:
             mark = "!" if finding.serious else "-"

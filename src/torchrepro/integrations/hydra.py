@@ -39,12 +39,13 @@ composed: dict[str, Composition] = {}
 _latest: list[ReproConfigSource] = []
 
 
-class ReproSearchPath(SearchPathPlugin):  # type: ignore[misc] - hydra ships no types for it
+class ReproSearchPath(SearchPathPlugin):
     """Puts the profile source before every other place that Hydra looks in."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Add the source; called by Hydra at every start."""
-        search_path.get_path().insert(0, _ProfilesElement(search_path))
+        elements: list[Any] = search_path.get_path()  # type: ignore[assignment]
+        elements.insert(0, _ProfilesElement(search_path))
 
 
 @dataclass
@@ -68,7 +69,7 @@ class _ProfilesElement:
         return _ProfilesElement(copy.deepcopy(self.owner, memo))
 
 
-class ReproConfigSource(ConfigSource):  # type: ignore[misc] - hydra ships no types for it
+class ReproConfigSource(ConfigSource):
     """Reads the profiles of the group `repro` as data, for Hydra to compose."""
 
     @staticmethod
@@ -121,7 +122,7 @@ class ReproConfigSource(ConfigSource):  # type: ignore[misc] - hydra ships no ty
         config = OmegaConf.create(composition.values)
         # An open section: every key can be overridden, set or not, and a wrong one is judged by
         # the schema, whose message says what was meant.
-        OmegaConf.set_struct(config, False)
+        OmegaConf.set_struct(config, value=False)
         return self._result(config, GROUP)
 
     def _note(self, name: str, composition: Composition) -> None:

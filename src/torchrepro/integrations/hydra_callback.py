@@ -16,9 +16,9 @@ from omegaconf import DictConfig
 from torchrepro.applier import Applied, apply_resolved, meet_late_knobs
 from torchrepro.errors import ApplyError, Problem, ProfileError, TorchreproError
 from torchrepro.integrations.hydra import GROUP, composed
-from torchrepro.process import inherited
 from torchrepro.manifest import write_manifest
 from torchrepro.planner import plan
+from torchrepro.process import inherited
 from torchrepro.profile.compose import Composition, flatten
 from torchrepro.profile.difference import differences
 from torchrepro.profile.load import from_mapping, validate
@@ -30,7 +30,7 @@ MANIFEST = "repro.json"
 REFUSED_STATUS = 3
 
 
-class ReproCallback(Callback):  # type: ignore[misc] - hydra ships no types for it
+class ReproCallback(Callback):
     """Puts the profile of each job in force; does nothing without one."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class ReproCallback(Callback):  # type: ignore[misc] - hydra ships no types for 
             write_manifest(_manifest_path(config), resolved, self._applied.report)
             sys.stderr.write(f"torchrepro: {self._applied.report.summary}\n")
 
-    def on_job_end(self, config: DictConfig, **kwargs: Any) -> None:
+    def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
         """Take the job's profile back, so that the next job starts from a clean state."""
         if self._applied is not None:
             with _StopOnRefusal():
@@ -68,7 +68,9 @@ class _StopOnRefusal:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: Any
+    ) -> None:
         if isinstance(error, TorchreproError):
             sys.stderr.write(f"torchrepro: {error}\n")
             raise SystemExit(REFUSED_STATUS) from None
@@ -142,4 +144,3 @@ def _agree_with_run(resolved: Resolved) -> None:
 def _manifest_path(config: DictConfig) -> Path:
     subdir = config.hydra.output_subdir or ".hydra"
     return Path(config.hydra.runtime.output_dir) / subdir / MANIFEST
-

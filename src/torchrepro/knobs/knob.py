@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torchrepro.knobs.legal import Legal
 
 
-class Phase(str, Enum):
+class Phase(StrEnum):
     """The last moment at which a knob still takes effect."""
 
     INTERPRETER_START = "interpreter start"
@@ -24,17 +24,13 @@ class Phase(str, Enum):
     MODULE_CONSTRUCTION = "module construction"
     ANY_TIME = "any time"
 
-    __str__ = str.__str__
 
-
-class Scope(str, Enum):
+class Scope(StrEnum):
     """What a write reaches."""
 
     PROCESS = "this process"
     PROCESS_AND_CHILDREN = "this process and the processes it starts"
     THREAD = "this thread"
-
-    __str__ = str.__str__
 
 
 class Missing(Exception):  # noqa: N818 - an answer, not an error: the state does not exist here
@@ -93,6 +89,9 @@ class Knob:
 
     key: str = ""
     """The key of the profile that this knob obeys, where it is not `name`."""
+
+    variable: str = ""
+    """The environment variable behind the row, if it is one."""
 
     enough: Callable[[str], bool] | None = None
     """For a variable: whether a value that the user exported is as good as the one asked for."""

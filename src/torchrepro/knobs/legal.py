@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -112,6 +113,23 @@ class Text:
 
     def choices(self) -> tuple[str, ...]:
         return tuple(self.words.split(", "))
+
+
+@dataclass(frozen=True, slots=True)
+class Patterns:
+    """A mapping from patterns of names to words."""
+
+    words: str = "a mapping such as {encoder.*: cpu}"
+
+    def complaint(self, value: Any) -> str:
+        texts = isinstance(value, Mapping) and all(isinstance(v, str) for v in value.values())
+        return "" if texts else "not a mapping of patterns to words"
+
+    def json_schema(self) -> dict[str, Any]:
+        return {"type": "object", "additionalProperties": {"type": "string"}}
+
+    def choices(self) -> tuple[str, ...]:
+        return ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from torchrepro.knobs.knob import Knob, Missing
-from torchrepro.knobs.legal import OneOf, Whole
+from torchrepro.knobs.legal import OneOf, Patterns, Whole
 from torchrepro.policies.dropout import DropoutPolicy
 
 SOURCE = "https://docs.pytorch.org/docs/stable/library.html"
@@ -88,6 +88,13 @@ POLICIES = (
         Declared("error"),
         "What an op without a deterministic kernel does: raise, or run on the CPU.",
         "cpu: two copies per call",
+    ),
+    _policy(
+        "device.modules",
+        Patterns(),
+        Declared({}),
+        "Parts of a model that run elsewhere, to find out whether a device is the culprit.",
+        "two copies per call of such a part",
     ),
     _policy(
         "ranks",

@@ -7,7 +7,8 @@ import re
 WITHOUT_EFFECT = {
     "NCCL_DETERMINISTIC": "NCCL has no such variable; pin NCCL_ALGO and NCCL_PROTO",
     "NCCL_P2P_NET_DISABLE": "NCCL has no such variable",
-    "TORCH_DETERMINISTIC": "torch reads no such variable; set backends.torch.deterministic_algorithms",
+    "TORCH_DETERMINISTIC": "torch reads no such variable; set "
+    "backends.torch.deterministic_algorithms",
     "PYTORCH_DETERMINISTIC": "torch reads no such variable; set "
     "backends.torch.deterministic_algorithms",
     "CUDNN_DETERMINISTIC": "cuDNN reads no such variable; set backends.cudnn.deterministic",

@@ -11,7 +11,9 @@ from typing import Any
 from torchrepro.knobs.knob import Attribute, Calls, Knob, Missing, Phase, Scope
 from torchrepro.knobs.legal import OneOf, Switch
 
-ALGORITHMS = "https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html"
+ALGORITHMS = (
+    "https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html"
+)
 _MODES = ("none", "warn", "error")
 
 

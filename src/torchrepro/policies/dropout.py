@@ -50,12 +50,12 @@ def _override() -> Any:
     return library
 
 
-def _identity(tensor: Any, p: float, train: bool) -> Any:  # noqa: ARG001, FBT001 - aten's schema
+def _identity(tensor: Any, p: float, train: bool) -> Any:  # noqa: FBT001 - aten's schema
     # A copy, because code after dropout may write to its result in place.
     return tensor.clone() if train else tensor
 
 
-def _identity_in_place(tensor: Any, p: float, train: bool) -> Any:  # noqa: ARG001, FBT001
+def _identity_in_place(tensor: Any, p: float, train: bool) -> Any:  # noqa: FBT001
     return tensor
 
 

@@ -39,7 +39,9 @@ class Composition:
         return self.origins.get(key, "")
 
 
-def compose(name: str, overrides: Sequence[str] = (), folders: tuple[Folder, ...] = ()) -> Composition:
+def compose(
+    name: str, overrides: Sequence[str] = (), folders: tuple[Folder, ...] = ()
+) -> Composition:
     """Compose the profile `name` with `overrides` such as ``backends.cudnn.benchmark=true``.
 
     Bare names are looked up in `folders`, then on the search path. Raises `ProfileError`.
@@ -71,12 +73,15 @@ def override(composition: Composition, overrides: Sequence[str]) -> None:
         composition.origins.update(lines)
 
 
+WHOLE = ("device.modules",)  # a mapping that is one value: its keys are not keys of a profile
+
+
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the leaves of nested `values` under dotted keys; an empty section is a leaf."""
     leaves: dict[str, Any] = {}
     for key, value in values.items():
         dotted = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping) and value and dotted not in WHOLE:
             leaves |= flatten(value, f"{dotted}.")
         else:
             leaves[dotted] = value
@@ -92,9 +97,7 @@ class _Chain:
         self.open: list[Found] = []
         self.read = 0
 
-    def add_named(
-        self, name: str, beside: tuple[Folder, ...] = (), asked_by: str = ""
-    ) -> None:
+    def add_named(self, name: str, beside: tuple[Folder, ...] = (), asked_by: str = "") -> None:
         found = find(name, (*beside, *self.folders), asked_by)
         if found.path in [other.path for other in self.open]:
             chain = " -> ".join([*(other.name for other in self.open), found.name])

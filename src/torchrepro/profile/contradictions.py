@@ -27,31 +27,79 @@ class Contradiction:
 
 
 BROKEN_GUARANTEES = (
-    Contradiction(STRICT, "backends.cudnn.benchmark", (True,),
-                  "cuDNN then chooses kernels by timing, and another kernel rounds differently"),
-    Contradiction(REPEATABLE, "backends.torch.deterministic_algorithms", ("warn", "none"),
-                  "ops without a deterministic kernel then go on, and warn keeps some that `error` "
-                  "would replace"),
-    Contradiction(REPEATABLE, "backends.cudnn.deterministic", (False,),
-                  "cuDNN may then take kernels whose sums vary"),
-    Contradiction(REPEATABLE, "backends.torch.inductor_deterministic", (False,),
-                  "compiled code then chooses kernels by timing"),
-    Contradiction(REPEATABLE, "env.TORCHINDUCTOR_DETERMINISTIC", ("0",),
-                  "compiled code then chooses kernels by timing"),
-    Contradiction(REPEATABLE, "env.TORCHINDUCTOR_MAX_AUTOTUNE", ("1",),
-                  "compiled code then chooses kernels by timing"),
-    Contradiction(REPEATABLE, "env.TORCHINDUCTOR_COORDINATE_DESCENT_TUNING", ("1",),
-                  "compiled code then chooses kernels by timing"),
-    Contradiction(STRICT, "env.NVTE_ALLOW_NONDETERMINISTIC_ALGO", ("1",),
-                  "Transformer Engine may then take attention kernels whose sums vary"),
-    Contradiction(STRICT, "env.HCCL_DETERMINISTIC", ("false",),
-                  "Ascend's collectives then add up in any order"),
-    Contradiction(STRICT, "env.LCCL_DETERMINISTIC", ("0", "false"),
-                  "the collectives of ATB then add up in any order"),
-    Contradiction(STRICT, "env.PYTHONHASHSEED", ("random",),
-                  "sets of strings then iterate in another order in each process"),
-    Contradiction(STRICT, "backends.npu.deterministic_level", (0,),
-                  "level 0 switches determinism off on the NPU, and torch's own flag with it"),
+    Contradiction(
+        STRICT,
+        "backends.cudnn.benchmark",
+        (True,),
+        "cuDNN then chooses kernels by timing, and another kernel rounds differently",
+    ),
+    Contradiction(
+        REPEATABLE,
+        "backends.torch.deterministic_algorithms",
+        ("warn", "none"),
+        "ops without a deterministic kernel then go on, and warn keeps some that `error` "
+        "would replace",
+    ),
+    Contradiction(
+        REPEATABLE,
+        "backends.cudnn.deterministic",
+        (False,),
+        "cuDNN may then take kernels whose sums vary",
+    ),
+    Contradiction(
+        REPEATABLE,
+        "backends.torch.inductor_deterministic",
+        (False,),
+        "compiled code then chooses kernels by timing",
+    ),
+    Contradiction(
+        REPEATABLE,
+        "env.TORCHINDUCTOR_DETERMINISTIC",
+        ("0",),
+        "compiled code then chooses kernels by timing",
+    ),
+    Contradiction(
+        REPEATABLE,
+        "env.TORCHINDUCTOR_MAX_AUTOTUNE",
+        ("1",),
+        "compiled code then chooses kernels by timing",
+    ),
+    Contradiction(
+        REPEATABLE,
+        "env.TORCHINDUCTOR_COORDINATE_DESCENT_TUNING",
+        ("1",),
+        "compiled code then chooses kernels by timing",
+    ),
+    Contradiction(
+        STRICT,
+        "env.NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+        ("1",),
+        "Transformer Engine may then take attention kernels whose sums vary",
+    ),
+    Contradiction(
+        STRICT,
+        "env.HCCL_DETERMINISTIC",
+        ("false",),
+        "Ascend's collectives then add up in any order",
+    ),
+    Contradiction(
+        STRICT,
+        "env.LCCL_DETERMINISTIC",
+        ("0", "false"),
+        "the collectives of ATB then add up in any order",
+    ),
+    Contradiction(
+        STRICT,
+        "env.PYTHONHASHSEED",
+        ("random",),
+        "sets of strings then iterate in another order in each process",
+    ),
+    Contradiction(
+        STRICT,
+        "backends.npu.deterministic_level",
+        (0,),
+        "level 0 switches determinism off on the NPU, and torch's own flag with it",
+    ),
 )
 
 
@@ -59,7 +107,11 @@ def contradictions(resolved: Resolved) -> list[tuple[str, str, str]]:
     """Return (key, value, reason) for everything in `resolved` that cannot hold together."""
     leaves = flatten(resolved.values)
     found = [
-        (row.key, shown(leaves[row.key]), f"contradicts guarantee: {resolved.guarantee}; {row.because}")
+        (
+            row.key,
+            shown(leaves[row.key]),
+            f"contradicts guarantee: {resolved.guarantee}; {row.because}",
+        )
         for row in BROKEN_GUARANTEES
         if resolved.guarantee in row.guarantees and _folded(leaves.get(row.key)) in row.values
     ]

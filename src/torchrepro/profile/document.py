@@ -77,9 +77,7 @@ def parse_document(text: str, where: str) -> Document:
         )
     if not isinstance(root, yaml.MappingNode):
         kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
-        raise ProfileError(
-            Problem(f"a profile is a mapping of keys to values, not {kind}", where)
-        )
+        raise ProfileError(Problem(f"a profile is a mapping of keys to values, not {kind}", where))
     lines: dict[str, int] = {}
     values = _Builder(where, lines).mapping(root, "")
     defaults = _defaults(values.pop("defaults", None), f"{where}:{lines.get('defaults', 1)}")
@@ -134,6 +132,7 @@ def _refuse_headers(text: str, where: str) -> None:
 
 def _judge_events(text: str, where: str) -> None:
     depth = documents = 0
+    event: Any  # the stubs know only the common base of events
     for event in yaml.parse(text, Loader=_Loader):
         line = f"{where}:{event.start_mark.line + 1}"
         if isinstance(event, yaml.DocumentStartEvent):
@@ -162,9 +161,7 @@ def _judge_events(text: str, where: str) -> None:
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > MAX_DEPTH:
-                raise ProfileError(
-                    Problem(f"nested deeper than {MAX_DEPTH} levels", line)
-                )
+                raise ProfileError(Problem(f"nested deeper than {MAX_DEPTH} levels", line))
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
 
@@ -245,7 +242,7 @@ class _Builder:
             return [self._value(entry, dotted) for entry in node.value]
         return self._scalar(node, dotted)
 
-    def _scalar(self, node: yaml.ScalarNode, dotted: str) -> Any:
+    def _scalar(self, node: yaml.Node, dotted: str) -> Any:
         text: str = node.value
         refuse_interpolation(text, self._place(node), dotted)
         if node.tag not in _SCALARS:

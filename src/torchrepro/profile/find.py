@@ -96,9 +96,7 @@ def _in_package(name: str, asked_by: str) -> Found:
     package, _, rest = name.removeprefix("pkg://").partition("/")
     roots = package_folders(package)
     if not roots:
-        raise ProfileError(
-            Problem("no such package is installed here", asked_by, found=name)
-        )
+        raise ProfileError(Problem("no such package is installed here", asked_by, found=name))
     folders = tuple(Folder(root, f"package {package}") for root in roots)
     if _NAME.fullmatch(rest) and ".." not in rest:
         for folder in folders:
@@ -115,7 +113,9 @@ def package_folders(package: str) -> list[Path]:
         spec = find_spec(top) if top.isidentifier() else None
     except (ImportError, ValueError):
         return []
-    roots = [Path(root).joinpath(*inner) for root in (spec and spec.submodule_search_locations) or ()]
+    roots = [
+        Path(root).joinpath(*inner) for root in (spec and spec.submodule_search_locations) or ()
+    ]
     return [root for root in roots if root.is_dir()]
 
 

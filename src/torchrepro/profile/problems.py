@@ -84,9 +84,7 @@ def _unknown_key(path: list[str], found: str, place: str) -> Problem:
     return Problem(what, place, key, found, some(legal), meant)
 
 
-def _unknown_variable(
-    key: str, name: str, found: str, place: str, known: list[str]
-) -> Problem:
+def _unknown_variable(key: str, name: str, found: str, place: str, known: list[str]) -> Problem:
     why = refusal(name)
     if why:
         return Problem(why, place, key, found)

@@ -1,4 +1,4 @@
-"""A resolved profile as plain values: what the plan reads, a digest stands for, a child inherits."""
+"""A resolved profile as plain values: what a plan reads and a child process inherits."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name, other_names
 from torchrepro.knobs.env_rows import variable
-from torchrepro.knobs.knob import Knob
 from torchrepro.profile.compose import NOT_INHERITED, flatten
+
+if TYPE_CHECKING:
+    from torchrepro.knobs.knob import Knob
 
 STRICT = ("repeatable", "aligned")
 NOT_A_KNOB = (*NOT_INHERITED, "schema", "guarantee", "on_late", "requires")
@@ -63,17 +65,15 @@ class Resolved:
     def settings(self) -> list[tuple[Knob, Any]]:
         """Return every knob that the profile names with its value, in the catalogue's order."""
         asked: list[tuple[Knob, Any]] = []
-        for key, value in flatten({k: v for k, v in self.values.items() if k not in NOT_A_KNOB}).items():
+        for key, value in flatten(
+            {k: v for k, v in self.values.items() if k not in NOT_A_KNOB}
+        ).items():
             asked += [(knob, value) for knob in knobs_for_key(key)]
         return sorted(asked, key=lambda pair: _POSITION.get(pair[0].name, -1))
 
     def environment(self) -> dict[str, str]:
         """Return the variables that the profile sets, for a process that has not started yet."""
-        return {
-            knob.access.name: value  # type: ignore[attr-defined] - rows of target env hold a Variable
-            for knob, value in self.settings()
-            if knob.target == "env"
-        }
+        return {knob.variable: value for knob, value in self.settings() if knob.variable}
 
 
 def knobs_for_key(key: str) -> tuple[Knob, ...]:
