@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
+from torchrepro.knobs.ascend_rows import ASCEND
+from torchrepro.knobs.collective_rows import COLLECTIVES
 from torchrepro.knobs.cpu_rows import CPU
 from torchrepro.knobs.cuda_rows import CUDA
 from torchrepro.knobs.cudnn_rows import CUDNN
@@ -19,7 +21,12 @@ if TYPE_CHECKING:
 
 # Inside torch, the NPU's level comes after the flag that its setter also moves. The seeds are
 # last: whatever an earlier write draws from a generator must not show in the numbers of the run.
-CATALOGUE: tuple[Knob, ...] = (*ENV, *TORCH, *CUDA, *CUDNN, *CPU, *NPU, *POLICIES, *SEEDS)
+CATALOGUE: tuple[Knob, ...] = (
+    *(*ENV, *COLLECTIVES, *ASCEND),
+    *(*TORCH, *CUDA, *CUDNN, *CPU, *NPU),
+    *POLICIES,
+    *SEEDS,
+)
 
 
 @cache

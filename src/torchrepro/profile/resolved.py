@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name, other_names
-from torchrepro.knobs.env_rows import variable
+from torchrepro.knobs.variable import variable
 from torchrepro.profile.compose import NOT_INHERITED, flatten
 
 if TYPE_CHECKING:

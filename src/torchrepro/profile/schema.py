@@ -33,7 +33,7 @@ def legal_values(knob: str) -> Values:
 class Profile(BaseModel):
     """What a team asks for; null leaves a thing alone."""
 
-    model_config = ConfigDict(**CONFIG, title="torchrepro profile")
+    model_config = ConfigDict(**CONFIG, title="torchrepro profile", use_attribute_docstrings=True)
 
     schema_version: Annotated[Any, Values(SchemaVersion())] = Field(None, alias="schema")
     """Version of this schema that the file was written for."""

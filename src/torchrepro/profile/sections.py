@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torchrepro.knobs.legal import Legal
 
 SECTIONS = ("torch", "cuda", "cudnn", "cpu", "npu", "distributed")
-CONFIG = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+CONFIG = ConfigDict(extra="forbid", frozen=True)
 
 
 class Values:

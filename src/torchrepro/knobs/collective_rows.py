@@ -1,0 +1,113 @@
+"""Rows for the variables that libraries of collectives read: NCCL, HCCL, LCCL."""
+
+from __future__ import annotations
+
+from torchrepro.knobs.legal import Text
+from torchrepro.knobs.variable import BIT, COUNT, row
+
+NCCL_ENV = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
+ASCEND_ENV = "https://www.hiascend.com/document"
+
+HCCL = Text(
+    "false|true|strict",
+    '"false", "true", "strict"',
+    "HCCL refuses it with HCCL_E_PARA",
+    ignore_case=True,
+)
+NTHREADS = Text(
+    "64|128|256|512", '"64", "128", "256", "512"', "NCCL takes another number for the maximum"
+)
+
+
+def _pinned(value: str) -> bool:
+    """Whether a list of algorithms names some rather than excluding some."""
+    return bool(value) and not value.startswith("^")
+
+
+COLLECTIVES = (
+    row(
+        "NCCL_ALGO",
+        "communicator",
+        Text(
+            r"\^?[A-Za-z0-9]+([,;:][A-Za-z0-9:]+)*", "Ring, Tree, CollnetDirect, CollnetChain, NVLS"
+        ),
+        "The algorithm of NCCL's collectives; left open, NCCL chooses by size and topology.",
+        f"{NCCL_ENV}#nccl-algo",
+        cost="one algorithm is not the fastest for every size",
+        aliases=("backends.distributed.nccl_algo",),
+        enough=_pinned,
+    ),
+    row(
+        "NCCL_PROTO",
+        "communicator",
+        Text(r"\^?[A-Za-z0-9]+(,[A-Za-z0-9]+)*", "Simple, LL, LL128"),
+        "The protocol of NCCL's collectives.",
+        f"{NCCL_ENV}#nccl-proto",
+        cost="Simple is slow for small messages",
+        aliases=("backends.distributed.nccl_proto",),
+        enough=_pinned,
+    ),
+    row(
+        "NCCL_NTHREADS",
+        "communicator",
+        NTHREADS,
+        "Threads of one NCCL block.",
+        f"{NCCL_ENV}#nccl-nthreads",
+    ),
+    row(
+        "NCCL_MIN_NCHANNELS",
+        "communicator",
+        COUNT,
+        "Fewest channels of NCCL; each channel sums a part.",
+        f"{NCCL_ENV}#nccl-min-nchannels",
+    ),
+    row(
+        "NCCL_MAX_NCHANNELS",
+        "communicator",
+        COUNT,
+        "Most channels of NCCL; each channel sums a part.",
+        f"{NCCL_ENV}#nccl-max-nchannels",
+    ),
+    row(
+        "NCCL_NVLS_ENABLE",
+        "communicator",
+        Text("[012]", '"0", "1", "2"'),
+        "NCCL may reduce in the NVLink switch.",
+        f"{NCCL_ENV}#nccl-nvls-enable",
+    ),
+    row(
+        "NCCL_COLLNET_ENABLE",
+        "communicator",
+        BIT,
+        "NCCL may reduce in the network.",
+        f"{NCCL_ENV}#nccl-collnet-enable",
+    ),
+    row(
+        "HCCL_DETERMINISTIC",
+        "communicator",
+        HCCL,
+        "Ascend's collectives add up in a fixed order; strict also keeps the order of ranks.",
+        ASCEND_ENV,
+        cost="true: slower all-reduce; strict: slower still, A2 and A3 only",
+        aliases=("backends.distributed.hccl_deterministic",),
+        enough=lambda value: value.lower() in ("true", "strict"),
+    ),
+    row(
+        "HCCL_ALGO",
+        "communicator",
+        Text(r"[\w:;,/=-]+", "a list such as level0:NA;level1:ring"),
+        "The algorithm of Ascend's collectives.",
+        ASCEND_ENV,
+        aliases=("backends.distributed.hccl_algo",),
+        enough=bool,
+    ),
+    row(
+        "LCCL_DETERMINISTIC",
+        "communicator",
+        Text("[01]|true|false", '"0", "1"'),
+        "The collectives of the ATB library add up in a fixed order.",
+        "https://www.hiascend.com/document",
+        cost="slower all-reduce",
+        aliases=("backends.distributed.lccl_deterministic",),
+    ),
+)
