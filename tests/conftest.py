@@ -1,0 +1,80 @@
+"""Fixtures for every test, and the police: no test leaves a trace in the process."""
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from torchrepro.knobs.catalogue import CATALOGUE
+from torchrepro.knobs.knob import Missing
+
+settings.register_profile(
+    "torchrepro",
+    deadline=None,  # the first example of a test may import a library
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+settings.load_profile("torchrepro")
+
+PYTEST_OWN = {"PYTEST_CURRENT_TEST"}
+
+
+def pytest_report_header() -> str:
+    """Name the libraries whose state the tests read."""
+    cuda = torch.version.cuda or "none"
+    return f"torch {torch.__version__} (CUDA {cuda}), numpy {np.__version__}, cpus {os.cpu_count()}"
+
+
+def read_world() -> dict[str, Any]:
+    """Read every piece of state that a profile could have touched, as plain comparable values."""
+    state: dict[str, Any] = {}
+    for knob in CATALOGUE:
+        try:
+            state[knob.name] = knob.access.read()
+        except Missing as missing:
+            state[knob.name] = f"missing: {missing}"
+    for name, read in _other_names().items():
+        try:
+            state[name] = read()
+        except RuntimeError:
+            state[name] = "raises"
+    kind, keys, *rest = np.random.get_state()
+    state["random"] = random.getstate()
+    state["numpy"] = (kind, keys.tolist(), rest)
+    state["torch"] = torch.get_rng_state().tolist()
+    state["environ"] = {k: v for k, v in os.environ.items() if k not in PYTEST_OWN}
+    return state
+
+
+def _other_names() -> dict[str, Callable[[], Any]]:
+    matmul = torch.backends.cuda.matmul
+    return {
+        "get_float32_matmul_precision": torch.get_float32_matmul_precision,
+        "cudnn.allow_tf32": lambda: torch.backends.cudnn.allow_tf32,
+        "matmul.allow_tf32": lambda: matmul.allow_tf32,
+        "are_deterministic": torch.are_deterministic_algorithms_enabled,
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled,
+        "split_k": lambda: getattr(
+            matmul, "allow_fp16_reduced_precision_reduction_split_k", "absent"
+        ),
+    }
+
+
+@pytest.fixture
+def world() -> Callable[[], dict[str, Any]]:
+    """Return the function that reads the world, for tests that compare before and after."""
+    return read_world
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_trace() -> Iterator[None]:
+    """Fail a test after which a flag or a variable is not what it was before."""
+    generators = ("random", "numpy", "torch", "seed.torch")
+    before = {key: value for key, value in read_world().items() if key not in generators}
+    yield
+    after = {key: value for key, value in read_world().items() if key not in generators}
+    assert before == after

@@ -1,0 +1,212 @@
+"""The catalogue: one row per piece of state, and the row drives everything."""
+
+import os
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import torchrepro
+from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
+from torchrepro.knobs.explain import explanations
+from torchrepro.knobs.knob import Knob, Missing, Phase
+from torchrepro.knobs.refused import WITHOUT_EFFECT, refusal
+from torchrepro.knobs.seeds import AcceleratorSeed, _Queued
+from torchrepro.process import DOORS
+from torchrepro.profile.compose import WHOLE
+from torchrepro.profile.resolved import knobs_for_key
+from torchrepro.profile.schema import Profile
+from torchrepro.report import Outcome
+
+ROWS = [pytest.param(knob, id=knob.name) for knob in CATALOGUE]
+
+ASKED_FOR = """
+    seed.python seed.numpy seed.torch seed.cuda seed.npu seed.mps seed.xpu
+    env.PYTHONHASHSEED env.CUBLAS_WORKSPACE_CONFIG env.CUDA_LAUNCH_BLOCKING env.NCCL_ALGO
+    env.NCCL_PROTO env.HCCL_DETERMINISTIC env.LCCL_DETERMINISTIC env.CLOSE_MATMUL_K_SHIFT
+    env.ATB_MATMUL_SHUFFLE_K_ENABLE env.ATB_LLM_LCOC_ENABLE env.TASK_QUEUE_ENABLE
+    env.ASCEND_LAUNCH_BLOCKING backends.npu.deterministic_level backends.npu.jit_compile
+    backends.npu.conv_allow_hf32 backends.npu.matmul_allow_hf32 backends.npu.cube_math_type
+    backends.npu.allow_internal_format backends.npu.compatible_impl
+    backends.torch.deterministic_algorithms backends.torch.fill_uninitialized_memory
+    backends.torch.inductor_deterministic backends.cudnn.enabled backends.cudnn.benchmark
+    backends.cudnn.benchmark_limit backends.cudnn.deterministic
+    backends.cudnn.conv_fp32_precision backends.cudnn.rnn_fp32_precision
+    backends.cuda.matmul_fp32_precision backends.cuda.allow_fp16_reduced_precision_reduction
+    backends.cuda.allow_bf16_reduced_precision_reduction backends.cuda.flash_sdp
+    backends.cuda.mem_efficient_sdp backends.cuda.math_sdp backends.cuda.cudnn_sdp
+    backends.cuda.preferred_linalg_library backends.cuda.preferred_blas_library
+    backends.cpu.mkldnn_deterministic backends.cpu.mkldnn_matmul_fp32_precision
+    backends.cpu.num_threads env.OMP_NUM_THREADS env.MKL_CBWR env.ATEN_CPU_CAPABILITY
+    backends.torch.opt_einsum_enabled backends.torch.opt_einsum_strategy
+    env.NVTE_ALLOW_NONDETERMINISTIC_ALGO env.TORCHINDUCTOR_DETERMINISTIC
+    env.TORCHINDUCTOR_MAX_AUTOTUNE
+""".split()
+
+
+@pytest.mark.parametrize("name", ASKED_FOR)
+def test_the_catalogue_has_every_knob_that_the_seed_documents_name(name: str) -> None:
+    """Every technique that people use today is a row."""
+    assert name in knobs_by_name()
+
+
+@pytest.mark.parametrize("knob", ROWS)
+def test_every_row_is_whole(knob: Knob) -> None:
+    """A row says what it does, what it costs, where that is written, and when it latches."""
+    assert knob.summary.endswith((".", ")"))
+    assert knob.cost
+    assert re.match(r"https://\S+\.\S+", knob.source)
+    assert knob.door in {"", *DOORS}
+    assert (knob.phase is Phase.ANY_TIME) == (knob.door == "")
+    assert knob.legal.words
+
+
+@pytest.mark.parametrize("knob", ROWS)
+def test_every_row_can_be_explained_by_its_name_and_its_aliases(knob: Knob) -> None:
+    """`explain` finds a row by every name it has."""
+    for name in (knob.name, *knob.aliases):
+        assert knob.name in [entry["knob"] for entry in explanations(name)] or name in (
+            other.name for other in CATALOGUE
+        )
+
+
+def test_names_are_unique_and_no_two_rows_are_one_state() -> None:
+    """A piece of state has one row."""
+    names = [knob.name for knob in CATALOGUE]
+    variables = [knob.variable for knob in CATALOGUE if knob.variable]
+
+    assert len(names) == len(set(names))
+    assert len(variables) == len(set(variables))
+
+
+def test_environment_comes_first_then_flags_then_seeds() -> None:
+    """The order in which knobs are set is the catalogue's: variables, flags, seeds last."""
+    kinds = [0 if k.variable else 2 if k.key == "seed" else 1 for k in CATALOGUE]
+
+    assert sorted(kinds) == kinds
+
+
+def test_every_key_of_the_schema_reaches_a_row() -> None:
+    """No key of a profile is accepted and then forgotten."""
+    not_knobs = {"schema", "name", "description", "guarantee", "on_late", "requires", "env_extra"}
+    keys = list(_leaf_keys(Profile, ""))
+
+    assert {key for key in keys if not knobs_for_key(key)} == not_knobs
+
+
+def _leaf_keys(model: Any, prefix: str) -> Any:
+    for name, field in model.model_fields.items():
+        key = f"{prefix}{field.alias or name}"
+        if isinstance(field.annotation, type) and hasattr(field.annotation, "model_fields"):
+            yield from _leaf_keys(field.annotation, f"{key}.")
+        else:
+            yield key
+    assert WHOLE  # the one mapping that is a single value is a key as well
+
+
+@pytest.mark.parametrize("knob", ROWS)
+def test_reading_changes_nothing_and_needs_no_hardware(knob: Knob, world: Any) -> None:
+    """A row can be read anywhere: it gives a value, or says why the state is not here."""
+    before = world()
+    try:
+        knob.access.read()
+    except Missing as missing:
+        assert str(missing)
+
+    assert before == world()
+
+
+@pytest.mark.parametrize("knob", ROWS)
+def test_what_save_saw_restore_puts_back(knob: Knob, world: Any) -> None:
+    """Restoring what was just saved changes nothing."""
+    before = world()
+    try:
+        knob.access.restore(knob.access.save())
+    except Missing:
+        pass
+
+    assert before == world()
+
+
+def test_a_missing_knob_is_unsupported_and_stops_nothing() -> None:
+    """Knobs of absent hardware are `unsupported`, also under a strict profile."""
+    with torchrepro.apply("npu-align") as applied:
+        rows = applied.report.having(Outcome.UNSUPPORTED)
+
+    assert {"backends.npu.jit_compile", "seed.mps"} <= {row.knob for row in rows}
+    assert all(row.why for row in rows)
+
+
+def test_inductor_gets_its_flag_without_being_imported() -> None:
+    """Inductor is deterministic once imported, and `apply` does not pay for importing it."""
+    name = "backends.torch.inductor_deterministic"
+    with torchrepro.apply("debug-strict") as applied:
+        assert Outcome.APPLIED is applied.report[name].outcome or torch.version.cuda
+        assert os.environ["TORCHINDUCTOR_DETERMINISTIC"] == "1"
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+def test_every_generator_starts_from_the_seed(seed: int) -> None:
+    """One seed fixes Python, numpy and torch, and the same seed gives the same numbers."""
+    import random
+
+    import numpy as np
+
+    drawn = []
+    for _ in range(2):
+        with torchrepro.apply({"seed": seed}):
+            drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
+
+    assert drawn[0] == drawn[1]
+
+
+def test_numbers_after_the_scope_are_those_that_would_have_come_anyway() -> None:
+    """A profile in between does not move the generators of the program around it."""
+    torch.manual_seed(5)
+    expected = torch.rand(4)
+    torch.manual_seed(5)
+    with torchrepro.apply("seed-only"):
+        torch.rand(100)
+
+    assert torch.equal(expected, torch.rand(4))
+
+
+def test_an_undo_before_device_init_takes_a_queued_seed_back() -> None:
+    """What torch queues for a device that is not in use yet is what it was before."""
+    access = AcceleratorSeed("cuda")
+    module = torch.cuda
+    tracker = getattr(module, "_lazy_seed_tracker", None)
+    before = list(module._queued_calls), dict(vars(tracker)) if tracker else None
+    saved = _Queued(before)
+
+    module.manual_seed_all(7)
+    changed = (list(module._queued_calls), dict(vars(tracker)) if tracker else None) != before
+    restored = _restore(access, saved)
+
+    assert changed
+    assert restored
+    assert before == (list(module._queued_calls), dict(vars(tracker)) if tracker else None)
+
+
+def _restore(access: AcceleratorSeed, saved: _Queued) -> bool:
+    from torchrepro.knobs.seeds import _put_back_queue
+
+    return _put_back_queue(getattr(torch, access.device), saved.queue)
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_EFFECT))
+def test_a_variable_that_nothing_reads_is_refused_with_what_to_set_instead(name: str) -> None:
+    """A setting copied from a recipe that does nothing is refused, not obeyed."""
+    with pytest.raises(torchrepro.ProfileError, match=name):
+        torchrepro.apply({"env": {name: "1"}})
+    with pytest.raises(torchrepro.ProfileError, match=name):
+        torchrepro.apply({"env_extra": {name: "1"}})
+
+
+@pytest.mark.parametrize("knob", [p for p in ROWS if p.values[0].variable])
+def test_no_variable_of_the_catalogue_is_refused(knob: Knob) -> None:
+    """The lists of refused variables and of known ones have nothing in common."""
+    assert refusal(knob.variable) == ""

@@ -1,0 +1,201 @@
+"""Undo: what is read after leaving a profile is what was read before entering it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import torchrepro
+from torchrepro.applier import Applied, in_force
+from torchrepro.errors import ProfileError
+
+World = Callable[[], dict[str, Any]]
+SHIPPED = ("seed-only", "debug-strict", "train-fast", "npu-align")
+
+
+def applied(values: Any) -> Applied:
+    """Apply drawn values, or drop the example if they contradict each other."""
+    try:
+        return torchrepro.apply(values)
+    except ProfileError:
+        assume(False)
+        raise
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_profiles_are_undone(name: str, world: World) -> None:
+    """Every shipped profile changes the process and leaves it as it was."""
+    before = world()
+
+    with torchrepro.apply(name):
+        assert before != world()
+
+    assert before == world()
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_undo_after_apply_is_the_state_before(
+    data: st.DataObject, profiles: Any, world: World
+) -> None:
+    """Undo after apply is the identity, for any profile."""
+    before = world()
+
+    applied(data.draw(profiles)).restore()
+
+    assert before == world()
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_nested_profiles_are_undone_one_by_one(
+    data: st.DataObject, profiles: Any, world: World
+) -> None:
+    """Leaving an inner profile gives back the state of the outer one, exactly."""
+    outside = world()
+    outer = applied(data.draw(profiles))
+    try:
+        between = world()
+        applied(data.draw(profiles)).restore()
+        assert between == world()
+    finally:
+        outer.restore()
+
+    assert outside == world()
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_restoring_the_outer_profile_takes_the_inner_one_back_first(
+    data: st.DataObject, profiles: Any, world: World
+) -> None:
+    """Profiles restored in the wrong order still leave the process as it was."""
+    before = world()
+    outer = applied(data.draw(profiles))
+    inner = None
+    try:
+        inner = applied(data.draw(profiles))
+    finally:
+        outer.restore()
+
+    assert before == world()
+    assert inner is not None
+    assert not inner.active
+    inner.restore()
+    assert before == world()
+
+
+@settings(max_examples=60)
+@given(data=st.data(), step=st.integers(0, 30), kind=st.sampled_from([KeyboardInterrupt, OSError]))
+def test_a_failure_at_any_step_leaves_the_state_before(
+    data: st.DataObject, step: int, kind: type[BaseException], profiles: Any, world: World
+) -> None:
+    """Whatever raises at whatever step of a strict profile, the process is as it was before."""
+    values = data.draw(profiles) | {"guarantee": "aligned"}
+    before = world()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Applied, "_write", _failing_at(step, kind))
+        try:
+            torchrepro.apply(values).restore()
+        except (torchrepro.ApplyError, KeyboardInterrupt):
+            pass
+        except ProfileError:
+            assume(False)
+
+    assert before == world()
+    assert in_force() == ()
+
+
+def _failing_at(step: int, kind: type[BaseException]) -> Callable[..., Any]:
+    write, done = Applied._write, []
+
+    def failing(self: Applied, current: Any) -> Any:
+        row = write(self, current)
+        done.append(row)
+        if len(done) == step + 1:
+            raise kind("injected after the write")
+        return row
+
+    return failing
+
+
+def test_every_knob_is_put_back_even_if_one_restore_raises(world: World) -> None:
+    """A raising restore in the middle is reported, and stops no other knob from being put back."""
+    before = world()
+    scope = torchrepro.apply("debug-strict")
+
+    def broken() -> None:
+        raise OSError("this one cannot be put back")
+
+    scope._undo.callback(broken)
+    with pytest.raises(OSError, match="cannot be put back"):
+        scope.restore()
+
+    assert before == world()
+
+
+def test_an_exception_in_the_scope_is_passed_on_and_undone(world: World) -> None:
+    """Leaving the scope by an exception restores the state and hides nothing."""
+    before = world()
+
+    with pytest.raises(ZeroDivisionError), torchrepro.apply("debug-strict"):
+        _ = 1 / 0
+
+    assert before == world()
+
+
+def test_the_scope_undoes_what_the_program_did_to_its_knobs(world: World) -> None:
+    """A knob that the profile names is put back even if it was unchanged and flipped inside."""
+    before = world()
+
+    with torchrepro.apply("debug-strict"):
+        torch.backends.cudnn.benchmark = True
+
+    assert before == world()
+
+
+def test_a_profile_touches_exactly_what_it_names(world: World) -> None:
+    """Null leaves alone: nothing but the named knobs, and nothing behind them, has changed."""
+    before = world()
+
+    with torchrepro.apply({"backends": {"cpu": {"mkldnn_deterministic": True}}}):
+        after = world()
+
+    changed = {key for key in after if after[key] != before[key]}
+    assert {"backends.cpu.mkldnn_deterministic"} == changed
+
+
+def test_older_names_stay_readable_under_a_profile() -> None:
+    """Code that reads torch's older precision switches works under every shipped profile."""
+    for name in SHIPPED:
+        with torchrepro.apply(name):
+            assert isinstance(torch.backends.cudnn.allow_tf32, bool)
+            assert isinstance(torch.backends.cuda.matmul.allow_tf32, bool)
+            assert torch.get_float32_matmul_precision() in ("highest", "high", "medium")
+            with torch.backends.cudnn.flags(enabled=True):
+                pass
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_a_precision_set_through_an_older_name_comes_back(precision: str, world: World) -> None:
+    """Undo restores what was set through `set_float32_matmul_precision`, as every name reads it."""
+    original = torch.get_float32_matmul_precision()
+    finest = [
+        (owner, owner.fp32_precision)
+        for owner in (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
+        if hasattr(owner, "fp32_precision")
+    ]
+    torch.set_float32_matmul_precision(precision)
+    before = world()
+
+    with torchrepro.apply("npu-align"):
+        pass
+    after = world()
+    torch.set_float32_matmul_precision(original)
+    for owner, value in finest:
+        owner.fp32_precision = value
+
+    assert before == after

@@ -1,0 +1,102 @@
+"""The shape of the package: imports run one way, start-up is light, modules stay readable."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import torchrepro
+
+PACKAGE = Path(torchrepro.__file__).parent
+MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
+LAYERS = (  # from the bottom upward; a module imports only from its own layer or one below
+    ("errors",),
+    ("policies",),
+    ("knobs",),
+    ("profile",),
+    ("report", "tables"),
+    ("process",),
+    ("planner",),
+    ("applier", "launch", "manifest", "doctor"),
+    ("started",),
+    ("integrations",),
+    ("cli",),
+)
+LONGEST = 300
+BANNED = {"utils", "util", "core", "common", "helpers", "misc", "base", "manager"}
+
+
+def _layer(part: str) -> int:
+    return next(level for level, parts in enumerate(LAYERS) if part in parts)
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    """Yield the package's own modules that `tree` imports when it runs."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchrepro."):
+            yield str(node.module).split(".")[1]
+        yield from _imports(node)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_imports_run_one_way(path: Path) -> None:
+    """A module imports only from its own layer or one below it."""
+    part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if part in ("__init__", "boot"):
+        return
+    used = set(_imports(ast.parse(path.read_text(encoding="utf-8"))))
+
+    assert {name for name in used if _layer(name) > _layer(part)} == set()
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_modules_are_named_for_what_they_hold_and_can_be_read_in_one_sitting(path: Path) -> None:
+    """No module is a drawer for odds and ends, and none is longer than 300 lines."""
+    assert path.stem not in BANNED
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= LONGEST
+
+
+def _loaded(statement: str) -> set[str]:
+    code = f"{statement}\nimport sys; print(' '.join(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    return set(done.stdout.splitlines()[-1].split())
+
+
+HEAVY = {"torch", "hydra", "omegaconf", "pydantic", "numpy", "rich", "typer", "yaml"}
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    """`import torchrepro` loads neither torch nor hydra nor any other dependency."""
+    assert _loaded("import torchrepro") & HEAVY == set()
+
+
+def test_the_import_test_can_fail() -> None:
+    """The test above sees a heavy import if there is one."""
+    assert {"hydra", "omegaconf"} <= _loaded("import torchrepro, hydra")
+
+
+def test_loading_a_profile_imports_no_torch() -> None:
+    """A profile is read and validated before torch is there."""
+    assert "torch" not in _loaded("import torchrepro; torchrepro.load('debug-strict')")
+
+
+def test_applying_a_shipped_profile_imports_neither_hydra_nor_pydantic() -> None:
+    """What a program pays for at start-up is only what putting a profile in force needs."""
+    loaded = _loaded("import torchrepro; torchrepro.apply('seed-only')")
+
+    assert loaded & {"hydra", "omegaconf", "pydantic", "rich", "typer"} == set()
+
+
+def test_the_public_names_are_those_documented() -> None:
+    """Every public name can be had from the package, and an unknown one is an AttributeError."""
+    for name in torchrepro.__all__:
+        assert getattr(torchrepro, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = torchrepro.nonsense
