@@ -52,7 +52,9 @@ def _carry_out(module: str) -> None:
         sys.stderr.flush()
         os._exit(error.exit_status)
     if module == "torch" and os.environ.get("TORCHREPRO_FIRST") == str(os.getpid()):
-        sys.stderr.write(f"torchrepro: {applied.report.summary}\n")
+        from torchrepro.tables import announce
+
+        announce(applied.report)
 
 
 def _applied() -> Applied:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -11,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torchrepro.errors import shown
+from torchrepro.report import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -48,6 +51,22 @@ def listing(rows: Iterable[Sequence[str]]) -> Table:
     for row in rows:
         grid.add_row(*(Text(cell) for cell in row))
     return grid
+
+
+def announce(report: Report) -> None:
+    """Tell standard error what was put in force: the summary, then every knob that was touched.
+
+    Knobs that were so already or are not here are counted only; ranks but the first stay silent.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    quiet = (Outcome.UNCHANGED, Outcome.UNSUPPORTED)
+    rows = tuple(row for row in report if row.outcome not in quiet)
+    parts = (f"torchrepro: {report.summary}", report_table(replace(report, rows=rows)))
+    if sys.stderr.isatty():
+        _print(Console(stderr=True), *parts)
+    else:
+        sys.stderr.write(as_text(*parts) + "\n")
 
 
 def report_table(report: Report) -> Table:

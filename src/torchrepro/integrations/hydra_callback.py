@@ -22,6 +22,7 @@ from torchrepro.process import inherited
 from torchrepro.profile.compose import Composition, flatten
 from torchrepro.profile.difference import differences
 from torchrepro.profile.load import from_mapping, validate
+from torchrepro.tables import announce
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import Resolved
@@ -52,7 +53,7 @@ class ReproCallback(Callback):
             _agree_with_run(resolved)
             self._applied = apply_resolved(resolved, "Hydra has started the job")
             write_manifest(_manifest_path(config), resolved, self._applied.report)
-            sys.stderr.write(f"torchrepro: {self._applied.report.summary}\n")
+            announce(self._applied.report)
 
     def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
         """Take the job's profile back, so that the next job starts from a clean state."""

@@ -89,6 +89,10 @@ class DeterministicLevel:
         return int(import_module("torch_npu")._C._npu_get_deterministic_level())  # noqa: SLF001
 
     def write(self, value: int) -> None:
+        torch = import_module("torch")
+        if torch.are_deterministic_algorithms_enabled() != (value > 0):
+            # Moved here, where it costs nothing: torch_npu's own way imports inductor for it.
+            torch.set_deterministic_debug_mode("error" if value > 0 else "default")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it always warns against mixing it with torch's flag
             _npu().set_deterministic_level(value)
