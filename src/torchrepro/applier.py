@@ -106,15 +106,20 @@ class Applied:
             import_module(knob.library)
         before = access.read()
         row = replace(step.expected, before=before)
-        self._undo.callback(access.restore, access.save())
         if row.outcome is Outcome.UNCHANGED and knob.variable:
-            return row
+            return row  # the user's own: it is theirs to take away, as Hydra's `env_set` does
+        saved = access.save()
+        self._undo.callback(access.restore, saved)
         if knob.holds(value) and knob.key != "seed":
             why = aside(knob)
             return replace(row, outcome=Outcome.UNCHANGED, before=value, after=value, why=why)
         if reason := knob.refusal(value):
             return replace(row, outcome=Outcome.UNSUPPORTED, after=before, why=reason)
-        access.write(value)
+        try:
+            access.write(value)
+        except Exception:
+            access.restore(saved)  # some of torch's setters assign first and refuse afterwards
+            raise
         after = access.read()
         if not knob.holds(value):
             why = "written, but reading it back gives another value"

@@ -27,6 +27,10 @@ with torchrepro.apply("npu-align") as applied:
         if ".npu" in row.knob:
             print(row.knob, row.outcome, row.after)
 assert before == (read(), torch.get_deterministic_debug_mode()), (before, read())
+if torch.npu.is_available():
+    for factor in (2.0, 3.0):
+        x = torch.tensor([1.0, 2.0]).to("npu") * factor
+        assert x.cpu().tolist() == [factor, 2 * factor], "ops no longer compute after the undo"
 print("UNDONE")
 """
 
@@ -52,5 +56,5 @@ def test_the_ascend_rows_are_set_and_undone(initialise: bool) -> None:
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith("backends.npu.")]
 
     assert "UNDONE" in done.stdout, done.stderr
-    assert EXPECTED == {name: value for name, _, value in rows}
+    assert {name: value for name, _, value in rows} == EXPECTED
     assert {outcome for _, outcome, _ in rows} <= {"applied", "unchanged"}

@@ -137,6 +137,20 @@ def test_every_knob_is_put_back_even_if_one_restore_raises(world: World) -> None
     assert before == world()
 
 
+def test_a_refused_write_leaves_the_knob_as_it_was(world: World) -> None:
+    """A setter that assigns before it refuses changes nothing that stays."""
+    before = world()
+    with torchrepro.apply({"backends": {"cuda": {"preferred_linalg_library": "magma"}}}) as outer:
+        row = outer.report["backends.cuda.preferred_linalg_library"]
+        if row.outcome == "failed":
+            assert (
+                before["backends.cuda.preferred_linalg_library"]
+                == (world()["backends.cuda.preferred_linalg_library"])
+            )
+
+    assert before == world()
+
+
 def test_an_exception_in_the_scope_is_passed_on_and_undone(world: World) -> None:
     """Leaving the scope by an exception restores the state and hides nothing."""
     before = world()

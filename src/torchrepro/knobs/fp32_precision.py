@@ -11,12 +11,14 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.knob import Missing
 
-# owner below torch.backends, in the order in which a restore may set them
-_FINEST = (
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+_FINEST = (  # owners below torch.backends
     "cuda.matmul",
     "cudnn.conv",
     "cudnn.rnn",
@@ -24,10 +26,17 @@ _FINEST = (
     "mkldnn.conv",
     "mkldnn.rnn",
 )
-_LEGACY = {  # finest names -> the older boolean that covers them
-    "cuda.matmul": ("cuda.matmul", ("cuda.matmul",)),
-    "cudnn.conv": ("cudnn", ("cudnn.conv", "cudnn.rnn")),
-    "cudnn.rnn": ("cudnn", ("cudnn.conv", "cudnn.rnn")),
+_OLDER = {"cuda.matmul": "cuda.matmul", "cudnn.conv": "cudnn", "cudnn.rnn": "cudnn"}
+"""Finest name -> the owner of the older boolean `allow_tf32` that covers it."""
+
+_MATMUL_FITS = {  # older word -> the finest settings of matrix products that it stands for
+    "highest": {"cuda.matmul": "ieee", "mkldnn.matmul": "ieee"},
+    "high": {"cuda.matmul": "tf32", "mkldnn.matmul": "tf32"},
+    "medium": {"cuda.matmul": "tf32", "mkldnn.matmul": "bf16"},
+}
+_CUDNN_FITS = {
+    True: {"cudnn.conv": "tf32", "cudnn.rnn": "tf32"},
+    False: {"cudnn.conv": "ieee", "cudnn.rnn": "ieee"},
 }
 
 
@@ -41,39 +50,40 @@ class Fp32Precision:
         value = _finest(self.owner)
         if value is not None:
             return value
-        if self.owner not in _LEGACY:
+        if self.owner not in _OLDER:
             raise Missing(f"this torch has no torch.backends.{self.owner}.fp32_precision")
-        return "tf32" if _owner(_LEGACY[self.owner][0]).allow_tf32 else "ieee"
+        return "tf32" if _owner(_OLDER[self.owner]).allow_tf32 else "ieee"
 
     def write(self, value: str) -> None:
         if _finest(self.owner) is None:
-            _owner(_LEGACY[self.owner][0]).allow_tf32 = value == "tf32"
+            _owner(_OLDER[self.owner]).allow_tf32 = value == "tf32"
             return
-        others = {name: _finest(name) for name in _FINEST if name != self.owner}
-        if self.owner in _LEGACY:
-            boolean, covered = _LEGACY[self.owner]
-            settings = {others.get(name, value) for name in covered}
-            if settings == {value}:
-                _owner(boolean).allow_tf32 = value == "tf32"
-        _set_finest(others | {self.owner: value})
+        _owner(self.owner).fp32_precision = value
+        older = _OLDER.get(self.owner)
+        covered = [_finest(name) for name in _FINEST if _OLDER.get(name) == older]
+        if older and set(covered) == {value} and not _readable(older):
+            settings = _all_finest()
+            _owner(older).allow_tf32 = value == "tf32"
+            _set_finest(settings)
 
     def save(self) -> Any:
         self.read()
-        return {name: _finest(name) for name in _FINEST}, _legacy_views()
+        torch = import_module("torch")
+        return (
+            _all_finest(),
+            _older(torch.get_float32_matmul_precision, _MATMUL_FITS),
+            _older(lambda: torch.backends.cudnn.allow_tf32, _CUDNN_FITS),
+        )
 
     def restore(self, saved: Any) -> None:
-        finest, (matmul_precision, cudnn_allow_tf32, matmul_allow_tf32) = saved
-        torch = import_module("torch")
-        others = {name: _finest(name) for name in _FINEST if name != self.owner}
-        if self.owner == "cuda.matmul":
-            # The older names go first: each of them also moves the finer settings.
-            if matmul_precision is not None:
-                torch.set_float32_matmul_precision(matmul_precision)
-            if matmul_allow_tf32 is not None and finest[self.owner] is None:
-                torch.backends.cuda.matmul.allow_tf32 = matmul_allow_tf32
-        elif self.owner.startswith("cudnn") and cudnn_allow_tf32 is not None:
-            torch.backends.cudnn.allow_tf32 = cudnn_allow_tf32
-        _set_finest(others | {self.owner: finest[self.owner]})
+        finest, matmul_precision, cudnn_allow_tf32 = saved
+        settings = _all_finest() | {self.owner: finest[self.owner]}
+        # The older names go first: each of them also moves the finer settings.
+        if _OLDER.get(self.owner) == "cuda.matmul":
+            import_module("torch").set_float32_matmul_precision(matmul_precision)
+        elif _OLDER.get(self.owner) == "cudnn":
+            import_module("torch").backends.cudnn.allow_tf32 = cudnn_allow_tf32
+        _set_finest(settings)
 
 
 def _owner(path: str) -> Any:
@@ -87,21 +97,40 @@ def _finest(path: str) -> Any:
     return getattr(_owner(path), "fp32_precision", None)
 
 
-def _set_finest(values: dict[str, Any]) -> None:
+def _all_finest() -> dict[str, Any]:
+    return {path: _finest(path) for path in _FINEST}
+
+
+def _set_finest(values: Mapping[str, Any]) -> None:
     for path, value in values.items():
         if value is not None:
             _owner(path).fp32_precision = value
 
 
-def _legacy_views() -> tuple[Any, Any, Any]:
-    """Return the older names' values; None where torch refuses to read them."""
-    torch = import_module("torch")
-    views: list[Any] = [None, None, None]
-    # torch raises RuntimeError when an older name no longer fits the finer settings.
+def _readable(older: str) -> bool:
+    """Whether torch still reads the older boolean: it raises where the finer ones disagree."""
+    try:
+        _ = _owner(older).allow_tf32
+    except RuntimeError:
+        return False
+    return True
+
+
+def _older(read: Callable[[], Any], fits: Mapping[Any, Mapping[str, str]]) -> Any:
+    """Return what an older name holds, also where torch refuses to say.
+
+    It answers again as soon as the finer settings fit, so they are made to fit each possible
+    value for a moment.
+    """
     with suppress(RuntimeError):
-        views[0] = torch.get_float32_matmul_precision()
-    with suppress(RuntimeError):
-        views[1] = torch.backends.cudnn.allow_tf32
-    with suppress(RuntimeError):
-        views[2] = torch.backends.cuda.matmul.allow_tf32
-    return views[0], views[1], views[2]
+        return read()
+    settings = _all_finest()
+    try:
+        for value, fitting in fits.items():
+            _set_finest(fitting)
+            with suppress(RuntimeError):
+                if read() == value:
+                    return value
+    finally:
+        _set_finest(settings)
+    raise RuntimeError("torch does not say which float32 precision its older names hold")

@@ -79,6 +79,30 @@ class NpuOption:
 
 
 @dataclass(frozen=True, slots=True)
+class JitCompile(NpuOption):
+    """The option behind set_compile_mode, which cannot be emptied again once a device is in use.
+
+    torch_npu takes an empty text for `enable` then, while its own reader goes on saying the
+    opposite: so what holds by the chip's default is read from that reader, and written back.
+    An option that was empty before device init and is undone after it keeps the profile's value.
+    """
+
+    def read(self) -> Any:
+        value = NpuOption.read(self)
+        if value is None and _npu().is_initialized():
+            return not _npu().is_jit_compile_false()
+        return value
+
+    def save(self) -> Any:
+        value = self.read()
+        return "" if value is None else self.texts[value]
+
+    def restore(self, saved: Any) -> None:
+        if saved or not _npu().is_initialized():
+            self._set(saved)
+
+
+@dataclass(frozen=True, slots=True)
 class DeterministicLevel:
     """torch_npu's level, next to torch's flag, which the public setter moves along with it."""
 
@@ -140,7 +164,7 @@ NPU = (
     ),
     _option(
         "jit_compile",
-        NpuOption("jitCompile", _ENABLE),
+        JitCompile("jitCompile", _ENABLE),
         "Ops are compiled when first called. With it on and the task queue on, torch_npu "
         "never forwards determinism.",
         "on: slow first steps",

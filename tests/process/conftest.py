@@ -1,0 +1,227 @@
+"""Real programs in real processes, started from an environment that torchrepro has no word in."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from torchrepro.manifest import RECORDED
+
+TIMEOUT = 120
+_FOREIGN = ("TORCHREPRO_", "PYTEST_", "CUBLAS_", "HYDRA_", "COV_")
+CONSOLE_SCRIPT = str(Path(sysconfig.get_path("scripts")) / "torchrepro")
+APP = """
+import hashlib, json, os, random, sys
+import hydra, numpy, torch
+
+NAMES = json.loads(sys.stdin.read() or "[]")
+
+def state():
+    rng = repr((random.getstate(), numpy.random.get_state()[1].tolist(),
+                torch.get_rng_state().tolist()))
+    return {
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "benchmark": torch.backends.cudnn.benchmark,
+        "mkldnn": torch.backends.mkldnn.deterministic,
+        "fill": torch.utils.deterministic.fill_uninitialized_memory,
+        "tf32": torch.backends.cuda.matmul.allow_tf32,
+        "seed": torch.initial_seed(),
+        "rng": hashlib.sha256(rng.encode()).hexdigest(),
+        "env": {name: os.environ[name] for name in NAMES if name in os.environ},
+    }
+
+def say(when):
+    print(when, json.dumps(state()), flush=True)
+
+@hydra.main(version_base=None, config_path=CONFIG_PATH, config_name=CONFIG_NAME)
+def main(config):
+    say("task")
+    torch.rand(1), random.random()
+    if config.get("fail_if_deterministic") and state()["deterministic"]:
+        raise ValueError("the task itself failed")
+
+if __name__ == "__main__":
+    torch.manual_seed(99)
+    say("before")
+    try:
+        main()
+    except SystemExit as left:
+        say("after")
+        raise
+    say("after")
+"""
+SCRIPT = """
+import json, os, random
+open("started", "w").close()
+print(json.dumps([random.random(), hash("abc"), os.environ.get("PYTHONHASHSEED")]))
+"""
+LITTLE = """
+import hydra
+
+@hydra.main(version_base=None, config_path=CONFIG_PATH, config_name=CONFIG_NAME)
+def main(config):
+    import torch
+    print("task", torch.are_deterministic_algorithms_enabled(), torch.initial_seed())
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture
+def clean_environment() -> dict[str, str]:
+    """The environment without every variable that a profile or this test run has a say in."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in RECORDED and not name.startswith(_FOREIGN)
+    }
+
+
+@pytest.fixture
+def execute(tmp_path, clean_environment):
+    """Run a command in `tmp_path`; variables in `env` are added to the clean environment."""
+
+    def execute(*command, env=None, stdin="", cwd=tmp_path):
+        return subprocess.run(
+            [str(word) for word in command],
+            input=stdin,
+            env={**clean_environment, **(env or {})},
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            check=False,
+        )
+
+    return execute
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write files, given as relative path -> text, below `tmp_path`; returns the last one."""
+
+    def write(files):
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def script(tmp_path):
+    """An executable file that starts with the given line."""
+
+    def script(shebang, name="tool"):
+        path = tmp_path / name
+        path.write_text(f"{shebang}\n{SCRIPT}", encoding="utf-8")
+        path.chmod(0o755)
+        return path
+
+    return script
+
+
+@pytest.fixture
+def run_python(execute):
+    """Run Python with these arguments, as in ``run_python("x.py", "a")``."""
+
+    def run_python(*arguments, **options):
+        return execute(sys.executable, *arguments, **options)
+
+    return run_python
+
+
+@pytest.fixture
+def answer_of(run_python):
+    """Run Python and return the JSON value in the last line that it prints; its status is 0."""
+
+    def answer_of(*arguments, **options):
+        result = run_python(*arguments, **options)
+
+        assert result.returncode == 0, result.stderr
+        return json.loads(result.stdout.splitlines()[-1])
+
+    return answer_of
+
+
+@pytest.fixture
+def torchrepro(execute):
+    """Run the console command ``torchrepro`` with these arguments."""
+
+    def torchrepro(*arguments, **options):
+        return execute(CONSOLE_SCRIPT, *arguments, **options)
+
+    return torchrepro
+
+
+@pytest.fixture
+def under(torchrepro):
+    """Run Python under a profile: ``under("seed-only", "x.py")`` is run seed-only -- python x.py.
+
+    Several words before the program are the profile and its overrides: ``["seed-only", "seed=5"]``.
+    """
+
+    def under(profile, *arguments, **options):
+        words = [profile] if isinstance(profile, str) else profile
+        return torchrepro("run", *words, "--", sys.executable, *arguments, **options)
+
+    return under
+
+
+@pytest.fixture
+def hydra_app(write):
+    """Write app.py, a Hydra app with this body and, if there is any, its own config."""
+
+    def hydra_app(source, config):
+        place = (None, None) if config is None else ("conf", "config")
+        write({"app.py": f"CONFIG_PATH, CONFIG_NAME = {place!r}\n{source}"})
+        if config is not None:
+            write({"conf/config.yaml": config})
+
+    return hydra_app
+
+
+class Ended:
+    """What an app printed and how it ended."""
+
+    def __init__(self, result):
+        self.status = result.returncode
+        self.stdout = result.stdout
+        self.stderr = result.stderr
+        lines = [line.partition(" ") for line in result.stdout.splitlines()]
+        self.tasks = [json.loads(text) for when, _, text in lines if when == "task"]
+        self.before = next(json.loads(text) for when, _, text in lines if when == "before")
+        self.after = next(json.loads(text) for when, _, text in lines if when == "after")
+
+
+@pytest.fixture
+def app(hydra_app, run_python):
+    """Run the app that prints its state before, in and after its task."""
+
+    def app(*overrides, env=None, config=None, run=run_python):
+        hydra_app(APP, config)
+        return Ended(run("app.py", *overrides, env=env, stdin=json.dumps(RECORDED)))
+
+    return app
+
+
+@pytest.fixture
+def little(hydra_app, run_python):
+    """Run a small app; the lines that its tasks print are in `tasks` of the result."""
+
+    def little(*overrides, env=None, config=None, run=run_python):
+        hydra_app(LITTLE, config)
+        result = run("app.py", *overrides, env=env)
+        result.tasks = [line for line in result.stdout.splitlines() if line.startswith("task")]
+        return result
+
+    return little

@@ -1,0 +1,324 @@
+"""The command line, in this process: what each command prints, where, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+import yaml
+
+import torchrepro as library
+from torchrepro.cli import main
+from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
+from torchrepro.knobs.explain import explanations
+from torchrepro.knobs.knob import Missing
+from torchrepro.manifest import RECORDED
+
+CONSOLE_SCRIPT = Path(sysconfig.get_path("scripts")) / "torchrepro"
+SHIPPED = ["debug-strict", "npu-align", "seed-only", "train-fast"]
+ANSWERING = (
+    ("list",),
+    ("show", "debug-strict"),
+    ("show", "debug-strict", "--origin"),
+    ("plan", "debug-strict"),
+    ("explain", "seed"),
+    ("doctor", "seed-only"),
+    ("diff", "seed-only", "seed-only"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch):
+    for name in (*RECORDED, "FORCE_COLOR", "TORCHREPRO_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def command(capsys):
+    """Run a command in this process; returns its status, stdout and stderr."""
+
+    def command(*words):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([str(word) for word in words])
+        streams = capsys.readouterr()
+        return ended.value.code or 0, streams.out, streams.err
+
+    return command
+
+
+@pytest.fixture
+def answer(command):
+    """Run a command with --json; returns its status and the one document on stdout."""
+
+    def answer(*words):
+        status, out, err = command(*words, "--json")
+
+        assert err == ""
+        return status, json.loads(out)
+
+    return answer
+
+
+def process_state():
+    """What every knob of the catalogue shows, with the environment and the generators."""
+    seen = {}
+    for knob in CATALOGUE:
+        if knob.loaded:
+            try:
+                seen[knob.name] = repr(knob.access.save())
+            except Missing:
+                seen[knob.name] = "missing"
+    return seen, dict(os.environ), random.getstate()
+
+
+def test_list_names_the_shipped_profiles(command, answer):
+    """list shows every profile with its guarantee and origin, as a table and as JSON."""
+    status, out, err = command("list")
+    code, entries = answer("list")
+
+    assert (status, err, code) == (0, "", 0)
+    assert [entry["name"] for entry in entries] == SHIPPED
+    assert {"name", "guarantee", "origin", "description"} == set(entries[0])
+    for entry in entries:
+        assert all(text in out for text in entry.values())
+
+
+@pytest.mark.parametrize("profile", SHIPPED)
+def test_show_prints_the_resolved_profile(command, answer, profile):
+    """show prints the same values as YAML and as JSON, and what it prints is itself a profile."""
+    _, values = answer("show", profile, "seed=7")
+    status, out, _ = command("show", profile, "seed=7")
+
+    assert (0, values) == (status, yaml.safe_load(out))
+    assert values["seed"] == 7
+    assert library.load(profile, ["seed=7"]).digest in out
+
+
+def test_what_show_prints_can_be_loaded(command, tmp_path):
+    """A file that holds what show printed asks for what the profile asked for."""
+    path = tmp_path / "shown.yaml"
+    path.write_text(command("show", "npu-align")[1], encoding="utf-8")
+
+    assert library.load("npu-align").digest == library.load(str(path)).digest
+
+
+def test_show_origin_says_who_set_each_value(answer, command, tmp_path):
+    """show --origin names the file and line, or the override, that set each value."""
+    path = tmp_path / "team.yaml"
+    path.write_text("defaults: [debug-strict, _self_]\ndropout: zero\n", encoding="utf-8")
+    _, rows = answer("show", path, "seed=7", "--origin")
+    origins = {row["key"]: row["origin"] for row in rows}
+
+    assert origins["seed"] == "override seed=7"
+    assert origins["dropout"].endswith("team.yaml:2")
+    assert origins["backends.cudnn.benchmark"].rpartition(":")[0] == "torchrepro:debug-strict.yaml"
+    assert origins["env.PYTHONHASHSEED"].rpartition(":")[0] == "torchrepro:seed-only.yaml"
+    assert "override seed=7" in command("show", path, "seed=7", "--origin")[1]
+
+
+def test_plan_changes_nothing(answer, command):
+    """plan names every knob of the profile and leaves the process exactly as it was."""
+    import torch  # noqa: F401 - plan imports it: here it is there before and after
+
+    before = process_state()
+    status, document = answer("plan", "debug-strict")
+    _, table, _ = command("plan", "train-fast", "seed=9")
+
+    assert before == process_state()
+    assert status == 0
+    assert [k.name for k, _ in library.load("debug-strict").resolved.settings()] == [
+        row["knob"] for row in document["knobs"]
+    ]
+    assert sum(document["counts"].values()) == len(document["knobs"])
+    assert "would be in force" in table
+
+
+def test_env_formats_hold_the_same_variables(command):
+    """The three formats of env hold the variables of the profile, whatever is in their values."""
+    words = ["env", "debug-strict", "env_extra.TEAM='a b\"$HOME`;'"]
+    wanted = library.load("debug-strict", words[2:]).resolved.environment()
+    shell = command(*words)[1]
+    script = shell + "".join(f'printf "%s\\n" "${name}"\n' for name in wanted)
+    evaluated = subprocess.run(
+        ["sh", "-c", script], env={}, capture_output=True, text=True, timeout=60, check=True
+    )
+    dotenv = command("env", "debug-strict", "--format", "dotenv")[1]
+
+    assert wanted["TEAM"] == 'a b"$HOME`;'
+    assert wanted == json.loads(command(*words, "--format", "json")[1])
+    assert list(wanted.values()) == evaluated.stdout.splitlines()
+    assert {name: value for name, value in wanted.items() if name != "TEAM"} == {
+        name: json.loads(value)
+        for name, _, value in (x.partition("=") for x in dotenv.split("\n"))
+        if name
+    }
+
+
+@pytest.mark.parametrize(
+    ("asked", "means"),
+    [
+        ("backends.cudnn.benchmark", "backends.cudnn.benchmark"),
+        ("CUBLAS_WORKSPACE_CONFIG", "env.CUBLAS_WORKSPACE_CONFIG"),
+        ("env.PYTHONHASHSEED", "env.PYTHONHASHSEED"),
+        ("seed", "seed.torch"),
+        ("benchmark", "backends.cudnn.benchmark"),
+    ],
+)
+def test_explain_finds_a_knob_by_any_of_its_names(answer, command, asked, means):
+    """explain says what a knob does, when it latches, what it costs and who says so."""
+    status, found = answer("explain", asked)
+    entry = next(entry for entry in found if entry["knob"] == means)
+
+    assert status == 0
+    assert all(entry[label] for label in ("does", "values", "latches", "costs", "source"))
+    assert all(entry["knob"] in command("explain", asked)[1] for entry in found)
+
+
+def test_explain_knows_every_row_and_every_alias():
+    """Every name that a row carries, and no other row, leads explain to that row."""
+    for knob in CATALOGUE:
+        others = [alias for alias in knob.aliases if alias not in knobs_by_name()]
+        for name in filter(None, (knob.name, knob.variable, knob.key, *others)):
+            assert knob.name in [entry["knob"] for entry in explanations(name)], name
+
+
+REFUSED = {
+    "explain CUBLAS_WORKSPACE_CONFG": ("CUBLAS_WORKSPACE_CONFG", "env.CUBLAS_WORKSPACE_CONFIG"),
+    "explain benchmrk": ("benchmrk", "backends.cudnn.benchmark"),
+    "show debug-strikt": ("debug-strikt", "did you mean", "debug-strict"),
+    "show debug-strict seed=-1": ("override seed=-1", "4294967295"),
+    "show debug-strict sead=1": ("override sead=1", "seed"),
+    "show debug-strict seed-only": ("one profile at a time", "seed-only"),
+    "diff seed-only missing.json": ("missing.json",),
+    "plan ./missing.yaml": ("no such file", "missing.yaml"),
+    "env debug-strict --format csv": ("csv", "dotenv"),
+    "doctor debug-strikt": ("debug-strikt", "debug-strict"),
+    "list --jsn": ("--jsn",),
+    "lst": ("lst",),
+    "show": ("PROFILE",),
+    "run seed-only --": ("no command",),
+}
+
+
+@pytest.mark.parametrize("request_", REFUSED)
+def test_a_wrong_request_is_told_on_stderr(command, request_):
+    """A wrong request ends with status 2, a message on stderr, and nothing on stdout."""
+    status, out, err = command(*request_.split())
+
+    assert (status, out) == (2, "")
+    assert [part for part in REFUSED[request_] if part not in err] == []
+    assert "Traceback" not in err
+
+
+def test_doctor_finds_nothing_on_a_clean_machine(torchrepro):
+    """doctor ends with 0 where nothing would make the profile ineffective, and says so."""
+    plain = torchrepro("doctor")
+    as_json = torchrepro("doctor", "debug-strict", "--json")
+    document = json.loads(as_json.stdout)
+
+    assert (plain.returncode, as_json.returncode, as_json.stderr) == (0, 0, "")
+    assert "nothing here makes debug-strict ineffective" in plain.stdout
+    assert (
+        document["effective"],
+        [finding for finding in document["findings"] if finding["serious"]],
+    ) == (True, [])
+
+
+def test_doctor_finds_a_value_that_ascend_refuses(torchrepro):
+    """doctor ends with 1 and names the exported value that would make the profile ineffective."""
+    result = torchrepro("doctor", "npu-align", "--json", env={"HCCL_DETERMINISTIC": "1"})
+    document = json.loads(result.stdout)
+    serious = [finding["what"] for finding in document["findings"] if finding["serious"]]
+
+    assert (result.returncode, result.stderr) == (1, "")
+    assert document["effective"] is False
+    assert any("HCCL_DETERMINISTIC=1" in what for what in serious)
+
+
+def test_diff_answers_by_its_status(command, answer):
+    """diff ends with 0 for the same values and with 1 for others, and names each that differs."""
+    code, document = answer("diff", "seed-only", "train-fast")
+    benchmark = {"key": "backends.cudnn.benchmark", "left": None, "right": True}
+
+    assert answer("diff", "npu-align", "npu-align") == (0, {"same": True, "differences": []})
+    assert (code, document["same"]) == (1, False)
+    assert benchmark in document["differences"]
+    assert command("diff", "seed-only", "train-fast")[::2] == (1, "")
+    assert "backends.cudnn.benchmark" in command("diff", "seed-only", "train-fast")[1]
+
+
+def test_diff_reads_a_manifest(answer, tmp_path):
+    """diff compares a manifest with the profile that it was written for, key by key."""
+    from torchrepro.manifest import write_manifest
+
+    path = tmp_path / "run" / "repro.json"
+    plan = library.plan("debug-strict", ["seed=7"])
+    write_manifest(path, plan.resolved, plan.report)
+    status, document = answer("diff", path, "debug-strict")
+
+    assert (status, document["differences"]) == (1, [{"key": "seed", "left": 7, "right": 1234}])
+    assert answer("diff", path, path)[0] == 0
+
+
+def test_schema_describes_every_key(command):
+    """schema prints a JSON Schema that names every key of the profile and no other."""
+    status, out, err = command("schema")
+    schema = json.loads(out)
+
+    assert (status, err) == (0, "")
+    assert {"seed", "schema", "env", "backends", "guarantee"} <= set(schema["properties"])
+    assert schema["additionalProperties"] is False
+
+
+@pytest.mark.parametrize("words", ANSWERING, ids=" ".join)
+def test_answers_go_to_stdout_without_colours(command, words):
+    """Off a terminal an answer is plain text on stdout, and stderr stays empty."""
+    status, out, err = command(*words)
+
+    assert (status, err) == (0, "")
+    assert out.strip()
+    assert "\x1b" not in out
+
+
+def test_looking_imports_no_torch(answer_of):
+    """list, show, env, explain, schema and diff answer without importing torch."""
+    source = """
+import contextlib, io, json, sys
+from torchrepro.cli import main
+loaded = {}
+for line in sys.argv[1:]:
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as out:
+        main(line.split())
+    loaded[line] = [bool(out.getvalue()), "torch" in sys.modules]
+print(json.dumps(loaded))
+"""
+    lines = ["list", "list --json", "show debug-strict", "show npu-align seed=3 --origin"]
+    lines += ["env debug-strict", "explain seed", "schema", "diff seed-only train-fast"]
+
+    assert {line: [True, False] for line in lines} == answer_of("-c", source, *lines)
+
+
+def test_printing_a_report_draws_no_random_number(answer_of):
+    """A report can be printed without moving a generator that the profile has seeded."""
+    source = """
+import json, random, torchrepro
+applied = torchrepro.apply("seed-only")
+before = random.getstate()
+text = str(applied.report)
+print(json.dumps([len(text) > 100, before == random.getstate()]))
+"""
+
+    assert answer_of("-c", source) == [True, True]
+
+
+def test_a_reader_that_leaves_early_hears_no_traceback(execute):
+    """A closed pipe on stdout ends the command without a word."""
+    result = execute("sh", "-c", '"$0" schema | head -c 1', CONSOLE_SCRIPT)
+
+    assert (result.stdout, result.stderr) == ("{", "")

@@ -1,0 +1,252 @@
+"""`+repro=NAME` on Hydra apps that know nothing about torchrepro."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+
+import pytest
+
+from torchrepro import load
+from torchrepro.manifest import RECORDED
+
+TWICE = """
+import contextlib, json, os, sys
+import hydra, torch
+
+seen = []
+
+@hydra.main(version_base=None, config_path=None)
+def main(config):
+    seen.append([torch.are_deterministic_algorithms_enabled(), os.environ.get("NCCL_ALGO")])
+    if "repro" in config:
+        sys.exit(5)
+
+sys.argv[1:] = ["+repro=debug-strict"]
+with contextlib.suppress(SystemExit):
+    main()
+sys.argv[1:] = []
+main()
+print(json.dumps(seen))
+"""
+CLOSED = """
+from dataclasses import dataclass
+from typing import Any
+import hydra
+from hydra.core.config_store import ConfigStore
+
+@dataclass
+class Config:
+    size: int = 3
+    repro: Any = None
+
+ConfigStore.instance().store("closed", Config)
+
+@hydra.main(version_base=None, config_path=None, config_name="closed")
+def main(config):
+    import torch
+    print("task", config.size, torch.are_deterministic_algorithms_enabled())
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_without_a_profile_nothing_changes(app, tmp_path):
+    """An app that asks for no profile hears nothing, and its task sees the state from before."""
+    ended = app("hydra.run.dir=out")
+
+    assert (ended.status, ended.stderr) == (0, "")
+    assert [ended.before] == ended.tasks
+    assert ended.before["env"] == ended.after["env"]
+    assert not (tmp_path / "out" / ".hydra" / "repro.json").exists()
+
+
+def test_applied_before_the_task_and_undone_after_it(app):
+    """The task runs under the profile and its overrides, and afterwards all is as before."""
+    ended = app(
+        "+repro=debug-strict", "repro.seed=7", "repro.backends.cpu.mkldnn_deterministic=null"
+    )
+    (task,) = ended.tasks
+
+    assert ended.status == 0
+    assert (
+        task["deterministic"],
+        task["fill"],
+        task["mkldnn"],
+        task["seed"],
+    ) == (True, True, False, 7)
+    assert task["env"]["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert ended.before == ended.after
+    assert "debug-strict (repeatable) is in force" in ended.stderr
+
+
+def test_jobs_of_a_sweep_start_from_a_clean_state(app):
+    """Swept profiles and seeds are each in force in their own job, and nothing leaks onwards."""
+    ended = app("-m", "+repro=debug-strict,train-fast", "repro.seed=1,2")
+    seen = [(t["deterministic"], t["benchmark"], t["mkldnn"], t["seed"]) for t in ended.tasks]
+
+    assert seen == [
+        (True, False, True, 1),
+        (True, False, True, 2),
+        (False, True, False, 1),
+        (False, True, False, 2),
+    ]
+    assert [bool(task["env"]) for task in ended.tasks] == [True, True, False, False]
+    assert ended.before == ended.after
+
+
+def test_a_failing_job_is_undone(app):
+    """A job whose task raises leaves nothing behind, for the next job or for the program."""
+    ended = app("-m", "+repro=debug-strict,train-fast", "+fail_if_deterministic=true")
+
+    assert ended.status == 1
+    assert "the task itself failed" in ended.stderr
+    assert [(task["deterministic"], task["benchmark"]) for task in ended.tasks] == [
+        (True, False),
+        (False, True),
+    ]
+    assert ended.tasks[1]["env"] == {}
+    assert ended.before == ended.after
+
+
+def test_a_job_that_leaves_the_program_leaves_nothing_to_the_next(write, answer_of):
+    """A job that ends by sys.exit, which Hydra lets through, is undone before the next one."""
+    write({"twice.py": TWICE})
+
+    assert answer_of("twice.py") == [[True, "Ring"], [False, None]]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not find_spec("hydra_plugins.hydra_joblib_launcher"), reason="hydra-joblib-launcher is missing"
+)
+def test_jobs_in_other_processes(little, write):
+    """Jobs that joblib starts are each under their profile, and a refused one is status 3."""
+    launcher = ("-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    good = little(*launcher, "+repro=debug-strict,train-fast", "repro.seed=1,2")
+    bad = little(*launcher, "+repro=debug-strict", "repro.seed=1,-1")
+
+    assert good.returncode == 0, good.stderr
+    assert sorted(good.tasks) == ["task False 1", "task False 2", "task True 1", "task True 2"]
+    assert bad.returncode == 3
+    assert "seed" in bad.stderr
+    assert "task True -1" not in bad.stdout
+
+
+def test_a_profile_in_the_defaults_list_of_the_app(little):
+    """An app may choose a profile in its own config, and the command line may change it."""
+    config = "defaults: [{repro: debug-strict}, _self_]\nrepro: {seed: 3}\n"
+
+    assert little(config=config).tasks == ["task True 3"]
+    assert little("repro.seed=4", config=config).tasks == ["task True 4"]
+    assert little("repro=train-fast", config=config).tasks == ["task False 3"]
+
+
+def test_a_profile_of_ones_own(little, write):
+    """A profile that is not built on ours is applied, in a sweep too, and refused if wrong."""
+    write(
+        {
+            "conf/repro/mine.yaml": "seed: 9\nbackends: {cudnn: {deterministic: true}}\n",
+            "conf/repro/broken.yaml": "seed: 9\n\nbackends: {torch: {fill: true}}\n",
+            "conf/repro/acme.yaml": "defaults: [debug-strict, _self_]\nseed: 20261120\n",
+        }
+    )
+    good = little("-m", "+repro=mine,acme", config="size: 3\n")
+    bad = little("-m", "+repro=broken,mine", config="size: 3\n")
+
+    assert good.tasks == ["task False 9", "task True 20261120"]
+    assert (bad.returncode, bad.tasks) == (3, [])
+    assert "broken.yaml:3" in bad.stderr
+    assert "Traceback" not in bad.stderr
+
+
+def test_a_closed_dataclass_with_the_field(write, run_python):
+    """An app whose config is a closed dataclass takes a profile in a field `repro: Any = None`."""
+    write({"closed.py": CLOSED})
+    without = run_python("closed.py")
+    below = run_python("closed.py", "+repro=debug-strict", "repro.seed=5", "size=4")
+    plain = run_python("closed.py", "repro=debug-strict")
+
+    assert (without.stdout, without.stderr) == ("task 3 False\n", "")
+    assert below.stdout == "task 4 True\n", below.stderr
+    assert (plain.returncode, plain.stdout) == (1, "")  # Hydra's own: it asks for the +
+
+
+@pytest.mark.parametrize(
+    ("words", "seed"),
+    [
+        (["--config-dir", "{folder}", "+repro=far"], 6),
+        (["hydra.searchpath=[file://{folder}]", "+repro=far"], 6),
+        (["+repro={folder}/plain.yaml"], 8),
+        (["+repro=pkg://acme.profiles/strict"], 9),
+    ],
+)
+def test_profiles_elsewhere(little, write, tmp_path, words, seed):
+    """Profiles are found in --config-dir, hydra.searchpath, a package, and at a path."""
+    write(
+        {
+            "elsewhere/repro/far.yaml": "defaults: [seed-only, _self_]\nseed: 6\n",
+            "elsewhere/plain.yaml": "seed: 8\n",
+            "acme/profiles/strict.yaml": "seed: 9\n",
+        }
+    )
+    result = little(*(word.format(folder=tmp_path / "elsewhere") for word in words))
+
+    assert result.tasks == [f"task False {seed}"], result.stderr
+
+
+def test_the_manifest_tells_what_ran_and_no_secret(little, tmp_path):
+    """The manifest holds profile, digest, report, and no variable outside the allow-list."""
+    secret = "hunter2-5f1c"
+    result = little(
+        "+repro=debug-strict", "repro.seed=7", "hydra.run.dir=out", env={"SECRET_TOKEN": secret}
+    )
+    text = (tmp_path / "out" / ".hydra" / "repro.json").read_text(encoding="utf-8")
+    manifest = json.loads(text)
+    profile = load("debug-strict", ["seed=7"])
+
+    assert result.returncode == 0, result.stderr
+    assert (profile.digest, 7) == (manifest["digest"], manifest["profile"]["seed"])
+    assert {"env.CUBLAS_WORKSPACE_CONFIG", "seed.torch"} <= {
+        row["knob"] for row in manifest["report"]["knobs"]
+    }
+    assert set() == set(manifest["environment"]) - set(RECORDED)
+    assert secret not in text
+    assert secret not in result.stderr
+
+
+def test_variables_that_hydra_sets(app):
+    """A variable that hydra.job.env_set sets counts as the user's, and is gone after the job."""
+    good = app("+repro=debug-strict", "+hydra.job.env_set.CUBLAS_WORKSPACE_CONFIG=':16:8'")
+    bad = app("+repro=debug-strict", "+hydra.job.env_set.CUBLAS_WORKSPACE_CONFIG=':0:0'")
+
+    assert good.tasks[0]["env"]["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    assert good.after["env"] == {}
+    assert (bad.status, bad.tasks) == (3, [])
+    assert good.before == good.after
+    assert bad.before == bad.after
+
+
+def test_a_composed_profile_can_be_applied_by_hand(write, answer_of):
+    """hydra.compose gives a config whose profile apply takes, or refuses with ProfileError."""
+    bad = write({"bad.yaml": "seed: 1\n_target_: os.system\n"})
+    source = """
+import json, sys, torchrepro
+from hydra import compose, initialize
+with initialize(version_base=None, config_path=None):
+    good = compose(overrides=["+repro=debug-strict", "repro.seed=7"])
+    bad = compose(overrides=[f"+repro={sys.argv[1]}"])
+with torchrepro.apply(good.repro) as applied:
+    import torch
+    seen = [torch.initial_seed(), torch.are_deterministic_algorithms_enabled(), applied.digest]
+try:
+    torchrepro.apply(bad.repro)
+except torchrepro.ProfileError as error:
+    print(json.dumps([*seen, torch.are_deterministic_algorithms_enabled(), str(error)]))
+"""
+    *seen, message = answer_of("-c", source, bad)
+
+    assert [7, True, load("debug-strict", ["seed=7"]).digest, False] == seen
+    assert "_target_" in message
+    assert "bad.yaml:2" in message

@@ -1,0 +1,98 @@
+"""What stops a Hydra app with status 3, before its task and with nothing changed."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+
+
+@pytest.mark.parametrize("config", ["repro: debug-strict\n", "repro: [debug-strict]\n", "repro: 1"])
+def test_a_plain_value_is_stopped(little, config):
+    """A config whose `repro` is no profile stops with status 3 rather than run unprotected."""
+    result = little(config=config)
+
+    assert (result.returncode, result.tasks) == (3, [])
+    assert "repro" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_an_exported_contradiction_stops_before_the_task(app):
+    """A contradicting exported variable is named with status 3, and nothing was changed."""
+    ended = app("+repro=debug-strict", env={"CUBLAS_WORKSPACE_CONFIG": ":0:0"})
+
+    assert (ended.status, ended.tasks) == (3, [])
+    assert ended.before == ended.after
+    assert "CUBLAS_WORKSPACE_CONFIG" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_relaunch_does_not_overrule_an_exported_contradiction(little):
+    """With on_late: relaunch an exported contradiction stops a strict profile all the same."""
+    words = ("+repro=debug-strict", "repro.on_late=relaunch")
+    result = little(*words, env={"CUBLAS_WORKSPACE_CONFIG": ":0:0"})
+
+    assert (result.returncode, result.tasks) == (3, [])
+    assert "CUBLAS_WORKSPACE_CONFIG" in result.stderr
+
+
+def test_a_manifest_that_cannot_be_written_leaves_nothing_behind(app, tmp_path):
+    """A job whose manifest cannot be written is stopped, readably, and its profile is undone."""
+    (tmp_path / "out" / ".hydra" / "repro.json").mkdir(parents=True)
+    ended = app("+repro=debug-strict", "hydra.run.dir=out")
+
+    assert (ended.status, ended.tasks) == (3, [])
+    assert ended.before == ended.after
+    assert "repro.json" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "override", ["repro.seed=-1", "repro.sed=1", "repro.backends.cudnn.benchmark=true"]
+)
+def test_a_refused_override_stops_before_the_task(little, override):
+    """An override that makes the profile illegal is named, with status 3 and no task."""
+    result = little("+repro=debug-strict", override)
+
+    assert (result.returncode, result.tasks) == (3, [])
+    assert override in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_two_profiles_at_once_are_refused(little):
+    """Two profiles in one choice stop with status 3 instead of being merged silently."""
+    result = little("+repro=[debug-strict,train-fast]")
+
+    assert (result.returncode, result.tasks) == (3, [])
+    assert "two profiles" in result.stderr
+
+
+def test_an_app_under_run_agrees_with_its_profile(app, under, tmp_path):
+    """The same profile in run and in the job changes no flag and no variable a second time."""
+    words = ["hydra.run.dir=out", "+repro=debug-strict"]
+    ended = app(*words, run=partial(under, "debug-strict"))
+    manifest = json.loads((tmp_path / "out/.hydra/repro.json").read_text(encoding="utf-8"))
+    applied = [r["knob"] for r in manifest["report"]["knobs"] if r["outcome"] == "applied"]
+
+    assert ended.status == 0, ended.stderr
+    assert [knob for knob in applied if not knob.startswith("seed.")] == []
+    assert [ended.before | {"seed": 1234, "rng": ended.tasks[0]["rng"]}] == ended.tasks
+    assert ended.before == ended.after
+
+
+def test_an_app_under_another_run_is_stopped(little, under):
+    """Another profile in the job than in run is status 3 and names the keys that differ."""
+    strict = partial(under, "debug-strict")
+    other = little("+repro=train-fast", run=strict)
+    seed = little("+repro=debug-strict", "repro.seed=5", run=strict)
+    other_seed = partial(under, ["debug-strict", "seed=5"])
+    agreed = little("+repro=debug-strict", "repro.seed=5", run=other_seed)
+
+    assert [(result.returncode, result.tasks) for result in (other, seed, agreed)] == [
+        (3, []),
+        (3, []),
+        (0, ["task True 5"]),
+    ]
+    assert "backends.cudnn.benchmark" in other.stderr
+    assert "seed" in seed.stderr
+    assert "backends" not in seed.stderr

@@ -1,0 +1,272 @@
+"""Knobs past their phase: said, never pretended, and relaunched once where that is asked for."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+LOG = "open('starts', 'a').write('started\\n')\n"
+RELAUNCHING = f"""
+import json, sys
+{LOG}
+import torchrepro
+applied = torchrepro.apply("seed-only", ["on_late=relaunch"])
+outcome = applied.report["env.PYTHONHASHSEED"].outcome
+print(json.dumps([sys.argv[1:], sys.flags.utf8_mode, str(outcome), hash("abc")]))
+"""
+APP = f"""
+import json
+{LOG}
+import hydra
+@hydra.main(version_base=None, config_path=None)
+def main(config):
+    print("task", hash("abc"))
+if __name__ == "__main__":
+    main()
+"""
+CATCHING = """
+import torchrepro
+def attempt(overrides=("on_late=relaunch",)):
+    try:
+        torchrepro.apply("seed-only", list(overrides))
+    except torchrepro.LateError as error:
+        return f"LateError: {error}"
+    return "applied"
+"""
+
+
+@pytest.fixture
+def starts(tmp_path):
+    """How often a program has started."""
+    return lambda: len((tmp_path / "starts").read_text().splitlines())
+
+
+def test_a_variable_of_the_interpreter_is_not_written_late(answer_of):
+    """After Python has started PYTHONHASHSEED is too late and stays unset, for the plan as well."""
+    source = """
+import json, os, torchrepro
+planned = torchrepro.plan("seed-only").report["env.PYTHONHASHSEED"]
+applied = torchrepro.apply("seed-only")
+row = applied.report["env.PYTHONHASHSEED"]
+print(json.dumps([str(planned.outcome), str(row.outcome), row.after, bool(row.why),
+                  os.environ.get("PYTHONHASHSEED")]))
+"""
+
+    assert answer_of("-c", source) == ["too_late", "too_late", None, True, None]
+
+
+@pytest.mark.parametrize("value", ["0", "7"])
+def test_a_variable_that_the_program_set_itself_is_as_late(answer_of, value):
+    """What a program puts into os.environ after its start does not count as set in time."""
+    source = """
+import json, os, sys, torchrepro
+os.environ["PYTHONHASHSEED"] = sys.argv[1]
+with torchrepro.apply("seed-only") as applied:
+    outcome = applied.report["env.PYTHONHASHSEED"].outcome
+print(json.dumps([str(outcome), os.environ["PYTHONHASHSEED"]]))
+"""
+
+    assert ["too_late", value] == answer_of("-c", source, value)
+
+
+def test_a_variable_that_was_there_at_the_start_is_in_time(answer_of):
+    """A variable exported before Python started is unchanged, not too late."""
+    source = """
+import json, torchrepro
+print(json.dumps(str(torchrepro.plan("seed-only").report["env.PYTHONHASHSEED"].outcome)))
+"""
+
+    assert answer_of("-c", source, env={"PYTHONHASHSEED": "0"}) == "unchanged"
+
+
+def test_a_variable_that_torch_reads_while_loading(write, answer_of):
+    """OMP_NUM_THREADS is applied before torch is loaded, and too late and unwritten after it."""
+    profile = write({"threads.yaml": 'name: threads\nenv: {OMP_NUM_THREADS: "1"}\n'})
+    source = """
+import json, os, sys, torchrepro
+def outcome():
+    with torchrepro.apply(sys.argv[1]) as applied:
+        return str(applied.report["env.OMP_NUM_THREADS"].outcome), os.environ.get("OMP_NUM_THREADS")
+before = outcome()
+import torch
+print(json.dumps([*before, *outcome(), os.environ.get("OMP_NUM_THREADS")]))
+"""
+
+    assert answer_of("-c", source, profile) == ["applied", "1", "too_late", None, None]
+
+
+def test_on_late_error_changes_nothing(answer_of):
+    """on_late: error raises LateError with the report, before anything is set or imported."""
+    source = """
+import json, os, random, sys, torchrepro
+before = dict(os.environ), random.getstate()
+try:
+    torchrepro.apply("debug-strict", ["on_late=error"])
+except torchrepro.LateError as error:
+    late = [row.knob for row in error.report if row.outcome == "too_late"]
+    same = before == (dict(os.environ), random.getstate())
+    print(json.dumps([late, "PYTHONHASHSEED" in str(error), same, "torch" in sys.modules]))
+"""
+
+    assert answer_of("-c", source) == [["env.PYTHONHASHSEED"], True, True, False]
+
+
+@pytest.mark.parametrize("way", ["script", "module", "command"])
+def test_relaunch_happens_once_with_the_same_command_line(
+    write, answer_of, run_python, starts, way
+):
+    """A relaunch starts the same command line once more, and then the knob is in force."""
+    write({"program.py": RELAUNCHING})
+    program = {
+        "script": ["program.py"],
+        "module": ["-m", "program"],
+        "command": ["-c", RELAUNCHING],
+    }
+    hashed = run_python("-c", "print(hash('abc'))", env={"PYTHONHASHSEED": "0"}).stdout
+    words = ["--flag", "a b", "ä", ""]
+    answer = answer_of("-X", "utf8", *program[way], *words)
+
+    assert [words, 1, "unchanged", int(hashed)] == answer
+    assert starts() == 2
+
+
+def test_a_program_that_changed_its_folder_is_not_lost(write, run_python, tmp_path):
+    """A program that has left its folder is relaunched properly or stopped with LateError."""
+    (tmp_path / "elsewhere").mkdir()
+    write({"program.py": f"import os; os.chdir('elsewhere')\n{RELAUNCHING}"})
+    result = run_python("program.py")
+
+    assert "can't open file" not in result.stderr
+    assert "LateError" in result.stderr or '"unchanged"' in result.stdout
+
+
+@pytest.mark.parametrize(("exported", "outcome"), [(":16:8", "unchanged"), (":0:0", "conflict")])
+def test_a_relaunch_keeps_what_the_user_exported(write, answer_of, exported, outcome):
+    """A relaunch sets what is too late and overrules no variable that the user exported."""
+    source = """
+import json, os, torchrepro
+override = 'env.CUBLAS_WORKSPACE_CONFIG=":4096:8"'
+applied = torchrepro.apply("seed-only", ["on_late=relaunch", override])
+row = applied.report["env.CUBLAS_WORKSPACE_CONFIG"]
+print(json.dumps([os.environ["PYTHONHASHSEED"], os.environ[row.knob[4:]], str(row.outcome)]))
+"""
+    write({"program.py": source})
+    answer = answer_of("program.py", env={"CUBLAS_WORKSPACE_CONFIG": exported})
+
+    assert answer == ["0", exported, outcome]
+
+
+def test_no_relaunch_where_nothing_is_late(write, answer_of, starts):
+    """A program whose environment is already right starts once."""
+    write({"program.py": RELAUNCHING})
+
+    assert answer_of("program.py", env={"PYTHONHASHSEED": "0"})[2] == "unchanged"
+    assert starts() == 1
+
+
+def test_no_relaunch_of_a_script_on_standard_input(run_python, starts):
+    """A script that came on standard input is gone: the profile stops with LateError instead."""
+    for arguments in ([], ["-"]):
+        result = run_python(*arguments, stdin=RELAUNCHING)
+
+        assert result.returncode == 1
+        assert "LateError" in result.stderr
+        assert "standard input" in result.stderr
+    assert starts() == 2
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_no_relaunch_of_a_worker(write, answer_of, method):
+    """A multiprocessing worker is not relaunched, because its parent waits for it."""
+    write(
+        {
+            "late.py": CATCHING,
+            "program.py": f"""
+import json, multiprocessing
+from late import attempt
+if __name__ == "__main__":
+    with multiprocessing.get_context("{method}").Pool(1) as pool:
+        print(json.dumps(pool.apply_async(attempt).get(60)))
+""",
+        }
+    )
+    answer = answer_of("program.py")
+
+    assert answer.partition(":")[0] == "LateError"
+    assert "worker" in answer
+
+
+def test_no_relaunch_for_a_second_profile(write, answer_of):
+    """Once a profile was applied a relaunch would lose work, so a late knob stops instead."""
+    write({"late.py": CATCHING})
+    source = "import json, late; print(json.dumps([late.attempt([]), late.attempt()]))"
+    first, second = answer_of("-c", source)
+
+    assert (first, second.partition(":")[0]) == ("applied", "LateError")
+    assert "applied before" in second
+
+
+def test_no_relaunch_inside_pytest(write, run_python):
+    """Inside pytest a relaunch becomes LateError, and the test session goes on."""
+    write(
+        {
+            "late.py": CATCHING,
+            "test_inner.py": "import late\ndef test_it():\n"
+            "    answer = late.attempt()\n    assert 'LateError' in answer and 'pytest' in answer\n"
+            "def test_next():\n    pass\n",
+        }
+    )
+    result = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_inner.py")
+
+    assert result.returncode == 0, result.stdout
+    assert "2 passed" in result.stdout
+
+
+def test_a_hydra_run_relaunches_before_the_task(write, run_python, starts):
+    """A single Hydra run is relaunched before its task, which runs once and under the variable."""
+    write({"app.py": APP})
+    result = run_python("app.py", "+repro=seed-only", "repro.on_late=relaunch", "hydra.run.dir=out")
+    hashed = run_python("-c", "print(hash('abc'))", env={"PYTHONHASHSEED": "0"}).stdout
+
+    assert result.returncode == 0, result.stderr
+    assert [f"task {int(hashed)}"] == result.stdout.splitlines()
+    assert starts() == 2
+
+
+@pytest.mark.parametrize("on_late", ["relaunch", "error"])
+def test_a_hydra_sweep_stops_where_a_knob_is_late(write, run_python, starts, on_late):
+    """Inside a sweep nothing is relaunched: it ends with status 3 before a task has run."""
+    write({"app.py": APP})
+    result = run_python(
+        "app.py", "-m", "+repro=seed-only", "repro.seed=1,2", f"repro.on_late={on_late}"
+    )
+
+    assert result.returncode == 3
+    assert "PYTHONHASHSEED" in result.stderr
+    assert "task" not in result.stdout
+    assert starts() == 1
+
+
+def test_a_process_under_run_has_no_late_knob(write, under, starts):
+    """Under `torchrepro run` every door was open: the same profile inside relaunches nothing."""
+    write({"program.py": RELAUNCHING})
+    result = under(["seed-only", "on_late=relaunch"], "program.py")
+
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)[2] == "unchanged"
+    assert starts() == 1
+
+
+def test_a_relaunch_in_a_child_of_a_relaunched_process(write, answer_of):
+    """A program started by a relaunched one may still relaunch itself, and ends."""
+    write({"program.py": RELAUNCHING})
+    source = """
+import json, os, subprocess, sys, torchrepro
+torchrepro.apply("seed-only", ["on_late=relaunch"])
+del os.environ["PYTHONHASHSEED"]
+print(subprocess.check_output([sys.executable, "program.py"], text=True))
+"""
+    write({"parent.py": source + "print(json.dumps('end'))\n"})
+
+    assert answer_of("parent.py") == "end"

@@ -1,0 +1,230 @@
+"""`torchrepro run`: a profile in force from before Python starts, in every process below."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROBE = """
+import json, os, random
+
+def seen():
+    return [random.random(), hash("abc"), os.environ.get("PYTHONHASHSEED")]
+
+if __name__ == "__main__":
+    print(json.dumps(seen()))
+"""
+SPAWN = """
+import json, multiprocessing
+from probe import seen
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(json.dumps(pool.apply(seen)))
+"""
+CHILD = "import subprocess, sys; subprocess.run([sys.executable, 'probe.py'], check=True)"
+NUMBERS = """
+import json, os, random, sys
+import numpy
+drawn = [random.random(), numpy.random.rand()]
+early = "torch" in sys.modules
+import torch
+drawn.append(torch.rand(1).item())
+flag = torch.are_deterministic_algorithms_enabled()
+rank = os.environ.get("RANK", "-")
+sys.stdout.write(json.dumps([rank, early, flag, *drawn, hash("abc")]) + "\\n")
+"""
+WORKERS = """
+import json, multiprocessing, subprocess, sys
+
+def draw():
+    import random, numpy, torch
+    flag = torch.are_deterministic_algorithms_enabled()
+    return [flag, random.random(), numpy.random.rand(), torch.rand(1).item()]
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        print(json.dumps(draw()))
+    else:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            worker = pool.apply(draw)
+        child = subprocess.check_output([sys.executable, __file__, "child"], text=True)
+        print(json.dumps([worker, json.loads(child.splitlines()[-1]), draw()]))
+"""
+INTERPRETER = """
+import json, os, sys
+print(json.dumps([sys.path, sys.argv, sys.orig_argv, sorted(map(str, sys.flags)), os.getcwd()]))
+"""
+WAYS = {
+    "script": ["probe.py"],
+    "module": ["-m", "pkg"],
+    "command": ["-c", "import json, probe; print(json.dumps(probe.seen()))"],
+    "options": ["-uB", "-X", "utf8", "-Wignore", "-W", "ignore", "probe.py", "-I", "-S"],
+    "spawned worker": ["spawn.py"],
+    "child": ["-c", CHILD],
+}
+
+
+@pytest.fixture
+def programs(write, tmp_path):
+    write(
+        {
+            "probe.py": PROBE,
+            "spawn.py": SPAWN,
+            "pkg/__init__.py": "",
+            "pkg/__main__.py": "import json, probe; print(json.dumps(probe.seen()))",
+            "numbers_.py": NUMBERS,
+            "workers.py": WORKERS,
+            "interpreter.py": INTERPRETER,
+        }
+    )
+    return tmp_path
+
+
+def last(result):
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_variables_are_set_before_the_command_starts(torchrepro):
+    """The variables of the profile are in the environment of any command, Python or not."""
+    result = torchrepro(
+        "run", "debug-strict", "--", "printenv", "PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG"
+    )
+
+    assert (result.returncode, result.stdout, result.stderr) == (0, "0\n:4096:8\n", "")
+
+
+@pytest.mark.parametrize("arguments", WAYS.values(), ids=WAYS)
+def test_in_force_however_python_is_started(programs, under, run_python, arguments):
+    """The profile is in force in every way to start a Python program and in its children."""
+    hashed = run_python("-c", "print(hash('abc'))", env={"PYTHONHASHSEED": "0"}).stdout
+
+    assert [random.Random(1234).random(), int(hashed), "0"] == last(under("seed-only", *arguments))
+
+
+def test_in_force_in_a_console_script(script, torchrepro):
+    """A script that names its Python in its first line runs under the profile."""
+    first, second = (
+        last(torchrepro("run", "seed-only", "--", script(f"#!{sys.executable}"))) for _ in "ab"
+    )
+
+    assert first == second
+    assert random.Random(1234).random() == first[0]
+
+
+def test_equal_seeds_draw_equal_numbers(programs, under):
+    """Two runs draw the same numbers from random, numpy and torch; another seed others."""
+    first = last(under("debug-strict", "numbers_.py"))
+    second = last(under("debug-strict", "numbers_.py"))
+    other = last(under(["debug-strict", "seed=5"], "numbers_.py"))
+
+    assert first == second
+    assert first[:3] == ["-", False, True]
+    assert [a != b for a, b in zip(first[3:6], other[3:6], strict=True)] == [True, True, True]
+
+
+@pytest.mark.slow
+def test_spawned_workers_and_children_compute_under_the_profile(programs, under):
+    """Flags and generators are in a worker and in a child what they are in the program itself."""
+    worker, child, own = last(under("debug-strict", "workers.py"))
+
+    assert own == worker == child
+    assert own[0] is True
+
+
+@pytest.mark.slow
+def test_in_force_under_torchrun(programs, under):
+    """Every rank that torchrun starts is under the profile."""
+    result = under(
+        "debug-strict",
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "numbers_.py"),
+    )
+    rows = sorted(json.loads(line) for line in result.stdout.splitlines() if line.startswith("["))
+
+    assert result.returncode == 0, result.stderr
+    assert [row[0] for row in rows] == ["0", "1"]
+    assert [row[1:3] for row in rows] == [[False, True], [False, True]]
+    assert rows[0][3:] == rows[1][3:]
+
+
+def test_nothing_is_imported_for_a_program_that_imports_nothing(under):
+    """A program without torch and numpy starts without them, and hears nothing from us."""
+    source = "import sys, random; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    result = under("debug-strict", "-c", source)
+
+    assert (result.returncode, result.stdout, result.stderr) == (0, "[]\n", "")
+
+
+def test_the_program_itself_is_not_changed(programs, under, run_python):
+    """sys.path, the command line, the interpreter's flags and the folder are those without run."""
+    without = last(run_python("-u", "interpreter.py", "--flag", "a b", env={"PYTHONHASHSEED": "0"}))
+    below = last(under("seed-only", "-u", "interpreter.py", "--flag", "a b"))
+
+    assert without == below
+
+
+def test_an_existing_sitecustomize_still_runs(write, run_python, under):
+    """A sitecustomize on PYTHONPATH runs under the profile as it does without it."""
+    folder = write({"site/sitecustomize.py": "import sys; sys.marked = __name__"}).parent
+    source = "import sys, sitecustomize; print(sys.marked, sitecustomize.__file__)"
+    without = run_python("-c", source, env={"PYTHONPATH": str(folder)})
+    below = under("seed-only", "-c", source, env={"PYTHONPATH": str(folder)})
+
+    assert (0, f"sitecustomize {folder}/sitecustomize.py\n") == (without.returncode, without.stdout)
+    assert (0, without.stdout) == (below.returncode, below.stdout)
+
+
+def test_a_failing_sitecustomize_fails_as_it_does_without_us(write, run_python, under):
+    """An error in the user's own sitecustomize is shown and survived, as Python does it."""
+    folder = write({"site/sitecustomize.py": "1 / 0"}).parent
+    without = run_python("-c", "print('on')", env={"PYTHONPATH": str(folder)})
+    below = under("seed-only", "-c", "print('on')", env={"PYTHONPATH": str(folder)})
+
+    assert (without.returncode, without.stdout) == (below.returncode, below.stdout)
+    assert "ZeroDivisionError" in below.stderr
+
+
+def test_a_python_without_torchrepro_is_left_alone(tmp_path, torchrepro):
+    """A child Python that has no torchrepro runs as ever, silently."""
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True, timeout=60
+    )
+    source = "import importlib.util as u; print(u.find_spec('torchrepro'))"
+    result = torchrepro(
+        "run", "seed-only", "--", tmp_path / "bare" / "bin" / "python", "-c", source
+    )
+
+    assert (result.returncode, result.stdout, result.stderr) == (0, "None\n", "")
+
+
+def test_the_status_of_the_command_is_passed_on(torchrepro):
+    """The exit status of the command is that of run, and so is its death by a signal."""
+    exited = torchrepro("run", "seed-only", "--", "sh", "-c", "exit 7")
+    killed = torchrepro("run", "seed-only", "--", "sh", "-c", "kill -TERM $$")
+
+    assert (exited.returncode, killed.returncode) == (7, -signal.SIGTERM)
+
+
+def test_standard_streams_reach_the_command(torchrepro):
+    """What is piped in and what follows `--`, options too, belongs to the command."""
+    result = torchrepro(
+        "run", "seed-only", "--", "sh", "-c", 'cat; echo "$@"', "x", "--", "--json", stdin="in\n"
+    )
+
+    assert (result.returncode, result.stdout) == (0, "in\n-- --json\n")
+
+
+def test_a_run_inside_a_run_is_under_the_inner_profile(programs, torchrepro):
+    """The profile of the innermost run is the one in force."""
+    tool = Path(sys.executable).parent / "torchrepro"
+    inner = ["run", "seed-only", "seed=5", "--", sys.executable, "probe.py"]
+    result = torchrepro("run", "seed-only", "--", tool, *inner)
+
+    assert random.Random(5).random() == last(result)[0]

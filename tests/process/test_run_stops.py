@@ -1,0 +1,108 @@
+"""What `torchrepro run` refuses to start, and whose variables it keeps."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("options", [["-I"], ["-E"], ["-S"], ["-uBE"], ["-W", "ignore", "-BI"]])
+def test_an_interpreter_that_would_not_listen_is_not_started(under, options):
+    """Options of Python that keep a profile out end with status 3 before the command starts."""
+    result = under("seed-only", *options, "-c", "print('started')")
+
+    assert (result.returncode, result.stdout) == (3, "")
+    assert f"-{options[-1][-1]}" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_an_isolated_python_is_found_behind_a_wrapper(torchrepro):
+    """Behind env, timeout and nice an option that keeps a profile out is refused too."""
+    for wrapper in (["env"], ["env", "A=b"], ["timeout", "60"], ["nice", "-n", "5"]):
+        result = torchrepro(
+            "run", "seed-only", "--", *wrapper, sys.executable, "-S", "-c", "print('started')"
+        )
+
+        assert (result.returncode, result.stdout) == (3, ""), wrapper
+
+
+def test_a_command_that_drops_the_environment_is_not_started(torchrepro):
+    """A wrapper that hands none of our variables on cannot carry the profile: status 3."""
+    for wrapper in (["env", "-i"], ["env", "-u", "PYTHONPATH"]):
+        result = torchrepro(
+            "run", "seed-only", "--", *wrapper, sys.executable, "-c", "print('started')"
+        )
+
+        assert (result.returncode, result.stdout) == (3, ""), wrapper
+
+
+@pytest.mark.parametrize("option", ["-I", "-sE"])
+def test_an_isolated_console_script_is_not_started(tmp_path, script, torchrepro, option):
+    """A script whose first line keeps a profile out ends with status 3 before it starts."""
+    tool = script(f"#!{sys.executable} {option}")
+    by_path = torchrepro("run", "seed-only", "--", tool)
+    by_wrapper = torchrepro("run", "seed-only", "--", "env", tool)
+
+    assert (by_path.returncode, by_wrapper.returncode) == (3, 3)
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_wrong_request_ends_with_2(torchrepro):
+    """No command, an unknown command and an unknown profile end with status 2 and one message."""
+    for words, named in (
+        (["seed-only"], "no command"),
+        (["seed-only", "--"], "no command"),
+        (["seed-only", "--", "no-such-command-here"], "no-such-command-here"),
+        (["seed-onli", "--", "true"], "seed-only"),
+        (["seed-only", "seed=-1", "--", "true"], "seed=-1"),
+    ):
+        result = torchrepro("run", *words)
+
+        assert (result.returncode, result.stdout) == (2, ""), words
+        assert named in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+def test_a_file_that_cannot_be_started_is_told(write, torchrepro, tmp_path):
+    """A file that the system cannot start ends with status 2 and one message."""
+    write({"no-shebang": "\0 nothing to run\n"}).chmod(0o755)
+    result = torchrepro("run", "seed-only", "--", tmp_path / "no-shebang")
+
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "no-shebang" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_contradicting_variable_stops_a_strict_profile(torchrepro):
+    """A strict profile names the exported value that contradicts it and starts nothing."""
+    result = torchrepro(
+        "run", "debug-strict", "--", "echo", "started", env={"CUBLAS_WORKSPACE_CONFIG": ":0:0"}
+    )
+
+    assert (result.returncode, result.stdout) == (3, "")
+    assert "CUBLAS_WORKSPACE_CONFIG" in result.stderr
+    assert ":0:0" in result.stderr
+
+
+def test_a_contradicting_variable_is_kept_where_nothing_strict_is_promised(torchrepro):
+    """A profile that is not strict keeps the user's own variable."""
+    words = ["run", "train-fast", 'env.CUBLAS_WORKSPACE_CONFIG=":4096:8"', "--"]
+    command = ["printenv", "CUBLAS_WORKSPACE_CONFIG"]
+    kept = torchrepro(*words, *command, env={"CUBLAS_WORKSPACE_CONFIG": ":0:0"})
+    set_by_us = torchrepro(*words, *command)
+
+    assert [(result.returncode, result.stdout) for result in (kept, set_by_us)] == [
+        (0, ":0:0\n"),
+        (0, ":4096:8\n"),
+    ]
+
+
+def test_a_value_as_good_as_the_profiles_is_kept(torchrepro):
+    """An exported value that serves the guarantee as well is no contradiction."""
+    result = torchrepro(
+        *("run", "debug-strict", "--", "printenv", "CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED"),
+        env={"CUBLAS_WORKSPACE_CONFIG": ":16:8", "PYTHONHASHSEED": "42"},
+    )
+
+    assert (result.returncode, result.stdout) == (0, ":16:8\n42\n")

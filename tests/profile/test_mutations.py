@@ -1,0 +1,102 @@
+"""Valid YAML, mutated at random: every outcome is a valid profile or a `ProfileError`."""
+
+from __future__ import annotations
+
+import re
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import torchrepro
+from torchrepro.profile.find import SHIPPED
+
+TEXTS = [path.read_text(encoding="utf-8") for path in sorted(SHIPPED.glob("*.yaml"))]
+TEXTS.append(
+    "defaults: [debug-strict, _self_]\nname: acme\nseed: 20261120\ndropout: zero\n"
+    "backends: {cudnn: {benchmark: false}, npu: {task_queue: 1}}\n"
+    "env_extra: {MINE: '1'}\ndevice: {modules: {'enc.*': cpu}}\n"
+    "requires: {numpy: '>=1'}\nranks: distinct\ndataloader: {seeding: auto, num_workers: 0}\n"
+)
+TOKEN = re.compile(r"[\w.-]+|\s+|.")
+FOREIGN = st.sampled_from(
+    [
+        *("null", "true", "off", "~", "0", "-1", "1.5", "1e9", ".nan", ".inf", "0x1F", "1:30"),
+        *("''", '"', "'", "[", "]", "{", "}", ":", ": ", "- ", ",", "#", "&a", "*a", "!!int", "!"),
+        *("|", ">", "%", "@", "`", "?", "? ", "<<", "=", "---", "...", "\t", "\n", "\r", "\0"),
+        *("${nope}", "${oc.env:HOME}", "???", "_target_", "_self_", "# @package _global_\n"),
+        *("pkg://torchrepro.conf.repro/seed-only", "../seed-only", "/etc/passwd", "LD_PRELOAD"),
+        *("\ufeff", "\x85", "\u2028", "\ud7ff", "é", "\U0001f600", "\x07", "9" * 40, "k: " * 20),
+        '"\\0"',
+        '"\\ud800"',
+        "[" * 30,
+    ]
+)
+
+
+def _pieces(text, unit):
+    if unit == "character":
+        return list(text)
+    return text.splitlines(keepends=True) if unit == "line" else TOKEN.findall(text)
+
+
+@st.composite
+def mutants(draw):
+    """Draw a valid text with one to five characters, tokens or lines changed."""
+    text = draw(st.sampled_from(TEXTS))
+    for _ in range(draw(st.integers(1, 5))):
+        pieces = _pieces(text, draw(st.sampled_from(["character", "token", "line"])))
+        at = draw(st.integers(0, max(len(pieces) - 1, 0)))
+        other = draw(st.integers(0, max(len(pieces) - 1, 0)))
+        match draw(st.sampled_from(["delete", "duplicate", "insert", "replace", "swap", "move"])):
+            case "delete":
+                del pieces[at : at + 1]
+            case "duplicate":
+                pieces[at:at] = pieces[at : at + 1]
+            case "insert":
+                pieces.insert(at, draw(FOREIGN | st.text(max_size=3)))
+            case "replace":
+                pieces[at : at + 1] = [draw(FOREIGN | st.text(max_size=3))]
+            case "swap" if pieces:
+                pieces[at], pieces[other] = pieces[other], pieces[at]
+            case "move" if pieces:
+                pieces.insert(other, pieces.pop(at))
+        text = "".join(pieces)
+    return text
+
+
+VALUE = re.compile(r"(?<=: )[^#\n{\[]*[^\s#{\[]")
+
+
+@st.composite
+def revalued(draw):
+    """Draw a valid text in which values stand under other keys or are foreign words."""
+    text = draw(st.sampled_from(TEXTS))
+    values = VALUE.findall(text)
+    chosen = draw(st.sets(st.integers(0, len(values) - 1), min_size=1, max_size=4))
+    new = {at: draw(st.sampled_from(values) | FOREIGN) for at in sorted(chosen)}
+    counter = iter(range(len(values)))
+    return VALUE.sub(lambda found: new.get(next(counter), found.group()), text)
+
+
+def _judge(outcome):
+    if isinstance(outcome, torchrepro.ProfileError):
+        assert "bad.yaml" in str(outcome) or "torchrepro:" in str(outcome)
+        return
+    assert isinstance(outcome, torchrepro.Profile)
+    assert outcome.digest.startswith("sha256:")
+    for knob, value in outcome.resolved.settings():
+        assert knob.legal.complaint(value) == ""
+
+
+@settings(max_examples=2000)
+@given(text=mutants())
+def test_a_mutated_text_is_a_profile_or_a_refusal(write, attempt, text):
+    """However a valid text is damaged, it loads as a valid profile or is refused by its name."""
+    _judge(attempt(torchrepro.load, str(write(text.encode("utf-8", "surrogatepass")))))
+
+
+@settings(max_examples=600)
+@given(text=revalued())
+def test_a_text_with_other_values_is_a_profile_or_a_refusal(write, attempt, text):
+    """Whatever values stand under the keys of a profile, it loads or is refused by its name."""
+    _judge(attempt(torchrepro.load, str(write(text.encode("utf-8", "surrogatepass")))))

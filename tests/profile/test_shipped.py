@@ -1,0 +1,87 @@
+"""The profiles that come with the package keep what the package says about them."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import jsonschema
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import torchrepro
+from torchrepro.profile.compose import compose
+from torchrepro.profile.find import SHIPPED
+from torchrepro.profile.json_schema import json_schema
+from torchrepro.profile.resolved import Resolved
+
+GUARANTEES = {
+    "debug-strict": "repeatable",
+    "npu-align": "aligned",
+    "seed-only": "seeded",
+    "train-fast": "seeded",
+}
+DESCRIBES_ITSELF = ("schema", "name", "description", "guarantee", "defaults")
+
+
+@pytest.mark.parametrize("name", GUARANTEES)
+def test_a_shipped_profile_needs_no_validation(name):
+    """A shipped profile's plain values are the very values that validation gives."""
+    assert Resolved.of(compose(name).values).values == torchrepro.load(name).resolved.values
+
+
+@pytest.mark.parametrize("name", GUARANTEES)
+def test_a_shipped_profile_promises_what_it_is_for(name):
+    """Every shipped profile has its guarantee, warns when late, and describes itself."""
+    profile = torchrepro.load(name)
+
+    assert (GUARANTEES[name], "warn", name) == (profile.guarantee, profile.on_late, profile.name)
+    assert profile.description
+
+
+@pytest.mark.parametrize("name", GUARANTEES)
+def test_every_value_of_a_shipped_profile_says_why(name):
+    """Each value in a shipped file has a comment on its line or on the line above."""
+    lines = (SHIPPED / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    bare = [
+        line
+        for above, line in zip(["", *lines], lines, strict=False)
+        if not line.startswith("#")
+        and not line.endswith(":")
+        and line.partition(":")[0].strip() not in DESCRIBES_ITSELF
+        and "#" not in above + line
+    ]
+
+    assert bare == []
+
+
+def test_the_json_schema_is_one_and_accepts_the_shipped_profiles():
+    """The JSON Schema is valid, and every shipped file is valid under it."""
+    jsonschema.Draft202012Validator.check_schema(json_schema())
+
+    for path in SHIPPED.glob("*.yaml"):
+        jsonschema.validate(yaml.safe_load(path.read_text(encoding="utf-8")), json_schema())
+
+
+def _shuffled(values, randomness):
+    if not isinstance(values, dict):
+        return values
+    keys = randomness.sample(list(values), len(values))
+    return {key: _shuffled(values[key], randomness) for key in keys}
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 999), name=st.sampled_from(sorted(GUARANTEES)), called=st.text("ab "))
+def test_the_digest_is_of_what_is_asked_for(load_text, seed, name, called):
+    """The order of keys, comments, the name and the description leave the digest as it is."""
+    values = json.loads(json.dumps(dict(torchrepro.load(name).resolved.values)))
+    text = yaml.safe_dump(
+        _shuffled(values | {"name": called, "description": called}, random.Random(seed)),
+        sort_keys=False,
+    )
+
+    assert (
+        torchrepro.load(name).digest == load_text("# why\n" + text.replace("\n", " # a\n")).digest
+    )
