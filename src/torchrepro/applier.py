@@ -174,27 +174,27 @@ def apply_resolved(resolved: Resolved, obstacle: str) -> Applied:
 def begin(resolved: Resolved, obstacle: str) -> Applied:
     """Plan for `resolved` and stop if it cannot be put in force; nothing is set yet."""
     plan = make_plan(resolved, observe(resolved, own_variables()))
-    if plan.stopping:
-        raise ApplyError(refusal(resolved, plan.stopping), plan.report)
-    meet_late_knobs(plan, obstacle)
+    stop_or_relaunch(plan, obstacle)
     _past.append(True)
     applied = Applied(plan)
     _in_force.append(applied)
     return applied
 
 
-def meet_late_knobs(plan: Plan, obstacle: str) -> None:
-    """Do what the profile's `on_late` says about knobs past their phase: relaunch, raise, go on.
+def stop_or_relaunch(plan: Plan, obstacle: str) -> None:
+    """Return if the plan may be carried out; else raise, or relaunch where `on_late` says so.
 
     `obstacle` says why this is no moment for a relaunch, if it is none.
     """
+    if plan.stopping:
+        raise ApplyError(refusal(plan.resolved, plan.stopping), plan.report)
     if not plan.late or plan.resolved.on_late == "warn":
         return
     why = ""
     if plan.resolved.on_late == "relaunch":
         why = obstacle or obstacle_to_relaunch(plan.resolved.digest)
         if not why:
-            relaunch(plan.resolved.environment(), plan.resolved.digest)
+            relaunch(plan.variables, plan.resolved.digest)
     raise LateError(_late(plan, why), plan.report)
 
 

@@ -71,7 +71,9 @@ class ProfileError(TorchreproError, ValueError):
 
     def __init__(self, problems: Problem | Sequence[Problem]) -> None:
         self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
-        super().__init__("\n".join(str(problem) for problem in self.problems))
+        lines = [str(problem) for problem in self.problems[:MANY]]
+        rest = len(self.problems) - MANY
+        super().__init__("\n".join(lines + [f"... and {rest} more problems"] * (rest > 0)))
 
 
 class ApplyError(TorchreproError, RuntimeError):
@@ -108,9 +110,17 @@ def some(words: Iterable[str]) -> str:
 def shown(value: Any) -> str:
     """Return `value` as a reader of YAML would write it, cut to a line."""
     text = {None: "null", True: "true", False: "false"}.get(value) if _plain(value) else None
-    text = text if text is not None else value if isinstance(value, str) else repr(value)
+    if text is None:
+        text = value if isinstance(value, str) else _written(value)
     text = text.replace("\n", "\\n") or "''"
     return text if len(text) <= WIDE else text[: WIDE - 3] + "..."
+
+
+def _written(value: Any) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # Python writes no integer of more than some thousand digits
+        return "a number of thousands of digits"
 
 
 def _plain(value: Any) -> bool:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from torchrepro.errors import ApplyError, Problem, ProfileError
 from torchrepro.planner import Plan, make_plan, observe, refusal
 from torchrepro.process import PROFILE
-from torchrepro.report import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,6 +36,7 @@ _WRAPPERS = (
 )
 _WITH_ARGUMENT = "WX"
 _END_OF_OPTIONS = "cm"
+_CARRIERS = ("PYTHONPATH", PROFILE)
 
 
 def environment_for(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
@@ -45,18 +45,12 @@ def environment_for(plan: Plan, environment: Mapping[str, str]) -> dict[str, str
     Variables that the user exported are kept where the plan keeps them. Raises `ApplyError` if
     a strict profile meets one that contradicts it.
     """
-    variables = [step for step in plan.steps if step.knob.variable]
-    conflicts = [step.expected for step in variables if step.expected in plan.stopping]
-    if conflicts:
-        raise ApplyError(refusal(plan.resolved, conflicts), plan.report)
+    if plan.stopping:
+        raise ApplyError(refusal(plan.resolved, plan.stopping), plan.report)
     python_path = os.pathsep.join(filter(None, [str(BOOT), environment.get("PYTHONPATH", "")]))
     return {
         **environment,
-        **{
-            step.knob.variable: step.value
-            for step in variables
-            if step.expected.outcome is Outcome.APPLIED
-        },
+        **plan.variables,
         "PYTHONPATH": python_path,
         PROFILE: json.dumps(dict(plan.resolved.values), sort_keys=True, default=dict),
         FIRST: str(os.getpid()),
@@ -72,23 +66,54 @@ def start(resolved: Resolved, command: Sequence[str]) -> None:
     program = shutil.which(command[0])
     if program is None:
         raise ProfileError(
-            Problem("no such command", found=command[0], todo="check its name and PATH")
+            Problem(
+                "not an executable file" if Path(command[0]).exists() else "no such command",
+                found=command[0],
+                todo="check its name and PATH",
+            )
         )
     barrier = unreachable(program, command)
     if barrier:
         raise ApplyError(f"the profile cannot reach `{' '.join(command)}`: {barrier}")
     before_python_starts = make_plan(resolved, observe(resolved, closed={}))
     environment = environment_for(before_python_starts, os.environ)
-    os.execve(program, list(command), environment)  # noqa: S606 - no shell is wanted
+    try:
+        os.execve(program, list(command), environment)  # noqa: S606 - no shell is wanted
+    except OSError as error:
+        raise ProfileError(Problem(f"cannot be started: {error.strerror}", found=program)) from None
 
 
 def unreachable(program: str, command: Sequence[str]) -> str:
     """Return why a Python started by `command` would not take a profile, or an empty string."""
+    if Path(command[0]).name == "env" and _drops_the_environment(command[1:]):
+        return "`env` takes the variables away that carry it"
     wrapped = Path(command[0]).name in _WRAPPERS
     for position, word in enumerate(command if wrapped else command[:1]):
-        if _PYTHON.fullmatch(Path(word).name):
-            return _ignoring(command[position + 1 :])
-    shebang = _shebang(Path(program))
+        barrier = _barrier([word, *command[position + 1 :]], program if position == 0 else "")
+        if barrier:
+            return barrier
+    return ""
+
+
+def _drops_the_environment(options: Sequence[str]) -> bool:
+    for position, word in enumerate(options):
+        following = options[position + 1] if position + 1 < len(options) else ""
+        if word in ("-", "-i", "--ignore-environment"):
+            return True
+        if word in ("-u", "--unset") and following in _CARRIERS:
+            return True
+        if word.removeprefix("--unset=").removeprefix("-u") in _CARRIERS:
+            return True
+        if not word.startswith("-") and "=" not in word and options[position - 1] != "-u":
+            return False
+    return False
+
+
+def _barrier(command: Sequence[str], program: str) -> str:
+    """Return what keeps a profile from a command that is a Python, or a script of one."""
+    if _PYTHON.fullmatch(Path(command[0]).name):
+        return _ignoring(command[1:])
+    shebang = _shebang(Path(program or shutil.which(command[0]) or ""))
     for position, word in enumerate(shebang):
         if _PYTHON.fullmatch(Path(word).name):
             return _ignoring(shebang[position + 1 :])

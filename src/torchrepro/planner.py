@@ -74,6 +74,16 @@ class Plan:
         return self.report.having(Outcome.TOO_LATE)
 
     @property
+    def variables(self) -> dict[str, str]:
+        """The variables to set for a process that has not started, the user's own left alone."""
+        wanted = (Outcome.APPLIED, Outcome.TOO_LATE)
+        return {
+            step.knob.variable: step.value
+            for step in self.steps
+            if step.knob.variable and step.expected.outcome in wanted
+        }
+
+    @property
     def stopping(self) -> tuple[Row, ...]:
         """The outcomes with which a strict profile does not start."""
         return self.report.having(*STOPPING) if self.resolved.strict else ()

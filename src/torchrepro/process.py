@@ -94,6 +94,7 @@ def obstacle_to_relaunch(digest: str) -> str:
         (_interactive(), "it is interactive or a notebook"),
         (_is_worker(), "it is a worker of another process"),
         (_script_on_stdin(), "its script came on standard input"),
+        (_script_out_of_reach(), "it has left the folder in which its script was named"),
         (os.name != "posix", "this system has no exec"),
     ):
         if applies:
@@ -126,6 +127,13 @@ def _is_worker() -> bool:
     if multiprocessing is None:
         return "--multiprocessing-fork" in sys.orig_argv
     return multiprocessing.parent_process() is not None
+
+
+def _script_out_of_reach() -> bool:
+    """Whether the path of the script, as the command line has it, no longer leads to it."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    named = [word for word in sys.orig_argv[1:] if script and Path(word).name == Path(script).name]
+    return bool(named) and not any(Path(word).exists() for word in named)
 
 
 def _script_on_stdin() -> bool:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import io
 import os
+import random
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from torchrepro.errors import shown
 from torchrepro.report import Outcome
+
+_state = random.getstate()  # rich draws from the global generator while it is imported
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+from rich.text import Text  # noqa: E402
+
+random.setstate(_state)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -7,33 +7,35 @@ from hypothesis import strategies as st
 
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.knob import Knob
-from torchrepro.knobs.legal import OneOf, Switch, Text, Whole
+from torchrepro.knobs.legal import Digits, OneOf, Switch, Text, Whole
 
 WORDS = {  # a few legal texts for variables whose pattern is open
     "NCCL_ALGO": ["Ring", "Tree", "^NVLS"],
     "NCCL_PROTO": ["Simple", "LL128"],
     "HCCL_ALGO": ["level0:NA;level1:ring"],
     "HCCL_DETERMINISTIC": ["true", "strict", "FALSE"],
-    "PYTHONHASHSEED": ["0", "123", "random"],
     "TORCH_NPU_LEGACY_IMPL_LIST": ["randomness"],
 }
 
 
 def legal_values(knob: Knob) -> st.SearchStrategy[Any]:
     """Return a strategy for values that `knob` accepts."""
+    if knob.variable in WORDS:
+        return st.sampled_from(WORDS[knob.variable])
     match knob.legal:
         case Switch():
-            return st.booleans()
+            drawn: st.SearchStrategy[Any] = st.booleans()
         case OneOf(values):
-            return st.sampled_from(values)
+            drawn = st.sampled_from(values)
         case Whole(low, high):
-            return st.integers(low, min(high if high is not None else 8, 8) if low < 8 else high)
+            drawn = st.integers(low, min(high if high is not None else 8, 8) if low < 8 else high)
+        case Digits(low, high):
+            drawn = st.integers(low, min(high, 64)).map(str)
         case Text(pattern):
-            if knob.variable in WORDS:
-                return st.sampled_from(WORDS[knob.variable])
-            return st.from_regex(pattern, fullmatch=True).filter(lambda text: "\0" not in text)
+            drawn = st.from_regex(pattern, fullmatch=True).filter(lambda text: "\0" not in text)
         case _:
-            return st.just({"layer.*": "cpu"})
+            drawn = st.just({"layer.*": "cpu"})
+    return drawn
 
 
 @st.composite

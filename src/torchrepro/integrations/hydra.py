@@ -108,6 +108,7 @@ class ReproConfigSource(ConfigSource):
         Raising here would end in Hydra's own traceback and exit status, so the reason travels in
         the config to the callback, which stops the run.
         """
+        self._notice_new_composition()
         if config_path.removesuffix(".yaml") == _ALWAYS_ON:
             target = {"hydra": {"callbacks": {GROUP: {"_target_": CALLBACK}}}}
             return self._result(OmegaConf.create(target), "_global_")
@@ -118,19 +119,18 @@ class ReproConfigSource(ConfigSource):
             composition = compose(name, folders=self._folders())
         except ProfileError as error:
             composition = Composition({REFUSED: str(error)})
-        self._note(name, composition)
+        composed[name] = composition
         config = OmegaConf.create(composition.values)
         # An open section: every key can be overridden, set or not, and a wrong one is judged by
         # the schema, whose message says what was meant.
         OmegaConf.set_struct(config, value=False)
         return self._result(config, GROUP)
 
-    def _note(self, name: str, composition: Composition) -> None:
+    def _notice_new_composition(self) -> None:
         # Hydra copies its sources for every composition: another copy means another one began.
         if _latest[-1:] != [self]:
             composed.clear()
             _latest[:] = [self]
-        composed[name] = composition
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         """Return the profiles in the group, for Hydra's help and completion."""

@@ -7,13 +7,16 @@ stops a run here leaves as `SystemExit`, which gets through.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from torchrepro.applier import Applied, apply_resolved, meet_late_knobs
+from torchrepro.applier import Applied, apply_resolved, in_force, stop_or_relaunch
 from torchrepro.errors import ApplyError, Problem, ProfileError, TorchreproError
 from torchrepro.integrations.hydra import GROUP, composed
 from torchrepro.manifest import write_manifest
@@ -22,7 +25,6 @@ from torchrepro.process import inherited
 from torchrepro.profile.compose import Composition, flatten
 from torchrepro.profile.difference import differences
 from torchrepro.profile.load import from_mapping, validate
-from torchrepro.tables import announce
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import Resolved
@@ -34,33 +36,67 @@ REFUSED_STATUS = 3
 class ReproCallback(Callback):
     """Puts the profile of each job in force; does nothing without one."""
 
-    def __init__(self) -> None:
-        self._applied: Applied | None = None
-
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the profile, and relaunch if it asks for that: no work has been done yet."""
         with _StopOnRefusal():
+            _take_back()
             resolved = _resolved(config)
             if resolved is not None and inherited() is None:
-                meet_late_knobs(plan(resolved), "")
+                stop_or_relaunch(plan(resolved), "")
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Start the sweep from a clean state."""
+        with _StopOnRefusal():
+            _take_back()
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Put the job's profile in force and write its manifest."""
         with _StopOnRefusal():
+            _take_back()
             resolved = _resolved(config)
             if resolved is None:
                 return
-            _agree_with_run(resolved)
-            self._applied = apply_resolved(resolved, "Hydra has started the job")
-            write_manifest(_manifest_path(config), resolved, self._applied.report)
-            announce(self._applied.report)
+            started_under = _agreeing_run(resolved)
+            if started_under is not None and config.hydra.mode is RunMode.RUN:
+                # `run` has put this very profile in force: there is nothing to change. Its knobs
+                # are set as these are imported.
+                import_module("numpy.random")
+                import_module("torch")
+                _record(config, started_under)
+                return
+            _job.append(apply_resolved(resolved, "Hydra has started the job"))
+            _record(config, _job[-1])
+            _announce(_job[-1])
 
     def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
         """Take the job's profile back, so that the next job starts from a clean state."""
-        if self._applied is not None:
-            with _StopOnRefusal():
-                self._applied.restore()
-            self._applied = None
+        with _StopOnRefusal():
+            _take_back()
+
+
+_job: list[Applied] = []  # what the present job has in force
+
+
+def _take_back() -> None:
+    """Undo what a job left in force: the one that ends, or one that left by `sys.exit`."""
+    while _job:
+        _job.pop().restore()
+
+
+def _announce(applied: Applied) -> None:
+    from torchrepro.tables import announce  # only a job with a profile pays for it
+
+    announce(applied.report)
+
+
+def _record(config: DictConfig, applied: Applied) -> None:
+    """Write the job's manifest; where that fails, nothing stays in force."""
+    path = _manifest_path(config)
+    try:
+        write_manifest(path, applied.resolved, applied.report)
+    except OSError as error:
+        _take_back()
+        raise ApplyError(f"the manifest cannot be written: {path}: {error.strerror}") from None
 
 
 class _StopOnRefusal:
@@ -92,6 +128,14 @@ def _resolved(config: DictConfig) -> Resolved | None:
                 todo="write a profile that inherits both: defaults: [one, two, _self_]",
             )
         )
+    if section is None and composed:
+        raise ProfileError(
+            Problem(
+                f"the profile was put elsewhere than `{GROUP}`, so it is not in force",
+                found=", ".join(composed),
+                todo=f"choose it without a package: +{GROUP}={next(iter(composed))}",
+            )
+        )
     if section is None:
         return None
     if not isinstance(section, DictConfig):
@@ -103,7 +147,12 @@ def _resolved(config: DictConfig) -> Resolved | None:
                 f"or on the command line: +{GROUP}={section}",
             )
         )
-    composition = from_mapping(section, where="this app's config")
+    try:
+        composition = from_mapping(section, where="this app's config")
+    except ProfileError as error:
+        raise ProfileError(
+            [_with_override(problem, config) for problem in error.problems]
+        ) from None
     _remember_places(composition, next(iter(composed.values()), None), config)
     return validate(composition).resolved
 
@@ -112,13 +161,24 @@ def _remember_places(
     composition: Composition, from_files: Composition | None, config: DictConfig
 ) -> None:
     """Give every value the place that set it: the override, else the file's line."""
-    lines = list(config.hydra.overrides.task)
     for key in flatten(composition.values):
-        line = next((text for text in reversed(lines) if _sets(text, key)), None)
+        line = _override_of(key, config)
         if line is not None:
             composition.origins[key] = f"override {line}"
         elif from_files is not None and key in from_files.origins:
             composition.origins[key] = from_files.origins[key]
+
+
+def _with_override(problem: Problem, config: DictConfig) -> Problem:
+    """Return `problem` with the override that set its value as its place, if one did."""
+    key = problem.key.removeprefix(f"{GROUP}.")
+    line = _override_of(key, config) if key else None
+    return replace(problem, where=f"override {line}") if line else problem
+
+
+def _override_of(key: str, config: DictConfig) -> str | None:
+    lines = reversed(list(config.hydra.overrides.task))
+    return next((text for text in lines if _sets(text, key)), None)
 
 
 def _sets(override: str, key: str) -> bool:
@@ -126,11 +186,16 @@ def _sets(override: str, key: str) -> bool:
     return name != GROUP and f"{GROUP}.{key}.".startswith(f"{name}.")
 
 
-def _agree_with_run(resolved: Resolved) -> None:
-    """Raise `ApplyError` if `torchrepro run` started this process under another profile."""
+def _agreeing_run(resolved: Resolved) -> Applied | None:
+    """Return what `torchrepro run` put in force in this process, if it started it.
+
+    Raises `ApplyError` if that was another profile.
+    """
     outer = inherited()
-    if outer is None or outer.digest == resolved.digest:
-        return
+    if outer is None:
+        return None
+    if outer.digest == resolved.digest:
+        return next((scope for scope in in_force() if scope.digest == outer.digest), None)
     lines = [
         f"  {difference.key}: run {difference.left!r}, job {difference.right!r}"
         for difference in differences(outer, resolved)

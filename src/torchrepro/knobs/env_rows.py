@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchrepro.knobs.legal import Text
+from torchrepro.knobs.legal import Digits, Text
 from torchrepro.knobs.variable import BIT, COUNT, digits, row
 
 TORCH_ENV = "https://docs.pytorch.org/docs/stable/torch_environment_variables.html"
@@ -11,7 +11,7 @@ OPENMP = "https://www.openmp.org/spec-html/5.0/openmpse50.html"
 INDUCTOR = "https://github.com/pytorch/pytorch/blob/main/torch/_inductor/config.py"
 TE_ENV = "https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/envvars.html"
 
-HASH_SEED = Text("random|[0-9]{1,10}", 'random, or a whole number of 0 to 4294967295 such as "0"')
+HASH_SEED = Digits(0, 2**32 - 1, also=("random",))
 
 
 CUBLAS = Text(

@@ -116,6 +116,33 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
+class Digits:
+    """The text of an environment variable that holds a whole number of a closed range."""
+
+    low: int
+    high: int
+    also: tuple[str, ...] = ()
+    """Words that are legal besides numbers."""
+
+    @property
+    def words(self) -> str:
+        return ", ".join([*self.also, f'a whole number of {self.low} to {self.high} such as "1"'])
+
+    def complaint(self, value: Any) -> str:
+        if not isinstance(value, str):
+            return "not text"
+        number = value.isascii() and value.isdigit() and len(value) <= len(str(self.high))
+        in_range = number and self.low <= int(value) <= self.high
+        return "" if in_range or value in self.also else "not a legal value"
+
+    def json_schema(self) -> dict[str, Any]:
+        return {"type": ["string", "integer"], "description": self.words}
+
+    def choices(self) -> tuple[str, ...]:
+        return self.also
+
+
+@dataclass(frozen=True, slots=True)
 class Patterns:
     """A mapping from patterns of names to words."""
 

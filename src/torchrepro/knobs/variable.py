@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.knob import Knob, Phase, Scope
-from torchrepro.knobs.legal import ANY_TEXT, Legal, Text
+from torchrepro.knobs.legal import ANY_TEXT, Digits, Legal, Text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 BIT = Text("[01]", '"0", "1"')
-COUNT = Text("[1-9][0-9]{0,3}", "a whole number, 1 to 9999")
-HASH_SEED = Text("random|[0-9]{1,10}", 'random, or a whole number of 0 to 4294967295 such as "0"')
+COUNT = Digits(1, 9999)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchrepro.errors import Problem, ProfileError
-from torchrepro.profile.document import Document, read_document, refuse_interpolation
+from torchrepro.profile.document import (
+    MAX_DEPTH,
+    Document,
+    read_document,
+    refuse_instructions,
+    refuse_interpolation,
+)
 from torchrepro.profile.find import SHIPPED, Folder, Found, find, search_path
 
 MAX_DOCUMENTS = 64
@@ -122,9 +128,19 @@ class _Chain:
             if entry == "_self_":
                 self._add_values(document)
             else:
+                own = self._take_names()
                 self.add_named(entry, beside, document.place("defaults"))
-                for key in NOT_INHERITED:
-                    self.composition.values.pop(key, None)
+                self._take_names()
+                self.composition.values |= own[0]
+                self.composition.origins |= own[1]
+
+    def _take_names(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """Take out, and return, what the files so far call themselves, and where they say it."""
+        values, origins = self.composition.values, self.composition.origins
+        return (
+            {key: values.pop(key) for key in NOT_INHERITED if key in values},
+            {key: origins.pop(key) for key in NOT_INHERITED if key in origins},
+        )
 
     def _add_values(self, document: Document) -> None:
         _merge(self.composition.values, document.values)
@@ -159,13 +175,14 @@ def _parse_override(text: str) -> tuple[str, Any]:
     todo = "write key=value, as in seed=7 or backends.cudnn.benchmark=false"
     try:
         parsed = OverridesParser.create().parse_override(text)
-    except HydraException:
+    except (HydraException, RecursionError, ValueError):
         raise ProfileError(Problem("not an override", place, todo=todo)) from None
     if parsed.is_sweep_override():
         raise ProfileError(
             Problem("a sweep needs Hydra's --multirun; here one value is set", place)
         )
-    if parsed.package is not None or not parsed.key_or_group:
+    depth = parsed.key_or_group.count(".")
+    if parsed.package is not None or not parsed.key_or_group or depth > MAX_DEPTH:
         raise ProfileError(Problem("not an override", place, todo=todo))
     value = None if parsed.is_delete() else _plain(parsed.value())
     return parsed.key_or_group.replace("/", "."), value
@@ -181,6 +198,7 @@ def _plain(value: Any) -> Any:
 
 
 def _check_strings(value: Any, place: str, key: str) -> None:
+    refuse_instructions(key.rpartition(".")[2], place, key)
     if isinstance(value, str):
         refuse_interpolation(value, place, key)
     elif isinstance(value, dict):

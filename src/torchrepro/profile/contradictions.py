@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import shown
-from torchrepro.knobs.catalogue import knobs_by_name
+from torchrepro.knobs.catalogue import knobs_by_name, other_names
 from torchrepro.profile.compose import flatten
 from torchrepro.profile.resolved import STRICT
 
@@ -107,13 +107,12 @@ def contradictions(resolved: Resolved) -> list[tuple[str, str, str]]:
     """Return (key, value, reason) for everything in `resolved` that cannot hold together."""
     leaves = flatten(resolved.values)
     found = [
-        (
-            row.key,
-            shown(leaves[row.key]),
-            f"contradicts guarantee: {resolved.guarantee}; {row.because}",
-        )
+        (key, shown(leaves[key]), f"contradicts guarantee: {resolved.guarantee}; {row.because}")
         for row in BROKEN_GUARANTEES
-        if resolved.guarantee in row.guarantees and _folded(leaves.get(row.key)) in row.values
+        for key in leaves
+        if resolved.guarantee in row.guarantees
+        and row.key in (key, *(knob.name for knob in other_names().get(key, ())))
+        and _folded(leaves[key]) in row.values
     ]
     found += _two_names(leaves)
     found += _npu_modes(leaves)

@@ -7,6 +7,7 @@ built (https://pyyaml.org/wiki/PyYAMLDocumentation, "Events"); only then are nod
 from __future__ import annotations
 
 import re
+import stat
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 16
+LONGEST_NUMBER = 64  # characters; nothing that a profile sets needs more
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is optional in PyYAML's builds
 _PACKAGE_HEADER = re.compile(r"^\s*#\s*@(\w+)")
@@ -90,7 +92,10 @@ def _text(path: Path, where: str) -> str:
             raise ProfileError(
                 Problem("is a directory, not a profile file", where, todo="name a .yaml file in it")
             )
-        size = path.stat().st_size
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ProfileError(Problem("is no ordinary file", where))
+        size = status.st_size
         if size > MAX_BYTES:
             raise ProfileError(
                 Problem(
@@ -104,7 +109,7 @@ def _text(path: Path, where: str) -> str:
     except OSError as error:
         raise ProfileError(Problem(f"cannot be read: {error.strerror}", where)) from None
     try:
-        text = content.decode("utf-8")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ProfileError(
             Problem(f"not UTF-8 text (byte {error.start} is {content[error.start]:#04x})", where)
@@ -224,15 +229,7 @@ class _Builder:
             found = node.value if isinstance(node, yaml.ScalarNode) else "a list or mapping"
             raise ProfileError(Problem("a key is a word", self._place(node), found=shown(found)))
         key: str = node.value
-        if key.startswith("_") and key.endswith("_"):
-            raise ProfileError(
-                Problem(
-                    "a profile is data and runs no code",
-                    self._place(node),
-                    key,
-                    todo=f"remove `{key}`",
-                )
-            )
+        refuse_instructions(key, self._place(node), key)
         return key
 
     def _value(self, node: yaml.Node, dotted: str) -> Any:
@@ -245,12 +242,20 @@ class _Builder:
     def _scalar(self, node: yaml.Node, dotted: str) -> Any:
         text: str = node.value
         refuse_interpolation(text, self._place(node), dotted)
-        if node.tag not in _SCALARS:
+        if node.tag not in _SCALARS or len(text) > LONGEST_NUMBER:
             return text
         try:
             return yaml.constructor.SafeConstructor().construct_object(node)
-        except (ValueError, OverflowError):  # an integer of thousands of digits, say
+        except (ValueError, OverflowError):  # 0x without digits, say
             return text
+
+
+def refuse_instructions(word: str, where: str, key: str) -> None:
+    """Raise `ProfileError` if `word` is a key such as ``_target_``, which tells Hydra to act."""
+    if len(word) > 1 and word.startswith("_") and word.endswith("_"):
+        raise ProfileError(
+            Problem("a profile is data and runs no code", where, key, todo=f"remove `{word}`")
+        )
 
 
 def refuse_interpolation(text: str, where: str, key: str) -> None:

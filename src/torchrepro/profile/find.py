@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from torchrepro.errors import Problem, ProfileError, near, some
+from torchrepro.errors import Problem, ProfileError, near, shown, some
 
 SHIPPED = Path(__file__).parent.parent / "conf" / "repro"
 
@@ -65,16 +65,28 @@ def find(name: str, folders: tuple[Folder, ...], asked_by: str = "") -> Found:
     `asked_by` is the ``file:line`` of a defaults list, in which paths are refused.
     Raises `ProfileError` for a name that means no file.
     """
+    try:
+        return _found(name, folders, asked_by)
+    except ProfileError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:
+        # Too long for the file system, the home of nobody, an impossible character.
+        what = f"unknown profile '{shown(name)}': no file can have that name ({error})"
+        raise ProfileError(Problem(what, asked_by)) from None
+
+
+def _found(name: str, folders: tuple[Folder, ...], asked_by: str) -> Found:
     if name.startswith("pkg://"):
         return _in_package(name, asked_by)
-    path = Path(name).expanduser()
     if _NAME.fullmatch(name) and ".." not in name:
         for folder in folders:
             file = folder.file(name)
             if file:
                 return Found(name, file, folder.origin)
-    if not asked_by and (_looks_like_a_path(name) or path.exists()):
-        return _at_path(name, path)
+    if not asked_by and name:
+        path = Path(name).expanduser()
+        if _looks_like_a_path(name) or path.exists():
+            return _at_path(name, path)
     raise _unknown(name, folders, asked_by)
 
 

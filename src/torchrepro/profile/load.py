@@ -39,7 +39,8 @@ def validate(composition: Composition) -> Profile:
         raise ProfileError(problems(error, composition)) from None
     from torchrepro.profile.requirements import check_requirements
 
-    check_requirements(profile.requires, composition)
+    wanted = {package: text for package, text in profile.requires.items() if text is not None}
+    check_requirements(wanted, composition)
     return profile
 
 

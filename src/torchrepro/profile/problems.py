@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, get_args
 
 from torchrepro.errors import Problem, near, shown, some
-from torchrepro.knobs.catalogue import CATALOGUE, other_names
+from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name, other_names
 from torchrepro.knobs.refused import refusal
 from torchrepro.profile.schema import Profile
 
@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
     from torchrepro.profile.compose import Composition
+
+
+MAPPINGS = {  # keys whose value is a mapping of the profile's own words
+    "device.modules": knobs_by_name()["device.modules"].legal.words,
+    "requires": 'a mapping such as {torch: ">=2.6"}',
+}
 
 
 def problems(error: ValidationError, composition: Composition) -> list[Problem]:
@@ -37,7 +43,7 @@ def _problems(details: ErrorDetails, composition: Composition) -> list[Problem]:
     path = [str(part) for part in details["loc"]]
     if details["type"] == "variable":
         path.append(context["name"])
-    key = ".".join(part for part in path if "[" not in part)
+    key = ".".join(part for part in path if part != "[key]")  # pydantic's word for a key itself
     found = _found(details["input"], context.get("name"))
     place = composition.place(key)
     if details["type"] == "extra_forbidden":
@@ -47,7 +53,8 @@ def _problems(details: ErrorDetails, composition: Composition) -> list[Problem]:
         close = near(found, legal.choices())
         return [Problem(context["complaint"], place, key, found, legal.words, close)]
     what = context.get("why") or _plainly(details)
-    return [Problem(what, place, key, found, todo=context.get("todo", ""))]
+    legal = next((words for name, words in MAPPINGS.items() if key.startswith(name)), "")
+    return [Problem(what, place, key, found, legal, todo=context.get("todo", ""))]
 
 
 def _found(value: Any, name: str | None) -> str:
@@ -81,7 +88,8 @@ def _unknown_key(path: list[str], found: str, place: str) -> Problem:
     what = "unknown key"
     if known:
         what = "unknown key: another name of the state behind the one below"
-    return Problem(what, place, key, found, some(legal), meant)
+    todo = "write it nested, a section per line" if "." in word else ""
+    return Problem(what, place, key, found, some(legal), meant, todo)
 
 
 def _unknown_variable(key: str, name: str, found: str, place: str, known: list[str]) -> Problem:

@@ -28,7 +28,7 @@ def check_requirements(requires: Mapping[str, str], composition: Composition) ->
             continue
         try:
             installed = version(package)
-        except PackageNotFoundError:
+        except (PackageNotFoundError, ValueError):  # ValueError: not the name of a package
             problems.append(Problem("the package is not installed", place, key, wanted))
             continue
         if not specifier.contains(installed, prereleases=True):

@@ -24,6 +24,7 @@ from torchrepro.knobs.catalogue import CATALOGUE, other_names
 from torchrepro.knobs.legal import ANY_TEXT
 from torchrepro.knobs.refused import refusal
 from torchrepro.profile.compose import WHOLE
+from torchrepro.profile.document import LONGEST_NUMBER
 
 if TYPE_CHECKING:
     from torchrepro.knobs.knob import Knob
@@ -67,7 +68,9 @@ def _as_text(value: Any) -> Any:
             "a variable is text, and YAML reads this word as a boolean",
             {"todo": f'write "{word}" in quotes, or the digit that the variable expects'},
         )
-    return str(value) if isinstance(value, int) else value
+    if isinstance(value, int) and abs(value) < 10**LONGEST_NUMBER:
+        return str(value)
+    return value
 
 
 def _extra_variables(values: Mapping[str, str]) -> Mapping[str, str]:
@@ -81,8 +84,8 @@ def _extra_variables(values: Mapping[str, str]) -> Mapping[str, str]:
     return MappingProxyType(dict(values))
 
 
-def _frozen(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    return MappingProxyType(dict(values))
+def _without_null(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return MappingProxyType({key: value for key, value in values.items() if value is not None})
 
 
 def _empty_if_null(value: Any) -> Any:
@@ -141,9 +144,9 @@ _Backends = create_model(
 _Environment = _section("Environment", _ENV_ROWS, "Environment variables of the catalogue.")
 
 TextByName: TypeAlias = Annotated[
-    Mapping[str, StrictStr],
+    Mapping[str, StrictStr | None],
     NULL_IS_EMPTY,
-    AfterValidator(_frozen),
+    AfterValidator(_without_null),
     PlainSerializer(dict),
 ]
 ExtraVariables: TypeAlias = Annotated[
