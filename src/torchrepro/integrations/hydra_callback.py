@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from torchrepro.applier import Applied, apply_resolved, in_force, stop_or_relaunch
 from torchrepro.errors import ApplyError, Problem, ProfileError, TorchreproError
@@ -177,8 +177,9 @@ def _with_override(problem: Problem, config: DictConfig) -> Problem:
 
 
 def _override_of(key: str, config: DictConfig) -> str | None:
-    lines = reversed(list(config.hydra.overrides.task))
-    return next((text for text in lines if _sets(text, key)), None)
+    # Unresolved: an override shows what was written, never what a resolver makes of it.
+    lines: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+    return next((text for text in reversed(lines) if _sets(text, key)), None)
 
 
 def _sets(override: str, key: str) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 from torchrepro.knobs.knob import Knob, Missing
 from torchrepro.knobs.legal import OneOf, Patterns, Whole
 from torchrepro.policies.dropout import DropoutPolicy
+from torchrepro.policies.host_rng import HostRngPolicy
 
 SOURCE = "https://docs.pytorch.org/docs/stable/library.html"
 
@@ -39,18 +39,6 @@ class Declared:
         """There is nothing to put back: nothing was written."""
 
 
-@dataclass(frozen=True, slots=True)
-class RandomNumbersFrom(Declared):
-    """Where random numbers are drawn; without an accelerator that is the host in any case."""
-
-    def holds(self, value: Any) -> bool:
-        return bool(value == self.present or not _accelerator_available())
-
-
-def _accelerator_available() -> bool:
-    return bool(import_module("torch").accelerator.is_available())
-
-
 def _policy(name: str, legal: Any, access: Any, summary: str, cost: str = "none") -> Knob:
     return Knob(
         name=name,
@@ -76,7 +64,7 @@ POLICIES = (
     _policy(
         "device.rng",
         OneOf(("native", "host")),
-        RandomNumbersFrom("native"),
+        HostRngPolicy(),
         "host draws every random number from the CPU's generator, the same on every device.",
         "host: drawing on the CPU and copying",
     ),

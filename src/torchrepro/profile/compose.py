@@ -71,7 +71,7 @@ def override(composition: Composition, overrides: Sequence[str]) -> None:
         key, value = _parse_override(text)
         composition.only_shipped = False
         place = f"override {text}"
-        _check_strings(value, place, key)
+        check_values(value, place, key)
         for part in reversed(key.split(".")):
             value = {part: value}
         lines = dict.fromkeys(flatten(value), place)
@@ -197,13 +197,14 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _check_strings(value: Any, place: str, key: str) -> None:
+def check_values(value: Any, place: str, key: str) -> None:
+    """Raise `ProfileError` for an instruction or an interpolation anywhere in `value`."""
     refuse_instructions(key.rpartition(".")[2], place, key)
     if isinstance(value, str):
         refuse_interpolation(value, place, key)
     elif isinstance(value, dict):
         for inner, entry in value.items():
-            _check_strings(entry, place, f"{key}.{inner}")
+            check_values(entry, place, f"{key}.{inner}" if key else str(inner))
     elif isinstance(value, list):
         for entry in value:
-            _check_strings(entry, place, key)
+            check_values(entry, place, key)

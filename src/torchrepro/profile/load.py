@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import Problem, ProfileError
-from torchrepro.profile.compose import Composition, compose, compose_document, override
+from torchrepro.profile.compose import (
+    Composition,
+    check_values,
+    compose,
+    compose_document,
+    override,
+)
 from torchrepro.profile.document import Document
 from torchrepro.profile.resolved import Resolved
 
@@ -73,6 +79,7 @@ def from_mapping(source: Any, where: str = "") -> Composition:
     """
     where = where or ("the DictConfig" if _is_dictconfig(source) else "the dict")
     values = _plain_config(source, where) if _is_dictconfig(source) else _plain(source)
+    check_values(values, where, "")
     defaults = values.pop("defaults", None)
     if defaults is not None and not (
         isinstance(defaults, list) and all(isinstance(entry, str) for entry in defaults)
