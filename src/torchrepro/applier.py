@@ -109,17 +109,20 @@ class Applied:
         if row.outcome is Outcome.UNCHANGED and knob.variable:
             return row  # the user's own: it is theirs to take away, as Hydra's `env_set` does
         saved = access.save()
-        self._undo.callback(access.restore, saved)
         if knob.holds(value) and knob.key != "seed":
             why = aside(knob)
+            self._undo.callback(access.restore, saved)
             return replace(row, outcome=Outcome.UNCHANGED, before=value, after=value, why=why)
         if reason := knob.refusal(value):
             return replace(row, outcome=Outcome.UNSUPPORTED, after=before, why=reason)
         try:
             access.write(value)
-        except Exception:
-            access.restore(saved)  # some of torch's setters assign first and refuse afterwards
+        except BaseException:
+            # Some of torch's setters assign first and refuse afterwards.
+            if knob.key == "seed" or access.read() != before:
+                access.restore(saved)
             raise
+        self._undo.callback(access.restore, saved)
         after = access.read()
         if not knob.holds(value):
             why = "written, but reading it back gives another value"

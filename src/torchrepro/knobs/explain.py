@@ -19,9 +19,9 @@ def explanations(name: str) -> list[dict[str, str]]:
     """
     rows = _rows(name)
     if not rows:
-        names = [knob.name for knob in CATALOGUE]
-        words = {known.rpartition(".")[2]: known for known in names}
-        close = near(name, names) or words.get(near(name, words), "")
+        keys = [knob.profile_key for knob in CATALOGUE]
+        words = {key.rpartition(".")[2]: key for key in reversed(keys)}
+        close = words.get(near(name, words), "") or near(name, keys)
         raise ProfileError(
             Problem(
                 f"unknown knob '{name}'",

@@ -147,7 +147,10 @@ class Attribute:
         setattr(self._owner(), self.name, value)
 
     save = read
-    restore = write
+
+    def restore(self, saved: Any) -> None:
+        if self.read() != saved:  # flags that were frozen meanwhile refuse even their own value
+            self.write(saved)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,15 +56,15 @@ def resolve(source: Any, overrides: Sequence[str] = ()) -> Resolved:
     The shipped profiles skip pydantic, whose import costs more than putting one in force: the
     tests hold their files to exactly the values that validation gives.
     """
-    if isinstance(source, Resolved):
-        return source
+    given = getattr(source, "resolved", source)  # a Profile is valid already
+    if isinstance(given, Resolved):
+        if not overrides:
+            return given
+        source = given.values
     if isinstance(source, Mapping) or _is_dictconfig(source):
         composition = from_mapping(source)
         override(composition, overrides)
         return validate(composition).resolved
-    if not isinstance(source, str) and hasattr(source, "model_dump"):
-        resolved: Resolved = source.resolved
-        return resolved
     composition = compose(str(source), overrides)
     if composition.only_shipped:
         return Resolved.of(composition.values)

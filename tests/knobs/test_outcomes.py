@@ -1,0 +1,140 @@
+"""Each outcome says what really happened, and strict profiles stop on three of them."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import torchrepro
+from torchrepro.knobs.knob import Attribute
+from torchrepro.report import Outcome
+
+FLAG = {"backends": {"cudnn": {"deterministic": True}}}
+NAME = "backends.cudnn.deterministic"
+VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+World = Callable[[], dict[str, Any]]
+
+
+def test_a_write_that_does_not_hold_is_ineffective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was written and cannot be read back is never called applied."""
+    monkeypatch.setattr(Attribute, "write", lambda self, value: None)
+
+    with torchrepro.apply(FLAG) as applied:
+        assert applied.report[NAME].outcome is Outcome.INEFFECTIVE
+
+
+def test_a_strict_profile_stops_on_an_ineffective_write(
+    monkeypatch: pytest.MonkeyPatch, world: World
+) -> None:
+    """A strict profile whose write does not hold raises, and leaves nothing behind."""
+    before = world()
+    monkeypatch.setattr(Attribute, "write", lambda self, value: None)
+
+    with pytest.raises(torchrepro.ApplyError, match="ineffective") as caught:
+        torchrepro.apply(FLAG | {"guarantee": "aligned"})
+
+    assert caught.value.report is not None
+    assert before == world()
+
+
+FROZEN = """
+import torch, torchrepro
+torch.backends.disable_global_flags()
+profile = {"backends": {"cudnn": {"deterministic": True}}}
+with torchrepro.apply(profile) as applied:
+    print(applied.report["backends.cudnn.deterministic"].outcome)
+try:
+    torchrepro.apply({**profile, "guarantee": "aligned"})
+except torchrepro.ApplyError as error:
+    print("stopped", "failed" in str(error))
+"""
+
+
+def test_a_write_that_the_library_refuses_has_failed() -> None:
+    """Flags that torch has frozen are `failed`, and stop a strict profile."""
+    done = subprocess.run(
+        [sys.executable, "-c", FROZEN], capture_output=True, text=True, timeout=120, check=True
+    )
+
+    assert done.stdout.split()[-3:] == ["failed", "stopped", "True"]
+
+
+@pytest.mark.parametrize("exported", ["strict", "TRUE", "true"])
+def test_an_exported_value_as_good_is_unchanged(
+    exported: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's own value that serves the guarantee is kept and is no conflict."""
+    monkeypatch.setenv("HCCL_DETERMINISTIC", exported)
+    values = {"guarantee": "repeatable", "env": {"HCCL_DETERMINISTIC": "true"}}
+
+    with torchrepro.apply(values) as applied:
+        row = applied.report["env.HCCL_DETERMINISTIC"]
+
+    assert (Outcome.UNCHANGED, exported) == (row.outcome, row.after)
+
+
+def test_an_exported_contradiction_is_kept_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profile that is not strict leaves the user's value in place and says so."""
+    monkeypatch.setenv(VARIABLE, ":0:0")
+
+    with torchrepro.apply({"env": {VARIABLE: ":4096:8"}}) as applied:
+        row = applied.report[f"env.{VARIABLE}"]
+
+    assert (row.outcome, row.after) == (Outcome.CONFLICT, ":0:0")
+
+
+def test_an_exported_contradiction_stops_a_strict_profile(
+    monkeypatch: pytest.MonkeyPatch, world: World
+) -> None:
+    """A strict profile meets a contradiction before it changes anything, and names it."""
+    monkeypatch.setenv(VARIABLE, ":0:0")
+    before = world()
+
+    with pytest.raises(torchrepro.ApplyError, match=VARIABLE):
+        torchrepro.apply("debug-strict")
+
+    assert before == world()
+
+
+def test_a_variable_of_an_outer_profile_is_not_the_users() -> None:
+    """What torchrepro itself has set may be changed by an inner profile."""
+    outer = {"env_extra": {"TEST_OF_TORCHREPRO": "1"}}
+    inner = {"guarantee": "repeatable", "env_extra": {"TEST_OF_TORCHREPRO": "2"}}
+
+    with torchrepro.apply(outer), torchrepro.apply(inner) as applied:
+        row = applied.report["env_extra.TEST_OF_TORCHREPRO"]
+
+    assert (row.outcome, row.before, row.after) == (Outcome.APPLIED, "1", "2")
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_a_report_has_one_row_per_knob_and_is_json(data: st.DataObject, profiles: Any) -> None:
+    """Every knob that a profile names has one row, as an object, as a table and as JSON."""
+    try:
+        applied = torchrepro.apply(data.draw(profiles))
+    except torchrepro.ProfileError:
+        return
+    with applied:
+        report = applied.report
+        expected = [knob.name for knob, _ in applied.resolved.settings()]
+
+    assert expected == [row.knob for row in report]
+    assert len(set(expected)) == len(expected)
+    decoded = json.loads(json.dumps(report.to_json()))
+    assert expected == [row["knob"] for row in decoded["knobs"]]
+    assert all(row.knob in str(report) for row in report)
+    assert sum(report.counts.values()) == len(report)
+
+
+def test_the_plan_is_what_apply_does() -> None:
+    """With every library loaded, the outcomes of the plan are those of the report."""
+    expected = [(row.knob, row.outcome) for row in torchrepro.plan("debug-strict").report]
+
+    with torchrepro.apply("debug-strict") as applied:
+        assert expected == [(row.knob, row.outcome) for row in applied.report]
