@@ -41,7 +41,7 @@ ProfileName = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[OVERRIDE]...", help="As in seed=7 or backends.cudnn.benchmark=false."),
+    typer.Argument(metavar="OVERRIDE", help="As in seed=7 or backends.cudnn.benchmark=false."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
