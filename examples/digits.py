@@ -102,7 +102,7 @@ def main(config: DictConfig) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            steps.set_postfix(epoch=epoch, loss=f"{loss.item():.4f}")
+            steps.set_postfix(epoch=epoch, loss=f"{loss.item():.4f}", refresh=False)
             steps.update()
     steps.close()
 
