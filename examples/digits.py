@@ -82,7 +82,7 @@ def main(config: DictConfig) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     images, labels = load_digits(return_X_y=True)
     split = train_test_split(
-        images.reshape(-1, 8, 8), labels, test_size=0.25, random_state=config.split_seed
+        images.reshape(-1, 8, 8), labels, test_size=0.25, random_state=config.seed
     )
     train = DataLoader(
         Digits(split[0], split[2], augment=True),

@@ -53,6 +53,11 @@ class Applied:
         """One outcome per knob."""
         return report_of(self.resolved, tuple(self._rows))
 
+    def has_set(self, step: Step) -> bool:
+        """Whether the knob of `step` was written and holds."""
+        name = step.knob.name
+        return any(r.knob == name and r.outcome is Outcome.APPLIED for r in self._rows)
+
     @property
     def active(self) -> bool:
         """Whether the profile is still in force."""
@@ -162,8 +167,7 @@ def apply(profile: Any, overrides: Sequence[str] = ()) -> Applied:
     `LateError` if a knob is past its phase and the profile's `on_late` is `error`; the process is
     then as it was before. With `on_late: relaunch` the first call may replace the process.
     """
-    obstacle = "a profile was applied before in this process" if _past else ""
-    return apply_resolved(resolve(profile, overrides), obstacle)
+    return apply_resolved(resolve(profile, overrides), "")
 
 
 def apply_resolved(resolved: Resolved, obstacle: str) -> Applied:
@@ -195,7 +199,8 @@ def stop_or_relaunch(plan: Plan, obstacle: str) -> None:
         return
     why = ""
     if plan.resolved.on_late == "relaunch":
-        why = obstacle or obstacle_to_relaunch(plan.resolved.digest)
+        earlier = "a profile was applied before in this process" if _past else ""
+        why = obstacle or earlier or obstacle_to_relaunch(plan.resolved.digest)
         if not why:
             relaunch(plan.variables, plan.resolved.digest)
     raise LateError(_late(plan, why), plan.report)
@@ -206,8 +211,8 @@ def own_variables() -> dict[str, str]:
     return {
         step.knob.variable: step.value
         for applied in _in_force
-        for step, row in zip(applied.plan.steps, applied._rows, strict=False)  # noqa: SLF001
-        if step.knob.variable and row.outcome is Outcome.APPLIED
+        for step in applied.plan.steps
+        if step.knob.variable and applied.has_set(step)
     }
 
 
@@ -221,5 +226,5 @@ def _late(plan: Plan, why: str) -> str:
     asked = plan.resolved
     head = f"profile '{asked.name}' has knobs past their phase (on_late: {asked.on_late})"
     no_relaunch = f"  no relaunch, because {why}" if why else ""
-    todo = f"  start the program with `torchrepro run {plan.resolved.name} -- ...`"
+    todo = "  start the program with `torchrepro run`, which sets them before Python starts"
     return "\n".join(line for line in (head, *lines, no_relaunch, todo) if line)

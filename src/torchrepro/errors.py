@@ -46,7 +46,7 @@ class Problem:
         )
         if self.where.startswith("override "):  # the override already shows key and value
             subject = ""
-        head = ": ".join(part for part in (self.where, subject) if part)
+        head = printable(": ".join(part for part in (self.where, subject) if part))
         lines = [f"{head}: {self.what}" if head else self.what]
         for label, text in (
             ("did you mean", self.near),
@@ -75,6 +75,9 @@ class ProfileError(TorchreproError, ValueError):
         rest = len(self.problems) - MANY
         super().__init__("\n".join(lines + [f"... and {rest} more problems"] * (rest > 0)))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.problems,)
+
 
 class ApplyError(TorchreproError, RuntimeError):
     """The profile could not be put in force; the process is as it was before."""
@@ -82,6 +85,9 @@ class ApplyError(TorchreproError, RuntimeError):
     def __init__(self, message: str, report: Report | None = None) -> None:
         self.report = report
         super().__init__(message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (*self.args, self.report)
 
 
 class LateError(ApplyError):
@@ -112,8 +118,13 @@ def shown(value: Any) -> str:
     text = {None: "null", True: "true", False: "false"}.get(value) if _plain(value) else None
     if text is None:
         text = value if isinstance(value, str) else _written(value)
-    text = text.replace("\n", "\\n") or "''"
+    text = printable(text) or "''"
     return text if len(text) <= WIDE else text[: WIDE - 3] + "..."
+
+
+def printable(text: str) -> str:
+    """Return `text` with every control character escaped: a file must not steer a terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _written(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,11 +88,13 @@ def unreachable(program: str, command: Sequence[str]) -> str:
     """Return why a Python started by `command` would not take a profile, or an empty string."""
     if Path(command[0]).name == "env" and _drops_the_environment(command[1:]):
         return "`env` takes the variables away that carry it"
-    wrapped = Path(command[0]).name in _WRAPPERS
-    for position, word in enumerate(command if wrapped else command[:1]):
-        barrier = _barrier([word, *command[position + 1 :]], program if position == 0 else "")
-        if barrier:
-            return barrier
+    if Path(command[0]).name not in _WRAPPERS:
+        return _barrier(command, program)
+    for position, word in enumerate(command[1:], start=1):
+        inner = shlex.split(word) if command[position - 1] in ("-S", "--split-string") else [word]
+        started = shutil.which(inner[0]) if inner and not word.startswith("-") else None
+        if started:
+            return unreachable(started, [*inner, *command[position + 1 :]])
     return ""
 
 

@@ -146,7 +146,7 @@ def refusal(resolved: Resolved, rows: Sequence[Row]) -> str:
     """Return what to tell a user whose strict profile stops because of `rows`."""
     head = (
         f"profile '{resolved.name}' promises {resolved.guarantee} and cannot be put in force; "
-        "nothing was changed:"
+        "the process is as it was:"
     )
     return "\n".join([head, *(f"  {row.knob}: {row.outcome}: {row.why}" for row in rows)])
 

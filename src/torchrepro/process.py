@@ -9,6 +9,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.errors import ApplyError
 from torchrepro.profile.resolved import Resolved
 
 if TYPE_CHECKING:
@@ -83,7 +84,10 @@ def inherited() -> Resolved | None:
 
 @lru_cache(maxsize=4)
 def _parsed(text: str) -> Resolved:
-    return Resolved.of(json.loads(text))
+    try:
+        return Resolved.of(json.loads(text))
+    except (ValueError, AttributeError):
+        raise ApplyError(f"{PROFILE} does not hold what `torchrepro run` writes there") from None
 
 
 def obstacle_to_relaunch(digest: str) -> str:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
+
+from torchrepro.errors import ApplyError, TorchreproError
+from torchrepro.process import inherited
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,90 +21,118 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from torchrepro.applier import Applied
+    from torchrepro.planner import Step
+    from torchrepro.profile.resolved import Resolved
 
-# A library's generators are seeded once its own module is there, torch's flags with torch.
-_STAGES = {"random": "python", "numpy.random": "numpy", "torch": "everything else"}
-_state: dict[str, Applied] = {}
+_OWN_MODULE = {"random": "python", "numpy.random": "numpy"}  # module -> target of its knobs
+_MODULES = (*_OWN_MODULE, "torch")  # with torch comes everything else
+_NOT_IN_FORCE = 3
+_state: dict[str, Any] = {}
 
 
 def put_in_force_on_import() -> None:
     """Wait for the imports of random, numpy.random and torch; changes `sys.meta_path`."""
-    waiting = [module for module in _STAGES if module not in sys.modules]
-    if waiting:
-        sys.meta_path.insert(0, _AfterImport(waiting, _carry_out))
-    for module in _STAGES:
+    try:
+        _state["resolved"] = inherited()
+    except TorchreproError as error:
+        _end(error)
+    sys.meta_path.insert(0, _AfterImport(_MODULES, _carry_out))
+    for module in _MODULES:
         if module in sys.modules:
             _carry_out(module)
 
 
-def _carry_out(module: str) -> None:
-    """Set the knobs that become reachable with `module`, or end the process with status 3."""
-    from torchrepro.errors import TorchreproError
+def in_force_now() -> Applied | None:
+    """Import what is still waited for, and return the profile that is then wholly in force."""
+    if "resolved" not in _state:
+        return None
+    for module in _MODULES:
+        import_module(module)
+        _carry_out(module)
+    return _applied()
 
+
+def _carry_out(module: str) -> None:
+    """Set the knobs that `module` makes reachable, once, or end the process with status 3."""
+    if module in _state:
+        return
+    _state[module] = True
     try:
         applied = _applied()
-        target = _STAGES[module]
-        own = [s for s in applied.plan.steps if s.knob.target in _STAGES.values()]
-        rest = [s for s in applied.plan.steps if s not in own]
-        applied.carry_out(rest if module == "torch" else [])
-        applied.carry_out(step for step in own if step.knob.target == target)
+        applied.carry_out(_steps_for(module, applied.plan.steps))
     except TorchreproError as error:
-        # An exception could be caught by whoever imports the module; a run that is not under its
-        # profile must not go on.
-        sys.stderr.write(f"torchrepro: {error}\n")
-        sys.stderr.flush()
-        os._exit(error.exit_status)
+        _end(error)
     if module == "torch" and os.environ.get("TORCHREPRO_FIRST") == str(os.getpid()):
         from torchrepro.tables import announce
 
         announce(applied.report)
 
 
+def _steps_for(module: str, steps: Sequence[Step]) -> list[Step]:
+    target = _OWN_MODULE.get(module)
+    if target is not None:
+        return [step for step in steps if step.knob.target == target]
+    return [step for step in steps if step.knob.target not in _OWN_MODULE.values()]
+
+
+def _end(error: TorchreproError) -> None:
+    # An exception could be caught by whoever imports the module; a run that is not under its
+    # profile must not go on.
+    sys.stderr.write(f"torchrepro: {error}\n")
+    sys.stderr.flush()
+    os._exit(_NOT_IN_FORCE)
+
+
 def _applied() -> Applied:
     from torchrepro.applier import begin
-    from torchrepro.process import inherited
 
     if "applied" not in _state:
-        resolved = inherited()
+        resolved: Resolved | None = _state["resolved"]
         if resolved is None:
-            raise RuntimeError("this process was not started by `torchrepro run`")
+            raise ApplyError("no profile came with this process")
         _state["applied"] = begin(resolved, "the process was started by `torchrepro run`")
-    return _state["applied"]
+    applied: Applied = _state["applied"]
+    return applied
 
 
 class _AfterImport(MetaPathFinder):
-    """Calls back once each of some modules has been imported."""
+    """Calls back once each of some modules has been imported.
+
+    A module that is only looked for, as by `importlib.util.find_spec`, is waited for on.
+    """
 
     def __init__(self, modules: Sequence[str], call: Callable[[str], None]) -> None:
-        self.waiting = set(modules)
+        self.modules = frozenset(modules)
         self.call = call
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in self.waiting:
+        if fullname not in self.modules:
             return None
-        self.waiting.discard(fullname)
-        spec = next(
-            filter(None, (_spec(finder, fullname, path, target) for finder in sys.meta_path)), None
-        )
+        others = [finder for finder in sys.meta_path if finder is not self]
+        specs = (_spec(finder, fullname, path, target) for finder in others)
+        spec = next(filter(None, specs), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _Announcing(spec.loader, lambda: self.call(fullname))
         return spec
 
 
 def _spec(finder: Any, name: str, path: Any, target: Any) -> ModuleSpec | None:
-    find = getattr(finder, "find_spec", PathFinder.find_spec)
-    found: ModuleSpec | None = find(name, path, target)
+    find = getattr(finder, "find_spec", None)
+    found: ModuleSpec | None = find(name, path, target) if find else None
     return found
 
 
 class _Announcing(Loader):
-    """A loader that announces when its module is ready."""
+    """A loader that announces when its module is ready, and is otherwise the one it stands for."""
 
     def __init__(self, loader: Any, announce: Callable[[], None]) -> None:
         self._loader = loader
         self._announce = announce
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         module: ModuleType | None = self._loader.create_module(spec)

@@ -1,5 +1,8 @@
 """`apply` and `plan` take a name, a path, a profile, a config or a dict, and mean the same."""
 
+import copy
+import pickle
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -57,3 +60,26 @@ def test_anything_else_is_refused(nonsense):
     """What is no profile in any form is a `ProfileError`, never another exception."""
     with pytest.raises(torchrepro.ProfileError):
         torchrepro.plan(nonsense)
+
+
+def test_a_profile_and_its_errors_survive_pickling():
+    """What crosses to another process arrives as what it was."""
+    profile = torchrepro.load("npu-align", ["seed=5"])
+    with pytest.raises(torchrepro.ProfileError) as caught:
+        torchrepro.load("seed-only", ["seed=-1"])
+
+    assert pickle.loads(pickle.dumps(profile)) == profile
+    assert copy.deepcopy(profile) == profile
+    assert len({profile, torchrepro.load("npu-align", ["seed=5"])}) == 1
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_control_characters_of_a_file_never_reach_the_terminal(tmp_path):
+    """A message shows a hostile value escaped."""
+    path = tmp_path / "loud.yaml"
+    path.write_text('seed: "\\e[31mred\\a"\n', encoding="utf-8")
+
+    with pytest.raises(torchrepro.ProfileError) as caught:
+        torchrepro.load(str(path))
+
+    assert all(character.isprintable() or character == "\n" for character in str(caught.value))

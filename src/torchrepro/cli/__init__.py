@@ -15,8 +15,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from torchrepro.errors import TorchreproError
 
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # Typer takes `--` for itself: what follows it belongs to the command that is started.
-    ours, _, theirs = _split(words)
+    # Typer takes `--` for itself: after `run` it begins the command that is started.
+    ours, theirs = _split(words)
     try:
         app(ours, prog_name="torchrepro", obj=theirs)
     except TorchreproError as error:
@@ -27,8 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(1)
 
 
-def _split(words: list[str]) -> tuple[list[str], bool, list[str] | None]:
-    if "--" not in words:
-        return words, False, None
+def _split(words: list[str]) -> tuple[list[str], list[str] | None]:
+    if words[:1] != ["run"] or "--" not in words:
+        return words, None
     at = words.index("--")
-    return words[:at], True, words[at + 1 :]
+    return words[:at], words[at + 1 :]

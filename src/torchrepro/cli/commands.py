@@ -188,12 +188,13 @@ def show_environment(
     profile: ProfileName,
     overrides: Overrides = None,
     form: Annotated[EnvFormat, typer.Option("--format", help="How to write them.")] = EnvFormat.SH,
+    as_json: Json = False,  # noqa: FBT002
 ) -> None:
     """Print the profile's variables, for a job script, a container or a shell."""
     import shlex
 
     variables = _resolved(profile, overrides).environment()
-    if form is EnvFormat.JSON:
+    if as_json or form is EnvFormat.JSON:
         _print_json(variables)
         return
     for name, value in variables.items():

@@ -31,6 +31,7 @@ GROUP = "repro"
 SCHEME = "torchrepro"
 CALLBACK = "torchrepro.integrations.hydra_callback.ReproCallback"
 _ALWAYS_ON = "hydra/env/default"  # the one group that Hydra's own defaults list leaves to others
+_CALLBACK_ON = {"hydra": {"callbacks": {GROUP: {"_target_": CALLBACK}}}}
 _SEPARATOR = "|"
 
 composed: dict[str, Composition] = {}
@@ -110,8 +111,7 @@ class ReproConfigSource(ConfigSource):
         """
         self._notice_new_composition()
         if config_path.removesuffix(".yaml") == _ALWAYS_ON:
-            target = {"hydra": {"callbacks": {GROUP: {"_target_": CALLBACK}}}}
-            return self._result(OmegaConf.create(target), "_global_")
+            return self._result(OmegaConf.create(_CALLBACK_ON))
         name = _profile_name(config_path)
         if name is None:
             raise ConfigLoadError(f"Config not found: {config_path}")
@@ -120,11 +120,12 @@ class ReproConfigSource(ConfigSource):
         except ProfileError as error:
             composition = Composition({REFUSED: str(error)})
         composed[name] = composition
-        config = OmegaConf.create(composition.values)
+        # The callback comes with the profile as well: an app may replace the group `hydra/env`.
+        config = OmegaConf.create({GROUP: composition.values, **_CALLBACK_ON})
         # An open section: every key can be overridden, set or not, and a wrong one is judged by
         # the schema, whose message says what was meant.
-        OmegaConf.set_struct(config, value=False)
-        return self._result(config, GROUP)
+        OmegaConf.set_struct(config[GROUP], value=False)
+        return self._result(config)
 
     def _notice_new_composition(self) -> None:
         # Hydra copies its sources for every composition: another copy means another one began.
@@ -142,10 +143,10 @@ class ReproConfigSource(ConfigSource):
         folders = (*self._folders(), *search_path())
         return sorted({name for folder in folders for name in folder.names()})
 
-    def _result(self, config: DictConfig, package: str) -> ConfigResult:
-        return ConfigResult(
-            provider=self.provider, path=f"{SCHEME}://", config=config, header={"package": package}
-        )
+    def _result(self, config: DictConfig) -> ConfigResult:
+        path = f"{SCHEME}://"
+        header: dict[str, str | None] = {"package": "_global_"}
+        return ConfigResult(provider=self.provider, path=path, config=config, header=header)
 
     def _folders(self) -> tuple[Folder, ...]:
         """Return the folder of profiles in every other place on Hydra's search path."""

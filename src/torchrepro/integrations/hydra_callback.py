@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from torchrepro.applier import Applied, apply_resolved, in_force, stop_or_relaunch
+from torchrepro.applier import Applied, apply_resolved, stop_or_relaunch
 from torchrepro.errors import ApplyError, Problem, ProfileError, TorchreproError
 from torchrepro.integrations.hydra import GROUP, composed
 from torchrepro.manifest import write_manifest
@@ -25,6 +24,7 @@ from torchrepro.process import inherited
 from torchrepro.profile.compose import Composition, flatten
 from torchrepro.profile.difference import differences
 from torchrepro.profile.load import from_mapping, validate
+from torchrepro.started import in_force_now
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import Resolved
@@ -58,10 +58,7 @@ class ReproCallback(Callback):
                 return
             started_under = _agreeing_run(resolved)
             if started_under is not None and config.hydra.mode is RunMode.RUN:
-                # `run` has put this very profile in force: there is nothing to change. Its knobs
-                # are set as these are imported.
-                import_module("numpy.random")
-                import_module("torch")
+                # `run` has put this very profile in force: there is nothing to change.
                 _record(config, started_under)
                 return
             _job.append(apply_resolved(resolved, "Hydra has started the job"))
@@ -120,6 +117,11 @@ class _StopOnRefusal:
 def _resolved(config: DictConfig) -> Resolved | None:
     """Return the profile that the composed config asks for, or None if it asks for none."""
     section = config.get(GROUP)
+    pieces = [str(key) for key in config if str(key).startswith(f"{GROUP}/")]
+    if pieces:
+        raise ProfileError(
+            Problem("this version knows no pieces of profiles", found=f"+{pieces[0]}")
+        )
     if len(composed) > 1:
         raise ProfileError(
             Problem(
@@ -196,7 +198,7 @@ def _agreeing_run(resolved: Resolved) -> Applied | None:
     if outer is None:
         return None
     if outer.digest == resolved.digest:
-        return next((scope for scope in in_force() if scope.digest == outer.digest), None)
+        return in_force_now()
     lines = [
         f"  {difference.key}: run {difference.left!r}, job {difference.right!r}"
         for difference in differences(outer, resolved)

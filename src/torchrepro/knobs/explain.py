@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torchrepro.errors import Problem, ProfileError, near
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name, other_names
+from torchrepro.knobs.refused import WITHOUT_EFFECT
 
 if TYPE_CHECKING:
     from torchrepro.knobs.knob import Knob
@@ -17,6 +18,8 @@ def explanations(name: str) -> list[dict[str, str]]:
     `name` is a row's name, a key of a profile, an alias, a variable, or the last word of a name.
     Raises `ProfileError` with a near match for anything else.
     """
+    if name in WITHOUT_EFFECT:
+        raise ProfileError(Problem(f"{name} does nothing: {WITHOUT_EFFECT[name]}"))
     rows = _rows(name)
     if not rows:
         keys = [knob.profile_key for knob in CATALOGUE]
@@ -42,7 +45,12 @@ def _rows(name: str) -> tuple[Knob, ...]:
         return obeying
     if name in other_names():
         return other_names()[name]
-    return tuple(knob for knob in CATALOGUE if knob.name.endswith(f".{name}"))
+    sections = (f"{name}.", f"backends.{name}.")
+    return tuple(
+        knob
+        for knob in CATALOGUE
+        if knob.name.endswith(f".{name}") or knob.name.startswith(sections)
+    )
 
 
 def _explanation(knob: Knob) -> dict[str, str]:

@@ -183,5 +183,5 @@ class SchemaVersion:
         return ()
 
 
-ANY_TEXT = Text(r"[^\0]*", "any text")
+ANY_TEXT = Text(r"[^\0]*", "any text without NUL characters")
 SEED = Whole(0, 2**32 - 1)

@@ -76,6 +76,7 @@ def override(composition: Composition, overrides: Sequence[str]) -> None:
             value = {part: value}
         lines = dict.fromkeys(flatten(value), place)
         _merge(composition.values, value)
+        _forget_sections(composition.origins, key)
         composition.origins.update(lines)
 
 
@@ -144,7 +145,8 @@ class _Chain:
 
     def _add_values(self, document: Document) -> None:
         _merge(self.composition.values, document.values)
-        self.composition.origins |= {key: document.place(key) for key in document.lines}
+        keys = document.lines or flatten(document.values)
+        self.composition.origins |= {key: document.place(key) for key in keys}
 
 
 def _beside(found: Found) -> Folder:
@@ -165,6 +167,13 @@ def _merge(onto: dict[str, Any], values: Mapping[str, Any]) -> None:
             _merge(section, value)
         else:
             onto[key] = value
+
+
+def _forget_sections(origins: dict[str, str], key: str) -> None:
+    """Drop the origins of what `key` lies in: a value that was there is a section now."""
+    while "." in key:
+        key = key.rpartition(".")[0]
+        origins.pop(key, None)
 
 
 def _parse_override(text: str) -> tuple[str, Any]:

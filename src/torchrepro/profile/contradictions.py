@@ -26,7 +26,14 @@ class Contradiction:
     because: str
 
 
-BROKEN_GUARANTEES = (
+LOWERED = "float32 is then computed with fewer bits here and not on the other side"
+
+BROKEN_GUARANTEES: tuple[Contradiction, ...] = (
+    Contradiction(("aligned",), "backends.cuda.matmul_fp32_precision", ("tf32",), LOWERED),
+    Contradiction(("aligned",), "backends.cudnn.conv_fp32_precision", ("tf32",), LOWERED),
+    Contradiction(("aligned",), "backends.cudnn.rnn_fp32_precision", ("tf32",), LOWERED),
+    Contradiction(("aligned",), "backends.npu.conv_allow_hf32", (True,), LOWERED),
+    Contradiction(("aligned",), "backends.npu.matmul_allow_hf32", (True,), LOWERED),
     Contradiction(
         STRICT,
         "backends.cudnn.benchmark",

@@ -115,7 +115,7 @@ def _in_package(name: str, asked_by: str) -> Found:
             file = folder.file(rest)
             if file:
                 return Found(file.stem, file, folder.origin)
-    raise _unknown(rest or name, folders, asked_by)
+    raise _unknown(name, folders, asked_by)
 
 
 def package_folders(package: str) -> list[Path]:

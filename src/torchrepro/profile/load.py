@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import Problem, ProfileError
@@ -29,6 +30,7 @@ def load(profile: str, overrides: Sequence[str] = ()) -> Profile:
     ``pkg://package.path/name``; `overrides` are written as on a Hydra command line
     (``seed=7``, ``backends.cudnn.benchmark=false``). Raises `ProfileError`; changes nothing.
     """
+    _refuse_other_types(profile, overrides)
     return validate(compose(str(profile), overrides))
 
 
@@ -56,6 +58,7 @@ def resolve(source: Any, overrides: Sequence[str] = ()) -> Resolved:
     The shipped profiles skip pydantic, whose import costs more than putting one in force: the
     tests hold their files to exactly the values that validation gives.
     """
+    _refuse_other_types(source, overrides)
     given = getattr(source, "resolved", source)  # a Profile is valid already
     if isinstance(given, Resolved):
         if not overrides:
@@ -69,6 +72,18 @@ def resolve(source: Any, overrides: Sequence[str] = ()) -> Resolved:
     if composition.only_shipped:
         return Resolved.of(composition.values)
     return validate(composition).resolved
+
+
+def _refuse_other_types(source: Any, overrides: Any) -> None:
+    """Raise `ProfileError` for an argument that is no profile, or no list of overrides."""
+    is_profile = isinstance(source, str | PathLike | Mapping | Resolved)
+    if not is_profile and not _is_dictconfig(source) and not hasattr(source, "resolved"):
+        legal = "a name, a path, a Profile, a DictConfig or a dict"
+        raise ProfileError(Problem("not a profile", found=type(source).__name__, legal=legal))
+    listed = isinstance(overrides, list | tuple)
+    if not listed or not all(isinstance(text, str) for text in overrides):
+        legal = 'a list of texts such as ["seed=7"]'
+        raise ProfileError(Problem("not a list of overrides", found=str(overrides), legal=legal))
 
 
 def from_mapping(source: Any, where: str = "") -> Composition:

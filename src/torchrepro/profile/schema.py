@@ -88,6 +88,19 @@ class Profile(BaseModel):
             raise PydanticCustomError("contradiction", "contradiction", {"found": found})
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = self.model_dump(by_alias=True, mode="json", exclude_none=True)
+        return type(self).model_validate, (values,)
+
+    def __deepcopy__(self, memo: Any = None) -> Profile:
+        return self  # frozen all the way down
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Profile) and self.resolved == other.resolved
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
     @property
     def resolved(self) -> Resolved:
         """The plain values that the profile sets."""
