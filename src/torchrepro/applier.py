@@ -115,8 +115,12 @@ class Applied:
             return row  # the user's own: it is theirs to take away, as Hydra's `env_set` does
         saved = access.save()
         if knob.holds(value) and knob.key != "seed":
-            why = aside(knob)
             self._undo.callback(access.restore, saved)
+            planned = step.expected
+            if planned.outcome is Outcome.APPLIED and planned.before is not None:
+                # Older torch has one switch for two knobs: the first of them has moved both.
+                return replace(planned, after=value)
+            why = aside(knob)
             return replace(row, outcome=Outcome.UNCHANGED, before=value, after=value, why=why)
         if reason := knob.refusal(value):
             return replace(row, outcome=Outcome.UNSUPPORTED, after=before, why=reason)
