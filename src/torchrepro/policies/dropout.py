@@ -8,7 +8,6 @@ keep their dropout.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from dataclasses import dataclass
 from importlib import import_module
@@ -57,8 +56,3 @@ def _identity(tensor: Any, p: float, train: bool) -> Any:  # noqa: FBT001 - aten
 
 def _identity_in_place(tensor: Any, p: float, train: bool) -> Any:  # noqa: FBT001
     return tensor
-
-
-def compiled_code_present() -> bool:
-    """Return whether code that this policy does not reach may already be there."""
-    return "torch._dynamo" in sys.modules
