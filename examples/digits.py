@@ -3,9 +3,12 @@
     python examples/digits.py                            # other numbers in every run
     python examples/digits.py +repro=debug-strict        # the same weights, bit for bit
     python examples/digits.py +repro=debug-strict repro.seed=8
+    python examples/digits.py +repro=debug-strict repro.streams.split=3   # another split alone
+    python examples/digits.py +repro=debug-strict checkpoint=kept         # resumes
 
-It prints the accuracy on held-out digits and a fingerprint of the trained weights. Nothing in it
-knows about torchrepro: `+repro=` is all it takes.
+It prints the accuracy on held-out digits and a fingerprint of the trained weights. `+repro=` alone
+makes it repeatable, workers and augmentation included; the split draws from a stream of its own,
+and the checkpoint lets an interrupted run end with the weights of an uninterrupted one.
 """
 
 import hashlib
@@ -19,6 +22,8 @@ from sklearn.model_selection import train_test_split
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
+
+import torchrepro
 
 
 class Digits(Dataset):
@@ -76,37 +81,50 @@ def accuracy(model: nn.Module, loader: DataLoader, device: torch.device) -> floa
     return sum(hits) / len(loader.dataset)
 
 
+def split_seed(config: DictConfig) -> int:
+    """Return what the data is split by: the stream `split`; without a profile the app's seed."""
+    return torchrepro.stream("split").seed if "repro" in config else config.seed
+
+
+def split_digits(config: DictConfig) -> tuple[Digits, Digits]:
+    """Return the digits to train on, and those held out."""
+    images, labels = load_digits(return_X_y=True)
+    kept, held_out, kept_labels, held_out_labels = train_test_split(
+        images.reshape(-1, 8, 8), labels, test_size=0.25, random_state=split_seed(config)
+    )
+    return (
+        Digits(kept, kept_labels, augment=True),
+        Digits(held_out, held_out_labels, augment=False),
+    )
+
+
 @hydra.main(version_base=None, config_path="conf", config_name="digits")
 def main(config: DictConfig) -> None:
     """Train, then print accuracy and fingerprint."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    images, labels = load_digits(return_X_y=True)
-    split = train_test_split(
-        images.reshape(-1, 8, 8), labels, test_size=0.25, random_state=config.seed
-    )
+    training, held_out = split_digits(config)
     train = DataLoader(
-        Digits(split[0], split[2], augment=True),
-        batch_size=config.batch_size,
-        shuffle=True,
-        num_workers=config.num_workers,
+        training, batch_size=config.batch_size, shuffle=True, num_workers=config.num_workers
     )
-    held_out = DataLoader(Digits(split[1], split[3], augment=False), batch_size=256)
 
     model = network(config.dropout).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9)
-    steps = tqdm(total=config.epochs * len(train), unit="step", file=sys.stderr)
-    for epoch in range(config.epochs):
-        model.train()
-        for batch, targets in train:
-            loss = nn.functional.cross_entropy(model(batch.to(device)), targets.to(device))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            steps.set_postfix(epoch=epoch, loss=f"{loss.item():.4f}", refresh=False)
-            steps.update()
-    steps.close()
+    checkpoint = torchrepro.Checkpoint(config.checkpoint, model=model, optimizer=optimizer)
+    total = config.epochs * len(train)
+    with tqdm(total=total, initial=checkpoint.step, unit="step", file=sys.stderr) as steps:
+        for epoch in checkpoint.epochs(config.epochs):
+            model.train()
+            for batch, targets in checkpoint.batches(train):
+                loss = nn.functional.cross_entropy(model(batch.to(device)), targets.to(device))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                checkpoint.save(every=config.checkpoint_every)
+                steps.set_postfix(epoch=epoch, loss=f"{loss.item():.4f}", refresh=False)
+                steps.update()
 
-    print(f"accuracy {accuracy(model, held_out, device):.4f}")
+    test = DataLoader(held_out, batch_size=256)
+    print(f"accuracy {accuracy(model, test, device):.4f}")
     print(f"weights {fingerprint(model)}")
 
 

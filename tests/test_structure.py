@@ -14,13 +14,16 @@ PACKAGE = Path(torchrepro.__file__).parent
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
 LAYERS = (  # from the bottom upward; a module imports only from its own layer or one below
     ("errors",),
-    ("policies",),
+    ("imports",),
+    ("policies", "seeding"),
     ("knobs",),
     ("profile",),
     ("report", "tables"),
     ("process",),
     ("planner",),
-    ("applier", "launch", "manifest", "doctor"),
+    ("manifest",),
+    ("agreement",),
+    ("applier", "launch", "doctor"),
     ("started",),
     ("integrations",),
     ("cli",),

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torchrepro.errors import ApplyError as ApplyError
     from torchrepro.errors import LateError as LateError
     from torchrepro.errors import ProfileError as ProfileError
+    from torchrepro.errors import SeedingError as SeedingError
     from torchrepro.errors import TorchreproError as TorchreproError
     from torchrepro.planner import Plan as Plan
     from torchrepro.planner import plan as plan
@@ -19,20 +20,51 @@ if TYPE_CHECKING:
     from torchrepro.profile.schema import Profile as Profile
     from torchrepro.report import Outcome as Outcome
     from torchrepro.report import Report as Report
+    from torchrepro.seeding.dataloaders import dataloader_kwargs as dataloader_kwargs
+    from torchrepro.seeding.dataloaders import set_epoch as set_epoch
+    from torchrepro.seeding.fetching import sample_rng as sample_rng
+    from torchrepro.seeding.libraries import register_seeder as register_seeder
+    from torchrepro.seeding.mesh import use_mesh as use_mesh
+    from torchrepro.seeding.registered import register_generator as register_generator
+    from torchrepro.seeding.registered import unregister_generator as unregister_generator
+    from torchrepro.seeding.resume import Checkpoint as Checkpoint
+    from torchrepro.seeding.scopes import isolated_rng as isolated_rng
+    from torchrepro.seeding.scopes import seeded as seeded
+    from torchrepro.seeding.snapshot import rng_state as rng_state
+    from torchrepro.seeding.snapshot import save_rng_state as save_rng_state
+    from torchrepro.seeding.snapshot import set_rng_state as set_rng_state
+    from torchrepro.seeding.streams import Stream as Stream
+    from torchrepro.seeding.streams import stream as stream
 
 _HOME = {
     "Applied": "torchrepro.applier",
     "ApplyError": "torchrepro.errors",
+    "Checkpoint": "torchrepro.seeding.resume",
     "LateError": "torchrepro.errors",
     "Outcome": "torchrepro.report",
     "Plan": "torchrepro.planner",
     "Profile": "torchrepro.profile.schema",
     "ProfileError": "torchrepro.errors",
     "Report": "torchrepro.report",
+    "SeedingError": "torchrepro.errors",
+    "Stream": "torchrepro.seeding.streams",
     "TorchreproError": "torchrepro.errors",
     "apply": "torchrepro.applier",
+    "dataloader_kwargs": "torchrepro.seeding.dataloaders",
+    "isolated_rng": "torchrepro.seeding.scopes",
     "load": "torchrepro.profile.load",
     "plan": "torchrepro.planner",
+    "register_generator": "torchrepro.seeding.registered",
+    "register_seeder": "torchrepro.seeding.libraries",
+    "rng_state": "torchrepro.seeding.snapshot",
+    "sample_rng": "torchrepro.seeding.fetching",
+    "save_rng_state": "torchrepro.seeding.snapshot",
+    "seeded": "torchrepro.seeding.scopes",
+    "set_epoch": "torchrepro.seeding.dataloaders",
+    "set_rng_state": "torchrepro.seeding.snapshot",
+    "stream": "torchrepro.seeding.streams",
+    "unregister_generator": "torchrepro.seeding.registered",
+    "use_mesh": "torchrepro.seeding.mesh",
 }
 
 __all__ = sorted(_HOME)  # noqa: PLE0605 - the table above is the one list of public names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,12 +15,15 @@ from torchrepro.planner import Plan, Step, aside, make_plan, observe, refusal, r
 from torchrepro.process import obstacle_to_relaunch, relaunch
 from torchrepro.profile.load import resolve
 from torchrepro.report import STOPPING, Outcome, Report, Row
+from torchrepro.seeding.calls import seeding_calls
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from types import TracebackType
 
+    from torchrepro.agreement import Agreement
     from torchrepro.profile.resolved import Resolved
+    from torchrepro.seeding.calls import SeedingCall
 
 _lock = threading.RLock()
 _in_force: list[Applied] = []
@@ -37,6 +41,10 @@ class Applied:
         self.plan = plan
         self._undo = ExitStack()
         self._rows: list[Row] = []
+        self._calls: tuple[SeedingCall, ...] = ()
+        self._agreement: Agreement | None = None
+        self.refuse: Callable[[ApplyError], None] = _raise
+        """What is done when a profile that is in force turns out not to hold for all ranks."""
 
     @property
     def resolved(self) -> Resolved:
@@ -52,6 +60,11 @@ class Applied:
     def report(self) -> Report:
         """One outcome per knob."""
         return report_of(self.resolved, tuple(self._rows))
+
+    @property
+    def seeding_calls(self) -> tuple[SeedingCall, ...]:
+        """The places from which the program seeded a global generator itself, while in force."""
+        return seeding_calls() if self.active else self._calls
 
     def has_set(self, step: Step) -> bool:
         """Whether the knob of `step` was written and holds."""
@@ -73,6 +86,7 @@ class Applied:
                 # The stack unwinds last in, first out: push the outermost scope first.
                 position = _in_force.index(self)
                 for scope in _in_force[position:]:
+                    scope._calls = seeding_calls()  # noqa: SLF001 - the same class
                     all_scopes.callback(scope._undo.close)  # noqa: SLF001 - the same class
                 del _in_force[position:]
 
@@ -85,7 +99,18 @@ class Applied:
             bad = self.report.having(*STOPPING)
             if bad and self.resolved.strict:
                 raise ApplyError(refusal(self.resolved, bad), self.report)
+            self._agree_with_other_ranks()
             until_done.pop_all()
+
+    def _agree_with_other_ranks(self) -> None:
+        """Have the ranks compared before the first step, if torch is there to make a group."""
+        if self._agreement is not None or "torch.distributed" not in sys.modules:
+            return
+        from torchrepro.agreement import Agreement
+
+        self._agreement = Agreement(self)
+        self._agreement.watch()
+        self._undo.callback(self._agreement.unwatch)
 
     def _abandon(self) -> None:
         self._undo.close()
@@ -208,6 +233,10 @@ def stop_or_relaunch(plan: Plan, obstacle: str) -> None:
         if not why:
             relaunch(plan.variables, plan.resolved.digest)
     raise LateError(_late(plan, why), plan.report)
+
+
+def _raise(error: ApplyError) -> None:
+    raise error
 
 
 def own_variables() -> dict[str, str]:

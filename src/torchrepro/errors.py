@@ -94,7 +94,20 @@ class LateError(ApplyError):
     """A knob is past its phase and the profile asks to stop rather than to go on without it."""
 
 
-for _public in (TorchreproError, ProfileError, ApplyError, LateError):
+class SeedingError(TorchreproError, ValueError):
+    """A request about random numbers is wrong: an argument, a snapshot; nothing was changed."""
+
+    exit_status = 2
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        super().__init__(str(problem))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.problem,)
+
+
+for _public in (TorchreproError, ProfileError, ApplyError, LateError, SeedingError):
     _public.__module__ = "torchrepro"  # tracebacks show the name that a caller imports
 
 

@@ -6,11 +6,14 @@ import json
 import os
 import platform
 import sys
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import Problem, ProfileError
 from torchrepro.knobs.catalogue import CATALOGUE
+from torchrepro.seeding import seed_plan
+from torchrepro.seeding.calls import seeding_calls
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,13 +33,19 @@ RECORDED = tuple(
 
 
 def manifest(resolved: Resolved, report: Report) -> dict[str, Any]:
-    """Return the manifest of a run under `resolved` as plain JSON values."""
+    """Return the manifest of a run under `resolved` as plain JSON values.
+
+    What the run has done with random numbers so far is part of it: the streams it drew from and
+    the places from which it seeded a generator itself.
+    """
     return {
         "manifest": FORMAT,
         "profile": json.loads(json.dumps(dict(resolved.values), default=dict)),
         "digest": resolved.digest,
         "report": report.to_json(),
-        "versions": {"python": platform.python_version(), **_installed()},
+        "streams": list(seed_plan.drawn()),
+        "seeding_calls": [asdict(call) for call in seeding_calls()],
+        "versions": versions(),
         "machine": {"system": platform.platform(), "processor": platform.machine()},
         "devices": _devices(),
         "environment": {name: os.environ[name] for name in RECORDED if name in os.environ},
@@ -50,14 +59,15 @@ def write_manifest(path: Path, resolved: Resolved, report: Report) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def _installed() -> dict[str, str]:
-    versions = {}
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that a profile's effect depends on."""
+    found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            versions[package] = version(package)
+            found[package] = version(package)
         except PackageNotFoundError:
             continue
-    return versions
+    return found
 
 
 def _devices() -> dict[str, Any]:

@@ -111,7 +111,8 @@ def make_plan(resolved: Resolved, facts: Facts) -> Plan:
     return Plan(
         resolved,
         tuple(
-            Step(knob, value, _expected(knob, value, facts)) for knob, value in resolved.settings()
+            Step(knob, value, _with_what_it_needs(knob, resolved, _expected(knob, value, facts)))
+            for knob, value in resolved.settings()
         ),
     )
 
@@ -184,6 +185,15 @@ def _expected(knob: Knob, value: Any, facts: Facts) -> Row:
     if reading.holds:
         return replace(row, outcome=Outcome.UNCHANGED, before=value, why=aside(knob))
     return replace(row, why=aside(knob))
+
+
+def _with_what_it_needs(knob: Knob, resolved: Resolved, row: Row) -> Row:
+    if not knob.needs or resolved.values.get(knob.needs) is not None:
+        return row
+    if row.outcome is Outcome.UNCHANGED:
+        return row
+    why = f"it acts on `{knob.needs}`, which the profile does not set"
+    return replace(row, outcome=Outcome.UNSUPPORTED, after=row.before, why=why)
 
 
 def _expected_variable(knob: Knob, value: str, facts: Facts, row: Row) -> Row:

@@ -9,16 +9,14 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import ApplyError, TorchreproError
+from torchrepro.imports import AfterImport
 from torchrepro.process import inherited
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from importlib.machinery import ModuleSpec
-    from types import ModuleType
+    from collections.abc import Sequence
 
     from torchrepro.applier import Applied
     from torchrepro.planner import Step
@@ -36,7 +34,7 @@ def put_in_force_on_import() -> None:
         _state["resolved"] = inherited()
     except TorchreproError as error:
         _end(error)
-    sys.meta_path.insert(0, _AfterImport(_MODULES, _carry_out))
+    sys.meta_path.insert(0, AfterImport(_MODULES, _carry_out))
     for module in _MODULES:
         if module in sys.modules:
             _carry_out(module)
@@ -91,57 +89,6 @@ def _applied() -> Applied:
         if resolved is None:
             raise ApplyError("no profile came with this process")
         _state["applied"] = begin(resolved, "the process was started by `torchrepro run`")
+        _state["applied"].refuse = _end
     applied: Applied = _state["applied"]
     return applied
-
-
-class _AfterImport(MetaPathFinder):
-    """Calls back once each of some modules has been imported.
-
-    A module that is only looked for, as by `importlib.util.find_spec`, is waited for on.
-    """
-
-    def __init__(self, modules: Sequence[str], call: Callable[[str], None]) -> None:
-        self.modules = frozenset(modules)
-        self.call = call
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname not in self.modules:
-            return None
-        others = [finder for finder in sys.meta_path if finder is not self]
-        specs = (_spec(finder, fullname, path, target) for finder in others)
-        spec = next(filter(None, specs), None)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Announcing(spec.loader, lambda: self.call(fullname))
-        return spec
-
-
-def _spec(finder: Any, name: str, path: Any, target: Any) -> ModuleSpec | None:
-    find = getattr(finder, "find_spec", None)
-    found: ModuleSpec | None = find(name, path, target) if find else None
-    return found
-
-
-class _Announcing(Loader):
-    """A loader that announces when its module is ready, and is otherwise the one it stands for."""
-
-    def __init__(self, loader: Any, announce: Callable[[], None]) -> None:
-        self._loader = loader
-        self._announce = announce
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        # The module keeps its own loader: code that reads resources through it must not notice.
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        self._announce()

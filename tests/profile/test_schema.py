@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrepro.knobs.catalogue import CATALOGUE, other_names
-from torchrepro.knobs.legal import OneOf, Switch, Whole
+from torchrepro.knobs.legal import OneOf, Patterns, RankPolicies, Seeds, Switch, Whole
 from torchrepro.profile.json_schema import json_schema
 
 LEGAL_TEXTS = {
@@ -34,6 +34,13 @@ def _by_key():
 KNOBS = _by_key()
 
 
+MAPPINGS = {
+    Patterns: [{}, {"encoder.*": "cpu"}],
+    Seeds: [{}, {"split": 0, "a b": 2**32 - 1}],
+    RankPolicies: ["distinct", "same", {"dp": "distinct", "tp": "same"}],
+}
+
+
 def _legal(knob):
     """Return legal values of a knob: both switches, both ends, every word."""
     match knob.legal:
@@ -44,7 +51,7 @@ def _legal(knob):
         case Whole(low, high):
             return [low, low if high is None else high]
     if not knob.variable:
-        return [{}, {"encoder.*": "cpu"}]
+        return MAPPINGS[type(knob.legal)]
     words = [word.strip('"') for word in knob.legal.words.split(", ")]
     legal = [word for word in words if knob.legal.complaint(word) == ""]
     return legal or [LEGAL_TEXTS.get(knob.variable, "1")]

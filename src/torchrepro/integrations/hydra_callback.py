@@ -24,6 +24,8 @@ from torchrepro.process import inherited
 from torchrepro.profile.compose import Composition, flatten
 from torchrepro.profile.difference import differences
 from torchrepro.profile.load import from_mapping, validate
+from torchrepro.seeding.ranks import world
+from torchrepro.seeding.seed_plan import drawn, never_drawn
 from torchrepro.started import in_force_now
 
 if TYPE_CHECKING:
@@ -62,12 +64,16 @@ class ReproCallback(Callback):
                 _record(config, started_under)
                 return
             _job.append(apply_resolved(resolved, "Hydra has started the job"))
+            _job[-1].refuse = _exit
             _record(config, _job[-1])
             _announce(_job[-1])
 
     def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
-        """Take the job's profile back, so that the next job starts from a clean state."""
+        """Complete the manifest and take the job's profile back: the next job starts clean."""
         with _StopOnRefusal():
+            if _job:
+                _record(config, _job[-1])
+                _tell_of_random_numbers(_job[-1])
             _take_back()
 
 
@@ -86,6 +92,17 @@ def _announce(applied: Applied) -> None:
     announce(applied.report)
 
 
+def _tell_of_random_numbers(applied: Applied) -> None:
+    """Tell standard error what the job did with random numbers that its profile does not say."""
+    lines = [f"seeded by the program itself: {call}" for call in applied.seeding_calls]
+    lines += [
+        f"streams.{name} was not drawn from in this process; drawn: {', '.join(drawn()) or 'none'}"
+        for name in never_drawn()
+    ]
+    if world().rank == 0:
+        sys.stderr.writelines(f"torchrepro: {line}\n" for line in lines)
+
+
 def _record(config: DictConfig, applied: Applied) -> None:
     """Write the job's manifest; where that fails, nothing stays in force."""
     path = _manifest_path(config)
@@ -94,6 +111,12 @@ def _record(config: DictConfig, applied: Applied) -> None:
     except OSError as error:
         _take_back()
         raise ApplyError(f"the manifest cannot be written: {path}: {error.strerror}") from None
+
+
+def _exit(error: ApplyError) -> None:
+    """End the job with status 3: an exception would be shown as a fault of the program."""
+    with _StopOnRefusal():
+        raise error
 
 
 class _StopOnRefusal:

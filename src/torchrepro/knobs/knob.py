@@ -93,6 +93,9 @@ class Knob:
     variable: str = ""
     """The environment variable behind the row, if it is one."""
 
+    needs: str = ""
+    """The key of the profile without which the knob has nothing to act on."""
+
     enough: Callable[[str], bool] | None = None
     """For a variable: whether a value that the user exported is as good as the one asked for."""
 

@@ -160,6 +160,51 @@ class Patterns:
 
 
 @dataclass(frozen=True, slots=True)
+class Seeds:
+    """A mapping from names of streams to seeds."""
+
+    words: str = "a mapping such as {split: 3}, each a whole number, 0 to 4294967295"
+
+    def complaint(self, value: Any) -> str:
+        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+            return "not a mapping of streams to seeds"
+        wrong = {name: SEED.complaint(seed) for name, seed in value.items() if seed is not None}
+        return next((f"{name}: {why}" for name, why in wrong.items() if why), "")
+
+    def json_schema(self) -> dict[str, Any]:
+        one = {"anyOf": [SEED.json_schema(), {"type": "null"}]}
+        return {"type": "object", "additionalProperties": one}
+
+    def choices(self) -> tuple[str, ...]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankPolicies:
+    """One word for all ranks, or one per dimension of a device mesh."""
+
+    one: OneOf = OneOf(("distinct", "same"))
+
+    @property
+    def words(self) -> str:
+        return f"{self.one.words}, or one of them per mesh dimension as in {{dp: distinct}}"
+
+    def complaint(self, value: Any) -> str:
+        if not isinstance(value, Mapping):
+            return self.one.complaint(value)
+        words = [word for word in value.values() if word is not None]
+        return next(filter(None, map(self.one.complaint, words)), "")
+
+    def json_schema(self) -> dict[str, Any]:
+        one = {"anyOf": [self.one.json_schema(), {"type": "null"}]}
+        per_dimension = {"type": "object", "additionalProperties": one}
+        return {"anyOf": [self.one.json_schema(), per_dimension]}
+
+    def choices(self) -> tuple[str, ...]:
+        return self.one.choices()
+
+
+@dataclass(frozen=True, slots=True)
 class SchemaVersion:
     """The version of the schema that a profile was written for."""
 

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrepro.knobs.knob import Knob, Missing
-from torchrepro.knobs.legal import OneOf, Patterns, Whole
+from torchrepro.knobs.legal import OneOf, Patterns, RankPolicies, Seeds, Whole
 from torchrepro.policies.dropout import DropoutPolicy
 from torchrepro.policies.host_rng import HostRngPolicy
+from torchrepro.seeding.loader_hook import SeedingPolicy, WorkersPolicy
+from torchrepro.seeding.seed_plan import PlanField
 
+RANDOMNESS = "https://docs.pytorch.org/docs/stable/notes/randomness.html"
 SOURCE = "https://docs.pytorch.org/docs/stable/library.html"
 
 
@@ -39,7 +42,15 @@ class Declared:
         """There is nothing to put back: nothing was written."""
 
 
-def _policy(name: str, legal: Any, access: Any, summary: str, cost: str = "none") -> Knob:
+def _policy(  # noqa: PLR0913, PLR0917 - the columns of a row
+    name: str,
+    legal: Any,
+    access: Any,
+    summary: str,
+    cost: str = "none",
+    source: str = SOURCE,
+    needs: str = "",
+) -> Knob:
     return Knob(
         name=name,
         target="policy",
@@ -48,7 +59,8 @@ def _policy(name: str, legal: Any, access: Any, summary: str, cost: str = "none"
         library="torch",
         summary=summary,
         cost=cost,
-        source=SOURCE,
+        source=source,
+        needs=needs,
     )
 
 
@@ -83,23 +95,37 @@ POLICIES = (
         "two copies per call of such a part",
     ),
     _policy(
+        "streams",
+        Seeds(),
+        PlanField("streams", {}),
+        "Streams with a seed of their own, so that one source of variation can be swept alone.",
+        source=RANDOMNESS,
+    ),
+    _policy(
         "ranks",
-        OneOf(("same", "distinct")),
-        Declared("same"),
-        "Whether all ranks of a distributed run start from one seed or each from its own.",
+        RankPolicies(),
+        PlanField("ranks"),
+        "Whether the ranks of a distributed run draw the same numbers or each its own. Left "
+        "alone, named streams and samples differ and the global generators start from one seed.",
+        source=RANDOMNESS,
     ),
     _policy(
         "dataloader.seeding",
         OneOf(("auto", "none")),
-        Declared("none"),
-        "Whether the workers of a DataLoader are seeded for an author who did not.",
+        SeedingPolicy(),
+        "auto seeds every DataLoader whose author gave neither generator nor worker_init_fn: "
+        "order, workers and each sample, whatever the number of workers.",
+        "auto: about 20 microseconds per sample",
+        source=RANDOMNESS,
+        needs="seed",
     ),
     _policy(
         "dataloader.num_workers",
         Whole(0, 0),
-        Declared(None),
+        WorkersPolicy(),
         "0 loads data in the main process, to find out whether the workers are the culprit.",
         "0: loading no longer overlaps with training",
+        source="https://docs.pytorch.org/docs/stable/data.html",
     ),
     _policy(
         "guard",

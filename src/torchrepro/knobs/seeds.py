@@ -13,6 +13,11 @@ from typing import Any
 
 from torchrepro.knobs.knob import Knob, Missing
 from torchrepro.knobs.legal import SEED
+from torchrepro.seeding import devices, seed_plan
+from torchrepro.seeding.calls import SeedingCalls
+from torchrepro.seeding.libraries import LibrarySeeds
+from torchrepro.seeding.seed_plan import PlanField
+from torchrepro.seeding.streams import seed_of_rank
 
 RANDOMNESS = "https://docs.pytorch.org/docs/stable/notes/randomness.html"
 
@@ -98,13 +103,13 @@ class AcceleratorSeed:
         module = getattr(_torch(), self.device, None)
         if module is None or not hasattr(module, "manual_seed"):
             raise Missing(f"this torch has no torch.{self.device}")
-        if self.device not in _built_for():
+        if self.device not in devices.built_for():
             raise Missing(f"this torch is not built for {self.device}")
         return module
 
     def read(self) -> Any:
         module = self._module()
-        if not _initialised(module):
+        if not devices.initialised(module):
             return None
         generators = getattr(module, "default_generators", ())
         seeds = sorted({int(generator.initial_seed()) for generator in generators})
@@ -112,30 +117,50 @@ class AcceleratorSeed:
 
     def write(self, value: int) -> None:
         module = self._module()
-        getattr(module, "manual_seed_all", module.manual_seed)(value)
+        devices.seed_all(module, value)
 
     def save(self) -> Any:
         module = self._module()
-        if not _initialised(module):
+        if not devices.initialised(module):
             return _Queued(_queue(module))
-        if hasattr(module, "get_rng_state_all"):
-            return [state.clone() for state in module.get_rng_state_all()]
-        return module.get_rng_state().clone()
+        return devices.states(module)
 
     def restore(self, saved: Any) -> None:
         module = self._module()
         if isinstance(saved, _Queued):
-            if _initialised(module) or not _put_back_queue(module, saved.queue):
+            if devices.initialised(module) or not _put_back_queue(module, saved.queue):
                 # A fresh generator's seed is the one torch starts every device with.
                 self.write(_torch().Generator().initial_seed())
-        elif isinstance(saved, list):
-            module.set_rng_state_all(saved)
         else:
-            module.set_rng_state(saved)
+            devices.set_states(module, saved)
 
     def holds(self, value: int) -> bool:
         now = self.read()
         return now is None or now == value
+
+
+@dataclass(frozen=True, slots=True)
+class OfRank:
+    """A generator that starts from this rank's own seed where ranks draw differently."""
+
+    of_one: Any
+    """How to reach the generator, whatever the rank."""
+
+    def write(self, value: int) -> None:
+        self.of_one.write(_of_rank(value))
+
+    def holds(self, value: int) -> bool:
+        return bool(self.of_one.holds(_of_rank(value)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.of_one, name)
+
+
+def _of_rank(seed: int) -> int:
+    plan = seed_plan.current()
+    if plan.ranks in (None, "same") or (not isinstance(plan.ranks, str) and plan.mesh is None):
+        return seed
+    return seed_of_rank(seed, plan.coordinate())
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,23 +172,6 @@ class _Queued:
 
 def _torch() -> Any:
     return import_module("torch")
-
-
-def _built_for() -> set[str]:
-    """Return the accelerators that the installed torch is built for, without touching a device."""
-    torch = _torch()
-    answers = {
-        "cuda": torch.version.cuda is not None or torch.version.hip is not None,
-        "mps": torch.backends.mps.is_built(),
-        "xpu": bool(getattr(torch.version, "xpu", None)),
-        "npu": hasattr(torch, "npu"),  # torch_npu, or another back end of that name, put it there
-    }
-    return {device for device, built in answers.items() if built}
-
-
-def _initialised(module: Any) -> bool:
-    check = getattr(module, "is_initialized", None)
-    return bool(check()) if check else True
 
 
 def _queue(module: Any) -> Any:
@@ -192,7 +200,7 @@ def _accelerator(device: str, source: str, since: str) -> Knob:
         key="seed",
         target=device,
         legal=SEED,
-        access=AcceleratorSeed(device),
+        access=OfRank(AcceleratorSeed(device)),
         library="torch",
         summary=f"Seed of the default generator of every {device.upper()} device.",
         cost="none; before device init the seed waits in torch's queue",
@@ -204,11 +212,33 @@ def _accelerator(device: str, source: str, since: str) -> Knob:
 
 SEEDS = (
     Knob(
+        name="seed.streams",
+        key="seed",
+        target="torch",
+        legal=SEED,
+        access=PlanField("seed"),
+        summary="Root of every named stream: torchrepro.stream, seeded, dataloader_kwargs.",
+        cost="none; deriving a stream takes about 5 microseconds",
+        source="https://www.rfc-editor.org/rfc/rfc7693",
+    ),
+    Knob(
+        name="seed.libraries",
+        key="seed",
+        target="torch",
+        legal=SEED,
+        access=LibrarySeeds(),
+        library="torch",
+        summary="Seed of other libraries that draw numbers (cupy, tensorflow, registered ones), "
+        "given when they are loaded.",
+        cost="none",
+        source="https://docs.cupy.dev/en/stable/reference/random.html",
+    ),
+    Knob(
         name="seed.python",
         key="seed",
         target="python",
         legal=SEED,
-        access=PythonSeed(),
+        access=OfRank(PythonSeed()),
         summary="Seed of the generator behind the functions of Python's `random`.",
         cost="none",
         source="https://docs.python.org/3/library/random.html#random.seed",
@@ -219,7 +249,7 @@ SEEDS = (
         key="seed",
         target="numpy",
         legal=SEED,
-        access=NumpySeed(),
+        access=OfRank(NumpySeed()),
         library="numpy",
         summary="Seed of numpy's legacy global generator; a Generator of your own is not reached.",
         cost="about 6 ms the first time: numpy loads numpy.random",
@@ -231,12 +261,24 @@ SEEDS = (
         key="seed",
         target="torch",
         legal=SEED,
-        access=TorchSeed(),
+        access=OfRank(TorchSeed()),
         library="torch",
         summary="Seed of torch's default CPU generator, of which only the low 32 bits count.",
         cost="none",
         source=RANDOMNESS,
         aliases=("torch.manual_seed",),
+    ),
+    Knob(
+        name="seed.calls",
+        key="seed",
+        target="torch",
+        legal=SEED,
+        access=SeedingCalls(),
+        library="torch",
+        summary="Later calls of the program that seed a generator are honoured and recorded, each "
+        "with its line.",
+        cost="about a microsecond per such call",
+        source=RANDOMNESS,
     ),
     _accelerator("cuda", RANDOMNESS, ""),
     _accelerator("npu", "https://pypi.org/project/torch-npu/", "torch_npu 2.1"),

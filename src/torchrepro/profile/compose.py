@@ -80,7 +80,7 @@ def override(composition: Composition, overrides: Sequence[str]) -> None:
         composition.origins.update(lines)
 
 
-WHOLE = ("device.modules",)  # a mapping that is one value: its keys are not keys of a profile
+WHOLE = ("device.modules", "streams", "ranks")  # one value each: their keys are not a profile's
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

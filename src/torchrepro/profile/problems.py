@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 MAPPINGS = {  # keys whose value is a mapping of the profile's own words
     "device.modules": knobs_by_name()["device.modules"].legal.words,
+    "streams": knobs_by_name()["streams"].legal.words,
+    "ranks": knobs_by_name()["ranks"].legal.words,
     "requires": 'a mapping such as {torch: ">=2.6"}',
 }
 

@@ -14,6 +14,7 @@ from torchrepro.profile.contradictions import contradictions
 from torchrepro.profile.resolved import STRICT, Resolved
 from torchrepro.profile.sections import (
     CONFIG,
+    FROZEN,
     NULL_IS_EMPTY,
     Backends,
     Dataloader,
@@ -51,8 +52,14 @@ class Profile(BaseModel):
     seed: Annotated[Any, Values(SEED)] = None
     """Seed of every generator: Python, numpy, torch, all devices."""
 
-    ranks: Annotated[Any, legal_values("ranks")] = None
-    """Whether the ranks of a distributed run draw different random numbers."""
+    streams: Annotated[Any, NULL_IS_EMPTY, legal_values("streams"), *FROZEN] = Field(
+        default_factory=lambda: MappingProxyType({})
+    )
+    """Stream -> a seed of its own, so that one source of variation can be swept alone."""
+
+    ranks: Annotated[Any, legal_values("ranks"), *FROZEN] = None
+    """Whether the ranks of a distributed run draw different random numbers: one word, or one per
+    dimension of a device mesh."""
 
     backends: Annotated[Backends, NULL_IS_EMPTY] = Field(default_factory=Backends)
     """Flags of torch and its back ends."""

@@ -88,12 +88,21 @@ def _without_null(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return MappingProxyType({key: value for key, value in values.items() if value is not None})
 
 
+def _frozen(value: Any) -> Any:
+    return _without_null(value) if isinstance(value, Mapping) else value
+
+
+def _thawed(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value
+
+
 def _empty_if_null(value: Any) -> Any:
     return {} if value is None else value
 
 
 AS_TEXT = BeforeValidator(_as_text)
 NULL_IS_EMPTY = BeforeValidator(_empty_if_null)
+FROZEN = (AfterValidator(_frozen), PlainSerializer(_thawed))
 
 
 class Section(BaseModel):

@@ -1,0 +1,65 @@
+"""Calling back when a module has been imported, without importing it."""
+
+from __future__ import annotations
+
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+
+class AfterImport(MetaPathFinder):
+    """Calls back once each of some modules has been imported.
+
+    A module that is only looked for, as by `importlib.util.find_spec`, is waited for on.
+    """
+
+    def __init__(self, modules: Iterable[str], call: Callable[[str], None]) -> None:
+        self.modules = frozenset(modules)
+        self.call = call
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self.modules:
+            return None
+        # Only those behind this one: two that wait for one module would ask each other forever.
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else []
+        specs = (_spec(finder, fullname, path, target) for finder in behind)
+        spec = next(filter(None, specs), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Announcing(spec.loader, lambda: self.call(fullname))
+        return spec
+
+
+def _spec(finder: Any, name: str, path: Any, target: Any) -> ModuleSpec | None:
+    find = getattr(finder, "find_spec", None)
+    found: ModuleSpec | None = find(name, path, target) if find else None
+    return found
+
+
+class _Announcing(Loader):
+    """A loader that announces when its module is ready, and is otherwise the one it stands for."""
+
+    def __init__(self, loader: Any, announce: Callable[[], None]) -> None:
+        self._loader = loader
+        self._announce = announce
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The module keeps its own loader: code that reads resources through it must not notice.
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._announce()

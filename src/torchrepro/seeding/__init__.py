@@ -1,0 +1,1 @@
+"""Where every random number of a run comes from: streams, generators, loading, snapshots."""

@@ -1,0 +1,132 @@
+"""Later calls that seed a global generator: honoured, and recorded with their line."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from dataclasses import dataclass
+from functools import wraps
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.errors import shown
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+FUNCTIONS = (
+    ("random", "seed"),
+    ("numpy.random", "seed"),
+    ("torch", "manual_seed"),
+    ("torch", "seed"),
+    ("torch.random", "manual_seed"),
+    ("torch.random", "seed"),
+    ("torch.cuda", "manual_seed"),
+    ("torch.cuda", "manual_seed_all"),
+    ("torch.npu", "manual_seed"),
+    ("torch.npu", "manual_seed_all"),
+    ("torch.xpu", "manual_seed"),
+    ("torch.xpu", "manual_seed_all"),
+    ("torch.mps", "manual_seed"),
+)
+"""Every function that seeds a global generator: module, name."""
+
+_OWN = ("torchrepro", "torch")  # what these call inside is no call of the program
+_MANY = 1000
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+
+
+@dataclass(slots=True)
+class SeedingCall:
+    """A place from which the program seeded a global generator itself."""
+
+    function: str
+    value: str
+    """The seed as it was given the last time."""
+
+    where: str
+    """``file:line`` of the program, or of the library that called, where no program did."""
+
+    times: int = 0
+
+    def __str__(self) -> str:
+        often = f" ({self.times} times)" if self.times > 1 else ""
+        return f"{self.function}({self.value}) at {self.where}{often}"
+
+
+_calls: dict[tuple[str, str], SeedingCall] = {}
+_originals: dict[tuple[str, str], Any] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class SeedingCalls:
+    """Whether later seeding calls are recorded: the seed they depart from, or None."""
+
+    def read(self) -> Any:
+        return None
+
+    def holds(self, value: Any) -> bool:
+        return bool(_originals)
+
+    def write(self, value: Any) -> None:
+        _calls.clear()
+        for module, name in FUNCTIONS:
+            _wrap(module, name)
+
+    def save(self) -> Any:
+        return bool(_originals), dict(_calls)
+
+    def restore(self, saved: Any) -> None:
+        watched, calls = saved
+        _calls.clear()
+        _calls.update(calls)
+        if not watched:
+            for (module, name), (wrapper, original) in _originals.items():
+                if getattr(sys.modules[module], name, None) is wrapper:
+                    setattr(sys.modules[module], name, original)
+            _originals.clear()
+
+
+def seeding_calls() -> tuple[SeedingCall, ...]:
+    """Return the places from which the program has seeded a generator under the present seed."""
+    return tuple(_calls.values())
+
+
+def _wrap(module: str, name: str) -> None:
+    owner = _module(module)
+    original = getattr(owner, name, None)
+    if original is None or (module, name) in _originals:
+        return
+
+    @wraps(original)
+    def seed(*args: Any, **kwargs: Any) -> Any:
+        _note(f"{module}.{name}", (*args, *kwargs.values()), sys._getframe(1))  # noqa: SLF001
+        return original(*args, **kwargs)
+
+    _originals[module, name] = seed, original
+    setattr(owner, name, seed)
+
+
+def _module(name: str) -> Any:
+    """Return the module, or what a loaded package shows under that name, without a new library."""
+    package, _, rest = name.partition(".")
+    if package not in sys.modules:
+        return None
+    return sys.modules.get(name) or (import_module(name) if rest == "random" else None)
+
+
+def _note(function: str, values: tuple[Any, ...], frame: FrameType) -> None:
+    if frame.f_globals.get("__name__", "").partition(".")[0] in _OWN:
+        return
+    where = _place(frame)
+    if len(_calls) < _MANY or (function, where) in _calls:
+        call = _calls.setdefault((function, where), SeedingCall(function, "", where))
+        call.value, call.times = ", ".join(shown(value) for value in values), call.times + 1
+
+
+def _place(frame: FrameType) -> str:
+    caller: FrameType | None = frame
+    while caller is not None and caller.f_code.co_filename.startswith(_LIBRARIES):
+        caller = caller.f_back
+    found = caller or frame
+    return f"{found.f_code.co_filename}:{found.f_lineno}"

@@ -1,0 +1,84 @@
+"""Seeded DataLoaders for a program that asks for them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.errors import Problem, SeedingError, shown
+from torchrepro.seeding import loader_hook, seed_plan
+from torchrepro.seeding.loading import ExplicitLoading
+from torchrepro.seeding.streams import judged_name
+from torchrepro.seeding.whole import whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def dataloader_kwargs(
+    name: str, epoch: int = 0, worker_init_fn: Callable[[int], Any] | None = None
+) -> dict[str, Any]:
+    """Return `generator` and `worker_init_fn` for the DataLoader called `name`.
+
+    Its order then depends on (seed, name, epoch); the numbers that a sample draws from Python's
+    `random`, numpy's legacy generator, torch and `sample_rng` on (seed, name, rank, epoch, index):
+    not on workers, not on what else drew numbers. Iterating it moves no global generator. The
+    first iteration is `epoch`, each further one the next; `set_epoch` names another.
+    `worker_init_fn` runs in each worker as well. Raises `SeedingError` where no profile with a
+    seed is in force.
+
+    Wraps `DataLoader.__iter__` for as long as a loader made this way is alive.
+    """
+    seed_plan.current().root(judged_name(name))
+    seed_plan.note(name)
+    loading = ExplicitLoading(name, epoch, worker_init_fn)
+    loader_hook.watch(loading)
+    return {"generator": loading.generator, "worker_init_fn": loading}
+
+
+def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
+    """Make the next iteration of `loader` the epoch `epoch`, leaving out its first `start` batches.
+
+    The batches left out are not loaded. Calls `set_epoch` of the loader's samplers and dataset
+    where they have one, as `DistributedSampler` does; works with workers that live on. Raises
+    `SeedingError` if nothing in `loader` knows epochs, and for batches to be left out of an
+    `IterableDataset` or of a loader that torchrepro does not seed.
+    """
+    number, left_out = whole("epoch", epoch), whole("start", start)
+    loading = loader_hook.loading_of(loader)
+    others = [part for part in _parts(loader) if callable(getattr(part, "set_epoch", None))]
+    if left_out and (loading is None or yields_items(loader)):
+        why = "an IterableDataset" if loading is not None else "a loader that is not seeded here"
+        raise SeedingError(
+            Problem(f"batches of {why} cannot be left out", key="start", found=shown(start))
+        )
+    if loading is None and not others:
+        raise SeedingError(
+            Problem(
+                "nothing in this loader knows epochs",
+                found=shown(loader),
+                todo="make it with torchrepro.dataloader_kwargs(name), or apply a profile with "
+                "dataloader.seeding: auto",
+            )
+        )
+    if loading is not None:
+        loading.next_epoch, loading.next_start = number, left_out
+    for part in others:
+        part.set_epoch(number)
+
+
+def _parts(loader: Any) -> list[Any]:
+    batches = getattr(loader, "batch_sampler", None)
+    parts = [
+        getattr(loader, "sampler", None),
+        batches,
+        getattr(batches, "sampler", None),
+        getattr(loader, "dataset", None),
+    ]
+    return list({id(part): part for part in parts if part is not None}.values())
+
+
+def yields_items(loader: Any) -> bool:
+    """Whether `loader` reads an `IterableDataset`, which names no samples."""
+    from torch.utils.data import IterableDataset
+
+    return isinstance(loader.dataset, IterableDataset)

@@ -1,0 +1,180 @@
+"""Other libraries that draw numbers: seeded when they are loaded, never imported for it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.errors import Problem, SeedingError, shown
+from torchrepro.imports import AfterImport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+GROUP = "torchrepro.seeders"
+"""Entry points of this group name a module to wait for and a function that takes a seed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seeder:
+    """How to seed one library, once its module is loaded."""
+
+    module: str
+    seed: Callable[[int], Any]
+    save: Callable[[], Any] | None = None
+    restore: Callable[[Any], Any] | None = None
+    """Undo of `seed`, from what `save` returned; without it the library keeps its seed."""
+
+
+def _cupy() -> Any:
+    return sys.modules["cupy"].random
+
+
+def _seed_cupy(seed: int) -> None:
+    # A new state rather than a new seed of the old one: so that the old one can come back.
+    _cupy().set_random_state(_cupy().RandomState(seed))
+
+
+def _save_cupy() -> Any:
+    return _cupy().get_random_state()
+
+
+def _restore_cupy(state: Any) -> None:
+    _cupy().set_random_state(state)
+
+
+def _seed_tensorflow(seed: int) -> None:
+    sys.modules["tensorflow"].random.set_seed(seed)
+
+
+SEEDERS = (
+    Seeder("cupy", _seed_cupy, _save_cupy, _restore_cupy),
+    Seeder("tensorflow", _seed_tensorflow),
+)
+"""The libraries known without anybody registering them."""
+
+_registered: dict[str, Seeder] = {seeder.module: seeder for seeder in SEEDERS}
+
+
+@dataclass(slots=True)
+class _State:
+    """What is waited for while a seed is in force."""
+
+    seed: int | None = None
+    finder: AfterImport | None = None
+    seeded: dict[str, Any] = field(default_factory=dict)
+    """Library -> what brings its own state back."""
+
+
+_state = _State()
+
+
+def register_seeder(
+    module: str,
+    seed: Callable[[int], Any],
+    save: Callable[[], Any] | None = None,
+    restore: Callable[[Any], Any] | None = None,
+) -> None:
+    """Have profiles seed the library `module` through ``seed(number)`` once it is loaded.
+
+    Under a profile with a seed that happens now if `module` is loaded, else when it is imported;
+    torchrepro never imports it. With `save` and `restore` its state comes back with the undo. A
+    second call for the same module replaces the first. Raises `SeedingError` for what is no
+    module name or no function.
+    """
+    if not isinstance(module, str) or not module or not callable(seed):
+        raise SeedingError(
+            Problem(
+                "not a seeder",
+                found=f"register_seeder({shown(module)}, {shown(seed)})",
+                legal="the name of a module, then a function that takes a seed",
+            )
+        )
+    _registered[module] = Seeder(module, seed, save, restore)
+    if _state.seed is not None:
+        _state.seeded.pop(module, None)
+        _watch()
+
+
+@dataclass(frozen=True, slots=True)
+class LibrarySeeds:
+    """The seed that other libraries get; reading shows the libraries seeded so far."""
+
+    def read(self) -> Any:
+        return None if _state.seed is None else _state.seed
+
+    def write(self, value: int) -> None:
+        _stop()
+        _state.seed, _state.seeded = value, {}
+        _watch()
+
+    def save(self) -> Any:
+        return _state.seed, dict(_state.seeded)
+
+    def restore(self, saved: Any) -> None:
+        _stop()
+        for module, state in _state.seeded.items():
+            seeder = _seeders().get(module)
+            if seeder is not None and seeder.restore is not None:
+                seeder.restore(state)
+        _state.seed, _state.seeded = saved
+        if _state.seed is not None:
+            _watch()
+
+
+def seeded_libraries() -> tuple[str, ...]:
+    """Return the modules that were seeded so far under the seed in force."""
+    return tuple(sorted(_state.seeded))
+
+
+def _watch() -> None:
+    """Seed what is loaded and not seeded yet, and wait for the rest."""
+    seeders = _seeders()
+    for module in seeders:
+        if module in sys.modules and module not in _state.seeded:
+            _seed(module)
+    waiting = [module for module in seeders if module not in sys.modules]
+    _stop()
+    _state.finder = AfterImport(waiting, _seed)
+    sys.meta_path.insert(0, _state.finder)
+
+
+def _stop() -> None:
+    if _state.finder in sys.meta_path:
+        sys.meta_path.remove(_state.finder)
+    _state.finder = None
+
+
+def _seed(module: str) -> None:
+    if _state.seed is None:
+        return
+    seeder = _seeders()[module]
+    _state.seeded[module] = seeder.save() if seeder.save is not None else None
+    seeder.seed(_state.seed)
+
+
+def _seeders() -> dict[str, Seeder]:
+    """Return every seeder: those of installed packages, then those registered in this process."""
+    installed = {entry.name: _from(entry) for entry in entry_points(group=GROUP)}
+    return {**installed, **_registered}
+
+
+def _from(entry: EntryPoint) -> Seeder:
+    # Loading the entry point may import the library: it happens once the library is loaded.
+    def seed(number: int) -> None:
+        entry.load()(number)
+
+    return Seeder(entry.name, seed)
+
+
+def reseed(seed: int) -> None:
+    """Seed torch, if it is loaded, as `pytest_randomly.random_seeder` asks of a plugin.
+
+    pytest-randomly seeds Python's and numpy's generators itself, before every test
+    (https://github.com/pytest-dev/pytest-randomly).
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(seed % 2**32)

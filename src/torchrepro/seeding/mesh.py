@@ -1,0 +1,40 @@
+"""Telling torchrepro of a device mesh: which ranks draw the same numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torchrepro.seeding import devices, seed_plan
+from torchrepro.seeding.ranks import Mesh, mesh_place
+from torchrepro.seeding.streams import seed_of_rank
+
+
+def use_mesh(mesh: Any) -> Mesh:
+    """Tell the streams of this process where it stands in `mesh`, a torch `DeviceMesh`.
+
+    From then on ranks differ along the dimensions that the profile's `ranks` calls distinct;
+    dimensions it does not name differ unless they share one sample (`tp`, `sp`, `cp`). Where the
+    profile makes ranks distinct, the global generators start anew from this rank's seed. Undone
+    with the profile. Raises `SeedingError` for a mesh without names, one that leaves this rank
+    out, or one that lacks a dimension which the profile names.
+    """
+    plan = seed_plan.current()
+    place = mesh_place(mesh, plan.ranks)
+    seed_plan.put(replace(plan, mesh=place))
+    if plan.seed is not None and plan.ranks not in (None, "same"):
+        _seed_everything(seed_of_rank(plan.seed, seed_plan.current().coordinate()))
+    return place
+
+
+def _seed_everything(seed: int) -> None:
+    import random
+
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    for module in devices.in_use().values():
+        devices.seed_all(module, seed)

@@ -1,0 +1,141 @@
+"""Which of the processes of a run this one is, and which of them draw the same numbers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torchrepro.errors import Problem, SeedingError, near, shown
+
+POLICIES = ("distinct", "same")
+RankPolicy = str | Mapping[str, str] | None
+
+VARIABLES = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
+"""Variables that name a process and count them: torchrun's, then Slurm's."""
+
+AGREEING = frozenset({"tp", "sp", "cp", "tensor", "tensor_parallel", "sequence", "context"})
+"""Mesh dimensions along which ranks work on one sample and so draw the same numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Where this process stands in a device mesh: names, sizes and position per dimension."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    position: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """How many processes a run has, and which of them this one is."""
+
+    size: int = 1
+    rank: int = 0
+
+
+def world() -> World:
+    """Return the place of this process, from torch.distributed, else torchrun's or Slurm's words.
+
+    A process that nobody numbered is rank 0 of 1. Raises `SeedingError` for a variable that holds
+    no number.
+    """
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return World(distributed.get_world_size(), distributed.get_rank())
+    for rank, size in VARIABLES:
+        if rank in os.environ:
+            return World(max(_number(size), 1), _number(rank))
+    return World()
+
+
+def coordinate(policy: RankPolicy, mesh: Mesh | None) -> int:
+    """Return the number by which ranks differ under `policy`; ranks that share it draw the same.
+
+    Along a mesh, dimensions that `policy` does not name differ, save those in `AGREEING`.
+    Raises `SeedingError` if `policy` names mesh dimensions and no mesh, or another, is known.
+    """
+    if policy == "same":
+        return 0
+    if mesh is None:
+        here = world()
+        if isinstance(policy, Mapping) and here.size > 1:
+            raise SeedingError(
+                Problem(
+                    "names dimensions of a device mesh, and this process knows none",
+                    key="ranks",
+                    found=shown(dict(policy)),
+                    todo="call torchrepro.use_mesh(mesh) once the mesh is made",
+                )
+            )
+        return here.rank
+    number = 0
+    for name, size, place in zip(mesh.names, mesh.sizes, mesh.position, strict=True):
+        if _differs(name, policy):
+            number = number * size + place
+    return number
+
+
+def judged(policy: Any) -> RankPolicy:
+    """Return `policy` if it is one; raises `SeedingError` otherwise."""
+    words = list(policy.values()) if isinstance(policy, Mapping) else [policy]
+    for word in words:
+        if word is not None and word not in POLICIES:
+            raise SeedingError(
+                Problem(
+                    "not a policy for ranks",
+                    key="ranks",
+                    found=shown(word),
+                    legal=", ".join(POLICIES),
+                    near=near(str(word), POLICIES),
+                )
+            )
+    checked: RankPolicy = policy
+    return checked
+
+
+def mesh_place(mesh: Any, policy: RankPolicy) -> Mesh:
+    """Return where this process stands in the torch `DeviceMesh` called `mesh`.
+
+    Raises `SeedingError` if its dimensions have no names, if it leaves this process out, or if
+    `policy` names a dimension that it does not have.
+    """
+    names, position = mesh.mesh_dim_names, mesh.get_coordinate()
+    if not names or position is None:
+        problem = "leaves this rank out" if names else "has no names for its dimensions"
+        raise SeedingError(
+            Problem(
+                f"the mesh {problem}",
+                found=shown(mesh),
+                todo="init_device_mesh(..., mesh_dim_names=('dp', 'tp'))",
+            )
+        )
+    for name in policy if isinstance(policy, Mapping) else ():
+        if name not in names:
+            raise SeedingError(
+                Problem(
+                    "the mesh has no such dimension",
+                    key=f"ranks.{name}",
+                    legal=", ".join(names),
+                    near=near(name, names),
+                )
+            )
+    return Mesh(tuple(names), tuple(mesh.size(d) for d in range(mesh.ndim)), tuple(position))
+
+
+def _differs(dimension: str, policy: RankPolicy) -> bool:
+    if isinstance(policy, Mapping) and dimension in policy:
+        return policy[dimension] == "distinct"
+    return dimension not in AGREEING
+
+
+def _number(variable: str) -> int:
+    text = os.environ.get(variable, "1")
+    if not (text.isascii() and text.isdigit()):
+        raise SeedingError(
+            Problem("not the number of a process", f"${variable}", found=shown(text))
+        )
+    return int(text)
