@@ -120,7 +120,7 @@ class Agreement:
         if differing:
             self._applied.refuse(ApplyError(_disagreement(differing), self._applied.report))
         elif rank == 0:
-            _name_what_is_not_pinned(dist.get_backend())
+            name_what_is_not_pinned(dist.get_backend())
 
 
 def in_force(report: Report) -> dict[str, str]:
@@ -204,7 +204,8 @@ def _disagreement(differing: Mapping[int, Mapping[str, list[str]]]) -> str:
     return "\n".join(lines)
 
 
-def _name_what_is_not_pinned(backend: str) -> None:
+def name_what_is_not_pinned(backend: str) -> None:
+    """Tell standard error which variables leave the order of sums of `backend` to itself."""
     for kind, variables in UNPINNED.items():
         missing = [name for name in variables if name not in os.environ]
         if kind in backend and missing:

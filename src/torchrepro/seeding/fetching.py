@@ -1,7 +1,7 @@
-"""Seeding in the process that loads data: every sample starts from a stream of its own.
+"""Seeding in the process that loads data: every sample, or every batch, from its own stream.
 
-A request for samples carries the stream of its loader and epoch, so a worker needs to know nothing
-else, and a sample's numbers depend on what it is and not on which process loads it, nor on what
+A request for a batch carries the stream of its loader and epoch, so a worker needs to know nothing
+else, and what is loaded draws numbers by what it is: not by which process loads it, nor by what
 was loaded before. An `IterableDataset` names no samples: there a worker draws from one stream per
 epoch.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from operator import index as as_index
+from struct import error, pack
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import Problem, SeedingError, shown
@@ -25,11 +26,39 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What a sampler asks for, and the stream whose parts the samples draw from."""
+class BatchRequest:
+    """What a sampler asks for, all of it drawing from one part of a stream."""
 
     stream: Stream
     index: Any
+
+    def fetch(self, reader: Any, fetch: Callable[[Any], Any]) -> Any:
+        """Load the batch through `fetch`, the own way of torch's `reader`."""
+        draw_from(self.stream.part(b"batch/" + _label(self.index)))
+        return fetch(self.index)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest(BatchRequest):
+    """What a sampler asks for, every sample drawing from a part of its own.
+
+    `collate_fn` draws from the batch's part.
+    """
+
+    def fetch(self, reader: Any, fetch: Callable[[Any], Any]) -> Any:
+        """Load the batch through `fetch`, the own way of torch's `reader`, sample by sample."""
+        dataset, collate = reader.dataset, reader.collate_fn
+        view = _SeededBatches if _reads_batches(dataset) else _SeededSamples
+        reader.dataset = view(dataset, self.stream)
+        reader.collate_fn = partial(self._collate, collate)
+        try:
+            return fetch(self.index)
+        finally:
+            reader.dataset, reader.collate_fn = dataset, collate
+
+    def _collate(self, collate: Callable[[Any], Any], samples: Any) -> Any:
+        draw_from(self.stream.part(b"batch/" + _label(self.index)))
+        return collate(samples)
 
 
 class _Draw:
@@ -62,7 +91,7 @@ def sample_rng() -> np.random.Generator:
         )
     draw = _present[-1]
     if draw.generator is None:
-        draw.generator = draw.stream.part("ready").numpy()
+        draw.generator = draw.stream.part(b"ready").numpy()
     return draw.generator
 
 
@@ -100,15 +129,15 @@ def enter() -> tuple[HostState, list[_Draw]]:
     return host_state(), list(_present)
 
 
-def seed_samples(fetcher: Any) -> Any:
-    """Have `fetcher`, torch's reader of a map-style dataset, start every sample from its stream."""
-    fetcher.fetch = partial(_fetch_samples, fetcher, fetcher.fetch)
-    return fetcher
+def seed_map(reader: Any) -> Any:
+    """Have `reader`, torch's reader of a map-style dataset, draw as its requests say."""
+    reader.fetch = partial(_fetch, reader, reader.fetch)
+    return reader
 
 
-def seed_samples_apart(fetcher: Any) -> Any:
-    """Do what `seed_samples` does, and leave the program's own generators where they are."""
-    seeded = seed_samples(fetcher).fetch
+def seed_map_apart(reader: Any) -> Any:
+    """Do what `seed_map` does, and leave the program's own generators where they are."""
+    seeded = seed_map(reader).fetch
 
     def fetch(request: Any) -> Any:
         outside = enter()
@@ -117,69 +146,55 @@ def seed_samples_apart(fetcher: Any) -> Any:
         finally:
             leave(outside)
 
-    fetcher.fetch = fetch
-    return fetcher
+    reader.fetch = fetch
+    return reader
 
 
-def seed_items(fetcher: Any, worker: int, begun: Stream | None) -> Any:
-    """Have `fetcher`, torch's reader of an `IterableDataset`, draw from one stream per epoch.
+def seed_items(reader: Any, worker: int, begun: Stream | None) -> Any:
+    """Have `reader`, torch's reader of an `IterableDataset`, draw from one stream per epoch.
 
     `begun` is the stream that the generators have just been started from, if they have.
     """
-    fetcher.fetch = partial(_Items(fetcher, worker, begun), fetcher.fetch)
-    return fetcher
+    reader.fetch = partial(_Items(reader, worker, begun), reader.fetch)
+    return reader
 
 
-def seed_items_apart(fetcher: Any, begun: Stream) -> Any:
+def seed_items_apart(reader: Any, begun: Stream) -> Any:
     """Do what `seed_items` does in the main process, apart from the program's own generators."""
-    seeded, position = seed_items(fetcher, 0, begun).fetch, Position()
+    seeded, position = seed_items(reader, 0, begun).fetch, Position()
 
     def fetch(request: Any) -> Any:
         with position:
             return seeded(request)
 
-    fetcher.fetch = fetch
-    return fetcher
+    reader.fetch = fetch
+    return reader
 
 
 def worker_stream(stream: Stream, worker: int) -> Stream:
     """Return what worker number `worker` of an epoch draws from outside of samples."""
-    return stream.part(f"worker/{worker}")
+    return stream.part(b"worker/%d" % worker)
 
 
 class _Items:
     """The fetching of items from an `IterableDataset`."""
 
-    def __init__(self, fetcher: Any, worker: int, begun: Stream | None) -> None:
-        self.fetcher, self.worker, self.begun = fetcher, worker, begun
+    def __init__(self, reader: Any, worker: int, begun: Stream | None) -> None:
+        self.reader, self.worker, self.begun = reader, worker, begun
 
     def __call__(self, fetch: Callable[[Any], Any], request: Any) -> Any:
-        if not isinstance(request, Request):
+        if not isinstance(request, BatchRequest):
             return fetch(request)
         if self.begun != request.stream:
             # Workers that live on make the iterator before they hear which epoch it is for.
             self.begun = request.stream
             draw_from(worker_stream(request.stream, self.worker))
-            self.fetcher.dataset_iter = iter(self.fetcher.dataset)
+            self.reader.dataset_iter = iter(self.reader.dataset)
         return fetch(request.index)
 
 
-def _fetch_samples(fetcher: Any, fetch: Callable[[Any], Any], request: Any) -> Any:
-    if not isinstance(request, Request):
-        return fetch(request)
-    dataset, collate = fetcher.dataset, fetcher.collate_fn
-    view = _SeededBatches if _reads_batches(dataset) else _SeededSamples
-    fetcher.dataset = view(dataset, request.stream)
-    fetcher.collate_fn = partial(_collate, collate, request)
-    try:
-        return fetch(request.index)
-    finally:
-        fetcher.dataset, fetcher.collate_fn = dataset, collate
-
-
-def _collate(collate: Callable[[Any], Any], request: Request, samples: Any) -> Any:
-    draw_from(request.stream.part(f"batch/{_label(request.index)}"))
-    return collate(samples)
+def _fetch(reader: Any, fetch: Callable[[Any], Any], request: Any) -> Any:
+    return request.fetch(reader, fetch) if isinstance(request, BatchRequest) else fetch(request)
 
 
 class _SeededSamples:
@@ -191,7 +206,7 @@ class _SeededSamples:
         self._dataset, self._stream = dataset, stream
 
     def __getitem__(self, index: Any) -> Any:
-        draw_from(self._stream.part(f"sample/{_label(index)}"))
+        draw_from(self._stream.part(b"sample/" + _label(index)))
         return self._dataset[index]
 
 
@@ -199,7 +214,7 @@ class _SeededBatches(_SeededSamples):
     """A dataset that reads whole batches; each batch starts from a stream of its own."""
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
-        draw_from(self._stream.part(f"samples/{_label(indices)}"))
+        draw_from(self._stream.part(b"samples/" + _label(indices)))
         return self._dataset.__getitems__(indices)
 
 
@@ -212,19 +227,19 @@ def _reads_batches(dataset: Any) -> bool:
     return bool(getattr(dataset, "__getitems__", None))
 
 
-def _label(index: Any) -> str:
-    """Return a text for `index` that is the same in every process."""
-    if type(index) is int:
-        return str(index)
+def _label(index: Any) -> bytes:
+    """Return bytes for `index` that are the same in every process."""
     if isinstance(index, list | tuple):
-        return f"({','.join(_label(part) for part in index)})"
+        try:
+            return pack(f"<{len(index)}q", *index)  # a batch of sample numbers, the usual case
+        except error:
+            return b"(" + b",".join(map(_label, index)) + b")"
     try:
-        return str(as_index(index))
+        return b"%d" % as_index(index)
     except TypeError:
         pass
-    if (
-        getattr(type(index), "__repr__", None) is object.__repr__
-    ):  # it shows an address, another in every process
+    if getattr(type(index), "__repr__", None) is object.__repr__:
+        # It would show an address, which is another in every process.
         raise SeedingError(
             Problem(
                 "the sampler yields indices that have no text of their own",
@@ -232,4 +247,4 @@ def _label(index: Any) -> str:
                 todo=f"give {type(index).__name__} a __repr__ that says which sample it means",
             )
         )
-    return repr(index)
+    return repr(index).encode()

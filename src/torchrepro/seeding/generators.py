@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from torchrepro.seeding.streams import Stream
 
 
+_seed_python = random.seed  # as it is before calls of the program are recorded
+
+
 @dataclass(frozen=True, slots=True)
 class HostState:
     """The state of Python's, numpy's legacy and torch's CPU generator."""
@@ -45,7 +48,7 @@ def seed_host(stream: Stream) -> None:
     import numpy as np
     import torch
 
-    random.seed(stream.entropy("python"))
+    _seed_python(stream.entropy("python"))
     np.random.seed(np.frombuffer(stream.bytes("numpy_legacy", 32), "<u4"))
     material = stream.bytes("torch", cpu_generator.STATE_BYTES)
     cpu_generator.start(torch.default_generator, stream.seed64, material)

@@ -8,7 +8,15 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.seeding import seed_plan
-from torchrepro.seeding.fetching import Position, Request, draw_from, enter, leave, worker_stream
+from torchrepro.seeding.fetching import (
+    BatchRequest,
+    Position,
+    SampleRequest,
+    draw_from,
+    enter,
+    leave,
+    worker_stream,
+)
 from torchrepro.seeding.reader_hook import seed_readers_of_worker
 from torchrepro.seeding.streams import Stream, derive
 from torchrepro.seeding.whole import whole
@@ -21,8 +29,11 @@ class Loading:
     """Where the random numbers of one DataLoader come from; also its `worker_init_fn`.
 
     Every iteration is the next epoch, unless `set_epoch` names one. The order of an epoch depends
-    on (seed, name, epoch), a sample's numbers on (seed, name, rank, epoch, index).
+    on (seed, name, epoch), a batch's numbers on (seed, name, rank, epoch, the batch's indices).
     """
+
+    request: type[BatchRequest] = BatchRequest
+    """What is asked of the process that loads a batch."""
 
     def __init__(
         self, name: str, epoch: int = 0, theirs: Callable[[int], Any] | None = None
@@ -72,7 +83,9 @@ class Loading:
 
 
 class ExplicitLoading(Loading):
-    """The seeding of a loader that was made with `dataloader_kwargs`."""
+    """The seeding of a loader that was made with `dataloader_kwargs`: sample by sample."""
+
+    request = SampleRequest
 
     def __init__(self, name: str, epoch: int, theirs: Callable[[int], Any] | None) -> None:
         import torch
@@ -105,7 +118,7 @@ class SeededSampler:
         loading = self.loading
         return self._requests(loading.stream, loading.order, loading.start)
 
-    def _requests(self, stream: Stream, order: Stream, start: int) -> Iterator[Request]:
+    def _requests(self, stream: Stream, order: Stream, start: int) -> Iterator[BatchRequest]:
         outside = enter()
         try:
             draw_from(order)
@@ -119,7 +132,7 @@ class SeededSampler:
             if index is _END:
                 return
             if number >= start:
-                yield Request(stream, index)
+                yield self.loading.request(stream, index)
             with place:
                 index = next(indices, _END)
 

@@ -58,7 +58,7 @@ def _make_apart(
 ) -> Any:
     reader = original(kind, *rest)
     if kind == map_style:
-        return fetching.seed_samples_apart(reader)
+        return fetching.seed_map_apart(reader)
     return fetching.seed_items_apart(reader, begun)
 
 
@@ -74,7 +74,7 @@ class _InWorker:
     def __call__(self, kind: int, *rest: Any) -> Any:
         reader = self.original(kind, *rest)
         if kind == self.map_style:
-            return fetching.seed_samples(reader)
+            return fetching.seed_map(reader)
         # Only the first reader is made right after the worker was seeded; a worker that lives on
         # makes another for every epoch.
         begun, self.begun = self.begun, None

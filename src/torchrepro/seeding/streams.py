@@ -81,9 +81,9 @@ class Stream:
             return cpu_generator.start(generator, self.seed64, material)
         return generator.manual_seed(int.from_bytes(self.bytes("torch", 8), "little"))
 
-    def part(self, label: str) -> Stream:
+    def part(self, label: bytes) -> Stream:
         """Return the stream of one part of what this one is for."""
-        return Stream(self.name, expanded(self.key, b"part/" + label.encode(), len(self.key)))
+        return Stream(self.name, expanded(self.key, b"part/" + label, len(self.key)))
 
     def entropy(self, purpose: str) -> int:
         """Return 256 bits for `purpose`, independent of those for any other."""

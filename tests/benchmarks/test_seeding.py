@@ -1,0 +1,129 @@
+"""What declared random numbers cost: streams, workers, and loading data, paired in one run."""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import interpolate
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import torchrepro
+from torchrepro.tables import as_text, table
+
+pytestmark = pytest.mark.benchmark
+
+ROUNDS = 11
+CALLS = 20_000
+
+
+@pytest.fixture(autouse=True)
+def _seed_in_force() -> Iterator[None]:
+    with torchrepro.isolated_rng(), torchrepro.apply("seed-only", ["dataloader.seeding=none"]):
+        yield
+
+
+class Photos(Dataset):
+    """Photos of 480 x 360 pixels, augmented as ImageNet training does, but not decoded.
+
+    A random part is resized to 224 x 224, flipped, its colours are shifted, and it is normalised.
+    """
+
+    def __init__(self) -> None:
+        self.photos = torch.arange(8 * 3 * 360 * 480, dtype=torch.int64).view(8, 3, 360, 480)
+        self.photos = (self.photos * 2654435761 % 256).to(torch.uint8)
+
+    def __len__(self) -> int:
+        return 512
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        down, right = random.randrange(60), random.randrange(120)
+        photo = self.photos[index % 8, :, down : down + 300, right : right + 360].float()
+        photo = interpolate(photo[None], (224, 224), mode="bilinear", antialias=True)[0]
+        photo = photo.flip(-1) if np.random.rand() < 0.5 else photo
+        photo = photo * (0.8 + 0.4 * torch.rand(3, 1, 1))
+        return (photo - 118.0) / 58.0
+
+
+def _report(title: str, rows: list[tuple[str, str]]) -> None:
+    print(f"\n{as_text(title, table(('', 'median'), rows))}")
+
+
+def _microseconds(call: Callable[[], object], calls: int = CALLS) -> float:
+    """Return the median over rounds of the mean time of one call, in microseconds."""
+    call()
+    times = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        for _ in range(calls // ROUNDS):
+            call()
+        times.append((time.perf_counter() - start) / (calls // ROUNDS))
+    return statistics.median(times) * 1e6
+
+
+def test_deriving_a_stream_takes_at_most_20_microseconds() -> None:
+    """A stream and its seed are derived within 20 microseconds, rank and worker found out."""
+    derived = _microseconds(lambda: torchrepro.stream("augment", epoch=3).seed)
+    stream = torchrepro.stream("augment")
+    rows = [("stream(name, epoch).seed (at most 20 us)", f"{derived:.1f} us")]
+    rows += [
+        (f"stream.{name}()", f"{_microseconds(getattr(stream, name), 2_200):.1f} us")
+        for name in ("python", "numpy", "numpy_legacy", "torch")
+    ]
+    _report("streams", rows)
+
+    assert derived <= 20
+
+
+def test_seeding_a_worker_takes_at_most_a_millisecond() -> None:
+    """A worker's generators are started within a millisecond."""
+    seed_worker = torchrepro.dataloader_kwargs("train")["worker_init_fn"]
+    taken = _microseconds(lambda: seed_worker(3), 2_200)
+    _report("workers", [("seeding a worker (at most 1000 us)", f"{taken:.1f} us")])
+
+    assert taken <= 1000
+
+
+def _epoch(dataset: Dataset, seeding: str, workers: int) -> float:
+    """Return the wall time of reading `dataset` once, in seconds."""
+    with torchrepro.apply({"seed": 1, "dataloader": {"seeding": seeding}}):
+        loader = DataLoader(dataset, batch_size=32, shuffle=True, num_workers=workers)
+        start = time.perf_counter()
+        for _ in loader:
+            pass
+        return time.perf_counter() - start
+
+
+def _paired(dataset: Dataset, workers: int) -> tuple[float, float, float]:
+    """Return the median seconds of a plain and a seeded epoch, and the median of their ratios."""
+    _epoch(dataset, "none", workers), _epoch(dataset, "auto", workers)
+    pairs = []
+    for number in range(ROUNDS):
+        order = ("none", "auto") if number % 2 else ("auto", "none")
+        taken = {seeding: _epoch(dataset, seeding, workers) for seeding in order}
+        pairs.append((taken["none"], taken["auto"]))
+    plain, seeded = (statistics.median(side) for side in zip(*pairs, strict=True))
+    return plain, seeded, statistics.median(auto / none for none, auto in pairs)
+
+
+def test_an_automatically_seeded_loader_takes_at_most_1_02_times_a_plain_one() -> None:
+    """Seeding every photo costs at most 2 % of loading it, with workers and without."""
+    rows = []
+    ratios = []
+    for workers in (0, 2):
+        plain, seeded, ratio = _paired(Photos(), workers)
+        ratios.append(ratio)
+        rows += [
+            (f"{workers} workers, 512 photos, plain", f"{plain * 1e3:.0f} ms"),
+            (f"{workers} workers, 512 photos, seeded", f"{seeded * 1e3:.0f} ms"),
+            (f"{workers} workers, ratio (at most 1.02)", f"{ratio:.3f}"),
+        ]
+    plain, seeded, _ = _paired(TensorDataset(torch.zeros(20_000, 4)), 0)
+    each = (seeded - plain) / 20_000 * 1e6
+    rows.append(("added to each row of a TensorDataset", f"{each:.1f} us"))
+    _report("loading data", rows)
+
+    assert max(ratios) <= 1.02

@@ -1,0 +1,141 @@
+"""Ranks compare what they have in force before the first step, and stop where it differs."""
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+HEAD = """
+import os, time, torch, torchrepro
+import torch.distributed as dist
+rank = int(os.environ["RANK"])
+"""
+TAIL = """
+dist.all_reduce(torch.ones(1))
+print("went on", flush=True)
+dist.destroy_process_group()
+time.sleep(1)
+"""
+OTHER_ON_RANK_1 = "[['{}'], ['{}']][rank]"
+STEP = """
+dist.init_process_group("gloo")
+applied = torchrepro.apply("seed-only", OVERRIDES)
+weight = torch.zeros(1, requires_grad=True)
+weight.grad = torch.ones(1)
+optimizer = torch.optim.SGD([weight])
+optimizer.step()
+"""
+START = 'applied = torchrepro.apply("seed-only", OVERRIDES)\ndist.init_process_group("gloo")\n'
+
+
+def _program(start: str, overrides: str) -> str:
+    return HEAD + start.replace("OVERRIDES", overrides) + TAIL
+
+
+@pytest.mark.parametrize(
+    ("start", "key", "first", "other"),
+    [
+        (START, "backends.cudnn.benchmark", "true", "false"),
+        (STEP, "dropout", "keep", "zero"),
+        (START, "seed", "7", "8"),
+        (START, "streams.split", "1", "2"),
+        (START, "ranks", "same", "distinct"),
+    ],
+)
+def test_ranks_that_differ_stop_and_name_only_what_differs(on_two_ranks, start, key, first, other):
+    """A knob, a seed or a policy that differs between ranks stops all of them, and is named."""
+    overrides = OTHER_ON_RANK_1.format(f"{key}={first}", f"{key}={other}")
+
+    ended = on_two_ranks(_program(start, overrides))
+
+    assert ended.status != 0
+    assert "went on" not in ended.out
+    named = [line for line in ended.err.splitlines() if " on rank 0, " in line]
+    assert named
+    assert all(key.partition(".")[0] in line for line in named)
+    assert any(first in line and other in line for line in named)
+
+
+@pytest.mark.parametrize("start", [START, STEP], ids=["as the group is made", "at a step"])
+def test_ranks_that_agree_go_on(on_two_ranks, start):
+    """Ranks under one profile go on, whether or not their generators start from one seed."""
+    ended = on_two_ranks(_program(start, "['ranks=distinct', 'streams.a=1']"))
+
+    assert (ended.status, ended.went_on) == (0, 2), ended.err
+
+
+def test_a_rank_without_a_profile_is_named(on_two_ranks):
+    """A rank that has no profile in force does not answer, and the others say which it is."""
+    quick = "import torchrepro.agreement as a; from datetime import timedelta\n"
+    quick += "a.TIMEOUT = timedelta(seconds=3)\n"
+    start = quick + "applied = rank == 0 and torchrepro.apply('seed-only')\n"
+    start += 'dist.init_process_group("gloo")\n'
+
+    ended = on_two_ranks(HEAD + start + "time.sleep(6 * rank)\n" + TAIL)
+
+    assert ended.status != 0
+    assert "rank 1 of 2 did not say within 3 s what it has in force" in ended.err
+
+
+def test_under_hydra_a_disagreement_ends_without_a_traceback(on_two_ranks):
+    """Under Hydra the ranks end with status 3 and name the key, without a traceback of theirs."""
+    program = """
+import os, sys
+import hydra, torch
+import torch.distributed as dist
+sys.argv.append(f"repro.seed={os.environ['RANK']}")
+
+@hydra.main(version_base=None, config_path=None)
+def main(config):
+    dist.init_process_group("gloo")
+    print("went on", flush=True)
+
+main()
+"""
+    ended = on_two_ranks(program, "+repro=seed-only")
+
+    assert "went on" not in ended.out
+    assert "seed plan: seed: 0 on rank 0, 1 on rank 1" in ended.err
+    assert "exitcode  : 3" in ended.err
+    assert "torchrepro.ApplyError" not in ended.err
+
+
+def test_under_run_the_profile_is_in_force_on_every_rank_before_the_group_is_made(on_two_ranks):
+    """`torchrepro run` puts the profile in force on every rank before its first collective."""
+    program = """
+import torch, time
+assert torch.are_deterministic_algorithms_enabled()
+assert torch.initial_seed() == 1234
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+print("went on", flush=True)
+dist.destroy_process_group()
+time.sleep(1)
+"""
+    ended = on_two_ranks(program, before=("torchrepro", "run", "debug-strict", "--"))
+
+    assert (ended.status, ended.went_on) == (0, 2), ended.err
+
+
+def test_undo_takes_the_comparison_back(on_two_ranks):
+    """After the profile is taken back, ranks with different ones in force before go on."""
+    start = "torchrepro.apply('seed-only', [f'seed={rank}']).restore()\n"
+    check = "assert dist.init_process_group is dist.distributed_c10d.init_process_group\n"
+
+    ended = on_two_ranks(HEAD + start + check + 'dist.init_process_group("gloo")\n' + TAIL)
+
+    assert (ended.status, ended.went_on) == (0, 2), ended.err
+
+
+def test_a_collective_library_with_an_order_of_its_own_is_named(capsys, monkeypatch):
+    """Where the variables that fix a library's order of sums are not set, they are named."""
+    from torchrepro.agreement import name_what_is_not_pinned
+
+    monkeypatch.delenv("NCCL_ALGO", raising=False)
+    monkeypatch.setenv("NCCL_PROTO", "Simple")
+    name_what_is_not_pinned("cuda:nccl,cpu:gloo")
+
+    assert "nccl" in (said := capsys.readouterr().err)
+    assert "NCCL_ALGO not set" in said
+    name_what_is_not_pinned("gloo")
+    assert capsys.readouterr().err == ""

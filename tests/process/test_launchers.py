@@ -1,0 +1,150 @@
+"""Programs that others start: each job has its own seed, starts clean, and knows its rank."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+APP = """
+import json, sys
+import hydra
+
+@hydra.main(version_base=None, config_path=CONFIG_PATH, config_name=CONFIG_NAME)
+def main(config):
+    import random, numpy, torch, torchrepro
+    drawn = [random.random(), float(numpy.random.rand()), torch.rand(()).item()]
+    stream = torchrepro.stream("split").seed if config.get("repro") else None
+    zeroed = not bool((torch.nn.functional.dropout(torch.ones(64)) == 0).any())
+    said = {"seed": torch.initial_seed(), "drawn": drawn, "stream": stream, "zeroed": zeroed}
+    with open(f"job{config.job}.json", "w") as file:
+        json.dump(said, file)
+
+if __name__ == "__main__":
+    main()
+"""
+LAUNCHERS = {
+    "basic": (),
+    "joblib": ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2"),
+    "submitit": ("hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5"),
+}
+PLUGINS = {
+    "joblib": "hydra_plugins.hydra_joblib_launcher",
+    "submitit": "hydra_plugins.hydra_submitit_launcher",
+}
+
+
+@pytest.fixture
+def sweep(hydra_app, run_python, tmp_path):
+    """Run a sweep under a launcher and return what each job wrote, by the name of the job."""
+
+    def sweep(launcher, *overrides):
+        hydra_app(APP, "job: 0\nhydra: {job: {chdir: false}}\n")
+        done = run_python("app.py", "-m", *LAUNCHERS[launcher], *overrides)
+        assert done.returncode == 0, done.stderr
+        return {
+            path.stem: json.loads(path.read_text(encoding="utf-8"))
+            for path in tmp_path.glob("job*.json")
+        }
+
+    return sweep
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_every_job_of_a_sweep_has_its_own_seed_and_starts_clean(sweep, launcher):
+    """A job draws what its own profile says, whatever jobs ran before or beside it."""
+    if launcher in PLUGINS and find_spec(PLUGINS[launcher]) is None:
+        pytest.skip(f"{PLUGINS[launcher]} is not installed")
+    swept = sweep(launcher, "+repro=seed-only", "repro.seed=1,2", "repro.dropout=zero", "job=1,2")
+    seeds = {name: job["seed"] for name, job in swept.items()}
+    again = sweep(launcher, "+repro=seed-only", "repro.seed=2", "job=3")
+
+    assert set(seeds) == {"job1", "job2"}
+    assert again["job3"]["drawn"] == swept["job2"]["drawn"]
+    assert again["job3"]["stream"] == swept["job2"]["stream"]
+    assert swept["job2"]["zeroed"]
+    assert not again["job3"]["zeroed"]
+
+
+@pytest.mark.parametrize("launcher", ["basic"])
+def test_one_stream_is_swept_alone(sweep, launcher):
+    """`repro.streams.split=1,2` changes that stream from job to job and nothing else."""
+    swept = {
+        value: sweep(launcher, "+repro=seed-only", f"repro.streams.split={value}", "job=1")["job1"]
+        for value in (1, 2)
+    }
+
+    assert swept[1]["drawn"] == swept[2]["drawn"]
+    assert swept[1]["stream"] != swept[2]["stream"]
+
+
+SRUN = """#!/bin/sh
+# Starts a command once per task with the variables that Slurm's srun sets.
+for task in 0 1 2; do
+    SLURM_PROCID=$task SLURM_NTASKS=3 SLURM_LOCALID=$task SLURM_JOB_ID=7 "$@" || exit $?
+done
+"""
+TASK = """
+import json, torch, torchrepro
+with torchrepro.apply("seed-only", ["ranks=distinct"]):
+    with torchrepro.seeded("init", ranks="same"):
+        init = torch.rand(()).item()
+    print(json.dumps([torch.initial_seed(), torchrepro.stream("augment").seed, init]))
+"""
+
+
+def test_tasks_of_slurm_know_their_rank(execute, write, tmp_path):
+    """Under srun every task draws its own numbers and initialises a model alike."""
+    srun = write({"task.py": TASK, "srun": SRUN})
+    srun.chmod(0o755)
+
+    done = execute(srun, sys.executable, "task.py")
+    tasks = [json.loads(line) for line in done.stdout.splitlines()]
+
+    assert done.returncode == 0, done.stderr
+    assert len(tasks) == 3
+    assert len({seed for seed, _, _ in tasks}) == 3
+    assert len({augment for _, augment, _ in tasks}) == 3
+    assert len({init for _, _, init in tasks}) == 1
+    assert tasks[0][0] == 1234
+
+
+RAY = """
+import json, tempfile
+import ray
+
+@ray.remote(max_calls=1)
+def train(rank):
+    import os
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+    import random, numpy, torch, torchrepro
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    drawn = [random.random(), float(numpy.random.rand()), torch.rand(()).item()]
+    return [deterministic, drawn, torchrepro.stream("augment").seed]
+
+with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:  # its sockets: short paths
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=folder,
+             _node_ip_address="127.0.0.1")
+    print(json.dumps([ray.get(train.remote(rank)) for rank in (0, 1)]))
+    ray.shutdown()
+"""
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
+def test_tasks_of_ray_are_under_the_profile(under, write):
+    """Every worker that Ray starts below `torchrepro run` is under the profile, like its driver."""
+    write({"driver.py": RAY})
+
+    quiet = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    first, second = (under("debug-strict", "driver.py", env=quiet) for _ in range(2))
+
+    assert first.returncode == 0, first.stderr
+    tasks = json.loads(first.stdout.splitlines()[-1])
+    assert all(deterministic for deterministic, _, _ in tasks)
+    assert tasks[0][1] == tasks[1][1]
+    assert tasks[0][2] != tasks[1][2]
+    assert second.stdout.splitlines()[-1] == first.stdout.splitlines()[-1]
