@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torchrepro.errors import ApplyError, shown
 from torchrepro.knobs.catalogue import knobs_by_name
+from torchrepro.knobs.collective_rows import ORDER_OF_SUMS
 from torchrepro.manifest import versions
 from torchrepro.report import Outcome
 from torchrepro.seeding import seed_plan
@@ -33,8 +34,6 @@ _MODULES = (
 """Every module that holds the function which makes the process group under a name of its own."""
 
 _FUNCTION = "init_process_group"
-UNPINNED = {"nccl": ("NCCL_ALGO", "NCCL_PROTO"), "hccl": ("HCCL_DETERMINISTIC",)}
-"""Back end -> the variables that fix in which order its collectives add up."""
 
 
 class InForce(Protocol):
@@ -206,7 +205,7 @@ def _disagreement(differing: Mapping[int, Mapping[str, list[str]]]) -> str:
 
 def name_what_is_not_pinned(backend: str) -> None:
     """Tell standard error which variables leave the order of sums of `backend` to itself."""
-    for kind, variables in UNPINNED.items():
+    for kind, variables in ORDER_OF_SUMS.items():
         missing = [name for name in variables if name not in os.environ]
         if kind in backend and missing:
             sys.stderr.write(

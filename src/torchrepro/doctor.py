@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.catalogue import CATALOGUE
+from torchrepro.knobs.collective_rows import ORDER_OF_SUMS
 from torchrepro.knobs.refused import WITHOUT_EFFECT
 from torchrepro.planner import Plan, make_plan, observe
 from torchrepro.process import closed_doors
@@ -139,6 +140,23 @@ def _cublas(patient: Patient) -> Iterator[Finding]:
         )
 
 
+def _collectives(patient: Patient) -> Iterator[Finding]:
+    distributed = patient.torch.distributed
+    if not patient.resolved.strict or not distributed.is_available():
+        return
+    for backend, variables in ORDER_OF_SUMS.items():
+        left = [
+            name for name in variables if not (patient.wants(f"env.{name}") or name in os.environ)
+        ]
+        if left and distributed.is_backend_available(backend):
+            yield Finding(
+                f"collectives of {backend} add up in an order of their own: nothing sets "
+                f"{', '.join(left)}",
+                f"set env.{left[0]}, as debug-strict does",
+                serious=False,
+            )
+
+
 def _hydra_plugin(patient: Patient) -> Iterator[Finding]:
     spec = find_spec("hydra_plugins")
     shadow = spec.origin if spec else None
@@ -203,6 +221,7 @@ CHECKS: tuple[Callable[[Patient], Iterator[Finding]], ...] = (
     _exported_values,
     _not_acted_on,
     _cublas,
+    _collectives,
     _npu,
     _hydra_plugin,
     _without_seed,

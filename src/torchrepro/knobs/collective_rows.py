@@ -18,6 +18,10 @@ NTHREADS = Text(
     "64|128|256|512", '"64", "128", "256", "512"', "NCCL takes another number for the maximum"
 )
 
+ORDER_OF_SUMS = {"nccl": ("NCCL_ALGO", "NCCL_PROTO"), "hccl": ("HCCL_DETERMINISTIC",)}
+"""Back end of torch.distributed -> the variables that fix in which order it adds up; gloo's order
+follows from sizes alone."""
+
 
 def _pinned(value: str) -> bool:
     """Whether a list of algorithms names some rather than excluding some."""
