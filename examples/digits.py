@@ -81,16 +81,16 @@ def accuracy(model: nn.Module, loader: DataLoader, device: torch.device) -> floa
     return sum(hits) / len(loader.dataset)
 
 
-def split_seed(config: DictConfig) -> int:
-    """Return what the data is split by: the stream `split`; without a profile the app's seed."""
-    return torchrepro.stream("split").seed if "repro" in config else config.seed
+def seed_of(name: str, config: DictConfig) -> int:
+    """Return the seed of the profile's stream `name`, on every rank the same; else the app's."""
+    return torchrepro.stream(name, rank=0).seed if "repro" in config else config.seed
 
 
 def split_digits(config: DictConfig) -> tuple[Digits, Digits]:
     """Return the digits to train on, and those held out."""
     images, labels = load_digits(return_X_y=True)
     kept, held_out, kept_labels, held_out_labels = train_test_split(
-        images.reshape(-1, 8, 8), labels, test_size=0.25, random_state=split_seed(config)
+        images.reshape(-1, 8, 8), labels, test_size=0.25, random_state=seed_of("split", config)
     )
     return (
         Digits(kept, kept_labels, augment=True),

@@ -14,7 +14,7 @@ import time
 import hydra
 import torch
 import torch.distributed as dist
-from digits import fingerprint, network, split_digits
+from digits import fingerprint, network, seed_of, split_digits
 from omegaconf import DictConfig
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -60,7 +60,7 @@ def main(config: DictConfig) -> None:
     dist.init_process_group("nccl" if ON_GPU else "gloo")
     device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if ON_GPU else "cpu"
     training, _ = split_digits(config)
-    sampler = DistributedSampler(training)
+    sampler = DistributedSampler(training, seed=seed_of("order", config))
     train = DataLoader(
         training, batch_size=config.batch_size, sampler=sampler, num_workers=config.num_workers
     )

@@ -19,6 +19,7 @@ from torchrepro.knobs.collective_rows import ORDER_OF_SUMS
 from torchrepro.manifest import versions
 from torchrepro.report import Outcome
 from torchrepro.seeding import seed_plan
+from torchrepro.seeding.mesh import seed_as_this_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -111,6 +112,7 @@ class Agreement:
         size, rank = dist.get_world_size(), dist.get_rank()
         if size == 1:
             return
+        seed_as_this_rank()
         try:
             differing = exchange(_store(), size, rank, in_force(self._applied.report))
         except ApplyError as error:

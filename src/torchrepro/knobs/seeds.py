@@ -7,7 +7,7 @@ full state back, so the numbers drawn after it are those that would have come an
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -140,6 +140,19 @@ class AcceleratorSeed:
 
 
 @dataclass(frozen=True, slots=True)
+class RootSeed(PlanField):
+    """The root of every stream; with it comes the rank from whose seed this process starts."""
+
+    name: str = "seed"
+
+    def write(self, value: int) -> None:
+        PlanField.write(self, value)
+        plan = seed_plan.current()
+        if plan.ranks_differ:
+            seed_plan.put(replace(plan, started_as=plan.coordinate()))
+
+
+@dataclass(frozen=True, slots=True)
 class OfRank:
     """A generator that starts from this rank's own seed where ranks draw differently."""
 
@@ -158,9 +171,7 @@ class OfRank:
 
 def _of_rank(seed: int) -> int:
     plan = seed_plan.current()
-    if plan.ranks in (None, "same") or (not isinstance(plan.ranks, str) and plan.mesh is None):
-        return seed
-    return seed_of_rank(seed, plan.coordinate())
+    return seed_of_rank(seed, plan.started_as) if plan.ranks_differ else seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +227,7 @@ SEEDS = (
         key="seed",
         target="torch",
         legal=SEED,
-        access=PlanField("seed"),
+        access=RootSeed(),
         summary="Root of every named stream: torchrepro.stream, seeded, dataloader_kwargs.",
         cost="none; deriving a stream takes about 5 microseconds",
         source="https://www.rfc-editor.org/rfc/rfc7693",

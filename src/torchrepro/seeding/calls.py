@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.errors import shown
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
 
 FUNCTIONS = (
@@ -97,14 +98,21 @@ def _wrap(module: str, name: str) -> None:
     original = getattr(owner, name, None)
     if original is None or (module, name) in _originals:
         return
+    # One function under two names keeps one wrapper, which pickle then finds under the first.
+    same = (wrapper for wrapper, wrapped in _originals.values() if wrapped == original)
+    wrapper = next(same, None) or _recording(module, name, original)
+    _originals[module, name] = wrapper, original
+    setattr(owner, name, wrapper)
 
+
+def _recording(module: str, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def seed(*args: Any, **kwargs: Any) -> Any:
         _note(f"{module}.{name}", (*args, *kwargs.values()), sys._getframe(1))  # noqa: SLF001
         return original(*args, **kwargs)
 
-    _originals[module, name] = seed, original
-    setattr(owner, name, seed)
+    seed.__module__, seed.__qualname__ = module, name
+    return seed
 
 
 def _module(name: str) -> Any:

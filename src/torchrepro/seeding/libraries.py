@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import Problem, SeedingError, shown
@@ -12,6 +11,7 @@ from torchrepro.imports import AfterImport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from importlib.metadata import EntryPoint
 
 GROUP = "torchrepro.seeders"
 """Entry points of this group name a module to wait for and a function that takes a seed."""
@@ -157,6 +157,8 @@ def _seed(module: str) -> None:
 
 def _seeders() -> dict[str, Seeder]:
     """Return every seeder: those of installed packages, then those registered in this process."""
+    from importlib.metadata import entry_points  # takes 20 ms, and only a seed needs it
+
     installed = {entry.name: _from(entry) for entry in entry_points(group=GROUP)}
     return {**installed, **_registered}
 

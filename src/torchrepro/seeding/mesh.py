@@ -22,9 +22,22 @@ def use_mesh(mesh: Any) -> Mesh:
     plan = seed_plan.current()
     place = mesh_place(mesh, plan.ranks)
     seed_plan.put(replace(plan, mesh=place))
-    if plan.seed is not None and plan.ranks not in (None, "same"):
-        _seed_everything(seed_of_rank(plan.seed, seed_plan.current().coordinate()))
+    seed_as_this_rank()
     return place
+
+
+def seed_as_this_rank() -> None:
+    """Start the global generators from this rank's seed, if they started from another rank's.
+
+    A process that only learns its rank when the process group is made started as rank 0.
+    """
+    plan = seed_plan.current()
+    if plan.seed is None or not plan.ranks_differ:
+        return
+    coordinate = plan.coordinate()
+    if coordinate != plan.started_as:
+        seed_plan.put(replace(plan, started_as=coordinate))
+        _seed_everything(seed_of_rank(plan.seed, coordinate))
 
 
 def _seed_everything(seed: int) -> None:

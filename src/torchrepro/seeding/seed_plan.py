@@ -28,6 +28,16 @@ class SeedPlan:
     rank: int | None = None
     """The number by which this process differs, where it was told rather than finds it out."""
 
+    started_as: int = 0
+    """The rank from whose seed the global generators started."""
+
+    @property
+    def ranks_differ(self) -> bool:
+        """Whether the global generators of ranks start from different seeds, as far as known."""
+        if isinstance(self.ranks, Mapping):
+            return self.mesh is not None  # which ranks differ is only known with the mesh
+        return self.ranks == "distinct"
+
     def root(self, name: str) -> int:
         """Return the seed that the stream `name` derives from; raises `SeedingError` if none."""
         seed = self.streams.get(name, self.seed)
