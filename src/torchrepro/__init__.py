@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torchrepro.report import Report as Report
     from torchrepro.seeding.dataloaders import dataloader_kwargs as dataloader_kwargs
     from torchrepro.seeding.dataloaders import set_epoch as set_epoch
-    from torchrepro.seeding.fetching import sample_rng as sample_rng
+    from torchrepro.seeding.drawing import sample_rng as sample_rng
     from torchrepro.seeding.libraries import register_seeder as register_seeder
     from torchrepro.seeding.mesh import use_mesh as use_mesh
     from torchrepro.seeding.registered import register_generator as register_generator
@@ -57,7 +57,7 @@ _HOME = {
     "register_generator": "torchrepro.seeding.registered",
     "register_seeder": "torchrepro.seeding.libraries",
     "rng_state": "torchrepro.seeding.snapshot",
-    "sample_rng": "torchrepro.seeding.fetching",
+    "sample_rng": "torchrepro.seeding.drawing",
     "save_rng_state": "torchrepro.seeding.snapshot",
     "seeded": "torchrepro.seeding.scopes",
     "set_epoch": "torchrepro.seeding.dataloaders",

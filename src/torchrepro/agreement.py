@@ -113,6 +113,8 @@ class Agreement:
         if size == 1:
             return
         seed_as_this_rank()
+        if dist.get_backend() == "fake":
+            return  # torch's stand-in for a group whose other ranks do not exist
         try:
             differing = exchange(_store(), size, rank, in_force(self._applied.report))
         except ApplyError as error:
@@ -175,8 +177,10 @@ def _answer(store: Any, key: str, size: int) -> str:
     except Exception as error:  # the store raises classes of its own, which differ between versions
         who = key.rpartition("/")[2]
         whose = f"rank {who}" if who.isdigit() else "rank 0"
+        why = str(error).strip().partition("\n")[0]
         raise ApplyError(
-            f"{whose} of {size} did not say within {TIMEOUT.seconds} s what it has in force\n"
+            f"{whose} of {size} did not say what it has in force, waited for {TIMEOUT.seconds} s "
+            f"at most: {why}\n"
             "  to do: apply the same profile on every rank, before the process group is made"
         ) from error
     content: bytes = store.get(key)

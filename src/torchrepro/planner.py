@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.knob import Knob, Missing
 from torchrepro.process import closed_doors, inherited, set_after_start
 from torchrepro.profile.load import resolve
@@ -111,7 +112,7 @@ def make_plan(resolved: Resolved, facts: Facts) -> Plan:
     return Plan(
         resolved,
         tuple(
-            Step(knob, value, _with_what_it_needs(knob, resolved, _expected(knob, value, facts)))
+            Step(knob, value, _expected_with_needs(knob, value, resolved, facts))
             for knob, value in resolved.settings()
         ),
     )
@@ -187,13 +188,20 @@ def _expected(knob: Knob, value: Any, facts: Facts) -> Row:
     return replace(row, why=aside(knob))
 
 
-def _with_what_it_needs(knob: Knob, resolved: Resolved, row: Row) -> Row:
-    if not knob.needs or resolved.values.get(knob.needs) is not None:
+def _expected_with_needs(knob: Knob, value: Any, resolved: Resolved, facts: Facts) -> Row:
+    row = _expected(knob, value, facts)
+    if not _lacks(knob, value, resolved):
         return row
-    if row.outcome is Outcome.UNCHANGED:
-        return row
-    why = f"it acts on `{knob.needs}`, which the profile does not set"
+    why = f"it acts on `{knob.needs.partition('.')[0]}`, which the profile does not set"
     return replace(row, outcome=Outcome.UNSUPPORTED, after=row.before, why=why)
+
+
+def _lacks(knob: Knob, value: Any, resolved: Resolved) -> bool:
+    """Whether nothing sets the knob that `value` of `knob` acts on, here or around this profile."""
+    if not knob.needs or value not in knob.needing:
+        return False
+    needed = knobs_by_name()[knob.needs]
+    return resolved.values.get(needed.profile_key) is None and needed.access.read() is None
 
 
 def _expected_variable(knob: Knob, value: str, facts: Facts, row: Row) -> Row:

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchrepro
+from torchrepro.knobs.accelerator_seeds import AcceleratorSeed, _Queued
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
 from torchrepro.knobs.explain import explanations
 from torchrepro.knobs.knob import Knob, Missing, Phase
 from torchrepro.knobs.refused import WITHOUT_EFFECT, refusal
-from torchrepro.knobs.seeds import AcceleratorSeed, _Queued
 from torchrepro.process import DOORS
 from torchrepro.profile.compose import WHOLE
 from torchrepro.profile.resolved import knobs_for_key
@@ -228,7 +228,7 @@ def test_an_undo_before_device_init_takes_a_queued_seed_back() -> None:
 
 
 def _restore(access: AcceleratorSeed, saved: _Queued) -> bool:
-    from torchrepro.knobs.seeds import _put_back_queue
+    from torchrepro.knobs.accelerator_seeds import _put_back_queue
 
     return _put_back_queue(getattr(torch, access.device), saved.queue)
 

@@ -94,7 +94,9 @@ class Knob:
     """The environment variable behind the row, if it is one."""
 
     needs: str = ""
-    """The key of the profile without which the knob has nothing to act on."""
+    """The knob without which a value of `needing` has nothing to act on."""
+
+    needing: tuple[Any, ...] = ()
 
     enough: Callable[[str], bool] | None = None
     """For a variable: whether a value that the user exported is as good as the one asked for."""

@@ -49,7 +49,7 @@ def _policy(  # noqa: PLR0913, PLR0917 - the columns of a row
     summary: str,
     cost: str = "none",
     source: str = SOURCE,
-    needs: str = "",
+    **more: Any,
 ) -> Knob:
     return Knob(
         name=name,
@@ -60,7 +60,7 @@ def _policy(  # noqa: PLR0913, PLR0917 - the columns of a row
         summary=summary,
         cost=cost,
         source=source,
-        needs=needs,
+        **more,
     )
 
 
@@ -117,7 +117,8 @@ POLICIES = (
         "order, workers and each batch, whatever the number of workers.",
         "auto: about 30 microseconds per batch, 150 without workers",
         source=RANDOMNESS,
-        needs="seed",
+        needs="seed.streams",
+        needing=("auto",),
     ),
     _policy(
         "dataloader.num_workers",

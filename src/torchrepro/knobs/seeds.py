@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
-from torchrepro.knobs.knob import Knob, Missing
+from torchrepro.knobs.accelerator_seeds import AcceleratorSeed
+from torchrepro.knobs.knob import Knob
 from torchrepro.knobs.legal import SEED
-from torchrepro.seeding import devices, seed_plan
+from torchrepro.seeding import loader_hook, seed_plan
 from torchrepro.seeding.calls import SeedingCalls
 from torchrepro.seeding.libraries import LibrarySeeds
 from torchrepro.seeding.seed_plan import PlanField
@@ -88,55 +89,8 @@ class TorchSeed:
         return bool(_torch().initial_seed() == value)
 
 
-@dataclass(frozen=True, slots=True)
-class AcceleratorSeed:
-    """Every device of one accelerator, through its module ``torch.<device>``.
-
-    Before the first use of a device torch queues the seed and hands it over at device init; an
-    undo that comes earlier takes the queue back, one that comes later gives the devices the seed
-    with which an untouched process starts.
-    """
-
-    device: str
-
-    def _module(self) -> Any:
-        module = getattr(_torch(), self.device, None)
-        if module is None or not hasattr(module, "manual_seed"):
-            raise Missing(f"this torch has no torch.{self.device}")
-        if self.device not in devices.built_for():
-            raise Missing(f"this torch is not built for {self.device}")
-        return module
-
-    def read(self) -> Any:
-        module = self._module()
-        if not devices.initialised(module):
-            return None
-        generators = getattr(module, "default_generators", ())
-        seeds = sorted({int(generator.initial_seed()) for generator in generators})
-        return seeds[0] if len(seeds) == 1 else seeds or None
-
-    def write(self, value: int) -> None:
-        module = self._module()
-        devices.seed_all(module, value)
-
-    def save(self) -> Any:
-        module = self._module()
-        if not devices.initialised(module):
-            return _Queued(_queue(module))
-        return devices.states(module)
-
-    def restore(self, saved: Any) -> None:
-        module = self._module()
-        if isinstance(saved, _Queued):
-            if devices.initialised(module) or not _put_back_queue(module, saved.queue):
-                # A fresh generator's seed is the one torch starts every device with.
-                self.write(_torch().Generator().initial_seed())
-        else:
-            devices.set_states(module, saved)
-
-    def holds(self, value: int) -> bool:
-        now = self.read()
-        return now is None or now == value
+def _torch() -> Any:
+    return import_module("torch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +101,18 @@ class RootSeed(PlanField):
 
     def write(self, value: int) -> None:
         PlanField.write(self, value)
+        loader_hook.put_register(loader_hook.Register())
         plan = seed_plan.current()
         if plan.ranks_differ:
             seed_plan.put(replace(plan, started_as=plan.coordinate()))
+
+    def save(self) -> Any:
+        return seed_plan.current(), loader_hook.present_register()
+
+    def restore(self, saved: Any) -> None:
+        plan, register = saved
+        seed_plan.put(plan)
+        loader_hook.put_register(register)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,37 +135,6 @@ class OfRank:
 def _of_rank(seed: int) -> int:
     plan = seed_plan.current()
     return seed_of_rank(seed, plan.started_as) if plan.ranks_differ else seed
-
-
-@dataclass(frozen=True, slots=True)
-class _Queued:
-    """What waited for device init when the state was saved."""
-
-    queue: Any
-
-
-def _torch() -> Any:
-    return import_module("torch")
-
-
-def _queue(module: Any) -> Any:
-    """Return a copy of the calls and seeds that wait for device init.
-
-    Private (``_queued_calls``, ``_lazy_seed_tracker``), because torch offers no public way to take
-    a queued seed back. Where they are gone, `_put_back_queue` says so and undo re-seeds instead.
-    """
-    tracker = getattr(module, "_lazy_seed_tracker", None)
-    return list(getattr(module, "_queued_calls", ())), dict(vars(tracker)) if tracker else None
-
-
-def _put_back_queue(module: Any, queue: Any) -> bool:
-    calls, tracked = queue
-    if not isinstance(getattr(module, "_queued_calls", None), list):
-        return False
-    module._queued_calls[:] = calls  # noqa: SLF001 - see _queue
-    if tracked is not None:
-        vars(module._lazy_seed_tracker).update(tracked)  # noqa: SLF001 - see _queue
-    return True
 
 
 def _accelerator(device: str, source: str, since: str) -> Knob:
@@ -237,7 +169,7 @@ SEEDS = (
         key="seed",
         target="torch",
         legal=SEED,
-        access=LibrarySeeds(),
+        access=OfRank(LibrarySeeds()),
         library="torch",
         summary="Seed of other libraries that draw numbers (cupy, tensorflow, registered ones), "
         "given when they are loaded.",

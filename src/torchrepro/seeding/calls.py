@@ -34,7 +34,8 @@ FUNCTIONS = (
 
 _OWN = ("torchrepro", "torch")  # what these call inside is no call of the program
 _MANY = 1000
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+_PATHS = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+_LIBRARIES = (*_PATHS, "<frozen ")  # the last is Python's import machinery
 
 
 @dataclass(slots=True)
@@ -106,13 +107,25 @@ def _wrap(module: str, name: str) -> None:
 
 
 def _recording(module: str, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    compiling = _compiling_check(module)
+
     @wraps(original)
     def seed(*args: Any, **kwargs: Any) -> Any:
-        _note(f"{module}.{name}", (*args, *kwargs.values()), sys._getframe(1))  # noqa: SLF001
-        return original(*args, **kwargs)
+        done = original(*args, **kwargs)
+        if not compiling() and _originals:  # a name that was imported under a profile outlives it
+            _note(f"{module}.{name}", (*args, *kwargs.values()), sys._getframe(1))  # noqa: SLF001
+        return done
 
     seed.__module__, seed.__qualname__ = module, name
     return seed
+
+
+def _compiling_check(module: str) -> Callable[[], bool]:
+    """Return what tells that torch.compile is tracing, which cannot follow a look at the stack."""
+    if module.partition(".")[0] != "torch":
+        return bool
+    check: Callable[[], bool] = sys.modules["torch"].compiler.is_compiling
+    return check
 
 
 def _module(name: str) -> Any:

@@ -15,14 +15,15 @@ if TYPE_CHECKING:
 
 
 def dataloader_kwargs(
-    name: str, epoch: int = 0, worker_init_fn: Callable[[int], Any] | None = None
+    name: str, epoch: int | None = None, worker_init_fn: Callable[[int], Any] | None = None
 ) -> dict[str, Any]:
     """Return `generator` and `worker_init_fn` for the DataLoader called `name`.
 
     Its order then depends on (seed, name, epoch); the numbers that a sample draws from Python's
     `random`, numpy's legacy generator, torch and `sample_rng` on (seed, name, rank, epoch, index):
     not on workers, not on what else drew numbers. Iterating it moves no global generator. The
-    first iteration is `epoch`, each further one the next; `set_epoch` names another.
+    first iteration is `epoch` (0, or where a restored snapshot was), each further one the next;
+    `set_epoch` names another.
     `worker_init_fn` runs in each worker as well. Raises `SeedingError` where no profile with a
     seed is in force.
 
@@ -30,9 +31,14 @@ def dataloader_kwargs(
     """
     seed_plan.current().root(judged_name(name))
     seed_plan.note(name)
-    loading = ExplicitLoading(name, epoch, worker_init_fn)
+    import torch
+
+    first = loader_hook.first_epoch(name) if epoch is None else epoch
+    loading = ExplicitLoading(name, first, worker_init_fn)
     loader_hook.watch(loading)
-    return {"generator": loading.generator, "worker_init_fn": loading}
+    generator = torch.Generator()
+    loading.start_order(generator)
+    return {"generator": generator, "worker_init_fn": loading}
 
 
 def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
@@ -45,13 +51,12 @@ def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
     """
     number, left_out = whole("epoch", epoch), whole("start", start)
     loading = loader_hook.loading_of(loader)
-    others = [part for part in _parts(loader) if callable(getattr(part, "set_epoch", None))]
     if left_out and (loading is None or yields_items(loader)):
         why = "an IterableDataset" if loading is not None else "a loader that is not seeded here"
         raise SeedingError(
             Problem(f"batches of {why} cannot be left out", key="start", found=shown(start))
         )
-    if loading is None and not others:
+    if not knows_epochs(loader):
         raise SeedingError(
             Problem(
                 "nothing in this loader knows epochs",
@@ -62,8 +67,18 @@ def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
         )
     if loading is not None:
         loading.next_epoch, loading.next_start = number, left_out
-    for part in others:
+    for part in _others(loader):
         part.set_epoch(number)
+
+
+def knows_epochs(loader: Any) -> bool:
+    """Whether `set_epoch` changes anything in `loader`."""
+    return loader_hook.loading_of(loader) is not None or bool(_others(loader))
+
+
+def _others(loader: Any) -> list[Any]:
+    """Return the parts of `loader` that have a `set_epoch` of their own."""
+    return [part for part in _parts(loader) if callable(getattr(part, "set_epoch", None))]
 
 
 def _parts(loader: Any) -> list[Any]:

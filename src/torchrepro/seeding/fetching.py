@@ -15,12 +15,10 @@ from struct import error, pack
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import Problem, SeedingError, shown
-from torchrepro.seeding.generators import HostState, host_state, seed_host
+from torchrepro.seeding.drawing import Position, draw_from, enter, leave, worker_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    import numpy as np
 
     from torchrepro.seeding.streams import Stream
 
@@ -61,74 +59,6 @@ class SampleRequest(BatchRequest):
         return collate(samples)
 
 
-class _Draw:
-    """What the host's generators are drawn for now."""
-
-    __slots__ = ("generator", "stream")
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-        self.generator: np.random.Generator | None = None
-
-
-_present: list[_Draw] = []  # empty outside of loading
-
-
-def sample_rng() -> np.random.Generator:
-    """Return the numpy `Generator` of the sample that is being loaded, ready to draw from.
-
-    Within one sample it goes on where the last call left it; within `collate_fn` it is that of
-    the batch. Raises `SeedingError` where no sample is being loaded by a seeded DataLoader.
-    """
-    if not _present:
-        raise SeedingError(
-            Problem(
-                "no sample is being loaded by a seeded DataLoader",
-                found="sample_rng()",
-                todo="call it in the dataset of a DataLoader made with dataloader_kwargs, or "
-                "under a profile with dataloader.seeding: auto",
-            )
-        )
-    draw = _present[-1]
-    if draw.generator is None:
-        draw.generator = draw.stream.part(b"ready").numpy()
-    return draw.generator
-
-
-def draw_from(stream: Stream) -> None:
-    """Start the host's generators and `sample_rng` from `stream`, until told otherwise."""
-    _present[:] = [_Draw(stream)]
-    seed_host(stream)
-
-
-class Position:
-    """A place in the host's generators that is not the program's: entered, moved, and left."""
-
-    def __init__(self) -> None:
-        self._inside, self._draws = host_state(), list(_present)
-        self._outside: list[tuple[HostState, list[_Draw]]] = []
-
-    def __enter__(self) -> None:
-        self._outside.append((host_state(), list(_present)))
-        self._inside.put_back()
-        _present[:] = self._draws
-
-    def __exit__(self, *_: object) -> None:
-        self._inside, self._draws = host_state(), list(_present)
-        leave(self._outside.pop())
-
-
-def leave(outside: tuple[HostState, list[_Draw]]) -> None:
-    """Go back to what `enter` returned."""
-    outside[0].put_back()
-    _present[:] = outside[1]
-
-
-def enter() -> tuple[HostState, list[_Draw]]:
-    """Return where the program stands in the host's generators, for `leave`."""
-    return host_state(), list(_present)
-
-
 def seed_map(reader: Any) -> Any:
     """Have `reader`, torch's reader of a map-style dataset, draw as its requests say."""
     reader.fetch = partial(_fetch, reader, reader.fetch)
@@ -150,47 +80,62 @@ def seed_map_apart(reader: Any) -> Any:
     return reader
 
 
-def seed_items(reader: Any, worker: int, begun: Stream | None) -> Any:
-    """Have `reader`, torch's reader of an `IterableDataset`, draw from one stream per epoch.
+def seed_items(make: Callable[[], Any], worker: int, begun: Stream | None) -> Any:
+    """Return a reader of an `IterableDataset`, by `make`, that draws from one stream per epoch.
 
-    `begun` is the stream that the generators have just been started from, if they have.
+    `begun` is the stream that the generators have just been started from. Where it is None the
+    reader is made with the first request, which says what the epoch is.
     """
-    reader.fetch = partial(_Items(reader, worker, begun), reader.fetch)
-    return reader
+    return _ItemReader(make, worker, begun)
 
 
-def seed_items_apart(reader: Any, begun: Stream) -> Any:
+def seed_items_apart(make: Callable[[], Any], begun: Stream) -> Any:
     """Do what `seed_items` does in the main process, apart from the program's own generators."""
-    seeded, position = seed_items(reader, 0, begun).fetch, Position()
+    draw_from(worker_stream(begun, 0))  # torch has drawn from it since the epoch began
+    reader = _ItemReader(make, 0, begun)
+    seeded, position = reader.fetch, Position()
 
     def fetch(request: Any) -> Any:
         with position:
             return seeded(request)
 
-    reader.fetch = fetch
+    reader.fetch = fetch  # type: ignore[method-assign]
     return reader
 
 
-def worker_stream(stream: Stream, worker: int) -> Stream:
-    """Return what worker number `worker` of an epoch draws from outside of samples."""
-    return stream.part(b"worker/%d" % worker)
+class _ItemReader:
+    """Reads items, and is otherwise the reader of torch's that it stands for."""
 
+    def __init__(self, make: Callable[[], Any], worker: int, begun: Stream | None) -> None:
+        vars(self).update(_make=make, _worker=worker, _begun=begun, _reader=None)
+        if begun is not None:
+            self._made()
 
-class _Items:
-    """The fetching of items from an `IterableDataset`."""
-
-    def __init__(self, reader: Any, worker: int, begun: Stream | None) -> None:
-        self.reader, self.worker, self.begun = reader, worker, begun
-
-    def __call__(self, fetch: Callable[[Any], Any], request: Any) -> Any:
+    def fetch(self, request: Any) -> Any:
+        """Load what `request` asks for, as torch's reader does."""
         if not isinstance(request, BatchRequest):
-            return fetch(request)
-        if self.begun != request.stream:
-            # Workers that live on make the iterator before they hear which epoch it is for.
-            self.begun = request.stream
-            draw_from(worker_stream(request.stream, self.worker))
-            self.reader.dataset_iter = iter(self.reader.dataset)
-        return fetch(request.index)
+            return self._made().fetch(request)
+        if self._begun != request.stream:
+            late = self._reader is not None
+            vars(self)["_begun"] = request.stream
+            draw_from(worker_stream(request.stream, self._worker))
+            if late:  # somebody looked at it before the epoch was known
+                self._reader.dataset_iter = iter(self._reader.dataset)
+        return self._made().fetch(request.index)
+
+    def _made(self) -> Any:
+        if self._reader is None:
+            vars(self)["_reader"] = self._make()
+        return self._reader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._made(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "fetch":
+            vars(self)[name] = value
+        else:
+            setattr(self._made(), name, value)
 
 
 def _fetch(reader: Any, fetch: Callable[[Any], Any], request: Any) -> Any:
@@ -234,17 +179,18 @@ def _label(index: Any) -> bytes:
             return pack(f"<{len(index)}q", *index)  # a batch of sample numbers, the usual case
         except error:
             return b"(" + b",".join(map(_label, index)) + b")"
+    if hasattr(index, "tolist"):  # an array or a tensor, whose text leaves out its middle
+        return _label(index.tolist())
     try:
         return b"%d" % as_index(index)
     except TypeError:
-        pass
-    if getattr(type(index), "__repr__", None) is object.__repr__:
-        # It would show an address, which is another in every process.
+        text = repr(index)
+    if " at 0x" in text:  # an address, which is another in every process
         raise SeedingError(
             Problem(
                 "the sampler yields indices that have no text of their own",
                 found=shown(index),
-                todo=f"give {type(index).__name__} a __repr__ that says which sample it means",
+                todo="give their class a __repr__ that says which sample is meant",
             )
         )
-    return repr(index).encode()
+    return text.encode()

@@ -84,17 +84,20 @@ def register_seeder(
     second call for the same module replaces the first. Raises `SeedingError` for what is no
     module name or no function.
     """
-    if not isinstance(module, str) or not module or not callable(seed):
+    way_back = (save is None and restore is None) or (callable(save) and callable(restore))
+    if not isinstance(module, str) or not module or not callable(seed) or not way_back:
         raise SeedingError(
             Problem(
                 "not a seeder",
                 found=f"register_seeder({shown(module)}, {shown(seed)})",
-                legal="the name of a module, then a function that takes a seed",
+                legal="the name of a module, a function that takes a seed, and functions to save "
+                "and restore or neither",
             )
         )
     _registered[module] = Seeder(module, seed, save, restore)
     if _state.seed is not None:
-        _state.seeded.pop(module, None)
+        if sys.modules.get(module) is not None:
+            _seed(module)
         _watch()
 
 
@@ -103,7 +106,10 @@ class LibrarySeeds:
     """The seed that other libraries get; reading shows the libraries seeded so far."""
 
     def read(self) -> Any:
-        return None if _state.seed is None else _state.seed
+        return _state.seed
+
+    def holds(self, value: int) -> bool:
+        return _state.seed == value
 
     def write(self, value: int) -> None:
         _stop()
@@ -129,11 +135,19 @@ def seeded_libraries() -> tuple[str, ...]:
     return tuple(sorted(_state.seeded))
 
 
+def seed_again(seed: int) -> None:
+    """Seed the libraries seeded so far, and those that come later, from another seed."""
+    if _state.seed is not None:
+        _state.seed = seed
+        for module in _state.seeded:
+            _seeders()[module].seed(seed)
+
+
 def _watch() -> None:
     """Seed what is loaded and not seeded yet, and wait for the rest."""
     seeders = _seeders()
     for module in seeders:
-        if module in sys.modules and module not in _state.seeded:
+        if sys.modules.get(module) is not None and module not in _state.seeded:
             _seed(module)
     waiting = [module for module in seeders if module not in sys.modules]
     _stop()
@@ -151,7 +165,8 @@ def _seed(module: str) -> None:
     if _state.seed is None:
         return
     seeder = _seeders()[module]
-    _state.seeded[module] = seeder.save() if seeder.save is not None else None
+    if _state.seeded.get(module) is None:  # what a seeder before this one saved is what comes back
+        _state.seeded[module] = seeder.save() if seeder.save is not None else None
     seeder.seed(_state.seed)
 
 

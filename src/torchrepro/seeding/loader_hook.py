@@ -10,18 +10,28 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, finalize
+from weakref import WeakKeyDictionary, WeakSet, finalize
 
 from torchrepro.imports import AfterImport
-from torchrepro.seeding import fetching
+from torchrepro.seeding import drawing
 from torchrepro.seeding.loading import ExplicitLoading, Loading, SeededSampler
 from torchrepro.seeding.reader_hook import seeded_readers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
-LOADERS = {"torch.utils.data": "DataLoader", "torchdata.stateful_dataloader": "StatefulDataLoader"}
-"""Module -> class whose `__iter__` starts an iteration, without calling another's."""
+LOADERS = {
+    "torch.utils.data": ("DataLoader", ("__iter__",)),
+    "torchdata.stateful_dataloader": ("StatefulDataLoader", ("__iter__", "state_dict")),
+}
+"""Module -> class whose methods start an iteration, without calling another's."""
+
+_STARTS: Mapping[str, Callable[[Any], bool]] = {
+    # torchdata starts an iteration when it is asked for a state before the first batch.
+    "__iter__": lambda loader: not getattr(loader, "_initial_iter_for_state_dict", False),
+    "state_dict": lambda loader: loader._iterator is None,  # noqa: SLF001 - see above
+}
+"""Method -> whether calling it now starts an iteration."""
 
 
 @dataclass(slots=True)
@@ -34,19 +44,30 @@ class _State:
     forced_workers: int | None = None
     """The number of workers of every loader, where a profile says so."""
 
-    explicit: int = 0
-    """How many loaders made with `dataloader_kwargs` are alive."""
+    explicit: WeakSet[ExplicitLoading] = field(default_factory=WeakSet)
+    """The seeding of the loaders made with `dataloader_kwargs`, while they are alive."""
+
+
+@dataclass(slots=True)
+class Register:
+    """The loaders seen since a seed came in force, and how far they have come."""
+
+    loadings: WeakKeyDictionary[Any, Loading] = field(default_factory=WeakKeyDictionary)
+    """The loaders whose author seeded nothing, each with what seeds it."""
 
     begun: int = 0
-    """How many loaders were seeded for their author: the next one's number."""
+    """How many such loaders there were: the next one's number."""
 
     resumed: dict[str, int] = field(default_factory=dict)
-    """Loaders of a snapshot that have not appeared yet, each with the epoch it goes on with."""
+    """Such loaders of a snapshot that have not appeared yet, each with its next epoch."""
+
+    named: dict[str, int] = field(default_factory=dict)
+    """Names of other loaders in a snapshot, not made again yet, each with its next epoch."""
 
 
 _state = _State()
-_loadings: WeakKeyDictionary[Any, Loading] = WeakKeyDictionary()
-_originals: dict[type, Callable[..., Any]] = {}
+_register = Register()
+_originals: dict[tuple[type, str], Callable[..., Any]] = {}
 _finder: list[AfterImport] = []
 
 
@@ -58,22 +79,32 @@ class SeedingPolicy:
         return "auto" if _state.automatic else "none"
 
     def write(self, value: str) -> None:
-        for loading in _loadings.values():
-            loading.active = False
-        _loadings.clear()
-        _state.automatic, _state.begun, _state.resumed = value == "auto", 0, {}
+        _state.automatic = value == "auto"
+        _mark(_register)
         _settle()
 
-    def save(self) -> Any:
-        return _state.automatic, _state.begun, _state.resumed, dict(_loadings)
+    save = read
+    restore = write
 
-    def restore(self, saved: Any) -> None:
-        automatic, begun, resumed, loadings = saved
-        self.write("auto" if automatic else "none")
-        _state.begun, _state.resumed = begun, resumed
-        for loader, loading in loadings.items():
-            loading.active = True
-            _loadings[loader] = loading
+
+def present_register() -> Register:
+    """Return the register of loaders that belongs to the seed in force."""
+    return _register
+
+
+def put_register(register: Register) -> None:
+    """Make `register` the one in use: an empty one with a new seed, the old one with its undo."""
+    global _register  # noqa: PLW0603 - one piece of process state, and this its only writer
+    for loading in _register.loadings.values():
+        loading.active = False
+    _register = register
+    _mark(register)
+
+
+def _mark(register: Register) -> None:
+    """Tell workers that live on whether their loader is seeded at present."""
+    for loading in register.loadings.values():
+        loading.active = _state.automatic
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +124,14 @@ class WorkersPolicy:
 
 def watch(loading: ExplicitLoading) -> None:
     """Seed the loader that uses `loading`, for as long as it is alive."""
-    _state.explicit += 1
-    finalize(loading, _let_go)
+    _state.explicit.add(loading)
+    finalize(loading, _settle)
     _settle()
+
+
+def first_epoch(name: str) -> int:
+    """Return the epoch with which a new loader called `name` goes on: 0 unless it is resumed."""
+    return _register.named.pop(name, 0)
 
 
 def loading_of(loader: Any) -> Loading | None:
@@ -105,48 +141,56 @@ def loading_of(loader: Any) -> Loading | None:
         return own
     if not _state.automatic or own is not None or getattr(loader, "generator", None) is not None:
         return None
-    if loader not in _loadings:
+    if drawing.is_loading():
+        return None  # a dataset's own loader draws from what its sample draws from
+    if loader not in _register.loadings:
         if getattr(loader, "_iterator", None) is not None:
             return None  # its workers started before the profile was in force
-        _loadings[loader] = _next_loading()
-    return _loadings[loader]
+        _register.loadings[loader] = _next_loading()
+    return _register.loadings[loader]
 
 
 def _next_loading() -> Loading:
     """Return the seeding of a loader seen for the first time: a resumed one, else a new one."""
-    if _state.resumed:
-        name = next(iter(_state.resumed))
-        return Loading(name, _state.resumed.pop(name))
-    _state.begun += 1
-    return Loading(f"dataloader-{_state.begun - 1}")
+    if _register.resumed:
+        name = next(iter(_register.resumed))
+        return Loading(name, _register.resumed.pop(name))
+    _register.begun += 1
+    return Loading(f"dataloader-{_register.begun - 1}")
 
 
 def epochs() -> dict[str, Any]:
-    """Return how far the loaders that the profile seeds have come, as plain JSON values."""
-    by_name = {loading.name: loading.next_epoch for loading in _loadings.values()}
-    return {"begun": _state.begun, "next_epoch": {**_state.resumed, **by_name}}
+    """Return how far every seeded loader has come, as plain JSON values."""
+    seen = {loading.name: loading.next_epoch for loading in _register.loadings.values()}
+    named = {loading.name: loading.next_epoch for loading in _state.explicit}
+    return {
+        "begun": _register.begun,
+        "next_epoch": {**_register.resumed, **seen},
+        "named": {**_register.named, **named},
+    }
 
 
 def set_epochs(saved: dict[str, Any]) -> None:
-    """Have the loaders that the profile seeds go on where `epochs` found them.
+    """Have every seeded loader go on where `epochs` found it.
 
     A loader that does not exist yet gets its place when its turn comes.
     """
-    _state.begun, _state.resumed = saved["begun"], dict(saved["next_epoch"])
-    for loading in _loadings.values():
-        loading.next_epoch = _state.resumed.pop(loading.name, loading.next_epoch)
-
-
-def _let_go() -> None:
-    _state.explicit -= 1
-    _settle()
+    _register.begun, _register.resumed = saved["begun"], dict(saved["next_epoch"])
+    for loading in _register.loadings.values():
+        loading.next_epoch = _register.resumed.pop(loading.name, loading.next_epoch)
+    _register.named = dict(saved["named"])
+    for explicit in _state.explicit:
+        explicit.next_epoch = saved["named"].get(explicit.name, explicit.next_epoch)
+        _register.named.pop(explicit.name, None)
 
 
 def _settle() -> None:
     """Hook every loader class that is there, or none, as the present state asks."""
-    if not (_state.automatic or _state.explicit or _state.forced_workers is not None):
-        for kind, original in _originals.items():
-            kind.__iter__ = original  # type: ignore[attr-defined]
+    # The set itself counts what is going away at this moment.
+    explicit = any(True for _ in _state.explicit)
+    if not (_state.automatic or explicit or _state.forced_workers is not None):
+        for (kind, method), original in _originals.items():
+            setattr(kind, method, original)
         _originals.clear()
         for finder in _finder:
             sys.meta_path.remove(finder)
@@ -161,15 +205,19 @@ def _settle() -> None:
 
 
 def _hook(module: str) -> None:
-    kind = getattr(sys.modules[module], LOADERS[module])
-    if kind not in _originals:
-        _originals[kind] = kind.__iter__
-        kind.__iter__ = _seeding(kind.__iter__)
+    name, methods = LOADERS[module]
+    kind = getattr(sys.modules[module], name)
+    for method in methods:
+        if (kind, method) not in _originals:
+            _originals[kind, method] = getattr(kind, method)
+            setattr(kind, method, _seeding(method, getattr(kind, method)))
 
 
-def _seeding(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _seeding(method: str, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @wraps(original)
-    def iterate(loader: Any) -> Any:
+    def start(loader: Any) -> Any:
+        if not _STARTS[method](loader):
+            return original(loader)
         with ExitStack() as until_begun:
             if _state.forced_workers is not None:
                 until_begun.enter_context(_with(loader, num_workers=_state.forced_workers))
@@ -179,7 +227,7 @@ def _seeding(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
                 until_begun.enter_context(_begun(loader, loading))
             return original(loader)
 
-    return iterate
+    return start
 
 
 @contextmanager
@@ -187,11 +235,13 @@ def _begun(loader: Any, loading: Loading) -> Iterator[None]:
     """Begin an epoch of `loader`: what it builds within the block is seeded."""
     loading.begin()
     sampler = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    outside = fetching.enter()
+    outside = drawing.enter()
     try:
         # In the main process an IterableDataset is read as by the only worker of a loader.
-        fetching.draw_from(fetching.worker_stream(loading.stream, 0))
-        seeded = SeededSampler(getattr(loader, sampler), loading)
+        drawing.draw_from(drawing.worker_stream(loading.stream, 0))
+        if isinstance(loading, ExplicitLoading):
+            loading.start_order(loader.generator)
+        seeded = SeededSampler(getattr(loader, sampler), loading, loader.generator)
         with (
             _with(loader, **{sampler: seeded}),
             _with(loader, worker_init_fn=loading),
@@ -200,7 +250,7 @@ def _begun(loader: Any, loading: Loading) -> Iterator[None]:
         ):
             yield
     finally:
-        fetching.leave(outside)
+        drawing.leave(outside)
 
 
 @contextmanager

@@ -8,21 +8,16 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.seeding import seed_plan
-from torchrepro.seeding.fetching import (
-    BatchRequest,
-    Position,
-    SampleRequest,
-    draw_from,
-    enter,
-    leave,
-    worker_stream,
-)
+from torchrepro.seeding.drawing import Position, draw_from, enter, leave, worker_stream
+from torchrepro.seeding.fetching import BatchRequest, SampleRequest
 from torchrepro.seeding.reader_hook import seed_readers_of_worker
 from torchrepro.seeding.streams import Stream, derive
 from torchrepro.seeding.whole import whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    import torch
 
 
 class Loading:
@@ -63,9 +58,6 @@ class Loading:
         """What the samplers of the present epoch draw from: the same on every rank."""
         return self._order
 
-    def start_order(self, order: Stream) -> None:
-        """Start a generator of the loader's own from `order`; by default it has none."""
-
     def __call__(self, worker: int) -> None:
         """Seed worker number `worker`: torch calls this in the worker when it starts."""
         from torch.utils.data import get_worker_info
@@ -87,27 +79,17 @@ class ExplicitLoading(Loading):
 
     request = SampleRequest
 
-    def __init__(self, name: str, epoch: int, theirs: Callable[[int], Any] | None) -> None:
-        import torch
-
-        super().__init__(name, epoch, theirs)
-        self.generator = torch.Generator()
-        self.start_order(self.order)
-
-    def start_order(self, order: Stream) -> None:
-        """Start the generator that the samplers of the loader were given."""
-        self.generator.set_state(order.torch().get_state())
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A worker started by spawn gets a copy; the order is none of its business.
-        return {name: value for name, value in vars(self).items() if name != "generator"}
+    def start_order(self, generator: torch.Generator) -> None:
+        """Start the generator of the loader, from which torch draws the workers' own seeds."""
+        generator.set_state(self.order.torch().get_state())
 
 
 class SeededSampler:
     """A sampler that draws from its own place in the generators and asks for seeded samples."""
 
-    def __init__(self, sampler: Any, loading: Loading) -> None:
+    def __init__(self, sampler: Any, loading: Loading, generator: torch.Generator | None) -> None:
         self.sampler, self.loading = sampler, loading
+        self.generators = _generators_of(sampler) if generator is None else [generator]
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -119,12 +101,13 @@ class SeededSampler:
         return self._requests(loading.stream, loading.order, loading.start)
 
     def _requests(self, stream: Stream, order: Stream, start: int) -> Iterator[BatchRequest]:
+        own = OrderPlace(self.generators, order)
         outside = enter()
         try:
             draw_from(order)
-            self.loading.start_order(order)
-            indices = iter(self.sampler)
-            index = next(indices, _END)
+            with own:
+                indices = iter(self.sampler)
+                index = next(indices, _END)
             place = nullcontext() if _draws_at_first_only(self.sampler) else Position()
         finally:
             leave(outside)
@@ -133,11 +116,38 @@ class SeededSampler:
                 return
             if number >= start:
                 yield self.loading.request(stream, index)
-            with place:
+            with place, own:
                 index = next(indices, _END)
 
 
+class OrderPlace:
+    """A place in the generators that only the order of an epoch is drawn from."""
+
+    def __init__(self, generators: list[torch.Generator], order: Stream) -> None:
+        self._inside = [(generator, order.torch().get_state()) for generator in generators]
+
+    def __enter__(self) -> None:
+        self._outside = [(generator, generator.get_state()) for generator, _ in self._inside]
+        self._go(self._inside)
+
+    def __exit__(self, *_: object) -> None:
+        self._inside = [(generator, generator.get_state()) for generator, _ in self._inside]
+        self._go(self._outside)
+
+    def _go(self, states: list[tuple[torch.Generator, torch.Tensor]]) -> None:
+        for generator, state in states:
+            generator.set_state(state)
+
+
 _END = object()
+
+
+def _generators_of(sampler: Any) -> list[torch.Generator]:
+    """Return the generators that torchdata's samplers make where the author gave none."""
+    parts = (sampler, getattr(sampler, "sampler", None))
+    own = [part for part in parts if type(part).__module__.partition(".")[0] == "torchdata"]
+    found = (getattr(part, "generator", None) for part in own)
+    return [generator for generator in found if generator is not None]
 
 
 def _draws_at_first_only(sampler: Any) -> bool:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchrepro.seeding import devices, seed_plan
+from torchrepro.seeding import devices, libraries, seed_plan
 from torchrepro.seeding.ranks import Mesh, mesh_place
 from torchrepro.seeding.streams import seed_of_rank
+
+if TYPE_CHECKING:
+    from torchrepro.seeding.seed_plan import SeedPlan
 
 
 def use_mesh(mesh: Any) -> Mesh:
@@ -21,8 +24,10 @@ def use_mesh(mesh: Any) -> Mesh:
     """
     plan = seed_plan.current()
     place = mesh_place(mesh, plan.ranks)
-    seed_plan.put(replace(plan, mesh=place))
-    seed_as_this_rank()
+    plan = replace(plan, mesh=place)
+    seed_plan.put(plan)
+    if plan.seed is not None and plan.ranks_differ:
+        _start(plan, plan.coordinate())
     return place
 
 
@@ -34,10 +39,14 @@ def seed_as_this_rank() -> None:
     plan = seed_plan.current()
     if plan.seed is None or not plan.ranks_differ:
         return
-    coordinate = plan.coordinate()
-    if coordinate != plan.started_as:
-        seed_plan.put(replace(plan, started_as=coordinate))
-        _seed_everything(seed_of_rank(plan.seed, coordinate))
+    if plan.coordinate() != plan.started_as:
+        _start(plan, plan.coordinate())
+
+
+def _start(plan: SeedPlan, rank: int) -> None:
+    seed_plan.put(replace(plan, started_as=rank))
+    if plan.seed is not None:
+        _seed_everything(seed_of_rank(plan.seed, rank))
 
 
 def _seed_everything(seed: int) -> None:
@@ -51,3 +60,4 @@ def _seed_everything(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     for module in devices.in_use().values():
         devices.seed_all(module, seed)
+    libraries.seed_again(seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ RankPolicy = str | Mapping[str, str] | None
 
 VARIABLES = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 """Variables that name a process and count them: torchrun's, then Slurm's."""
+
+_LONGEST = 18  # digits: no run has as many processes
 
 AGREEING = frozenset({"tp", "sp", "cp", "tensor", "tensor_parallel", "sequence", "context"})
 """Mesh dimensions along which ranks work on one sample and so draw the same numbers."""
@@ -72,6 +74,7 @@ def coordinate(policy: RankPolicy, mesh: Mesh | None) -> int:
                 )
             )
         return here.rank
+    _judged_dimensions(policy, mesh.names)
     number = 0
     for name, size, place in zip(mesh.names, mesh.sizes, mesh.position, strict=True):
         if _differs(name, policy):
@@ -113,6 +116,11 @@ def mesh_place(mesh: Any, policy: RankPolicy) -> Mesh:
                 todo="init_device_mesh(..., mesh_dim_names=('dp', 'tp'))",
             )
         )
+    _judged_dimensions(policy, names)
+    return Mesh(tuple(names), tuple(mesh.size(d) for d in range(mesh.ndim)), tuple(position))
+
+
+def _judged_dimensions(policy: RankPolicy, names: Sequence[str]) -> None:
     for name in policy if isinstance(policy, Mapping) else ():
         if name not in names:
             raise SeedingError(
@@ -123,7 +131,6 @@ def mesh_place(mesh: Any, policy: RankPolicy) -> Mesh:
                     near=near(name, names),
                 )
             )
-    return Mesh(tuple(names), tuple(mesh.size(d) for d in range(mesh.ndim)), tuple(position))
 
 
 def _differs(dimension: str, policy: RankPolicy) -> bool:
@@ -134,7 +141,7 @@ def _differs(dimension: str, policy: RankPolicy) -> bool:
 
 def _number(variable: str) -> int:
     text = os.environ.get(variable, "1")
-    if not (text.isascii() and text.isdigit()):
+    if not (text.isascii() and text.isdigit() and len(text) < _LONGEST):
         raise SeedingError(
             Problem("not the number of a process", f"${variable}", found=shown(text))
         )

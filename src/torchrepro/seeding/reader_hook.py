@@ -56,10 +56,9 @@ def _kinds() -> Any:
 def _make_apart(
     original: Callable[..., Any], map_style: int, begun: Stream, kind: int, /, *rest: Any
 ) -> Any:
-    reader = original(kind, *rest)
     if kind == map_style:
-        return fetching.seed_map_apart(reader)
-    return fetching.seed_items_apart(reader, begun)
+        return fetching.seed_map_apart(original(kind, *rest))
+    return fetching.seed_items_apart(partial(original, kind, *rest), begun)
 
 
 @dataclass(slots=True)
@@ -72,10 +71,9 @@ class _InWorker:
     begun: Stream | None
 
     def __call__(self, kind: int, *rest: Any) -> Any:
-        reader = self.original(kind, *rest)
         if kind == self.map_style:
-            return fetching.seed_map(reader)
+            return fetching.seed_map(self.original(kind, *rest))
         # Only the first reader is made right after the worker was seeded; a worker that lives on
         # makes another for every epoch.
         begun, self.begun = self.begun, None
-        return fetching.seed_items(reader, self.worker, begun)
+        return fetching.seed_items(partial(self.original, kind, *rest), self.worker, begun)

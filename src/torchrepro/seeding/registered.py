@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -84,7 +85,7 @@ def register_generator(name: str, generator: Generator) -> Generator:
             Problem("not a name for a generator", found=shown(name), legal="any text")
         )
     kind = next((kind for kind in KINDS if kind.is_one(generator)), None)
-    if kind is None:
+    if kind is None or not _has_state(kind, generator):
         raise SeedingError(
             Problem(
                 "not a generator that can be registered",
@@ -95,6 +96,15 @@ def register_generator(name: str, generator: Generator) -> Generator:
         )
     _registered[name] = kind, generator
     return generator
+
+
+def _has_state(kind: Kind, generator: Any) -> bool:
+    """Whether `generator` has a state: `random.SystemRandom` looks like one that does."""
+    try:
+        kind.state(generator)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def unregister_generator(name: str) -> None:
@@ -122,9 +132,10 @@ class RegisteredStates:
     states: dict[str, tuple[Kind, Any, Any]]
 
     def put_back(self) -> None:
-        """Make this the state again."""
-        for kind, generator, state in self.states.values():
-            kind.set_state(generator, state)
+        """Make this the state again, of every generator even if one of them raises."""
+        with ExitStack() as all_of_them:
+            for kind, generator, state in self.states.values():
+                all_of_them.callback(kind.set_state, generator, state)
 
 
 def registered_states() -> RegisteredStates:

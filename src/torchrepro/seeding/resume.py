@@ -8,10 +8,11 @@ import shutil
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zipfile import BadZipFile, ZipFile
 
 from torchrepro.errors import Problem, SeedingError, some
 from torchrepro.seeding import loader_hook
-from torchrepro.seeding.dataloaders import set_epoch, yields_items
+from torchrepro.seeding.dataloaders import knows_epochs, set_epoch, yields_items
 from torchrepro.seeding.ranks import world
 from torchrepro.seeding.snapshot import rng_state, set_rng_state, write_whole
 from torchrepro.seeding.whole import whole
@@ -79,7 +80,7 @@ class Checkpoint:
                 )
             )
         reread = yields_items(loader)
-        if self.folder is not None:
+        if knows_epochs(loader):
             set_epoch(loader, self.epoch, start=0 if reread else self.batch)
         batches = islice(loader, self.batch if reread else 0, None)
         if self._rng is not None:
@@ -113,7 +114,7 @@ class Checkpoint:
         path = _file(self.folder, self.step)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, content.getvalue())
-        _forget_all_but_the_latest(self.folder)
+        _forget_what_no_rank_needs(self.folder)
 
     def _load_latest(self, folder: Path) -> None:
         step = _latest(folder)
@@ -121,10 +122,8 @@ class Checkpoint:
             self._load(_file(folder, step))
 
     def _load(self, path: Path) -> None:
-        import torch
-
         try:
-            saved = torch.load(path, map_location="cpu", weights_only=True)
+            saved = _read(path)
             rng, parts = saved["rng"], saved["parts"]
             place = saved["epoch"], saved["batch"], saved["step"]
         except Exception as error:
@@ -145,6 +144,21 @@ class Checkpoint:
             part.load_state_dict(parts[name])
         self.epoch, self.batch, self.step = place
         self._rng = rng
+        loader_hook.set_epochs(rng["loaders"])  # a loader has to know which one it was
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return what `save` wrote to `path`; raises whatever says that it is not that."""
+    import torch
+
+    with ZipFile(path) as archive:
+        damaged = archive.testzip()  # torch.load does not look at the checksums
+    if damaged:
+        raise BadZipFile(f"{damaged} is damaged")
+    saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    if saved["format"] != FORMAT:
+        raise ValueError(f"format {saved['format']}, not {FORMAT}")
+    return saved
 
 
 def _file(folder: Path, step: int) -> Path:
@@ -158,28 +172,33 @@ def _steps(folder: Path) -> list[int]:
     return sorted((int(m[1]) for m in map(_STEP.fullmatch, names) if m), reverse=True)
 
 
+def _is_whole(folder: Path, step: int) -> bool:
+    """Whether every rank of this world has written `step`."""
+    size, place = world().size, _file(folder, step).parent
+    return all((place / f"rank-{rank}-of-{size}.pt").exists() for rank in range(size))
+
+
 def _latest(folder: Path) -> int | None:
     """Return the latest step that every rank has written."""
-    size = world().size
-    found: set[str] = set()
-    for step in _steps(folder):
-        files = {path.name for path in _file(folder, step).parent.glob("rank-*.pt")}
-        if files >= {f"rank-{rank}-of-{size}.pt" for rank in range(size)}:
-            return step
-        found |= {name.partition("-of-")[2].removesuffix(".pt") for name in files}
-    if found and str(size) not in found:
+    whole_one = next((step for step in _steps(folder) if _is_whole(folder, step)), None)
+    sizes = {path.stem.partition("-of-")[2] for path in folder.glob("step-*/rank-*-of-*.pt")}
+    if whole_one is None and sizes and str(world().size) not in sizes:
         raise SeedingError(
             Problem(
                 "the checkpoints come from another number of processes",
                 str(folder),
-                found=some(sorted(found)),
-                legal=str(size),
+                found=some(sorted(sizes)),
+                legal=str(world().size),
             )
         )
-    return None
+    return whole_one
 
 
-def _forget_all_but_the_latest(folder: Path) -> None:
+def _forget_what_no_rank_needs(folder: Path) -> None:
+    """Delete the steps before the last two that every rank has written."""
     if world().rank == 0:
-        for step in _steps(folder)[_KEPT:]:
-            shutil.rmtree(_file(folder, step).parent, ignore_errors=True)
+        steps = _steps(folder)
+        kept = [step for step in steps if _is_whole(folder, step)][:_KEPT]
+        for step in steps:
+            if len(kept) == _KEPT and step < kept[-1]:
+                shutil.rmtree(_file(folder, step).parent, ignore_errors=True)

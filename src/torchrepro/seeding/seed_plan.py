@@ -107,7 +107,8 @@ class PlanField:
         return dict(value) if isinstance(value, Mapping) else value
 
     def holds(self, value: Any) -> bool:
-        return bool((self.read() or self.present) == value)
+        now = self.read()
+        return bool((self.present if now is None else now) == value)
 
     def write(self, value: Any) -> None:
         _drawn.clear()

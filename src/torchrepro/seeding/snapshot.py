@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 from base64 import b64decode, b64encode
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import Problem, SeedingError, shown, some
@@ -18,7 +21,10 @@ from torchrepro.seeding.ranks import world
 from torchrepro.seeding.registered import registered, registered_states
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
+
+    from torchrepro.seeding.generators import GlobalState
+    from torchrepro.seeding.registered import RegisteredStates
 
 FORMAT = 1
 
@@ -58,12 +64,25 @@ def set_rng_state(state: Mapping[str, Any] | str | os.PathLike[str]) -> None:
     try:
         for name, slot in _slots().items():
             slot.write(snapshot["generators"][name])
-    except Exception as error:
-        before.put_back()
-        own.put_back()
-        why = str(error).partition("\n")[0]
-        raise SeedingError(Problem(f"a generator refused its state: {why}")) from error
+    except BaseException as error:
+        _put_back(before, own, error)
+        raise
     loader_hook.set_epochs(snapshot["loaders"])
+
+
+def _put_back(before: GlobalState, own: RegisteredStates, error: BaseException) -> None:
+    """Bring every generator back that can be, and say which error made that necessary."""
+    with ExitStack() as both:
+        if isinstance(error, Exception):
+            why = str(error).partition("\n")[0]
+            refused = SeedingError(Problem(f"a generator refused its state: {why}"))
+            both.callback(_raise_from, refused, error)
+        both.callback(before.put_back)
+        both.callback(own.put_back)
+
+
+def _raise_from(refused: SeedingError, error: Exception) -> None:
+    raise refused from error
 
 
 def save_rng_state(path: str | os.PathLike[str]) -> None:
@@ -76,7 +95,7 @@ def save_rng_state(path: str | os.PathLike[str]) -> None:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write `content` to `path` so that no reader ever finds a part of it, even after a crash."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = path.with_name(f".{path.name}.{os.getpid()}-{get_ident()}")
     try:
         with beside.open("wb") as file:
             file.write(content)
@@ -157,8 +176,8 @@ def _decoded(value: Any) -> Any:
 
 def _loaded(state: Any) -> dict[str, Any]:
     if not isinstance(state, str | os.PathLike):
-        if isinstance(state, dict):
-            return state
+        if isinstance(state, Mapping):
+            return dict(state)
         raise SeedingError(
             Problem("not a snapshot", found=shown(state), legal="what rng_state() returns, a path")
         )
@@ -166,7 +185,7 @@ def _loaded(state: Any) -> dict[str, Any]:
         content = json.loads(Path(state).read_text(encoding="utf-8"))
     except OSError as error:
         raise SeedingError(Problem(f"cannot be read: {error.strerror}", str(state))) from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise SeedingError(
             Problem("not a whole snapshot: the file is cut off or no JSON", str(state))
         ) from None
@@ -179,6 +198,9 @@ def _checksum(state: Mapping[str, Any]) -> str:
     plain = {key: value for key, value in state.items() if key != "checksum"}
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return "sha256:" + sha256(text.encode()).hexdigest()
+
+
+PARTS = ("world", "seed_plan", "devices", "kinds", "generators", "loaders")
 
 
 def _damage(snapshot: dict[str, Any]) -> Problem | None:
@@ -195,6 +217,9 @@ def _damage(snapshot: dict[str, Any]) -> Problem | None:
         whole = False
     if not whole:
         return Problem("the snapshot is damaged: its checksum does not fit its content")
+    for part in PARTS:
+        if not isinstance(snapshot.get(part), Mapping):
+            return Problem("the snapshot lacks a part", key=part)
     return None
 
 

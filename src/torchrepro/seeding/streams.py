@@ -112,17 +112,16 @@ def stream(
     seed is in force, and for an argument that is not a whole number of 0 or more.
     """
     plan = seed_plan.current()
-    root = plan.root(judged_name(name))
-    seed_plan.note(name)
-    where = plan.coordinate() if rank is None else whole("rank", rank)
-    return derive(
+    derived = derive(
         name,
-        root,
-        where,
+        plan.root(judged_name(name)),
+        plan.coordinate() if rank is None else whole("rank", rank),
         _present_worker() if worker is None else whole("worker", worker),
         None if epoch is None else whole("epoch", epoch),
         None if step is None else whole("step", step),
     )
+    seed_plan.note(name)
+    return derived
 
 
 def derive(  # noqa: PLR0913, PLR0917 - the coordinates of a stream

@@ -25,7 +25,7 @@ def whole(argument: str, value: Any, largest: int = LARGEST) -> int:
             Problem(
                 "not a whole number" if number is None else "out of range",
                 key=argument,
-                found=shown(value),
+                found=shown(repr(value) if isinstance(value, str) else value),
                 legal=f"a whole number, 0 to {largest}",
             )
         )

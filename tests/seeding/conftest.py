@@ -1,0 +1,129 @@
+"""Fixtures for tests of random numbers: a seed in force, fresh processes, clean registries."""
+
+import importlib
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import torchrepro
+from torchrepro.seeding import libraries, seed_plan
+from torchrepro.seeding.ranks import VARIABLES
+from torchrepro.seeding.registered import registered
+
+NUMBERING = {name for pair in VARIABLES for name in pair}
+TIMEOUT = 120
+DRAWER = "import random\nrng = random.Random(99)\nseeds = []\n"
+
+
+@pytest.fixture(autouse=True)
+def _nobody_numbered_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take away the variables of a launcher under which the tests themselves may run."""
+    for name in NUMBERING:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _registries() -> Iterator[None]:
+    """Forget after a test what it registered."""
+    before = dict(libraries._registered)
+    yield
+    for name in registered():
+        torchrepro.unregister_generator(name)
+    libraries._registered.clear()
+    libraries._registered.update(before)
+
+
+@pytest.fixture
+def seed_1234() -> Iterator[Any]:
+    """Put a profile with nothing but the seed 1234 in force."""
+    with torchrepro.apply({"seed": 1234}) as applied:
+        yield applied
+
+
+def read_generators() -> dict[str, Any]:
+    """Read every generator of this process, registered ones too, and the seed plan."""
+    kind, keys, *rest = np.random.get_state()
+    own = {name: _plain(kind.state(it)) for name, (kind, it) in registered().items()}
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, keys.tolist(), rest),
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "plan": seed_plan.current(),
+        **own,
+    }
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _plain(part) for key, part in state.items()}
+    return state.tolist() if isinstance(state, torch.Tensor | np.ndarray) else state
+
+
+@pytest.fixture
+def generators() -> Callable[[], dict[str, Any]]:
+    """Return the function that reads every generator, for tests that compare before and after."""
+    return read_generators
+
+
+@pytest.fixture
+def refused(generators: Callable[[], Any]) -> Callable[[Any], str]:
+    """Return a function that restores, is refused, finds nothing changed, and says the message."""
+
+    def refused(snapshot: Any) -> str:
+        before = generators()
+        with pytest.raises(torchrepro.SeedingError) as error:
+            torchrepro.set_rng_state(snapshot)
+        assert generators() == before
+        return str(error.value)
+
+    return refused
+
+
+@pytest.fixture
+def answer_of(tmp_path: Path) -> Callable[..., Any]:
+    """Run a program in a fresh Python and return the JSON value in the last line it prints."""
+
+    def answer_of(program: str, *arguments: Any, **variables: str) -> Any:
+        environment = {k: v for k, v in os.environ.items() if k not in NUMBERING}
+        done = subprocess.run(
+            [sys.executable, "-c", program, *map(str, arguments)],
+            env=environment | variables,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return answer_of
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """Return a function that writes a library with a generator of its own and gives its name."""
+    written: list[str] = []
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def library(name: str = "drawer_of_numbers", source: str = DRAWER) -> str:
+        path = tmp_path / (name.replace(".", "/") + ".py")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(source, encoding="utf-8")
+        importlib.invalidate_caches()
+        written.append(name)
+        return name
+
+    yield library
+    for name in written:
+        for module in (name, name.partition(".")[0]):
+            sys.modules.pop(module, None)

@@ -1,0 +1,269 @@
+"""Seeding calls of the program itself: honoured as ever, and recorded with their line."""
+
+import contextlib
+import importlib
+import inspect
+import pickle
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import torchrepro
+from torchrepro.seeding import calls
+from torchrepro.seeding.calls import FUNCTIONS, SeedingCall
+
+HERE = str(Path(__file__))
+State = Callable[[], dict[str, Any]]
+CALLS: dict[str, Callable[[int], Any]] = {
+    # A lambda looks the function up when it is called, as programs do.
+    "random.seed": lambda seed: random.seed(seed),  # noqa: PLW0108
+    "numpy.random.seed": lambda seed: np.random.seed(seed),  # noqa: PLW0108
+    "torch.manual_seed": lambda seed: torch.manual_seed(seed),  # noqa: PLW0108
+    "torch.random.manual_seed": lambda seed: torch.random.manual_seed(seed),  # noqa: PLW0108
+}
+
+
+def _first_name(name: str) -> str:
+    """The name under which a call is recorded: one function may have two."""
+    return name.replace("torch.random.", "torch.")
+
+
+@pytest.fixture(autouse=True)
+def _generators_come_back() -> Iterator[None]:
+    with torchrepro.isolated_rng():
+        yield
+
+
+def _line() -> int:
+    """The line of this file that calls."""
+    return sys._getframe(1).f_lineno
+
+
+def _originals() -> dict[tuple[str, str], Any]:
+    """The functions as every module shows them now."""
+    owners = {"random": random, "numpy.random": np.random, "torch": torch}
+    found = {}
+    for module, name in FUNCTIONS:
+        owner = owners.get(module) or getattr(torch, module.partition(".")[2], None)
+        found[module, name] = getattr(owner, name, None)
+    return found
+
+
+PRESENT = [place for place, function in _originals().items() if function is not None]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_does_what_it_always_did(name: str, generators: State) -> None:
+    """A seeding call under a profile leaves the state that it leaves without one."""
+    CALLS[name](77)
+    expected = generators()
+    with torchrepro.apply({"seed": 1}):
+        random.random(), np.random.rand(), torch.rand(1)
+        CALLS[name](77)
+        inside = generators()
+    part = {"random": "python", "numpy": "numpy", "torch": "torch"}[name.partition(".")[0]]
+
+    assert inside[part] == expected[part]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_recorded_with_its_line(name: str, seed_1234: Any) -> None:
+    """Function, last value, file, line and how often: one record per place."""
+    line = inspect.getsourcelines(CALLS[name])[1]
+    called = _first_name(name)
+    CALLS[name](77)
+    assert seed_1234.seeding_calls == (SeedingCall(called, "77", f"{HERE}:{line}", 1),)
+    for seed in range(5):
+        CALLS[name](seed)
+
+    assert seed_1234.seeding_calls == (SeedingCall(called, "4", f"{HERE}:{line}", 6),)
+    assert str(seed_1234.seeding_calls[0]) == f"{called}(4) at {HERE}:{line} (6 times)"
+
+
+def test_every_place_is_recorded_in_the_order_of_its_first_call(seed_1234: Any) -> None:
+    """Two lines are two records, and undo keeps them for whoever compares runs."""
+    for _ in range(2):
+        random.seed("text"), (first := _line())
+        torch.manual_seed(seed=5), (second := _line())
+        torch.seed(), (third := _line())
+    seed_1234.restore()
+    random.seed(3)
+
+    assert [str(call) for call in seed_1234.seeding_calls] == [
+        f"random.seed(text) at {HERE}:{first} (2 times)",
+        f"torch.manual_seed(5) at {HERE}:{second} (2 times)",
+        f"torch.seed() at {HERE}:{third} (2 times)",
+    ]
+
+
+@pytest.mark.parametrize("place", PRESENT, ids=".".join)
+def test_every_seeding_function_is_watched(place: tuple[str, str], seed_1234: Any) -> None:
+    """Each function that seeds a global generator is recorded once, whatever it calls inside."""
+    _originals()[place](*([5] if "manual" in place[1] else []))
+
+    assert [call.function for call in seed_1234.seeding_calls] == [_first_name(".".join(place))]
+
+
+def test_a_call_through_a_library_is_recorded_at_the_line_of_the_program(seed_1234: Any) -> None:
+    """Where a library makes the call, the line is the one of the program that called it."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(random.seed, 3)
+        stack.close(), (line := _line())
+
+    assert [call.where for call in seed_1234.seeding_calls] == [f"{HERE}:{line}"]
+
+
+def test_a_library_that_seeds_when_it_is_imported_is_recorded_at_the_import(
+    seed_1234: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line is the program's own import, not one of Python's import machinery.
+
+    A folder counts as that of installed packages here, as site-packages does.
+    """
+    (tmp_path / "seeds_at_import.py").write_text("import random\nrandom.seed(5)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(calls, "_LIBRARIES", (*calls._LIBRARIES, str(tmp_path)))
+    try:
+        importlib.import_module("seeds_at_import"), (line := _line())
+    finally:
+        sys.modules.pop("seeds_at_import", None)
+
+    assert [call.where for call in seed_1234.seeding_calls] == [f"{HERE}:{line}"]
+
+
+def test_a_call_that_no_program_made_is_recorded_where_it_was_made(seed_1234: Any) -> None:
+    """A thread that starts with a seeding function is recorded at the library's own line."""
+    thread = threading.Thread(target=random.seed, args=(3,))
+    thread.start()
+    thread.join()
+
+    (call,) = seed_1234.seeding_calls
+    assert call.where.startswith(f"{threading.__file__}:")
+
+
+def test_what_torchrepro_and_torch_do_themselves_is_not_recorded(seed_1234: Any) -> None:
+    """Scopes, profiles, loaders and torch's own functions leave no record."""
+    with torchrepro.seeded("init"), torchrepro.isolated_rng():
+        torchrepro.set_rng_state(torchrepro.rng_state())
+        list(DataLoader(range(4), shuffle=True))
+        list(DataLoader(range(4), **torchrepro.dataloader_kwargs("train"), shuffle=True))
+    with torch.random.fork_rng():
+        torch.nn.Linear(2, 2).reset_parameters()
+    with torchrepro.apply({"seed": 7}):
+        pass
+
+    assert seed_1234.seeding_calls == ()
+
+
+def test_a_call_that_was_refused_is_not_recorded(seed_1234: Any) -> None:
+    """A call that raised seeded nothing: the error is the library's own and leaves no record."""
+    with pytest.raises(ValueError, match="Seed must be between 0"):
+        np.random.seed(-1)
+    with pytest.raises(TypeError):
+        random.seed([1])  # type: ignore[arg-type]
+
+    assert seed_1234.seeding_calls == ()
+
+
+def test_undo_puts_the_functions_themselves_back() -> None:
+    """After the undo every name is bound to the very function it was bound to before."""
+    before = _originals()
+    with torchrepro.apply({"seed": 1}):
+        assert random.seed is not before["random", "seed"]
+        with torchrepro.apply({"seed": 2}):
+            random.seed(1)
+        assert random.seed is not before["random", "seed"]
+    after = _originals()
+
+    assert all(after[place] is before[place] for place in before)
+
+
+def test_undo_leaves_what_the_program_put_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function that the program itself replaced while the profile was in force stays its own."""
+
+    def mine(*_: Any) -> None: ...
+
+    monkeypatch.setattr(np.random, "seed", np.random.seed)
+    with torchrepro.apply({"seed": 1}):
+        np.random.seed = mine
+    assert np.random.seed is mine
+
+
+def test_without_a_profile_nothing_is_recorded() -> None:
+    """Before, after and under a profile without a seed no call is recorded, by no name kept."""
+    random.seed(1)
+    with torchrepro.apply({"dropout": "keep"}) as applied:
+        random.seed(2)
+        assert applied.seeding_calls == ()
+    with torchrepro.apply({"seed": 1}) as applied:
+        assert applied.seeding_calls == ()
+    random.seed(3)
+
+    assert calls.seeding_calls() == applied.seeding_calls == ()
+
+
+def test_a_name_kept_from_a_profile_records_nothing_after_it(seed_1234: Any) -> None:
+    """A function that was imported under a profile still seeds after it, unrecorded."""
+    kept = random.seed
+    seed_1234.restore()
+    kept(3)
+
+    assert random.getstate() == random.Random(3).getstate()
+    assert calls.seeding_calls() == seed_1234.seeding_calls == ()
+
+
+def test_nested_profiles_have_records_of_their_own(seed_1234: Any) -> None:
+    """Calls under an inner profile with a seed are the inner one's; those before stay."""
+    random.seed(1)
+    before = seed_1234.seeding_calls
+    with torchrepro.apply({"seed": 2}) as inner:
+        np.random.seed(2)
+    torch.manual_seed(3)
+
+    assert [call.function for call in inner.seeding_calls] == ["numpy.random.seed"]
+    assert before == seed_1234.seeding_calls[:1]
+    assert [c.function for c in seed_1234.seeding_calls] == ["random.seed", "torch.manual_seed"]
+
+
+def test_the_functions_stay_what_they_look_like() -> None:
+    """Name, signature and description are those of the function itself."""
+
+    def looks(function: Any) -> tuple[Any, ...]:
+        return function.__name__, function.__doc__, inspect.signature(function)
+
+    # numpy's function, written in C, shows no signature.
+    before = {place: looks(_originals()[place]) for place in PRESENT if place[0] != "numpy.random"}
+    with torchrepro.apply({"seed": 1}):
+        assert {place: looks(_originals()[place]) for place in before} == before
+
+
+@pytest.mark.parametrize("place", PRESENT, ids=".".join)
+def test_the_functions_can_be_sent_to_another_process(place: tuple[str, str]) -> None:
+    """What pickles without a profile does so under one, as `Pool(initializer=np.random.seed)`."""
+    function = _originals()[place]
+    pickle.dumps(function)
+    with torchrepro.apply({"seed": 1}):
+        watched = _originals()[place]
+        content = pickle.dumps(watched)
+        assert pickle.loads(content) is watched
+
+    assert pickle.loads(content) == function
+
+
+def test_a_program_that_seeds_without_end_is_recorded_up_to_a_limit(seed_1234: Any) -> None:
+    """Records of 1000 places are kept at most, the first ones, and those go on counting."""
+    program = compile("random.seed(1)\n" * 1500, "generated.py", "exec")
+    for _ in range(2):
+        exec(program, {"random": random, "__name__": "generated"})
+    found = seed_1234.seeding_calls
+
+    assert [call.where for call in found] == [f"generated.py:{line}" for line in range(1, 1001)]
+    assert {call.times for call in found} == {2}

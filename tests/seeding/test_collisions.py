@@ -1,0 +1,144 @@
+"""No two streams share a seed or a beginning, in numbers that a run can reach."""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from hashlib import blake2b
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from torchrepro.seeding.streams import Stream, derive
+
+DRAWS = 16
+Words = npt.NDArray[np.uint64]
+
+
+def _python(stream: Stream) -> bytes:
+    return stream.python().getrandbits(32 * DRAWS).to_bytes(4 * DRAWS, "little")
+
+
+def _numpy(stream: Stream) -> bytes:
+    return stream.numpy().bit_generator.random_raw(DRAWS).tobytes()
+
+
+def _numpy_legacy(stream: Stream) -> bytes:
+    return stream.numpy_legacy().bytes(4 * DRAWS)
+
+
+def _torch(stream: Stream) -> bytes:
+    return torch.randint(2**31, (DRAWS,), generator=stream.torch()).numpy().tobytes()
+
+
+BEGINNINGS: dict[str, Callable[[Stream], bytes]] = {
+    "python": _python,
+    "numpy": _numpy,
+    "numpy_legacy": _numpy_legacy,
+    "torch": _torch,
+}
+
+
+def _grid(numbers: Iterable[int]) -> Iterator[Stream]:
+    """Streams of neighbouring coordinates: 4 names, 10 ranks, 10 workers, 10 epochs, steps."""
+    names = ("init", "augment", "dropout", "split")
+    for number in numbers:
+        rest, name = divmod(number, 4)
+        rest, rank = divmod(rest, 10)
+        rest, worker = divmod(rest, 10)
+        step, epoch = divmod(rest, 10)
+        yield derive(names[name], 1234, rank, worker, epoch, step)
+
+
+def _seeds(numbers: range) -> Words:
+    return np.fromiter((s.seed64 for s in _grid(numbers)), np.uint64, len(numbers))
+
+
+def _hashes(name: str, numbers: range) -> Words:
+    """64 bits for the first 16 draws of each stream."""
+    begin = BEGINNINGS[name]
+    digests = (blake2b(begin(s), digest_size=8).digest() for s in _grid(numbers))
+    return np.fromiter((int.from_bytes(d, "little") for d in digests), np.uint64, len(numbers))
+
+
+def _on_every_core(work: Callable[[range], Words], count: int) -> Words:
+    """The result of `work` for 0 to `count`, a piece of it at a time on each core."""
+    cores = len(os.sched_getaffinity(0))
+    size = -(-count // (8 * cores))
+    pieces = [range(start, min(start + size, count)) for start in range(0, count, size)]
+    with multiprocessing.get_context("fork").Pool(cores) as pool:
+        return np.concatenate(pool.map(work, pieces, chunksize=1))
+
+
+def _repeated(values: Words) -> int:
+    """How many of `values` repeat an earlier one; sorts them."""
+    values.sort()
+    return int((values[1:] == values[:-1]).sum())
+
+
+def test_derived_seeds_differ() -> None:
+    """200,000 streams of neighbouring coordinates have as many seeds of 64 bits."""
+    assert _repeated(_seeds(range(200_000))) == 0
+
+
+@pytest.mark.parametrize("library", BEGINNINGS)
+def test_streams_begin_differently(library: str) -> None:
+    """20,000 streams differ in their first 16 draws, whichever library draws."""
+    assert _repeated(_hashes(library, range(20_000))) == 0
+
+
+def test_the_published_scheme_collides_where_ours_does_not() -> None:
+    """rank*100000 + worker*10000 + seed repeats itself from 10 workers on; streams do not.
+
+    The formula is the one that people publish for `worker_init_fn`.
+    """
+
+    def published(rank: int, worker: int, seed: int) -> int:
+        return rank * 100_000 + worker * 10_000 + seed
+
+    def ours(rank: int, worker: int, seed: int) -> int:
+        return derive("augment", seed, rank, worker).seed64
+
+    grid = list(product(range(8), range(16), range(40)))
+    theirs = {published(*place) for place in grid}
+
+    assert published(0, 10, 0) == published(1, 0, 0)
+    assert ours(0, 10, 0) != ours(1, 0, 0)
+    assert (len(theirs), len({ours(*place) for place in grid})) == (3440, len(grid))
+
+
+@pytest.mark.slow
+def test_ten_million_seeds_collide_as_rarely_as_chance_has_it() -> None:
+    """10**7 seeds differ at 64 bits, and at 32 repeat within 4 sigma of what chance expects."""
+    count, began = 10**7, time.perf_counter()
+    seeds = _on_every_core(_seeds, count)
+    low = (seeds & np.uint64(2**32 - 1)).astype(np.uint32)
+    at_64, at_32 = _repeated(seeds), _repeated(low)
+    # Expected number of values drawn before: count - distinct, whose variance is about its mean.
+    expected = count + 2**32 * np.expm1(count * np.log1p(-(2.0**-32)))
+    sigma = (at_32 - expected) / np.sqrt(expected)
+    print(
+        f"\n{count:,} derived seeds: {at_64} repeated at 64 bits; at 32 bits {at_32:,}, "
+        f"chance expects {expected:,.0f} ({sigma:+.2f} sigma); {time.perf_counter() - began:.0f} s"
+    )
+
+    assert at_64 == 0
+    assert abs(sigma) <= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", BEGINNINGS)
+def test_a_million_streams_begin_differently(library: str) -> None:
+    """10**6 streams differ in their first 16 draws, whichever library draws."""
+    count, began = 10**6, time.perf_counter()
+    repeated = _repeated(_on_every_core(partial(_hashes, library), count))
+    took = time.perf_counter() - began
+    print(
+        f"\n{count:,} streams, first {DRAWS} draws of {library}: {repeated} repeated; {took:.0f} s"
+    )
+
+    assert repeated == 0

@@ -1,0 +1,232 @@
+"""Ranks: which processes of a run draw the same numbers, and which their own."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import torchrepro
+from torchrepro.seeding.ranks import AGREEING, Mesh, World, coordinate, world
+
+LAUNCHERS = [("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")]
+NO_NUMBERS = ("", "-1", "one", "1.0", "0x1", " 1", "\uff11")
+Place = Callable[[int, int], None]
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Place:
+    """Return a function that makes this process one rank of several, as torchrun does."""
+
+    def place(rank: int, size: int) -> None:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(size))
+
+    return place
+
+
+@pytest.mark.parametrize(("rank", "size"), LAUNCHERS)
+def test_a_launcher_numbers_this_process(
+    rank: str, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank and size are those of torchrun's or Slurm's variables; alone it is rank 0 of 1."""
+    assert world() == World(1, 0)
+    monkeypatch.setenv(rank, "3")
+    monkeypatch.setenv(size, "8")
+
+    assert world() == World(8, 3)
+
+
+def test_torchrun_is_asked_before_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun on a Slurm node the process is torchrun's, not Slurm's."""
+    for (rank, size), number in zip(LAUNCHERS, ("3", "1"), strict=True):
+        monkeypatch.setenv(rank, number)
+        monkeypatch.setenv(size, "8")
+
+    assert world() == World(8, 3)
+
+
+@pytest.mark.parametrize("text", NO_NUMBERS)
+@pytest.mark.parametrize("variable", [name for pair in LAUNCHERS for name in pair])
+def test_a_variable_that_holds_no_number_is_refused(
+    variable: str, text: str, seed_1234: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message names the variable and what it holds, and no stream is given."""
+    for rank, size in LAUNCHERS:
+        if variable in (rank, size):
+            monkeypatch.setenv(rank, "0")
+    monkeypatch.setenv(variable, text)
+
+    with pytest.raises(torchrepro.SeedingError) as refused:
+        torchrepro.stream("augment")
+
+    assert str(refused.value).startswith(f"${variable}: {text or chr(39) * 2}")
+
+
+def test_a_number_too_long_for_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable of thousands of digits gets the error that other nonsense gets."""
+    monkeypatch.setenv("RANK", "1" * 5000)
+
+    with pytest.raises(torchrepro.SeedingError, match=r"\$RANK: 111"):
+        world()
+
+
+def test_a_process_group_is_asked_before_any_variable(answer_of: Callable[..., Any]) -> None:
+    """Once torch.distributed is initialised its rank counts, and a stream is that rank's."""
+    program = """
+import json, torch.distributed as dist, torchrepro
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchrepro.seeding.ranks import world
+with torchrepro.apply({"seed": 1}):
+    before = world().rank, torchrepro.stream("a") == torchrepro.stream("a", rank=1)
+dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+with torchrepro.apply({"seed": 1}):
+    after = world().rank, torchrepro.stream("a") == torchrepro.stream("a", rank=5)
+print(json.dumps([before, after, world().size]))
+"""
+    answer = answer_of(program, RANK="1", WORLD_SIZE="2")
+
+    assert answer == [[1, True], [5, True], 8]
+
+
+@given(rank=st.integers(0, 10**6), own=st.sampled_from(["distinct", None]))
+def test_a_policy_makes_ranks_differ_or_agree(rank: int, own: str | None) -> None:
+    """Without a mesh a rank's number is its rank, and under `same` everybody's is 0."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", str(rank))
+        patch.setenv("WORLD_SIZE", str(10**6 + 1))
+
+        assert coordinate(own, None) == rank
+        assert coordinate("same", None) == 0
+
+
+SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
+POLICY = st.sampled_from(["distinct", "same"])
+POLICIES = st.sampled_from(["distinct", None])
+
+
+@given(data=st.data(), sizes=SIZES)
+def test_along_a_mesh_ranks_agree_exactly_where_the_policy_says(
+    data: st.DataObject, sizes: list[int]
+) -> None:
+    """Two ranks have one number if they differ only along dimensions called the same."""
+    pool = ["dp", "pp", "ep", "tp", "sp", "cp"]
+    order = data.draw(st.permutations(pool))
+    names = tuple(order[: len(sizes)])
+    policy = data.draw(
+        st.dictionaries(st.sampled_from(names), POLICY) | st.sampled_from(["distinct", None])
+    )
+    positions = st.tuples(*(st.integers(0, size - 1) for size in sizes))
+    one, other = (Mesh(names, tuple(sizes), data.draw(positions)) for _ in "ab")
+
+    def differs(name: str) -> bool:
+        named = policy.get(name) if isinstance(policy, dict) else None
+        return named == "distinct" if named else name not in AGREEING
+
+    steps = zip(names, one.position, other.position, strict=True)
+    apart = any(here != there for name, here, there in steps if differs(name))
+    assert (coordinate(policy, one) != coordinate(policy, other)) == apart
+    assert coordinate("same", one) == 0
+
+
+def test_dimensions_without_a_mesh_are_refused(place: Place) -> None:
+    """A policy by dimension needs a mesh as soon as there is more than one rank."""
+    assert coordinate({"dp": "same"}, None) == 0
+    place(0, 2)
+    with pytest.raises(torchrepro.SeedingError, match="use_mesh"):
+        coordinate({"dp": "same"}, None)
+
+
+def test_a_dimension_that_the_mesh_lacks_is_refused() -> None:
+    """A policy for a dimension of another mesh is an error: a misspelt name changes no numbers."""
+    with pytest.raises(torchrepro.SeedingError, match="did you mean: dp"):
+        coordinate({"dpp": "same"}, Mesh(("dp", "tp"), (2, 2), (1, 1)))
+
+
+def _global_numbers() -> tuple[Any, ...]:
+    return (random.random(), np.random.random_sample(), torch.rand(2).tolist())
+
+
+def _numbers_under(profile: dict[str, Any]) -> tuple[Any, ...]:
+    with torchrepro.apply(profile):
+        return _global_numbers()
+
+
+def test_distinct_ranks_start_from_seeds_of_their_own(
+    place: Place, generators: Callable[[], Any]
+) -> None:
+    """Under `ranks: distinct` rank 0 draws what a lone run draws, every other rank its own."""
+    before = generators()
+    plain, distinct = {"seed": 7}, {"seed": 7, "ranks": "distinct"}
+    alone, drawn = _numbers_under(plain), []
+    for rank in range(4):
+        place(rank, 4)
+        drawn.append(_numbers_under(distinct))
+        assert _numbers_under({"seed": 7, "ranks": "same"}) == alone
+        assert _numbers_under(plain) == alone
+        assert generators() == before
+
+    assert drawn[0] == alone
+    for numbers in zip(*drawn, strict=True):
+        assert len(set(map(str, numbers))) == 4
+
+
+@pytest.mark.parametrize("ranks", [None, "distinct"])
+def test_initialisation_can_be_alike_while_augmentation_differs(
+    ranks: str | None, place: Place
+) -> None:
+    """`seeded("init", ranks="same")` draws the same on every rank, a stream its own on each."""
+    weights, augment, usual = [], [], []
+    for rank in range(4):
+        place(rank, 4)
+        with torchrepro.apply({"seed": 7} | ({"ranks": ranks} if ranks else {})):
+            with torchrepro.seeded("init", ranks="same"):
+                weights.append(str(_global_numbers()))
+            with torchrepro.seeded("init"):
+                usual.append(str(_global_numbers()))
+            augment.append(torchrepro.stream("augment").seed)
+
+    assert len(set(weights)) == 1
+    assert len(set(usual)) == len(set(augment)) == 4
+
+
+def test_under_same_every_rank_is_rank_0(place: Place) -> None:
+    """Under `ranks: same` streams agree too, unless a scope or an argument says otherwise."""
+    with torchrepro.apply({"seed": 7, "ranks": "same"}):
+        first = torchrepro.stream("augment")
+        place(3, 4)
+        assert torchrepro.stream("augment") == first
+        assert torchrepro.stream("augment", rank=3) != first
+        with torchrepro.seeded("augment", ranks="distinct") as source:
+            assert source == torchrepro.stream("augment", rank=3)
+
+
+@pytest.mark.parametrize("policy", ["distnict", "", 1, True, ["same"], {"dp": "distnict"}])
+def test_an_unknown_policy_is_refused(
+    policy: Any, seed_1234: Any, generators: Callable[[], Any]
+) -> None:
+    """The message names the policies, the one close to it if any, and nothing has changed."""
+    before = generators()
+
+    with pytest.raises(torchrepro.SeedingError) as refused, torchrepro.seeded("init", policy):
+        pass
+
+    assert "legal: distinct, same" in str(refused.value)
+    assert ("did you mean: distinct" in str(refused.value)) == ("distnict" in str(policy))
+    assert before == generators()
+
+
+def test_a_policy_that_is_wrong_in_a_profile_is_refused_before_anything_is_set(
+    generators: Callable[[], Any],
+) -> None:
+    """`ranks: sam` in a profile names key, value, legal values and a near match."""
+    before = generators()
+
+    with pytest.raises(torchrepro.ProfileError, match=r"ranks = sam[\s\S]*did you mean: same"):
+        torchrepro.apply({"seed": 1, "ranks": "sam"})
+
+    assert before == generators()

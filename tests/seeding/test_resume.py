@@ -1,0 +1,260 @@
+"""`Checkpoint`: an interrupted run goes on to what the uninterrupted one ends with."""
+
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+import torchrepro
+
+SAMPLES, BATCH, EPOCHS = 10, 3, 2
+PER_EPOCH = 4
+STEPS = PER_EPOCH * EPOCHS
+
+
+def augmented(index: int) -> torch.Tensor:
+    """Return sample `index` with noise from every generator that a dataset may use."""
+    noise = random.random() + np.random.random()
+    return torch.full((4,), float(index)) / SAMPLES + noise + torch.rand(4)
+
+
+class Noisy(Dataset[torch.Tensor]):
+    """Augmented samples, and a list of those that were loaded."""
+
+    def __init__(self) -> None:
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.loaded.append(index)
+        return augmented(index)
+
+
+class Items(IterableDataset[torch.Tensor]):
+    """Augmented items."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = get_worker_info()
+        return map(
+            augmented, range(info.id if info else 0, SAMPLES, info.num_workers if info else 1)
+        )
+
+
+class Interrupted(Exception):  # noqa: N818 - it is no error, but what happens to the run
+    """The run was ended from outside."""
+
+
+@dataclass
+class Run:
+    """One process of a training run: what it is told, and what it has come to."""
+
+    folder: Path | None
+    seeding: str = "explicit"
+    every: int = 1
+    workers: int = 0
+    items: bool = False
+    validates: bool = False
+    new_loaders: bool = False
+
+    def train(self, stop: int | None = None) -> Any:
+        """Train to the end, or until step `stop` is done; return all that it leaves."""
+        automatic = "auto" if self.seeding == "auto" else "none"
+        with (
+            torchrepro.apply({"seed": 5, "dataloader": {"seeding": automatic}}),
+            suppress(Interrupted),
+        ):
+            self._train(stop)
+        state = self.model.state_dict(), self.optimizer.state_dict()["state"]
+        weights = [*state[0].values(), *(part["momentum_buffer"] for part in state[1].values())]
+        return [weight.numpy().tobytes() for weight in weights], self.losses
+
+    def _train(self, stop: int | None) -> None:
+        self.dataset = Items() if self.items else Noisy()
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        self.losses: dict[int, float] = {}
+        loader, held_out = self._loader("train"), self._loader("test")
+        self.checkpoint = torchrepro.Checkpoint(
+            self.folder, model=self.model, optimizer=self.optimizer
+        )
+        for epoch in self.checkpoint.epochs(EPOCHS):
+            if self.new_loaders:
+                loader = self._loader("train")
+            for batch in self.checkpoint.batches(loader):
+                loss = (self.model(batch) * random.random() - np.random.random()).square().mean()
+                self.optimizer.zero_grad()
+                loss.backward()
+                self.optimizer.step()
+                self.checkpoint.save(every=self.every)
+                if self.checkpoint.step == stop:
+                    raise Interrupted
+            if self.validates:
+                self.losses[epoch] = sum(self.model(batch).sum().item() for batch in held_out)
+
+    def _loader(self, name: str) -> Any:
+        options: dict[str, Any] = {"batch_size": BATCH, "num_workers": self.workers}
+        options["shuffle"] = None if self.items else True
+        if self.seeding == "explicit":
+            options |= torchrepro.dataloader_kwargs(name)
+        return DataLoader(self.dataset, **options)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _first_optimizer() -> None:
+    """Make one before traces are looked for: torch's first one sets TORCHINDUCTOR_CACHE_DIR."""
+    torch.optim.SGD([torch.zeros(1)])
+
+
+folders = count()
+SEEDINGS = st.sampled_from(["explicit", "auto"])
+
+
+def _resumed(run: Run, *stops: int) -> Any:
+    """Interrupt `run` at each of `stops`, with all objects new every time; return its end."""
+    for stop in stops:
+        run.train(stop)
+    return run.train()
+
+
+@settings(max_examples=25)
+@given(
+    stops=st.lists(st.integers(1, STEPS), min_size=1, max_size=2),
+    every=st.integers(1, 5),
+    seeding=SEEDINGS,
+    items=st.booleans(),
+)
+def test_an_interrupted_run_ends_with_the_weights_of_a_whole_one(
+    tmp_path: Path, stops: list[int], every: int, seeding: str, items: bool
+) -> None:
+    """Interrupted after any batches and resumed, a run ends with the same weights, bit for bit."""
+    folder = tmp_path / str(next(folders))
+
+    assert _resumed(Run(folder, seeding, every, items=items), *stops) == (
+        Run(None, seeding, items=items).train()
+    )
+
+
+@pytest.mark.slow
+@settings(max_examples=6)
+@given(
+    stop=st.integers(1, STEPS - 1), every=st.integers(1, 3), seeding=SEEDINGS, items=st.booleans()
+)
+def test_workers_load_after_an_interruption_what_they_would_have_loaded(
+    tmp_path: Path, stop: int, every: int, seeding: str, items: bool
+) -> None:
+    """With two workers too, an interrupted run ends with the weights of a whole one."""
+    folder = tmp_path / str(next(folders))
+    whole = Run(None, seeding, workers=2, items=items)
+
+    assert _resumed(Run(folder, seeding, every, workers=2, items=items), stop) == whole.train()
+
+
+@pytest.mark.parametrize("seeding", ["explicit", "auto"])
+@pytest.mark.parametrize("stop", [2, PER_EPOCH, PER_EPOCH + 1])
+def test_a_second_loader_goes_on_as_well(tmp_path: Path, seeding: str, stop: int) -> None:
+    """Where epochs end with a validation, it sees after an interruption what it would have seen."""
+    interrupted = Run(tmp_path, seeding, validates=True)
+    whole, losses = Run(None, seeding, validates=True).train()
+    weights, last_losses = _resumed(interrupted, stop)
+
+    assert weights == whole
+    assert last_losses.items() <= losses.items()
+    assert EPOCHS - 1 in last_losses
+
+
+@pytest.mark.parametrize("seeding", ["explicit", "auto"])
+@pytest.mark.parametrize("stop", [2, PER_EPOCH, PER_EPOCH + 1])
+def test_a_loader_may_be_made_anew_for_every_epoch(tmp_path: Path, seeding: str, stop: int) -> None:
+    """A program that makes a loader per epoch resumes to the weights of its uninterrupted run."""
+    interrupted = Run(tmp_path / "interrupted", seeding, new_loaders=True)
+    whole = Run(tmp_path / "whole", seeding, new_loaders=True)
+
+    assert _resumed(interrupted, stop) == whole.train()
+
+
+@pytest.mark.parametrize("new_loaders", [False, True])
+@pytest.mark.parametrize("seeding", ["explicit", "auto"])
+def test_keeping_checkpoints_changes_nothing(
+    tmp_path: Path, seeding: str, new_loaders: bool
+) -> None:
+    """A run that keeps checkpoints ends with the weights of one that keeps none."""
+    kept, not_kept = (Run(folder, seeding, new_loaders=new_loaders) for folder in (tmp_path, None))
+
+    assert kept.train() == not_kept.train()
+    assert list(tmp_path.iterdir())
+
+
+@settings(max_examples=10)
+@given(stop=st.integers(1, STEPS), every=st.integers(1, 4), seeding=SEEDINGS)
+def test_batches_that_are_done_are_not_loaded_again(
+    tmp_path: Path, stop: int, every: int, seeding: str
+) -> None:
+    """A resumed run loads the samples of the batches that are left, and no other."""
+    run = Run(tmp_path / str(next(folders)), seeding, every)
+    run.train(stop)
+    before = list(run.dataset.loaded)
+    done = stop - stop % every
+    run.train()
+    epochs, batches = divmod(done, PER_EPOCH)
+
+    assert len(run.dataset.loaded) == (EPOCHS - epochs) * SAMPLES - batches * BATCH
+    start = epochs * SAMPLES + batches * BATCH
+    assert before[start:] == run.dataset.loaded[: len(before) - start]
+
+
+@settings(max_examples=10)
+@given(stop=st.integers(1, STEPS), every=st.integers(1, 4))
+def test_a_checkpoint_knows_how_far_the_run_has_come(tmp_path: Path, stop: int, every: int) -> None:
+    """Epoch, batch and step of a resumed checkpoint are those of the last batch that was saved."""
+    folder = tmp_path / str(next(folders))
+    run = Run(folder, every=every)
+    run.train(stop)
+    assert run.checkpoint.step == stop
+    saved = stop - stop % every
+    with torchrepro.apply({"seed": 5}):
+        resumed = torchrepro.Checkpoint(folder, model=run.model, optimizer=run.optimizer)
+    epoch = (saved - 1) // PER_EPOCH if saved else 0
+
+    assert (resumed.epoch, resumed.batch) == (epoch, saved - epoch * PER_EPOCH)
+    assert resumed.step == saved
+    run.train()
+    assert (run.checkpoint.epoch, run.checkpoint.step) == (EPOCHS, STEPS)
+
+
+def test_a_run_that_is_done_does_nothing_more(tmp_path: Path) -> None:
+    """Started once more after its end, a run loads nothing and has the weights it had."""
+    run = Run(tmp_path)
+    ended = run.train()
+
+    assert run.train() == ended
+    assert run.dataset.loaded == []
+
+
+@settings(max_examples=8)
+@given(stop=st.integers(1, STEPS), every=st.integers(1, 3))
+def test_only_the_two_latest_steps_are_kept_and_nothing_else(
+    tmp_path: Path, stop: int, every: int
+) -> None:
+    """At most two steps are in the folder, each with one file per rank and nothing half-written."""
+    folder = tmp_path / str(next(folders))
+    Run(folder, every=every).train(stop)
+    written = [step for step in range(1, stop + 1) if step % every == 0][-2:]
+    expected = {f"step-{step:09d}/rank-0-of-1.pt" for step in written}
+
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == (
+        expected
+    )
+    assert len(list(folder.glob("*"))) == len(written)

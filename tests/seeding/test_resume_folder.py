@@ -1,0 +1,298 @@
+"""The folder of a `Checkpoint`: what is in it, who wrote it, and what cannot be read."""
+
+import random
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, DistributedSampler
+
+import torchrepro
+
+
+class Part:
+    """Something with a state: a tensor."""
+
+    def __init__(self, value: float = 0.0, size: int = 5) -> None:
+        self.tensor = torch.full((size,), value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["tensor"].shape != self.tensor.shape:
+            raise RuntimeError("size mismatch")
+        self.tensor = state["tensor"]
+
+
+@pytest.fixture(autouse=True)
+def _profile() -> Iterator[None]:
+    with torchrepro.apply({"seed": 5}):
+        yield
+
+
+def _loader(name: str = "train", **options: Any) -> Any:
+    return DataLoader(range(12), batch_size=2, **torchrepro.dataloader_kwargs(name), **options)
+
+
+def _save(folder: Path, *values: float, every: int = 1) -> None:
+    """Be a run that ends after as many steps as there are values, each one saved."""
+    part = Part()
+    checkpoint = torchrepro.Checkpoint(folder, part=part)
+    for value, _ in zip(values, checkpoint.batches(_loader()), strict=False):
+        part.tensor = torch.full((5,), value)
+        checkpoint.save(every=every)
+
+
+def _value(folder: Path) -> tuple[int, float]:
+    """Return the step that a new run finds in `folder`, and the value saved with it."""
+    part = Part(-1.0)
+    checkpoint = torchrepro.Checkpoint(folder, part=part)
+    assert len(set(part.tensor.tolist())) == 1
+    return checkpoint.step, part.tensor[0].item()
+
+
+@pytest.fixture
+def be(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Return the function that makes this process be one rank of several."""
+
+    def be(rank: int, size: int) -> None:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(size))
+
+    return be
+
+
+def _file(folder: Path, step: int, rank: int = 0, size: int = 1) -> Path:
+    return folder / f"step-{step:09d}" / f"rank-{rank}-of-{size}.pt"
+
+
+def test_an_empty_folder_a_new_one_and_none_begin_at_the_beginning(tmp_path: Path) -> None:
+    """Where nothing was saved, a run starts at step 0 with its parts untouched."""
+    for folder in (tmp_path, tmp_path / "not" / "there", None):
+        assert _value(folder) == (0, -1.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_folder_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Checkpoint(None)` writes no file, whatever is saved."""
+    monkeypatch.chdir(tmp_path)
+    _save(None, 1.0, 2.0)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+STRAYS = ["notes.txt", "step-", "step-x/rank-0-of-1.pt", "step-000000050.bak/rank-0-of-1.pt"]
+
+
+@pytest.mark.parametrize("stray", STRAYS)
+def test_what_else_lies_in_the_folder_does_no_harm(tmp_path: Path, stray: str) -> None:
+    """Files that are no checkpoints are neither read nor deleted, nor taken for steps."""
+    _save(tmp_path, 1.0, 2.0)
+    path = tmp_path / stray
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("mine", encoding="utf-8")
+
+    assert _value(tmp_path) == (2, 2.0)
+    _save(tmp_path, 3.0, 4.0)
+    assert _value(tmp_path) == (4, 4.0)
+    assert path.read_text(encoding="utf-8") == "mine"
+
+
+def test_a_step_that_a_killed_run_began_counts_for_nothing(tmp_path: Path) -> None:
+    """What is left of a file that was never finished is not read, and takes no step's place."""
+    _save(tmp_path, 1.0, 2.0)
+    left = _file(tmp_path, 9).with_name(".rank-0-of-1.pt.77")
+    left.parent.mkdir()
+    left.write_bytes(b"half")
+    _save(tmp_path, 3.0, 4.0)
+
+    assert _value(tmp_path) == (4, 4.0)
+    assert _file(tmp_path, 3).exists()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\0" * 900, random.Random(3).randbytes(5000), b"PK\x03\x04nonsense"]
+)
+def test_a_file_that_is_no_checkpoint_is_named(tmp_path: Path, content: bytes) -> None:
+    """Where the latest file holds something else, the error names it, and nothing changes."""
+    _save(tmp_path, 1.0, 2.0)
+    _file(tmp_path, 2).write_bytes(content)
+    with pytest.raises(torchrepro.SeedingError, match=r"rank-0-of-1\.pt.*not a whole checkpoint"):
+        _value(tmp_path)
+
+    assert _file(tmp_path, 2).read_bytes() == content
+
+
+@pytest.mark.parametrize("found", [[1, 2], {"format": 1}, {"parts": {}, "rng": {}}, 3])
+def test_a_file_with_other_content_is_named(tmp_path: Path, found: Any) -> None:
+    """A file of torch's that is no checkpoint is refused like one that is no file of torch's."""
+    _save(tmp_path, 1.0)
+    torch.save(found, _file(tmp_path, 1))
+    with pytest.raises(torchrepro.SeedingError, match="not a whole checkpoint"):
+        _value(tmp_path)
+
+
+def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
+    """A checkpoint that a later version wrote in another format is not taken for one of this."""
+    _save(tmp_path, 1.0)
+    saved = torch.load(_file(tmp_path, 1), weights_only=True)
+    torch.save({**saved, "format": saved["format"] + 1}, _file(tmp_path, 1))
+    with pytest.raises(torchrepro.SeedingError):
+        _value(tmp_path)
+
+
+folders = count()
+
+
+@settings(max_examples=30)
+@given(share=st.floats(0, 1, exclude_max=True))
+def test_a_file_that_was_cut_off_is_named(tmp_path: Path, share: float) -> None:
+    """Wherever a file ends too early, the error says that it is not whole."""
+    folder = tmp_path / str(next(folders))
+    _save(folder, 1.0)
+    content = _file(folder, 1).read_bytes()
+    _file(folder, 1).write_bytes(content[: int(share * len(content))])
+    with pytest.raises(torchrepro.SeedingError, match="not a whole checkpoint"):
+        _value(folder)
+
+
+def test_weights_that_changed_on_the_disk_are_not_taken(tmp_path: Path) -> None:
+    """A file in which a byte of a weight is another raises instead of giving other weights."""
+    _save(tmp_path, 1.0)
+    path = _file(tmp_path, 1)
+    content, ones = path.read_bytes(), torch.ones(5).numpy().tobytes()
+    assert content.count(ones) == 1
+    path.write_bytes(content.replace(ones, ones[:-1] + b"\x40"))
+    with pytest.raises(torchrepro.SeedingError, match="not a whole checkpoint"):
+        torchrepro.Checkpoint(tmp_path, part=Part())
+
+
+def test_no_file_can_run_code(tmp_path: Path) -> None:
+    """A checkpoint that holds an object of Python's is refused, and the object is not made."""
+    _save(tmp_path, 1.0)
+    torch.save({"rng": Part(), "parts": {}}, _file(tmp_path, 1))
+    with pytest.raises(torchrepro.SeedingError, match="not a whole checkpoint"):
+        _value(tmp_path)
+
+
+@pytest.mark.parametrize("names", [[], ["other"], ["part", "other"]])
+def test_other_parts_are_refused(tmp_path: Path, names: list[str]) -> None:
+    """A checkpoint of other parts raises, naming them, and leaves the parts given as they were."""
+    _save(tmp_path, 1.0)
+    parts = {name: Part(-1.0) for name in names}
+    with pytest.raises(torchrepro.SeedingError, match="holds other parts"):
+        torchrepro.Checkpoint(tmp_path, **parts)
+
+    assert all(part.tensor.tolist() == [-1.0] * 5 for part in parts.values())
+
+
+def test_a_checkpoint_under_another_seed_is_refused(tmp_path: Path) -> None:
+    """Resumed under another seed, a run stops with the two seeds before its first batch."""
+    _save(tmp_path, 1.0)
+    with torchrepro.apply({"seed": 6}):
+        checkpoint = torchrepro.Checkpoint(tmp_path, part=Part())
+        with pytest.raises(torchrepro.SeedingError, match="another seed plan"):
+            next(checkpoint.batches(_loader()))
+
+
+def test_a_loader_that_is_not_seeded_is_refused(tmp_path: Path) -> None:
+    """A loader that nothing seeds cannot be taken up in its middle: an error says what to do."""
+    checkpoint = torchrepro.Checkpoint(tmp_path, part=Part())
+    with pytest.raises(torchrepro.SeedingError, match=r"not seeded.*\n.*dataloader_kwargs"):
+        next(checkpoint.batches(DataLoader(range(12))))
+    free = torchrepro.Checkpoint(None, part=Part())
+
+    assert len(list(free.batches(DataLoader(range(12))))) == 12
+
+
+@pytest.mark.parametrize("bad", [-1, True, 1.5, "2", None])
+def test_counts_are_whole_numbers(tmp_path: Path, bad: Any) -> None:
+    """What is no whole number of 0 or more counts neither epochs nor steps."""
+    checkpoint = torchrepro.Checkpoint(tmp_path, part=Part())
+    with pytest.raises(torchrepro.SeedingError):
+        next(checkpoint.epochs(bad))
+    with pytest.raises(torchrepro.SeedingError):
+        checkpoint.save(every=bad)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("folder", ["kept", None])
+def test_samplers_hear_the_epoch_with_a_folder_and_without(
+    tmp_path: Path, folder: str | None
+) -> None:
+    """`batches` tells a DistributedSampler each epoch, so that it shuffles anew."""
+    sampler = DistributedSampler(range(12), 2, 0)
+    checkpoint = torchrepro.Checkpoint(folder and tmp_path / folder, part=Part())
+    loader = _loader(sampler=sampler)
+    heard = []
+    for _ in checkpoint.epochs(3):
+        for _ in checkpoint.batches(loader):
+            pass
+        heard.append(sampler.epoch)
+
+    assert heard == [0, 1, 2]
+
+
+def test_each_rank_reads_its_own_file(tmp_path: Path, be: Callable[[int, int], None]) -> None:
+    """Every rank goes on from what it wrote itself."""
+    for rank in (0, 1):
+        be(rank, 2)
+        _save(tmp_path, 1.0 + rank, 10.0 + rank)
+    for rank in (0, 1):
+        be(rank, 2)
+        assert _value(tmp_path) == (2, 10.0 + rank)
+
+
+def test_a_step_counts_once_all_ranks_have_written_it(
+    tmp_path: Path, be: Callable[[int, int], None]
+) -> None:
+    """Where one rank was killed before it wrote a step, all go on from the step before."""
+    for rank, values in ((1, [1.0]), (0, [1.0, 2.0])):
+        be(rank, 2)
+        _save(tmp_path, *values)
+    for rank in (0, 1):
+        be(rank, 2)
+        assert _value(tmp_path) == (1, 1.0)
+
+
+def test_a_rank_that_runs_ahead_deletes_no_step_that_is_needed(
+    tmp_path: Path, be: Callable[[int, int], None]
+) -> None:
+    """However far rank 0 is ahead, the latest step that all ranks have written is kept."""
+    for rank, values in ((1, [1.0]), (0, [1.0, 2.0, 3.0, 4.0])):
+        be(rank, 2)
+        _save(tmp_path, *values)
+    for rank in (0, 1):
+        be(rank, 2)
+        assert _value(tmp_path) == (1, 1.0)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_another_number_of_processes_is_refused(
+    tmp_path: Path, size: int, be: Callable[[int, int], None]
+) -> None:
+    """What two processes wrote is not taken up by one or three: the error names both numbers."""
+    for rank in (0, 1):
+        be(rank, 2)
+        _save(tmp_path, 1.0)
+    be(0, size)
+    with pytest.raises(torchrepro.SeedingError, match=rf": 2: .*of processes\n +legal: {size}"):
+        _value(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_leaves_no_half_of_a_file(tmp_path: Path) -> None:
+    """Where a checkpoint cannot be written, `save` raises, and no part of it stays."""
+    checkpoint = torchrepro.Checkpoint(tmp_path, part=Part())
+    blocked = _file(tmp_path, 0)
+    blocked.mkdir(parents=True)
+    with pytest.raises(OSError, match="directory"):
+        checkpoint.save()
+
+    assert [path.name for path in blocked.parent.iterdir()] == [blocked.name]

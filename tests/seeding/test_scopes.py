@@ -1,0 +1,272 @@
+"""Scopes: whatever happens inside, every generator comes out as it went in."""
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import torchrepro
+
+State = Callable[[], dict[str, Any]]
+OWN: dict[str, Callable[[], Any]] = {
+    "own python": lambda: random.Random(5),
+    "own PCG64": lambda: np.random.default_rng(5),
+    "own PCG64DXSM": lambda: np.random.Generator(np.random.PCG64DXSM(5)),
+    "own MT19937": lambda: np.random.Generator(np.random.MT19937(5)),
+    "own Philox": lambda: np.random.Generator(np.random.Philox(5)),
+    "own SFC64": lambda: np.random.Generator(np.random.SFC64(5)),
+    "own RandomState": lambda: np.random.RandomState(5),
+    "own torch": lambda: torch.Generator().manual_seed(5),
+}
+GLOBAL: dict[str, Callable[[], Any]] = {
+    "random": random.random,
+    "gauss": lambda: random.gauss(0, 1),
+    "shuffle": lambda: random.shuffle(list(range(20))),
+    "numpy rand": lambda: np.random.rand(3),
+    "numpy randn": lambda: np.random.randn(1),
+    "torch rand": lambda: torch.rand(3),
+    "torch randn": lambda: torch.randn(1),
+    "torch randn of doubles": lambda: torch.randn(1, dtype=torch.float64),
+    "torch randperm": lambda: torch.randperm(20),
+    "dropout": lambda: torch.nn.functional.dropout(torch.ones(8)),
+    "seed python": lambda: random.seed(3),
+    "seed numpy": lambda: np.random.seed(3),
+    "seed torch": lambda: torch.manual_seed(3),
+}
+
+
+def _draw_from(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return torch.randn(1, generator=generator)
+    if isinstance(generator, random.Random):
+        return generator.gauss(0, 1)
+    return generator.standard_normal(), generator.bytes(5)
+
+
+def _draw(name: str) -> Any:
+    return GLOBAL[name]() if name in GLOBAL else _draw_from(own[name])
+
+
+own: dict[str, Any] = {}
+DRAWS = st.lists(st.sampled_from([*GLOBAL, *OWN]), max_size=12)
+SCOPES: dict[str, Callable[[], Any]] = {
+    "isolated": torchrepro.isolated_rng,
+    "seeded": lambda: torchrepro.seeded("init"),
+    "seeded for a step": lambda: torchrepro.seeded("init", epoch=2, step=7),
+    "seeded alike": lambda: torchrepro.seeded("init", ranks="same"),
+}
+every_scope = pytest.mark.parametrize("scope", SCOPES.values(), ids=SCOPES)
+
+
+@pytest.fixture(autouse=True)
+def _own_generators(seed_1234: Any) -> Iterator[None]:
+    """Register one generator of each kind; a profile with a seed is in force."""
+    for name, make in OWN.items():
+        own[name] = torchrepro.register_generator(name, make())
+    yield
+    own.clear()
+
+
+@every_scope
+@settings(max_examples=60)
+@given(before=DRAWS, inside=DRAWS)
+def test_a_scope_leaves_every_generator_as_it_found_it(
+    scope: Callable[[], Any], before: list[str], inside: list[str], generators: State
+) -> None:
+    """Whatever is drawn and seeded inside, what comes afterwards is what would have come anyway."""
+    for name in before:
+        _draw(name)
+    found = generators()
+
+    with scope():
+        for name in inside:
+            _draw(name)
+
+    assert found == generators()
+
+
+@every_scope
+@settings(max_examples=20)
+@given(inside=DRAWS, error=st.sampled_from([OSError, KeyboardInterrupt, SystemExit, StopIteration]))
+def test_a_scope_that_is_left_by_an_exception_restores_too(
+    scope: Callable[[], Any], inside: list[str], error: type[BaseException], generators: State
+) -> None:
+    """An exception passes through the scope unchanged, and the generators are as before."""
+    found, raised = generators(), error("from inside")
+
+    def work() -> None:
+        with scope():
+            for name in inside:
+                _draw(name)
+            raise raised
+
+    with pytest.raises(error) as left:
+        work()
+
+    assert left.value is raised
+    assert found == generators()
+
+
+@settings(max_examples=40)
+@given(scopes=st.lists(st.sampled_from(list(SCOPES)), min_size=2, max_size=4), drawn=DRAWS)
+def test_scopes_nest(scopes: list[str], drawn: list[str], generators: State) -> None:
+    """Each scope restores what it found, inside any others."""
+    found = [generators()]
+    with torchrepro.isolated_rng():
+        open_scopes = []
+        for name in scopes:
+            scope = SCOPES[name]()
+            scope.__enter__()
+            for draw in drawn:
+                _draw(draw)
+            open_scopes.append(scope)
+            found.append(generators())
+        while open_scopes:
+            assert generators() == found.pop()
+            open_scopes.pop().__exit__(None, None, None)
+        assert generators() == found[0]
+
+
+@every_scope
+def test_a_scope_is_a_decorator(scope: Callable[[], Any], generators: State) -> None:
+    """A decorated function is a scope at every call, passes its result on, and keeps its name."""
+
+    @scope()
+    def noise(count: int) -> list[float]:
+        return [random.random(), *np.random.rand(count), *torch.rand(count).tolist()]
+
+    found = generators()
+    first, second = noise(2), noise(2)
+
+    assert found == generators()
+    assert first == second
+    assert noise.__name__ == "noise"
+
+
+@settings(max_examples=40)
+@given(
+    name=st.text(min_size=1),
+    earlier=DRAWS,
+    drawn=DRAWS,
+    epoch=st.none() | st.integers(0, 99),
+    step=st.none() | st.integers(0, 99),
+)
+def test_a_seeded_scope_draws_the_same_wherever_it_is(
+    name: str, earlier: list[str], drawn: list[str], epoch: int | None, step: int | None
+) -> None:
+    """What a seeded scope draws depends on its stream, not on what was drawn before it."""
+    scoped = [each for each in drawn if each in GLOBAL]
+
+    def inside(again: str = name) -> list[str]:
+        with torchrepro.seeded(again, epoch=epoch, step=step):
+            return [repr(_draw(each)) for each in scoped] + [repr(torch.rand(2).tolist())]
+
+    first = inside()
+    for each in earlier:
+        _draw(each)
+    assert inside() == first
+    with torchrepro.seeded("around"):
+        assert inside() == first
+    assert inside(name + "'") != first or "seed torch" in scoped
+
+
+def test_a_seeded_scope_draws_from_its_stream() -> None:
+    """The scope gives the stream it draws from, and starts every library from 256 bits of it."""
+    with torchrepro.seeded("init", epoch=3) as source:
+        assert source == torchrepro.stream("init", epoch=3)
+        assert random.getstate() == source.python().getstate()
+        assert torch.equal(torch.get_rng_state(), source.torch().get_state())
+        assert torch.initial_seed() == source.seed64
+        numbers = {random.random(), np.random.random_sample(), torch.rand(()).item()}
+    assert len(numbers) == 3
+
+
+def test_a_registered_generator_is_left_alone_inside_a_seeded_scope() -> None:
+    """`seeded` starts the global generators alone: one's own go on, and come back afterwards."""
+    expected = random.Random(5).random()
+    with torchrepro.seeded("init"):
+        assert own["own python"].random() == expected
+    assert own["own python"].random() == expected
+
+
+def test_a_generator_that_is_forgotten_inside_comes_back_too(generators: State) -> None:
+    """A scope restores the generators that were registered when it began."""
+    found = generators()
+    with torchrepro.isolated_rng():
+        forgotten = own["own torch"]
+        torch.rand(3, generator=forgotten)
+        torchrepro.unregister_generator("own torch")
+        late = torchrepro.register_generator("late", random.Random(1))
+        late.random()
+    torchrepro.unregister_generator("late")
+    torchrepro.register_generator("own torch", forgotten)
+
+    assert found == generators()
+
+
+def test_a_generator_without_a_state_cannot_be_registered() -> None:
+    """The system's own generator, which nobody can restore, is refused when it is registered."""
+    with pytest.raises(torchrepro.SeedingError, match="not a generator that can be registered"):
+        torchrepro.register_generator("system", random.SystemRandom())
+
+
+def test_what_is_no_generator_cannot_be_registered() -> None:
+    """Registering takes a name and a generator of a known kind, unregistering a known name."""
+    for value in (random, np.random, torch, "x", None, np.random.PCG64(1)):
+        with pytest.raises(torchrepro.SeedingError, match="not a generator that can be registered"):
+            torchrepro.register_generator("bad", value)
+    for name in ("", None, 3):
+        with pytest.raises(torchrepro.SeedingError, match="not a name"):
+            torchrepro.register_generator(name, random.Random(1))
+    with pytest.raises(torchrepro.SeedingError, match="legal: own MT19937"):
+        torchrepro.unregister_generator("bad")
+
+
+def test_without_a_seed_there_is_no_seeded_scope(seed_1234: Any, generators: State) -> None:
+    """`seeded` needs a profile with a seed, `isolated_rng` needs none; nothing has changed."""
+    seed_1234.restore()
+    found = generators()
+
+    with pytest.raises(torchrepro.SeedingError, match="no profile with a seed"):
+        torchrepro.seeded("init").__enter__()
+    with torchrepro.isolated_rng():
+        random.random()
+
+    assert found == generators()
+
+
+@pytest.mark.parametrize("bad", [{"epoch": -1}, {"step": True}, {"name": ""}, {"epoch": 1.0}])
+def test_a_bad_argument_is_refused_before_anything_is_seeded(
+    bad: dict[str, Any], generators: State
+) -> None:
+    """A seeded scope with a wrong argument does not begin."""
+    found = generators()
+
+    with pytest.raises(torchrepro.SeedingError):
+        torchrepro.seeded(**{"name": "init"} | bad).__enter__()
+
+    assert found == generators()
+
+
+def test_a_scope_per_thread_draws_the_same() -> None:
+    """Streams can be asked for from many threads at once: each gives its own numbers."""
+    expected = [torch.rand(4, generator=torchrepro.stream("t", step=n).torch()) for n in range(64)]
+    drawn: dict[int, torch.Tensor] = {}
+
+    def work(first: int) -> None:
+        for n in range(first, 64, 4):
+            drawn[n] = torch.rand(4, generator=torchrepro.stream("t", step=n).torch())
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert all(torch.equal(drawn[n], expected[n]) for n in range(64))

@@ -1,0 +1,147 @@
+"""The seeders that come along: cupy, tensorflow, installed packages, pytest-randomly."""
+
+import importlib
+import random
+import sys
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchrepro
+from torchrepro.seeding import libraries
+
+CUPY = """
+import types
+
+class RandomState:  # numpy's stands in for the one on a GPU
+    def __init__(self, seed=None):
+        import numpy
+        self.numpy = numpy.random.RandomState(seed)
+
+current = RandomState(99)
+
+def set_random_state(state):
+    global current
+    current = state
+
+def get_random_state():
+    return current
+
+def random_sample():
+    return current.numpy.random_sample()
+"""
+TENSORFLOW = "given = []\nset_seed = given.append\n"
+
+
+def test_cupy_is_seeded_and_gets_its_own_state_back(library: Callable[..., str]) -> None:
+    """cupy's current random state is replaced and put back, the same object as before.
+
+    A stand-in with the four functions that are called, because cupy itself needs a GPU.
+    """
+    library("cupy.__init__", "from cupy import random")
+    library("cupy.random", CUPY)
+    cupy = importlib.import_module("cupy")
+    own = cupy.random.get_random_state()
+    expected = cupy.random.RandomState(5).numpy.random_sample()
+    with torchrepro.apply({"seed": 5}):
+        assert cupy.random.random_sample() == expected
+    assert cupy.random.get_random_state() is own
+
+    for name in ("cupy", "cupy.random"):
+        sys.modules.pop(name)
+    with torchrepro.apply({"seed": 5}):
+        assert importlib.import_module("cupy").random.random_sample() == expected
+
+
+def test_tensorflow_is_seeded(library: Callable[..., str]) -> None:
+    """`tensorflow.random.set_seed` gets the seed when tensorflow is loaded.
+
+    A stand-in with that function, because tensorflow is not installed with the tests.
+    """
+    library("tensorflow.__init__", "from tensorflow import random")
+    library("tensorflow.random", TENSORFLOW)
+    with torchrepro.apply({"seed": 5}):
+        assert "tensorflow" not in sys.modules
+        given = importlib.import_module("tensorflow").random.given
+
+    assert given == [5]
+
+
+ASK = """
+import json, sys, torchrepro
+with torchrepro.apply({"seed": 5}):
+    before = "drawer_of_others" in sys.modules, "seeds_for_drawer" in sys.modules
+    import drawer_of_others
+    print(json.dumps([before, drawer_of_others.seeds]))
+"""
+
+
+def test_an_installed_package_brings_a_seeder(
+    library: Callable[..., str], tmp_path: Path, answer_of: Callable[..., Any]
+) -> None:
+    """An entry point of `torchrepro.seeders` seeds its library at import, and is not loaded before.
+
+    The entry point's name is the library's module.
+    """
+    name = library("drawer_of_others")
+    library("seeds_for_drawer", f"import {name}\ndef seed(number):\n    {name}.seeds += [number]\n")
+    info = tmp_path / "seeds_for_drawer-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: seeds-for-drawer\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        f"[{libraries.GROUP}]\n{name} = seeds_for_drawer:seed\n", encoding="utf-8"
+    )
+
+    assert answer_of(ASK, PYTHONPATH=str(tmp_path)) == [[False, False], [5]]
+
+
+BAD = {
+    "no name": ("", print),
+    "no text": (3, print),
+    "a module": (random, print),
+    "no function": ("drawer", 5),
+    "nothing": ("drawer", None),
+    "save is no function": ("drawer", print, 5, print),
+    "restore is no function": ("drawer", print, print, 5),
+    "restore without save": ("drawer", print, None, print),
+}
+
+
+@pytest.mark.parametrize("arguments", BAD.values(), ids=BAD)
+def test_what_is_no_seeder_is_refused(arguments: tuple[Any, ...]) -> None:
+    """A seeder is a module's name and a function, and no way back without a state to go to."""
+    before = dict(libraries._registered)
+
+    with pytest.raises(torchrepro.SeedingError, match="not a seeder"):
+        torchrepro.register_seeder(*arguments)
+
+    assert libraries._registered == before
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**32 - 1, 2**32 + 7])
+def test_pytest_randomly_seeds_torch(seed: int) -> None:
+    """What pytest-randomly calls before every test seeds torch with the low 32 bits."""
+    with torchrepro.isolated_rng():
+        libraries.reseed(seed)
+        assert torch.initial_seed() == seed % 2**32
+
+
+def test_pytest_randomly_finds_torchrepro() -> None:
+    """The entry point that pytest-randomly reads leads to the function that seeds torch."""
+    found = [e.load() for e in entry_points(group="pytest_randomly.random_seeder")]
+
+    assert libraries.reseed in found
+
+
+def test_pytest_randomly_loads_no_torch(answer_of: Callable[..., Any]) -> None:
+    """Where torch is not loaded there is nothing to seed, and it stays away."""
+    program = (
+        "import json, sys\nfrom torchrepro.seeding.libraries import reseed\n"
+        "reseed(5)\nprint(json.dumps('torch' in sys.modules))"
+    )
+
+    assert answer_of(program) is False

@@ -1,0 +1,241 @@
+"""Snapshots that do not fit: each is refused with its reason, and nothing changes."""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import torchrepro
+from torchrepro.seeding import snapshot as snapshots
+from torchrepro.seeding.registered import registered
+
+State = Callable[[], dict[str, Any]]
+NO_SNAPSHOTS = {
+    "nothing": None,
+    "a number": 3,
+    "bytes": b"rng.json",
+    "a list": [],
+    "empty": {},
+    "a tensor": torch.zeros(3),
+    "a state of torch": {"state": torch.zeros(3, dtype=torch.uint8)},
+    "format alone": {"format": 1},
+}
+
+
+@pytest.fixture(autouse=True)
+def _own() -> Iterator[None]:
+    torchrepro.register_generator("own", np.random.default_rng(1))
+    torchrepro.register_generator("other", random.Random(1))
+    with torchrepro.apply({"seed": 1, "streams": {"split": 3}}):
+        yield
+
+
+def _moved() -> dict[str, Any]:
+    """A snapshot of a state that this process is no longer in."""
+    snapshot = torchrepro.rng_state()
+    random.random(), np.random.rand(), torch.rand(1)
+    for _, generator in registered().values():
+        generator.random()
+    return snapshot
+
+
+@pytest.mark.parametrize("value", NO_SNAPSHOTS.values(), ids=NO_SNAPSHOTS)
+def test_a_value_that_is_no_snapshot_is_refused(value: Any, refused: Callable[[Any], str]) -> None:
+    """Whatever `rng_state` did not return is refused."""
+    assert "snapshot" in refused(value)
+
+
+def test_any_mapping_can_be_restored(generators: State) -> None:
+    """A snapshot may come in any mapping, as the signature says."""
+    before, snapshot = generators(), _moved()
+
+    torchrepro.set_rng_state(MappingProxyType(snapshot))
+
+    assert generators() == before
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every value of a snapshot that is no container."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, part in items:
+        if isinstance(part, dict | list | tuple) and part:
+            yield from _places(part, (*path, key))
+        else:
+            yield (*path, key)
+
+
+def _other(value: Any) -> st.SearchStrategy[Any]:
+    if isinstance(value, str) and value:
+        place = st.integers(0, len(value) - 1)
+        return place.map(lambda i: value[:i] + ("A" if value[i] != "A" else "B") + value[i + 1 :])
+    texts = st.sampled_from(["", "x"]).filter(lambda text: text != value)
+    if isinstance(value, int):
+        return st.integers(-3, 3).filter(bool).map(lambda step: value + step) | texts
+    return texts | st.just({"a": 1})
+
+
+@settings(max_examples=250)
+@given(data=st.data())
+def test_any_value_that_was_changed_is_noticed(
+    data: st.DataObject, refused: Callable[[Any], str]
+) -> None:
+    """A snapshot in which any one value is another, or is gone, is refused."""
+    damaged = json.loads(json.dumps(_moved()))
+    top = data.draw(st.sampled_from(sorted(damaged)))
+    if isinstance(damaged[top], dict) and damaged[top]:
+        *path, last = top, *data.draw(st.sampled_from(list(_places(damaged[top]))))
+    else:
+        path, last = [], top
+    owner = damaged
+    for key in path:
+        owner = owner[key]
+    if data.draw(st.booleans()):
+        del owner[last]
+    else:
+        owner[last] = data.draw(_other(owner[last]))
+
+    assert "damaged" in (message := refused(damaged)) or "format" in message
+
+
+def test_a_format_of_the_future_is_refused(refused: Callable[[Any], str]) -> None:
+    """A snapshot of a newer format is told from a damaged one."""
+    message = refused(_moved() | {"format": 2})
+
+    assert "format = 2" in message
+    assert "legal: 1" in message
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (3, 4)])
+def test_another_place_in_the_world_is_refused(
+    rank: int, size: int, refused: Callable[[Any], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither another world size nor another rank takes a snapshot; the message names both."""
+    alone = _moved()
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(size))
+    message = refused(alone)
+    assert "rank 0 of 1" in message
+    assert f"rank {rank} of {size}" in message
+
+    here = _moved()
+    monkeypatch.setenv("RANK", str((rank + 1) % size))
+    assert f"rank {rank} of {size}" in refused(here)
+
+
+@pytest.mark.parametrize(
+    ("profile", "key"),
+    [
+        ({"seed": 2}, "seed"),
+        ({"streams": {"split": 4}}, "streams"),
+        ({"streams": {"other": 3}}, "streams"),
+        ({"ranks": "same"}, "ranks"),
+        ({"ranks": {"dp": "same"}}, "ranks"),
+    ],
+)
+def test_another_seed_plan_is_refused(
+    profile: dict[str, Any], key: str, refused: Callable[[Any], str]
+) -> None:
+    """A snapshot belongs to the seeds that were in force; the message names what differs."""
+    snapshot = _moved()
+    with torchrepro.apply(profile):
+        message = refused(snapshot)
+        inside = _moved()
+
+    assert message.startswith(f"{key} = ")
+    assert "another seed plan" in message
+    assert refused(inside).startswith(f"{key} = ")
+
+
+def test_the_same_seed_plan_from_another_profile_is_accepted(generators: State) -> None:
+    """What counts is the seed plan in force, not the profile that said it."""
+    snapshot = torchrepro.rng_state()
+    with torchrepro.apply({"seed": 1, "dropout": "keep"}):
+        torchrepro.set_rng_state(json.loads(json.dumps(snapshot)))
+        assert torchrepro.rng_state()["generators"] == snapshot["generators"]
+
+
+def test_other_registered_generators_are_refused(refused: Callable[[Any], str]) -> None:
+    """A generator too many, one too few and one of another kind are each refused by name."""
+    snapshot = _moved()
+
+    torchrepro.register_generator("late", torch.Generator())
+    assert "lacks a generator of this process" in (message := refused(snapshot))
+    assert "registered/late" in message
+    torchrepro.unregister_generator("late")
+    torchrepro.unregister_generator("own")
+    assert "holds a generator not found here" in (message := refused(snapshot))
+    assert "registered/own" in message
+    torchrepro.register_generator("own", np.random.RandomState(1))
+    assert "own = numpy: was another kind" in (message := refused(snapshot))
+    assert "legal: numpy_legacy" in message
+
+
+@pytest.mark.parametrize("name", ["own", "a", "zz"])
+def test_a_generator_that_refuses_halfway_takes_everything_back(
+    name: str, refused: Callable[[Any], str]
+) -> None:
+    """Where one generator cannot take its state, those before it come back as they were."""
+    torchrepro.register_generator(name, np.random.default_rng(1))
+    snapshot = _moved()
+    torchrepro.register_generator(name, np.random.Generator(np.random.Philox(1)))
+
+    assert "a generator refused its state" in refused(snapshot)
+
+
+class Stubborn(random.Random):
+    """Raises an error whenever it is given a state, the first times."""
+
+    error: BaseException = RuntimeError("not with me")
+    times = 0
+
+    def setstate(self, state: Any) -> None:
+        if self.times:
+            self.times -= 1
+            raise self.error
+        super().setstate(state)
+
+
+@pytest.mark.parametrize("times", [1, 100])
+def test_a_generator_that_never_takes_a_state_gets_the_same_error(
+    times: int, refused: Callable[[Any], str]
+) -> None:
+    """A generator that refuses even its own state back hinders no other from coming back."""
+    stubborn = torchrepro.register_generator("stubborn", Stubborn(1))
+    torchrepro.register_generator("zz", random.Random(1))
+    snapshot, stubborn.times = _moved(), times
+
+    assert "not with me" in refused(snapshot)
+
+
+def test_an_interrupt_halfway_takes_everything_back(generators: State) -> None:
+    """Ctrl-C in the middle of a restore is passed on, and the state is as before."""
+    stubborn = torchrepro.register_generator("stubborn", Stubborn(1))
+    snapshot, before = _moved(), generators()
+    stubborn.times, stubborn.error = 1, KeyboardInterrupt()
+
+    with pytest.raises(KeyboardInterrupt):
+        torchrepro.set_rng_state(snapshot)
+
+    assert generators() == before
+
+
+PARTS = ("generators", "world", "seed_plan", "devices", "kinds", "loaders")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_is_missed_even_where_the_checksum_fits(
+    part: str, refused: Callable[[Any], str]
+) -> None:
+    """A snapshot that somebody edited, checksum and all, is refused where a part is gone."""
+    edited = _moved()
+    del edited[part]
+    edited["checksum"] = snapshots._checksum(edited)
+
+    assert refused(edited)
