@@ -219,3 +219,36 @@ def test_batches_that_are_left_out_change_no_other(
 
     assert _batches(cut) == epochs[epoch][start:]
     assert _batches(cut) == epochs[epoch + 1]
+
+
+class Endless:
+    """A sampler that goes through the samples again and again, as training by steps does."""
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield from range(5)
+
+
+AGAIN = {
+    "weighted": lambda: WeightedRandomSampler([1.0, 9.0, 1.0, 1.0, 1.0], 60),
+    "with replacement": lambda: RandomSampler(range(5), replacement=True, num_samples=60),
+    "several times over": lambda: RandomSampler(range(5), num_samples=60),
+    "endless": Endless,
+    "listed twice": lambda: SubsetRandomSampler([3, 3, 3, 1] * 15),
+}
+
+
+@pytest.mark.parametrize("kind", AGAIN)
+def test_a_sample_that_comes_again_draws_other_numbers(kind: str) -> None:
+    """However often an epoch has a sample, it never draws the same twice; the numbers repeat."""
+    found = []
+    for workers in (0, 2):
+        named = torchrepro.dataloader_kwargs("train")
+        options = {"batch_size": 7, "num_workers": workers, "collate_fn": list}
+        batches = iter(DataLoader(Noisy(5), sampler=AGAIN[kind](), **options, **named))
+        found.append([sample for _ in range(8) for sample in next(batches)])
+        if workers:
+            batches._shutdown_workers()
+
+    assert found[0] == found[1]
+    assert len({drawn for _, drawn in found[0]}) == 56

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from operator import index as as_index
-from struct import error, pack
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import Problem, SeedingError, shown
 from torchrepro.seeding.drawing import Position, draw_from, enter, leave, worker_stream
+from torchrepro.seeding.indices import label
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torchrepro.seeding.streams import Stream
 
@@ -28,26 +26,35 @@ class BatchRequest:
     """What a sampler asks for, all of it drawing from one part of a stream."""
 
     stream: Stream
+    number: int
+    """The batch's number in its epoch."""
+
     index: Any
+    again: Mapping[bytes, int]
+    """Samples of the batch that the epoch has had before, by label, and how often."""
 
     def fetch(self, reader: Any, fetch: Callable[[Any], Any]) -> Any:
         """Load the batch through `fetch`, the own way of torch's `reader`."""
-        draw_from(self.stream.part(b"batch/" + _label(self.index)))
+        self.draw()
         return fetch(self.index)
+
+    def draw(self) -> None:
+        """Start the generators from the batch's part of the stream."""
+        draw_from(self.stream.part(b"batch/%d" % self.number))
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest(BatchRequest):
     """What a sampler asks for, every sample drawing from a part of its own.
 
-    `collate_fn` draws from the batch's part.
+    `collate_fn`, and a dataset that reads whole batches, draw from the batch's part.
     """
 
     def fetch(self, reader: Any, fetch: Callable[[Any], Any]) -> Any:
         """Load the batch through `fetch`, the own way of torch's `reader`, sample by sample."""
         dataset, collate = reader.dataset, reader.collate_fn
         view = _SeededBatches if _reads_batches(dataset) else _SeededSamples
-        reader.dataset = view(dataset, self.stream)
+        reader.dataset = view(dataset, self)
         reader.collate_fn = partial(self._collate, collate)
         try:
             return fetch(self.index)
@@ -55,7 +62,7 @@ class SampleRequest(BatchRequest):
             reader.dataset, reader.collate_fn = dataset, collate
 
     def _collate(self, collate: Callable[[Any], Any], samples: Any) -> Any:
-        draw_from(self.stream.part(b"batch/" + _label(self.index)))
+        self.draw()
         return collate(samples)
 
 
@@ -145,13 +152,18 @@ def _fetch(reader: Any, fetch: Callable[[Any], Any], request: Any) -> Any:
 class _SeededSamples:
     """A dataset every sample of which starts from a stream of its own."""
 
-    __slots__ = ("_dataset", "_stream")
+    __slots__ = ("_again", "_dataset", "_request")
 
-    def __init__(self, dataset: Any, stream: Stream) -> None:
-        self._dataset, self._stream = dataset, stream
+    def __init__(self, dataset: Any, request: BatchRequest) -> None:
+        self._dataset, self._request = dataset, request
+        self._again = dict(request.again)
 
     def __getitem__(self, index: Any) -> Any:
-        draw_from(self._stream.part(b"sample/" + _label(index)))
+        name = label(index)
+        times = self._again.get(name, 0)
+        if name in self._again:
+            self._again[name] = times + 1
+        draw_from(self._request.stream.part(b"sample/%d/" % times + name))
         return self._dataset[index]
 
 
@@ -159,7 +171,7 @@ class _SeededBatches(_SeededSamples):
     """A dataset that reads whole batches; each batch starts from a stream of its own."""
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
-        draw_from(self._stream.part(b"samples/" + _label(indices)))
+        self._request.draw()
         return self._dataset.__getitems__(indices)
 
 
@@ -170,27 +182,3 @@ def _reads_batches(dataset: Any) -> bool:
     while isinstance(dataset, Subset) and type(dataset).__getitems__ is Subset.__getitems__:
         dataset = dataset.dataset
     return bool(getattr(dataset, "__getitems__", None))
-
-
-def _label(index: Any) -> bytes:
-    """Return bytes for `index` that are the same in every process."""
-    if isinstance(index, list | tuple):
-        try:
-            return pack(f"<{len(index)}q", *index)  # a batch of sample numbers, the usual case
-        except error:
-            return b"(" + b",".join(map(_label, index)) + b")"
-    if hasattr(index, "tolist"):  # an array or a tensor, whose text leaves out its middle
-        return _label(index.tolist())
-    try:
-        return b"%d" % as_index(index)
-    except TypeError:
-        text = repr(index)
-    if " at 0x" in text:  # an address, which is another in every process
-        raise SeedingError(
-            Problem(
-                "the sampler yields indices that have no text of their own",
-                found=shown(index),
-                todo="give their class a __repr__ that says which sample is meant",
-            )
-        )
-    return text.encode()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.seeding import seed_plan
 from torchrepro.seeding.drawing import Position, draw_from, enter, leave, worker_stream
 from torchrepro.seeding.fetching import BatchRequest, SampleRequest
+from torchrepro.seeding.indices import NoRepeats, Repeats, repeats_of
 from torchrepro.seeding.reader_hook import seed_readers_of_worker
 from torchrepro.seeding.streams import Stream, derive
 from torchrepro.seeding.whole import whole
@@ -100,6 +101,9 @@ class SeededSampler:
         loading = self.loading
         return self._requests(loading.stream, loading.order, loading.start)
 
+    def _counts(self) -> Repeats:
+        return repeats_of(self.sampler) if self.loading.request is SampleRequest else NoRepeats()
+
     def _requests(self, stream: Stream, order: Stream, start: int) -> Iterator[BatchRequest]:
         own = OrderPlace(self.generators, order)
         outside = enter()
@@ -111,11 +115,13 @@ class SeededSampler:
             place = nullcontext() if _draws_at_first_only(self.sampler) else Position()
         finally:
             leave(outside)
+        repeats = self._counts()
         for number in count():
             if index is _END:
                 return
+            again = repeats.of(index)
             if number >= start:
-                yield self.loading.request(stream, index)
+                yield self.loading.request(stream, number, index, again)
             with place, own:
                 index = next(indices, _END)
 
