@@ -11,6 +11,7 @@ import os
 import sys
 from datetime import timedelta
 from functools import wraps
+from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torchrepro.errors import ApplyError, shown
@@ -47,7 +48,7 @@ class InForce(Protocol):
 
 
 _watching: list[Agreement] = []  # innermost last: it alone compares
-_compared: list[Any] = []  # the process group whose ranks were compared last
+_turns = count()  # ranks compare in the same order, so they number their turns alike
 
 
 class Agreement:
@@ -55,6 +56,7 @@ class Agreement:
 
     def __init__(self, applied: InForce) -> None:
         self._applied = applied
+        self._compared: Any = None
         self._originals: list[tuple[Any, Any, Any]] = []
         self._hook: Any = None
 
@@ -105,9 +107,9 @@ class Agreement:
 
         if not dist.is_available() or not dist.is_initialized():
             return
-        if _watching[-1:] != [self] or _compared == [dist.group.WORLD]:
+        if _watching[-1:] != [self] or self._compared is dist.group.WORLD:
             return
-        _compared[:] = [dist.group.WORLD]
+        self._compared = dist.group.WORLD
         self._remove_hook()
         size, rank = dist.get_world_size(), dist.get_rank()
         if size == 1:
@@ -116,7 +118,7 @@ class Agreement:
         if dist.get_backend() == "fake":
             return  # torch's stand-in for a group whose other ranks do not exist
         try:
-            differing = exchange(_store(), size, rank, in_force(self._applied.report))
+            differing = exchange(_turn(_store()), size, rank, in_force(self._applied.report))
         except ApplyError as error:
             self._applied.refuse(error)
             return
@@ -150,24 +152,24 @@ def exchange(
     Every rank of the `size` ranks returns the same. Raises `ApplyError` if a rank does not answer.
     """
     if rank == 0:
-        store.set("torchrepro/mine/0", json.dumps(dict(mine)))
-        others = [f"torchrepro/differs/{other}" for other in range(1, size)]
+        store.set("mine/0", json.dumps(dict(mine)))
+        others = [f"differs/{other}" for other in range(1, size)]
         answers = [json.loads(_answer(store, key, size)) for key in others]
         found = {number: answer for number, answer in enumerate(answers, 1) if answer}
-        store.set("torchrepro/verdict", json.dumps(found))
+        store.set("verdict", json.dumps(found))
         for other in range(1, size) if found else ():
             # Rank 0 may host the store: it stays until every other rank knows why it stops.
-            _answer(store, f"torchrepro/heard/{other}", size)
+            _answer(store, f"heard/{other}", size)
         return found
-    theirs = json.loads(_answer(store, "torchrepro/mine/0", size))
+    theirs = json.loads(_answer(store, "mine/0", size))
     differing = {
         key: [theirs.get(key, "not set"), mine.get(key, "not set")]
         for key in sorted(theirs.keys() | mine.keys())
         if theirs.get(key) != mine.get(key)
     }
-    store.set(f"torchrepro/differs/{rank}", json.dumps(differing))
-    verdict = json.loads(_answer(store, "torchrepro/verdict", size))
-    store.set(f"torchrepro/heard/{rank}", "1")
+    store.set(f"differs/{rank}", json.dumps(differing))
+    verdict = json.loads(_answer(store, "verdict", size))
+    store.set(f"heard/{rank}", "1")
     return {int(number): keys for number, keys in verdict.items()}
 
 
@@ -199,6 +201,13 @@ def _store() -> Any:
     if get is None:
         raise ApplyError("this torch shows no store through which ranks could be compared")
     return get()
+
+
+def _turn(store: Any) -> Any:
+    """Return the part of `store` that belongs to this comparison: it may have seen others."""
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    return PrefixStore(f"torchrepro/{next(_turns)}", store)
 
 
 def _disagreement(differing: Mapping[int, Mapping[str, list[str]]]) -> str:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _OWN_MODULE = {"random": "python", "numpy.random": "numpy"}  # module -> target of its knobs
 _MODULES = (*_OWN_MODULE, "torch")  # with torch comes everything else
+SEED_PLAN = "seed plan"  # target of the knobs that are torchrepro's own state
 _NOT_IN_FORCE = 3
 _state: dict[str, Any] = {}
 
@@ -69,8 +70,13 @@ def _carry_out(module: str) -> None:
 def _steps_for(module: str, steps: Sequence[Step]) -> list[Step]:
     target = _OWN_MODULE.get(module)
     if target is not None:
-        return [step for step in steps if step.knob.target == target]
-    return [step for step in steps if step.knob.target not in _OWN_MODULE.values()]
+        return _steps_of(target, steps)
+    others = (*_OWN_MODULE.values(), SEED_PLAN)
+    return [step for step in steps if step.knob.target not in others]
+
+
+def _steps_of(target: str, steps: Sequence[Step]) -> list[Step]:
+    return [step for step in steps if step.knob.target == target]
 
 
 def _end(error: TorchreproError) -> None:
@@ -90,5 +96,7 @@ def _applied() -> Applied:
             raise ApplyError("no profile came with this process")
         _state["applied"] = begin(resolved, "the process was started by `torchrepro run`")
         _state["applied"].refuse = _end
+        # What all seeds depend on, before the first of them.
+        _state["applied"].carry_out(_steps_of(SEED_PLAN, _state["applied"].plan.steps))
     applied: Applied = _state["applied"]
     return applied

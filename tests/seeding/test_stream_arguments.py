@@ -104,7 +104,7 @@ def test_what_is_no_name_is_refused(name: Any, seed_1234: Any) -> None:
 def test_without_a_seed_there_is_no_stream(profile: Any) -> None:
     """Where no profile with a seed is in force the message says what to do, before and after."""
     for _ in range(2):
-        with pytest.raises(torchrepro.SeedingError, match=r"stream\('augment'\).*\n.*apply"):
+        with pytest.raises(torchrepro.SeedingError, match=r"stream 'augment'.*\n.*apply"):
             torchrepro.stream("augment")
         if profile is not None:
             with torchrepro.apply(profile), pytest.raises(torchrepro.SeedingError):

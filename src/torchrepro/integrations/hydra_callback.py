@@ -16,7 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from torchrepro.applier import Applied, apply_resolved, stop_or_relaunch
-from torchrepro.errors import ApplyError, Problem, ProfileError, TorchreproError
+from torchrepro.errors import ApplyError, Problem, ProfileError, TorchreproError, near, some
 from torchrepro.integrations.hydra import GROUP, composed
 from torchrepro.manifest import write_manifest
 from torchrepro.planner import plan
@@ -96,7 +96,8 @@ def _tell_of_random_numbers(applied: Applied) -> None:
     """Tell standard error what the job did with random numbers that its profile does not say."""
     lines = [f"seeded by the program itself: {call}" for call in applied.seeding_calls]
     lines += [
-        f"streams.{name} was not drawn from in this process; drawn: {', '.join(drawn()) or 'none'}"
+        f"streams.{name} was not drawn from in this process; drawn: {some(drawn()) or 'none'}"
+        + (f"; did you mean {close}?" if (close := near(name, drawn())) else "")
         for name in never_drawn()
     ]
     if world().rank == 0:
@@ -209,7 +210,8 @@ def _override_of(key: str, config: DictConfig) -> str | None:
 
 def _sets(override: str, key: str) -> bool:
     name = override.partition("=")[0].lstrip("+~").replace("/", ".")
-    return name != GROUP and f"{GROUP}.{key}.".startswith(f"{name}.")
+    whole = f"{GROUP}.{key}."
+    return name != GROUP and (whole.startswith(f"{name}.") or f"{name}.".startswith(whole))
 
 
 def _agreeing_run(resolved: Resolved) -> Applied | None:

@@ -14,7 +14,7 @@ from typing import Any
 from torchrepro.knobs.accelerator_seeds import AcceleratorSeed
 from torchrepro.knobs.knob import Knob
 from torchrepro.knobs.legal import SEED
-from torchrepro.seeding import loader_hook, seed_plan
+from torchrepro.seeding import loader_register, seed_plan
 from torchrepro.seeding.calls import SeedingCalls
 from torchrepro.seeding.libraries import LibrarySeeds
 from torchrepro.seeding.seed_plan import PlanField
@@ -101,18 +101,18 @@ class RootSeed(PlanField):
 
     def write(self, value: int) -> None:
         PlanField.write(self, value)
-        loader_hook.put_register(loader_hook.Register())
+        loader_register.put_register(loader_register.Register())
         plan = seed_plan.current()
         if plan.ranks_differ:
             seed_plan.put(replace(plan, started_as=plan.coordinate()))
 
     def save(self) -> Any:
-        return seed_plan.current(), loader_hook.present_register()
+        return seed_plan.current(), loader_register.present_register()
 
     def restore(self, saved: Any) -> None:
         plan, register = saved
         seed_plan.put(plan)
-        loader_hook.put_register(register)
+        loader_register.put_register(register)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ SEEDS = (
     Knob(
         name="seed.streams",
         key="seed",
-        target="torch",
+        target="seed plan",
         legal=SEED,
         access=RootSeed(),
         summary="Root of every named stream: torchrepro.stream, seeded, dataloader_kwargs.",

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import shown
+from torchrepro.seeding.streams import present_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -143,6 +144,9 @@ def _note(function: str, values: tuple[Any, ...], frame: FrameType) -> None:
     if len(_calls) < _MANY or (function, where) in _calls:
         call = _calls.setdefault((function, where), SeedingCall(function, "", where))
         call.value, call.times = ", ".join(shown(value) for value in values), call.times + 1
+        if call.times == 1 and present_worker() == 0:
+            # What a worker records stays in the worker: one of them tells.
+            sys.stderr.write(f"torchrepro: seeded by the program itself, in workers: {call}\n")
 
 
 def _place(frame: FrameType) -> str:

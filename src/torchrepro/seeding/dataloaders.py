@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import Problem, SeedingError, shown
-from torchrepro.seeding import loader_hook, seed_plan
+from torchrepro.seeding import loader_hook, loader_register, seed_plan
 from torchrepro.seeding.loading import ExplicitLoading
 from torchrepro.seeding.streams import judged_name
 from torchrepro.seeding.whole import whole
@@ -33,7 +33,7 @@ def dataloader_kwargs(
     seed_plan.note(name)
     import torch
 
-    first = loader_hook.first_epoch(name) if epoch is None else epoch
+    first = loader_register.first_epoch(name) if epoch is None else epoch
     loading = ExplicitLoading(name, first, worker_init_fn)
     loader_hook.watch(loading)
     generator = torch.Generator()
@@ -50,7 +50,7 @@ def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
     `IterableDataset` or of a loader that torchrepro does not seed.
     """
     number, left_out = whole("epoch", epoch), whole("start", start)
-    loading = loader_hook.loading_of(loader)
+    loading = loader_register.loading_of(loader)
     if left_out and (loading is None or yields_items(loader)):
         why = "an IterableDataset" if loading is not None else "a loader that is not seeded here"
         raise SeedingError(
@@ -58,12 +58,7 @@ def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
         )
     if not knows_epochs(loader):
         raise SeedingError(
-            Problem(
-                "nothing in this loader knows epochs",
-                found=shown(loader),
-                todo="make it with torchrepro.dataloader_kwargs(name), or apply a profile with "
-                "dataloader.seeding: auto",
-            )
+            Problem("nothing in this loader knows epochs", found=shown(loader), todo=advice(loader))
         )
     if loading is not None:
         loading.next_epoch, loading.next_start = number, left_out
@@ -71,9 +66,22 @@ def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
         part.set_epoch(number)
 
 
+def advice(loader: Any) -> str:
+    """Return what makes torchrepro seed `loader`."""
+    if loader_register.author_seeds(loader):
+        return (
+            "it has a generator or worker_init_fn of its own: give it "
+            "torchrepro.dataloader_kwargs(name) instead"
+        )
+    return (
+        "make it with torchrepro.dataloader_kwargs(name), or apply a profile with "
+        "dataloader.seeding: auto"
+    )
+
+
 def knows_epochs(loader: Any) -> bool:
     """Whether `set_epoch` changes anything in `loader`."""
-    return loader_hook.loading_of(loader) is not None or bool(_others(loader))
+    return loader_register.loading_of(loader) is not None or bool(_others(loader))
 
 
 def _others(loader: Any) -> list[Any]:

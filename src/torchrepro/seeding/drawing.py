@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 from torchrepro.errors import Problem, SeedingError
@@ -23,7 +24,14 @@ class _Draw:
         self.generator: np.random.Generator | None = None
 
 
-_present: list[_Draw] = []  # empty outside of loading
+class _Present(threading.local):
+    """What this thread draws for; empty outside of loading."""
+
+    def __init__(self) -> None:
+        self.draws: list[_Draw] = []
+
+
+_here = _Present()
 
 
 def sample_rng() -> np.random.Generator:
@@ -32,7 +40,7 @@ def sample_rng() -> np.random.Generator:
     Within one sample it goes on where the last call left it; within `collate_fn` it is that of
     the batch. Raises `SeedingError` where no sample is being loaded by a seeded DataLoader.
     """
-    if not _present:
+    if not _here.draws:
         raise SeedingError(
             Problem(
                 "no sample is being loaded by a seeded DataLoader",
@@ -41,7 +49,7 @@ def sample_rng() -> np.random.Generator:
                 "under a profile with dataloader.seeding: auto",
             )
         )
-    draw = _present[-1]
+    draw = _here.draws[-1]
     if draw.generator is None:
         draw.generator = draw.stream.part(b"ready").numpy()
     return draw.generator
@@ -49,12 +57,12 @@ def sample_rng() -> np.random.Generator:
 
 def is_loading() -> bool:
     """Whether a sample or a batch is being loaded in this process now."""
-    return bool(_present)
+    return bool(_here.draws)
 
 
 def draw_from(stream: Stream) -> None:
     """Start the host's generators and `sample_rng` from `stream`, until told otherwise."""
-    _present[:] = [_Draw(stream)]
+    _here.draws[:] = [_Draw(stream)]
     seed_host(stream)
 
 
@@ -62,28 +70,28 @@ class Position:
     """A place in the host's generators that is not the program's: entered, moved, and left."""
 
     def __init__(self) -> None:
-        self._inside, self._draws = host_state(), list(_present)
+        self._inside, self._draws = host_state(), list(_here.draws)
         self._outside: list[tuple[HostState, list[_Draw]]] = []
 
     def __enter__(self) -> None:
-        self._outside.append((host_state(), list(_present)))
+        self._outside.append((host_state(), list(_here.draws)))
         self._inside.put_back()
-        _present[:] = self._draws
+        _here.draws[:] = self._draws
 
     def __exit__(self, *_: object) -> None:
-        self._inside, self._draws = host_state(), list(_present)
+        self._inside, self._draws = host_state(), list(_here.draws)
         leave(self._outside.pop())
 
 
 def leave(outside: tuple[HostState, list[_Draw]]) -> None:
     """Go back to what `enter` returned."""
     outside[0].put_back()
-    _present[:] = outside[1]
+    _here.draws[:] = outside[1]
 
 
 def enter() -> tuple[HostState, list[_Draw]]:
     """Return where the program stands in the host's generators, for `leave`."""
-    return host_state(), list(_present)
+    return host_state(), list(_here.draws)
 
 
 def worker_stream(stream: Stream, worker: int) -> Stream:

@@ -151,7 +151,7 @@ def _watch() -> None:
             _seed(module)
     waiting = [module for module in seeders if module not in sys.modules]
     _stop()
-    _state.finder = AfterImport(waiting, _seed)
+    _state.finder = AfterImport(waiting, _seed_when_loaded)
     sys.meta_path.insert(0, _state.finder)
 
 
@@ -168,6 +168,16 @@ def _seed(module: str) -> None:
     if _state.seeded.get(module) is None:  # what a seeder before this one saved is what comes back
         _state.seeded[module] = seeder.save() if seeder.save is not None else None
     seeder.seed(_state.seed)
+
+
+def _seed_when_loaded(module: str) -> None:
+    try:
+        _seed(module)
+    except Exception as error:  # noqa: BLE001 - whatever a seeder raises must not fail the import
+        sys.stderr.write(
+            f"torchrepro: the seeder of {module} failed, so it is not seeded: "
+            f"{type(error).__name__}: {error}\n"
+        )
 
 
 def _seeders() -> dict[str, Seeder]:

@@ -6,14 +6,16 @@ An iteration starts with ``DataLoader.__iter__``, which is wrapped while anythin
 from __future__ import annotations
 
 import sys
+import threading
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet, finalize
+from weakref import finalize
 
 from torchrepro.imports import AfterImport
-from torchrepro.seeding import drawing
+from torchrepro.seeding import drawing, loader_register
+from torchrepro.seeding.loader_register import loading_of
 from torchrepro.seeding.loading import ExplicitLoading, Loading, SeededSampler
 from torchrepro.seeding.reader_hook import seeded_readers
 
@@ -22,53 +24,20 @@ if TYPE_CHECKING:
 
 LOADERS = {
     "torch.utils.data": ("DataLoader", ("__iter__",)),
-    "torchdata.stateful_dataloader": ("StatefulDataLoader", ("__iter__", "state_dict")),
+    "torchdata.stateful_dataloader": (
+        "StatefulDataLoader",
+        ("__iter__", "state_dict", "load_state_dict"),
+    ),
 }
-"""Module -> class whose methods start an iteration, without calling another's."""
+"""Module -> class and the methods of it that are wrapped, none of which calls another's."""
 
-_STARTS: Mapping[str, Callable[[Any], bool]] = {
-    # torchdata starts an iteration when it is asked for a state before the first batch.
-    "__iter__": lambda loader: not getattr(loader, "_initial_iter_for_state_dict", False),
-    "state_dict": lambda loader: loader._iterator is None,  # noqa: SLF001 - see above
-}
-"""Method -> whether calling it now starts an iteration."""
+EPOCH = "torchrepro_epoch"
+"""Key of a StatefulDataLoader's state under which its epoch is kept."""
 
-
-@dataclass(slots=True)
-class _State:
-    """What the hook does at present."""
-
-    automatic: bool = False
-    """Whether loaders whose author seeded nothing are seeded."""
-
-    forced_workers: int | None = None
-    """The number of workers of every loader, where a profile says so."""
-
-    explicit: WeakSet[ExplicitLoading] = field(default_factory=WeakSet)
-    """The seeding of the loaders made with `dataloader_kwargs`, while they are alive."""
-
-
-@dataclass(slots=True)
-class Register:
-    """The loaders seen since a seed came in force, and how far they have come."""
-
-    loadings: WeakKeyDictionary[Any, Loading] = field(default_factory=WeakKeyDictionary)
-    """The loaders whose author seeded nothing, each with what seeds it."""
-
-    begun: int = 0
-    """How many such loaders there were: the next one's number."""
-
-    resumed: dict[str, int] = field(default_factory=dict)
-    """Such loaders of a snapshot that have not appeared yet, each with its next epoch."""
-
-    named: dict[str, int] = field(default_factory=dict)
-    """Names of other loaders in a snapshot, not made again yet, each with its next epoch."""
-
-
-_state = _State()
-_register = Register()
-_originals: dict[tuple[type, str], Callable[..., Any]] = {}
+_forced: list[int] = []  # the number of workers of every loader, where a profile says so
+_wrapped: dict[tuple[type, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
 _finder: list[AfterImport] = []
+_starting = threading.RLock()  # torch's maker of readers is one for all threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,35 +45,14 @@ class SeedingPolicy:
     """Whether loaders whose author seeded nothing are seeded: `auto` or `none`."""
 
     def read(self) -> str:
-        return "auto" if _state.automatic else "none"
+        return "auto" if loader_register.automatic() else "none"
 
     def write(self, value: str) -> None:
-        _state.automatic = value == "auto"
-        _mark(_register)
+        loader_register.set_automatic(value == "auto")
         _settle()
 
     save = read
     restore = write
-
-
-def present_register() -> Register:
-    """Return the register of loaders that belongs to the seed in force."""
-    return _register
-
-
-def put_register(register: Register) -> None:
-    """Make `register` the one in use: an empty one with a new seed, the old one with its undo."""
-    global _register  # noqa: PLW0603 - one piece of process state, and this its only writer
-    for loading in _register.loadings.values():
-        loading.active = False
-    _register = register
-    _mark(register)
-
-
-def _mark(register: Register) -> None:
-    """Tell workers that live on whether their loader is seeded at present."""
-    for loading in register.loadings.values():
-        loading.active = _state.automatic
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +60,10 @@ class WorkersPolicy:
     """How many workers every loader uses, whatever its author said."""
 
     def read(self) -> int | None:
-        return _state.forced_workers
+        return _forced[-1] if _forced else None
 
     def write(self, value: int | None) -> None:
-        _state.forced_workers = value
+        _forced[:] = [] if value is None else [value]
         _settle()
 
     save = read
@@ -124,110 +72,94 @@ class WorkersPolicy:
 
 def watch(loading: ExplicitLoading) -> None:
     """Seed the loader that uses `loading`, for as long as it is alive."""
-    _state.explicit.add(loading)
+    loader_register.add(loading)
     finalize(loading, _settle)
     _settle()
 
 
-def first_epoch(name: str) -> int:
-    """Return the epoch with which a new loader called `name` goes on: 0 unless it is resumed."""
-    return _register.named.pop(name, 0)
-
-
-def loading_of(loader: Any) -> Loading | None:
-    """Return what seeds `loader`: its own, or the profile's where its author seeded nothing."""
-    own = getattr(loader, "worker_init_fn", None)
-    if isinstance(own, Loading):
-        return own
-    if not _state.automatic or own is not None or getattr(loader, "generator", None) is not None:
-        return None
-    if drawing.is_loading():
-        return None  # a dataset's own loader draws from what its sample draws from
-    if loader not in _register.loadings:
-        if getattr(loader, "_iterator", None) is not None:
-            return None  # its workers started before the profile was in force
-        _register.loadings[loader] = _next_loading()
-    return _register.loadings[loader]
-
-
-def _next_loading() -> Loading:
-    """Return the seeding of a loader seen for the first time: a resumed one, else a new one."""
-    if _register.resumed:
-        name = next(iter(_register.resumed))
-        return Loading(name, _register.resumed.pop(name))
-    _register.begun += 1
-    return Loading(f"dataloader-{_register.begun - 1}")
-
-
-def epochs() -> dict[str, Any]:
-    """Return how far every seeded loader has come, as plain JSON values."""
-    seen = {loading.name: loading.next_epoch for loading in _register.loadings.values()}
-    named = {loading.name: loading.next_epoch for loading in _state.explicit}
-    return {
-        "begun": _register.begun,
-        "next_epoch": {**_register.resumed, **seen},
-        "named": {**_register.named, **named},
-    }
-
-
-def set_epochs(saved: dict[str, Any]) -> None:
-    """Have every seeded loader go on where `epochs` found it.
-
-    A loader that does not exist yet gets its place when its turn comes.
-    """
-    _register.begun, _register.resumed = saved["begun"], dict(saved["next_epoch"])
-    for loading in _register.loadings.values():
-        loading.next_epoch = _register.resumed.pop(loading.name, loading.next_epoch)
-    _register.named = dict(saved["named"])
-    for explicit in _state.explicit:
-        explicit.next_epoch = saved["named"].get(explicit.name, explicit.next_epoch)
-        _register.named.pop(explicit.name, None)
-
-
 def _settle() -> None:
     """Hook every loader class that is there, or none, as the present state asks."""
-    # The set itself counts what is going away at this moment.
-    explicit = any(True for _ in _state.explicit)
-    if not (_state.automatic or explicit or _state.forced_workers is not None):
-        for (kind, method), original in _originals.items():
-            setattr(kind, method, original)
-        _originals.clear()
-        for finder in _finder:
-            sys.meta_path.remove(finder)
-        _finder.clear()
+    if loader_register.automatic() or loader_register.has_explicit() or _forced:
+        if not _finder:
+            _finder.append(AfterImport(LOADERS, _hook))
+            sys.meta_path.insert(0, _finder[0])
+        for module in LOADERS:
+            if module in sys.modules:
+                _hook(module)
         return
-    if not _finder:
-        _finder.append(AfterImport(LOADERS, _hook))
-        sys.meta_path.insert(0, _finder[0])
-    for module in LOADERS:
-        if module in sys.modules:
-            _hook(module)
+    for (kind, method), (wrapper, original) in _wrapped.items():
+        if getattr(kind, method) is wrapper:  # else somebody has wrapped it since: it stays inside
+            setattr(kind, method, original)
+    _wrapped.clear()
+    for finder in _finder:
+        sys.meta_path.remove(finder)
+    _finder.clear()
 
 
 def _hook(module: str) -> None:
     name, methods = LOADERS[module]
     kind = getattr(sys.modules[module], name)
     for method in methods:
-        if (kind, method) not in _originals:
-            _originals[kind, method] = getattr(kind, method)
-            setattr(kind, method, _seeding(method, getattr(kind, method)))
+        if (kind, method) not in _wrapped:
+            original = getattr(kind, method)
+            wrapper = _WRAPPERS[method](original)
+            _wrapped[kind, method] = wrapper, original
+            setattr(kind, method, wrapper)
 
 
-def _seeding(method: str, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _starts_iteration(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    def start(loader: Any) -> Any:
-        if not _STARTS[method](loader):
-            return original(loader)
-        with ExitStack() as until_begun:
-            if _state.forced_workers is not None:
-                until_begun.enter_context(_with(loader, num_workers=_state.forced_workers))
-                until_begun.enter_context(_with(loader, timeout=0))
-            loading = loading_of(loader)
-            if loading is not None:
-                until_begun.enter_context(_begun(loader, loading))
-            return original(loader)
+    def __iter__(loader: Any) -> Any:  # noqa: N807 - it stands for that method
+        # torchdata has started one where a state was asked for before the first batch.
+        started = getattr(loader, "_initial_iter_for_state_dict", False)
+        return original(loader) if started else _start(original, loader)
 
-    return start
+    return __iter__
+
+
+def _tells_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def state_dict(loader: Any) -> Any:
+        started = loader._iterator is not None  # noqa: SLF001 - it starts an iteration otherwise
+        state = original(loader) if started else _start(original, loader)
+        loading = loading_of(loader)
+        if loading is None:
+            return state
+        finished = loader._iterator._finished  # noqa: SLF001 - torchdata keeps it nowhere else
+        return {**state, EPOCH: loading.next_epoch - (not finished)}
+
+    return state_dict
+
+
+def _takes_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def load_state_dict(loader: Any, state_dict: Mapping[str, Any]) -> Any:
+        loading = loading_of(loader)
+        if loading is not None and EPOCH in state_dict:
+            loading.next_epoch = state_dict[EPOCH]
+        return original(loader, {k: v for k, v in state_dict.items() if k != EPOCH})
+
+    return load_state_dict
+
+
+_WRAPPERS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "__iter__": _starts_iteration,
+    "state_dict": _tells_state,
+    "load_state_dict": _takes_state,
+}
+
+
+def _start(original: Callable[[Any], Any], loader: Any) -> Any:
+    """Call `original`, which starts an iteration of `loader`, as the profile says."""
+    loading = loading_of(loader)
+    if loading is None and not _forced:
+        return original(loader)
+    with _starting, ExitStack() as until_begun:
+        if _forced:
+            until_begun.enter_context(_with(loader, num_workers=_forced[-1], timeout=0))
+        if loading is not None:
+            until_begun.enter_context(_begun(loader, loading))
+        return original(loader)
 
 
 @contextmanager

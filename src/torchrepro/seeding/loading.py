@@ -38,6 +38,7 @@ class Loading:
         self.name = name
         self.theirs = theirs
         self.root = plan.root(name)
+        seed_plan.note(name)
         self.plan = replace(plan, rank=plan.coordinate())
         self.next_epoch = whole("epoch", epoch)
         self.next_start = 0
@@ -49,7 +50,10 @@ class Loading:
         return f"<torchrepro loading {self.name} seed={self.root} next epoch={self.next_epoch}>"
 
     def begin(self) -> None:
-        """Start the next epoch."""
+        """Start the next epoch, as the rank that this process has by now."""
+        now = seed_plan.current()
+        if (now.seed, now.streams) == (self.plan.seed, self.plan.streams):
+            self.plan = replace(now, rank=now.coordinate())
         self.stream = self._stream(self.next_epoch)
         self.next_epoch += 1
         self.start, self.next_start = self.next_start, 0

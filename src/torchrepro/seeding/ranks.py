@@ -50,7 +50,8 @@ def world() -> World:
         return World(distributed.get_world_size(), distributed.get_rank())
     for rank, size in VARIABLES:
         if rank in os.environ:
-            return World(max(_number(size), 1), _number(rank))
+            mine = _number(rank)
+            return World(max(_number(size), mine + 1), mine)
     return World()
 
 
@@ -106,6 +107,10 @@ def mesh_place(mesh: Any, policy: RankPolicy) -> Mesh:
     Raises `SeedingError` if its dimensions have no names, if it leaves this process out, or if
     `policy` names a dimension that it does not have.
     """
+    if not hasattr(mesh, "mesh_dim_names"):
+        raise SeedingError(
+            Problem("not a device mesh", found=shown(mesh), legal="a torch DeviceMesh")
+        )
     names, position = mesh.mesh_dim_names, mesh.get_coordinate()
     if not names or position is None:
         problem = "leaves this rank out" if names else "has no names for its dimensions"

@@ -45,7 +45,7 @@ class SeedPlan:
             raise SeedingError(
                 Problem(
                     "no profile with a seed is in force, so the stream has nothing to derive from",
-                    found=f"stream({name!r})",
+                    found=f"stream {name!r}",
                     todo="torchrepro.apply('seed-only') first, or give the profile a `seed`",
                 )
             )

@@ -15,7 +15,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import Problem, SeedingError, shown, some
-from torchrepro.seeding import devices, loader_hook, seed_plan
+from torchrepro.seeding import devices, loader_register, seed_plan
 from torchrepro.seeding.generators import global_state
 from torchrepro.seeding.ranks import world
 from torchrepro.seeding.registered import registered, registered_states
@@ -44,7 +44,7 @@ def rng_state() -> dict[str, Any]:
         "devices": {name: _device_names(module) for name, module in devices.in_use().items()},
         "kinds": {name: kind.name for name, (kind, _) in registered().items()},
         "generators": {name: slot.read() for name, slot in _slots().items()},
-        "loaders": loader_hook.epochs(),
+        "loaders": loader_register.epochs(),
     }
     return {**state, "checksum": _checksum(state)}
 
@@ -67,7 +67,7 @@ def set_rng_state(state: Mapping[str, Any] | str | os.PathLike[str]) -> None:
     except BaseException as error:
         _put_back(before, own, error)
         raise
-    loader_hook.set_epochs(snapshot["loaders"])
+    loader_register.set_epochs(snapshot["loaders"])
 
 
 def _put_back(before: GlobalState, own: RegisteredStates, error: BaseException) -> None:
@@ -102,6 +102,8 @@ def write_whole(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         beside.unlink(missing_ok=True)
 

@@ -116,7 +116,7 @@ def stream(
         name,
         plan.root(judged_name(name)),
         plan.coordinate() if rank is None else whole("rank", rank),
-        _present_worker() if worker is None else whole("worker", worker),
+        present_worker() if worker is None else whole("worker", worker),
         None if epoch is None else whole("epoch", epoch),
         None if step is None else whole("step", step),
     )
@@ -164,7 +164,8 @@ def judged_name(name: Any) -> str:
     return name
 
 
-def _present_worker() -> int | None:
+def present_worker() -> int | None:
+    """Return the number of the data-loading worker that this process is, None if it is none."""
     data: Any = sys.modules.get("torch.utils.data")
     info = data.get_worker_info() if data is not None else None
     return info.id if info else None
