@@ -107,8 +107,8 @@ POLICIES = (
         RankPolicies(),
         PlanField("ranks"),
         "Whether the ranks of a distributed run draw the same numbers or each its own. Left "
-        "alone, named streams and samples differ and the global generators start from one seed. The "
-        "order of samples is the same on all ranks: a DistributedSampler divides it.",
+        "alone, named streams and samples differ and the global generators start from one seed. "
+        "The order of samples is the same on all ranks: a DistributedSampler divides it.",
         source=RANDOMNESS,
         target="seed plan",
         library="",
