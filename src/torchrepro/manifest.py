@@ -18,6 +18,7 @@ from torchrepro.seeding.calls import seeding_calls
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from torchrepro.profile.difference import Difference
     from torchrepro.profile.resolved import Resolved
     from torchrepro.report import Report
 
@@ -83,6 +84,27 @@ def _devices() -> dict[str, Any]:
     return devices
 
 
+def differing_seeding_calls(left: Path, right: Path) -> list[Difference]:
+    """Return the seeding calls of the programs themselves in which two manifests differ.
+
+    Raises `ProfileError` for a file that is no manifest.
+    """
+    from torchrepro.profile.difference import Difference
+
+    one, two = _seeding_calls(left), _seeding_calls(right)
+    return [
+        Difference(key, one.get(key), two.get(key))
+        for key in sorted({*one, *two})
+        if one.get(key) != two.get(key)
+    ]
+
+
+def _seeding_calls(path: Path) -> dict[str, str]:
+    """Return the seed of every seeding call in a manifest, by function and line."""
+    calls = _content(path).get("seeding_calls", [])
+    return {f"{call['function']} at {call['where']}": call["value"] for call in calls}
+
+
 def read_manifest(path: Path) -> Resolved:
     """Return the resolved profile that the manifest in the file `path` holds.
 
@@ -92,13 +114,17 @@ def read_manifest(path: Path) -> Resolved:
     from torchrepro.profile.document import Document
     from torchrepro.profile.load import validate
 
+    values = _content(path).get("profile")
+    if not isinstance(values, dict):
+        raise ProfileError(Problem("not a manifest: it holds no `profile`", str(path)))
+    return validate(compose_document(Document(str(path), values))).resolved
+
+
+def _content(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ProfileError(Problem(f"cannot be read: {error.strerror}", str(path))) from None
     except ValueError as error:
         raise ProfileError(Problem(f"not JSON: {error}", str(path))) from None
-    values = content.get("profile") if isinstance(content, dict) else None
-    if not isinstance(values, dict):
-        raise ProfileError(Problem("not a manifest: it holds no `profile`", str(path)))
-    return validate(compose_document(Document(str(path), values))).resolved
+    return content if isinstance(content, dict) else {}

@@ -266,6 +266,10 @@ def show_differences(
     from torchrepro.profile.difference import differences
 
     found = differences(_profile_or_manifest(left), _profile_or_manifest(right))
+    if left.endswith(".json") and right.endswith(".json"):
+        from torchrepro.manifest import differing_seeding_calls
+
+        found += differing_seeding_calls(Path(left), Path(right))
     if as_json:
         rows = [{"key": d.key, "left": d.left, "right": d.right} for d in found]
         _print_json({"same": not found, "differences": rows})
