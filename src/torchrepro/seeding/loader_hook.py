@@ -38,6 +38,7 @@ _forced: list[int] = []  # the number of workers of every loader, where a profil
 _wrapped: dict[tuple[type, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
 _finder: list[AfterImport] = []
 _starting = threading.RLock()  # torch's maker of readers is one for all threads
+_being_started: list[Any] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +152,14 @@ _WRAPPERS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 
 def _start(original: Callable[[Any], Any], loader: Any) -> Any:
     """Call `original`, which starts an iteration of `loader`, as the profile says."""
+    if any(other is loader for other in _being_started):
+        return original(loader)  # a wrapper of an earlier profile, inside somebody's own
     loading = loading_of(loader)
     if loading is None and not _forced:
         return original(loader)
     with _starting, ExitStack() as until_begun:
+        _being_started.append(loader)
+        until_begun.callback(_being_started.pop)
         if _forced:
             until_begun.enter_context(_with(loader, num_workers=_forced[-1], timeout=0))
         if loading is not None:

@@ -1,0 +1,136 @@
+"""`torchrepro run` on ranks, and what it and Hydra tell on standard error."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+DRAWS = """
+import json, random, numpy, torch
+print(json.dumps([random.random(), numpy.random.rand(), torch.rand(1).item()]))
+"""
+WORKER = """
+import numpy
+from torch.utils.data import DataLoader, Dataset
+
+class Seeding(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        numpy.random.seed(index)  # here
+        return numpy.random.rand()
+
+if __name__ == "__main__":
+    print(len(list(DataLoader(Seeding(), num_workers=2))))
+"""
+LIBRARY = """
+import torch, torchrepro
+
+def fails(seed):
+    raise RuntimeError(f"no seed {seed} for me")
+
+torchrepro.register_seeder("frail", fails)
+import frail
+print(frail.WHOLE)
+"""
+SPLIT = """
+import hydra
+
+@hydra.main(version_base=None, config_path=CONFIG_PATH, config_name=CONFIG_NAME)
+def main(config):
+    import torchrepro
+    print("task", torchrepro.stream("split").seed)
+
+if __name__ == "__main__":
+    main()
+"""
+DISTINCT = ["seed-only", "ranks=distinct"]
+
+
+@pytest.fixture
+def drawn(under):
+    """Return what a program draws from each generator as this rank of two, or as no rank."""
+
+    def drawn(words, rank=None):
+        place = {} if rank is None else {"RANK": str(rank), "WORLD_SIZE": "2"}
+        ended = under(words, "-c", DRAWS, env=place)
+        assert ended.returncode == 0, ended.stderr
+        return json.loads(ended.stdout.splitlines()[-1])
+
+    return drawn
+
+
+@pytest.mark.slow
+def test_ranks_that_are_to_differ_draw_differently(drawn):
+    """With `ranks=distinct` each generator differs between ranks; rank 0's is as without ranks."""
+    first, second = drawn(DISTINCT, 0), drawn(DISTINCT, 1)
+
+    assert all(one != other for one, other in zip(first, second, strict=True))
+    assert first == drawn(DISTINCT) == drawn("seed-only")
+    assert second == drawn(DISTINCT, 1)
+
+
+@pytest.mark.slow
+def test_ranks_that_are_to_agree_draw_alike(drawn):
+    """With `ranks=same` every generator starts alike on all ranks."""
+    assert drawn(["seed-only", "ranks=same"], 0) == drawn(["seed-only", "ranks=same"], 1)
+
+
+@pytest.mark.slow
+def test_a_seeding_call_in_a_worker_is_told(under, write):
+    """A dataset that seeds a generator in workers is told on standard error once, with its line."""
+    program = write({"seeding.py": WORKER})
+    ended = under("seed-only", "seeding.py")
+
+    assert (ended.returncode, ended.stdout) == (0, "4\n"), ended.stderr
+    line = 1 + next(n for n, text in enumerate(WORKER.splitlines()) if text.endswith("# here"))
+    told = [text for text in ended.stderr.splitlines() if "in workers" in text]
+    assert len(told) == 1
+    assert f"numpy.random.seed(0) at {program}:{line}" in told[0]
+
+
+@pytest.mark.slow
+def test_a_seeder_that_fails_fails_no_import(under, write):
+    """A library is imported whole though its seeder raises, and standard error says which."""
+    write({"frail.py": "WHOLE = 'whole'\n", "program.py": LIBRARY})
+    ended = under("seed-only", "program.py")
+
+    assert (ended.returncode, ended.stdout) == (0, "whole\n"), ended.stderr
+    told = [text for text in ended.stderr.splitlines() if "seeder of frail failed" in text]
+    assert len(told) == 1
+    assert "RuntimeError: no seed" in told[0]
+
+
+@pytest.mark.slow
+def test_a_stream_with_a_wrong_seed_is_named_as_it_was_given(little):
+    """Hydra's override of a stream with what is no seed is named as its author wrote it."""
+    ended = little("+repro=seed-only", "+repro.streams.x=-1")
+
+    assert ended.returncode != 0
+    assert ended.tasks == []
+    assert "override +repro.streams.x=-1" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_stream_that_nobody_draws_from_is_told(hydra_app, run_python):
+    """A stream named in a profile that no program draws from is told, with the one it may mean."""
+    hydra_app(SPLIT, None)
+    ended = run_python("app.py", "+repro=seed-only", "+repro.streams.spilt=3")
+
+    assert ended.returncode == 0, ended.stderr
+    told = [text for text in ended.stderr.splitlines() if "spilt was not drawn from" in text]
+    assert len(told) == 1
+    assert "did you mean split" in told[0]
+
+
+@pytest.mark.slow
+def test_a_stream_that_is_drawn_from_is_not_told(hydra_app, run_python):
+    """A stream named in a profile that the program draws from is told of nothing."""
+    hydra_app(SPLIT, None)
+    ended = run_python("app.py", "+repro=seed-only", "+repro.streams.split=3")
+
+    assert ended.returncode == 0, ended.stderr
+    assert "drawn from" not in ended.stderr

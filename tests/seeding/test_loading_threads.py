@@ -1,0 +1,181 @@
+"""Loaders and threads: who seeds what while several of them load."""
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, _DatasetKind
+
+import torchrepro
+
+AUTO = {"seed": 5, "dataloader": {"seeding": "auto"}}
+ORIGINAL = _DatasetKind.create_fetcher
+PATIENCE = 60
+
+
+class Gate(Dataset[int]):
+    """A dataset whose first sample waits until it is let go."""
+
+    def __init__(self) -> None:
+        self.entered, self.let_go = threading.Event(), threading.Event()
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        self.entered.set()
+        assert self.let_go.wait(PATIENCE)
+        return index
+
+
+@pytest.fixture
+def switching() -> Iterator[None]:
+    """Have Python change between threads as often as it can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def _in_threads(*calls: Callable[[], Any]) -> list[Any]:
+    """Call every function in a thread of its own, and return what they returned, in order."""
+    found: dict[int, Any] = {}
+
+    def call(number: int) -> None:
+        try:
+            found[number] = calls[number]()
+        except Exception as error:  # noqa: BLE001 - it is raised again in the main thread
+            found[number] = error
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    for value in found.values():
+        if isinstance(value, Exception):
+            raise value
+    return [found[number] for number in range(len(calls))]
+
+
+def _epoch(loader: Any) -> list[list[int]]:
+    return [batch.tolist() for batch in loader]
+
+
+def _shuffled() -> Any:
+    return DataLoader(range(20), batch_size=4, shuffle=True)
+
+
+def _orders() -> list[list[list[int]]]:
+    loader = _shuffled()
+    return [_epoch(loader) for _ in range(3)]
+
+
+def test_a_loader_in_another_thread_loads_as_without_a_profile() -> None:
+    """An auto loader iterated outside the main thread draws its order as if nothing seeded it."""
+    torch.manual_seed(3)
+    (plain,) = _in_threads(lambda: _epoch(_shuffled()))
+    with torchrepro.apply(AUTO), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(3)
+        (found,) = _in_threads(lambda: _epoch(_shuffled()))
+
+    assert found == plain
+
+
+def test_a_loader_in_another_thread_is_told_once() -> None:
+    """One iteration outside the main thread warns once, with a `UserWarning` that says why."""
+    with torchrepro.apply(AUTO), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _in_threads(lambda: _epoch(_shuffled()))
+
+    assert [warning.category for warning in told] == [UserWarning]
+    assert "outside of the main thread" in str(told[0].message)
+    assert "dataloader_kwargs" in str(told[0].message)
+
+
+def test_a_loader_in_the_main_thread_is_not_told() -> None:
+    """Loaders of the main thread, and ones made with `dataloader_kwargs` anywhere, warn of none."""
+    with torchrepro.apply(AUTO), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _epoch(_shuffled())
+        named = DataLoader(range(8), **torchrepro.dataloader_kwargs("elsewhere"))
+        _in_threads(lambda: _epoch(named))
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_what_the_main_thread_draws_never_comes_twice(switching: None, workers: int) -> None:
+    """However often another thread loads, the main thread draws no number a second time."""
+    stop = threading.Event()
+
+    def load() -> None:
+        while not stop.is_set():
+            _epoch(DataLoader(range(23), batch_size=4, num_workers=workers))
+
+    with torchrepro.apply(AUTO), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        thread = threading.Thread(target=load)
+        thread.start()
+        drawn = [tuple(torch.rand(4).tolist()) for _ in range(10_000)]
+        stop.set()
+        thread.join(PATIENCE)
+
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_a_loader_keeps_its_order_while_another_thread_is_in_a_load() -> None:
+    """What the main thread loads does not depend on whether another thread is in a seeded load."""
+    found = []
+    for waiting in (False, True):
+        gate = Gate()
+        with torchrepro.apply(AUTO):
+            batches = iter(DataLoader(gate, batch_size=4))
+            thread = threading.Thread(target=lambda batches=batches: next(batches))
+            if waiting:
+                thread.start()
+                assert gate.entered.wait(PATIENCE)
+            found.append(_orders())
+            gate.let_go.set()
+            if waiting:
+                thread.join(PATIENCE)
+
+    assert found[0] == found[1]
+
+
+def test_a_thread_in_a_load_is_not_taken_for_the_main_thread() -> None:
+    """`sample_rng` raises outside of loading, also while another thread loads a sample."""
+    gate = Gate()
+    with torchrepro.apply(AUTO):
+        batches = iter(DataLoader(gate, batch_size=4))
+        thread = threading.Thread(target=lambda: next(batches))
+        thread.start()
+        assert gate.entered.wait(PATIENCE)
+        try:
+            with pytest.raises(torchrepro.SeedingError):
+                torchrepro.sample_rng()
+        finally:
+            gate.let_go.set()
+            thread.join(PATIENCE)
+
+
+def test_loaders_that_start_at_once_leave_torch_as_it_was(switching: None) -> None:
+    """Threads that start loaders of `dataloader_kwargs` at once leave torch's readers in place."""
+    together = threading.Barrier(2)
+
+    def load(name: str) -> set[bool]:
+        left = set()
+        for _ in range(60):
+            together.wait(PATIENCE)
+            _epoch(DataLoader(range(12), batch_size=4, **torchrepro.dataloader_kwargs(name)))
+            together.wait(PATIENCE)
+            left.add(_DatasetKind.create_fetcher is ORIGINAL)
+        return left
+
+    with torchrepro.apply({"seed": 5}):
+        assert _in_threads(lambda: load("a"), lambda: load("b")) == [{True}, {True}]
+
+    assert _DatasetKind.create_fetcher is ORIGINAL
