@@ -22,6 +22,16 @@ class AfterImport(MetaPathFinder):
         self.modules = frozenset(modules)
         self.call = call
 
+    def watch(self) -> None:
+        """Begin to wait; changes `sys.meta_path`."""
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def unwatch(self) -> None:
+        """Wait no longer; does nothing if somebody else has taken this out of `sys.meta_path`."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:

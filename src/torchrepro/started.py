@@ -35,7 +35,7 @@ def put_in_force_on_import() -> None:
         _state["resolved"] = inherited()
     except TorchreproError as error:
         _end(error)
-    sys.meta_path.insert(0, AfterImport(_MODULES, _carry_out))
+    AfterImport(_MODULES, _carry_out).watch()
     for module in _MODULES:
         if module in sys.modules:
             _carry_out(module)

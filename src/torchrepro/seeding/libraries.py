@@ -152,12 +152,12 @@ def _watch() -> None:
     waiting = [module for module in seeders if module not in sys.modules]
     _stop()
     _state.finder = AfterImport(waiting, _seed_when_loaded)
-    sys.meta_path.insert(0, _state.finder)
+    _state.finder.watch()
 
 
 def _stop() -> None:
-    if _state.finder in sys.meta_path:
-        sys.meta_path.remove(_state.finder)
+    if _state.finder is not None:
+        _state.finder.unwatch()
     _state.finder = None
 
 

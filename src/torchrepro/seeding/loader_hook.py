@@ -36,7 +36,7 @@ EPOCH = "torchrepro_epoch"
 
 _forced: list[int] = []  # the number of workers of every loader, where a profile says so
 _wrapped: dict[tuple[type, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
-_finder: list[AfterImport] = []
+_unsettled: list[bool] = []  # one entry for every time that the state has changed
 _starting = threading.RLock()  # torch's maker of readers is one for all threads
 _being_started: list[Any] = []
 
@@ -80,21 +80,33 @@ def watch(loading: ExplicitLoading) -> None:
 
 def _settle() -> None:
     """Hook every loader class that is there, or none, as the present state asks."""
-    if loader_register.automatic() or loader_register.has_explicit() or _forced:
-        if not _finder:
-            _finder.append(AfterImport(LOADERS, _hook))
-            sys.meta_path.insert(0, _finder[0])
-        for module in LOADERS:
-            if module in sys.modules:
-                _hook(module)
-        return
-    for (kind, method), (wrapper, original) in _wrapped.items():
+    _unsettled.append(True)
+    if len(_unsettled) > 1:
+        return  # the garbage collector calls in the middle of it: what is under way sees to that
+    while _unsettled:
+        asked = len(_unsettled)
+        try:
+            if loader_register.automatic() or loader_register.has_explicit() or _forced:
+                _hook_all()
+            else:
+                _unhook_all()
+        finally:
+            del _unsettled[:asked]
+
+
+def _hook_all() -> None:
+    _finder.watch()
+    for module in LOADERS:
+        if module in sys.modules:
+            _hook(module)
+
+
+def _unhook_all() -> None:
+    _finder.unwatch()
+    while _wrapped:
+        (kind, method), (wrapper, original) = _wrapped.popitem()
         if getattr(kind, method) is wrapper:  # else somebody has wrapped it since: it stays inside
             setattr(kind, method, original)
-    _wrapped.clear()
-    for finder in _finder:
-        sys.meta_path.remove(finder)
-    _finder.clear()
 
 
 def _hook(module: str) -> None:
@@ -106,6 +118,9 @@ def _hook(module: str) -> None:
             wrapper = _WRAPPERS[method](original)
             _wrapped[kind, method] = wrapper, original
             setattr(kind, method, wrapper)
+
+
+_finder = AfterImport(LOADERS, _hook)
 
 
 def _starts_iteration(original: Callable[..., Any]) -> Callable[..., Any]:
