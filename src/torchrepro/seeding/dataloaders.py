@@ -104,4 +104,4 @@ def yields_items(loader: Any) -> bool:
     """Whether `loader` reads an `IterableDataset`, which names no samples."""
     from torch.utils.data import IterableDataset
 
-    return isinstance(loader.dataset, IterableDataset)
+    return isinstance(getattr(loader, "dataset", None), IterableDataset)
