@@ -44,12 +44,18 @@ class NoRepeats(Repeats):
         return _NOTHING
 
 
+def single(sampler: Any) -> Any:
+    """Return what yields single indices: `sampler`, or the one that torch's makes batches of."""
+    from torch.utils.data import BatchSampler
+
+    return sampler.sampler if type(sampler) is BatchSampler else sampler
+
+
 def repeats_of(sampler: Any) -> Repeats:
     """Return the count for an epoch of `sampler`, a free one if it yields no index twice."""
     from torch.utils import data
 
-    if type(sampler) is data.BatchSampler:
-        sampler = sampler.sampler
+    sampler = single(sampler)
     once = type(sampler) in (data.SequentialSampler, data.DistributedSampler)
     if type(sampler) is data.RandomSampler:
         once = not sampler.replacement and sampler.num_samples <= len(sampler.data_source)

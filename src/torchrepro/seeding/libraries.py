@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import Problem, SeedingError, shown
@@ -103,7 +104,7 @@ def register_seeder(
 
 @dataclass(frozen=True, slots=True)
 class LibrarySeeds:
-    """The seed that other libraries get; reading shows the libraries seeded so far."""
+    """The seed that other libraries get when they are loaded."""
 
     def read(self) -> Any:
         return _state.seed
@@ -182,10 +183,15 @@ def _seed_when_loaded(module: str) -> None:
 
 def _seeders() -> dict[str, Seeder]:
     """Return every seeder: those of installed packages, then those registered in this process."""
+    return {**_installed(), **_registered}
+
+
+@cache
+def _installed() -> dict[str, Seeder]:
+    """Return the seeders of installed packages, looked for once: that takes milliseconds."""
     from importlib.metadata import entry_points  # takes 20 ms, and only a seed needs it
 
-    installed = {entry.name: _from(entry) for entry in entry_points(group=GROUP)}
-    return {**installed, **_registered}
+    return {entry.name: _from(entry) for entry in entry_points(group=GROUP)}
 
 
 def _from(entry: EntryPoint) -> Seeder:

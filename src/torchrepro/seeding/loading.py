@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.seeding import seed_plan
 from torchrepro.seeding.drawing import Position, draw_from, enter, leave, worker_stream
 from torchrepro.seeding.fetching import BatchRequest, SampleRequest
-from torchrepro.seeding.indices import NoRepeats, Repeats, repeats_of
+from torchrepro.seeding.indices import NoRepeats, Repeats, repeats_of, single
 from torchrepro.seeding.reader_hook import seed_readers_of_worker
 from torchrepro.seeding.streams import Stream, derive
 from torchrepro.seeding.whole import whole
@@ -25,7 +25,7 @@ class Loading:
     """Where the random numbers of one DataLoader come from; also its `worker_init_fn`.
 
     Every iteration is the next epoch, unless `set_epoch` names one. The order of an epoch depends
-    on (seed, name, epoch), a batch's numbers on (seed, name, rank, epoch, the batch's indices).
+    on (seed, name, epoch), a batch's numbers on (seed, name, rank, epoch, the batch's number).
     """
 
     request: type[BatchRequest] = BatchRequest
@@ -44,7 +44,7 @@ class Loading:
         self.next_start = 0
         self.start = 0
         self.active = True
-        self.stream = self._stream(self.next_epoch)
+        self._enter(self.next_epoch)
 
     def __repr__(self) -> str:
         return f"<torchrepro loading {self.name} seed={self.root} next epoch={self.next_epoch}>"
@@ -54,14 +54,9 @@ class Loading:
         now = seed_plan.current()
         if (now.seed, now.streams) == (self.plan.seed, self.plan.streams):
             self.plan = replace(now, rank=now.coordinate())
-        self.stream = self._stream(self.next_epoch)
+        self._enter(self.next_epoch)
         self.next_epoch += 1
         self.start, self.next_start = self.next_start, 0
-
-    @property
-    def order(self) -> Stream:
-        """What the samplers of the present epoch draw from: the same on every rank."""
-        return self._order
 
     def __call__(self, worker: int) -> None:
         """Seed worker number `worker`: torch calls this in the worker when it starts."""
@@ -74,9 +69,10 @@ class Loading:
         if self.theirs is not None:
             self.theirs(worker)
 
-    def _stream(self, epoch: int) -> Stream:
-        self._order = derive(self.name, self.root, epoch=epoch, kind="order")
-        return derive(self.name, self.root, self.plan.rank or 0, epoch=epoch, kind="loader")
+    def _enter(self, epoch: int) -> None:
+        rank = self.plan.rank or 0
+        self.order = derive(self.name, self.root, epoch=epoch, kind="order")  # same on every rank
+        self.stream = derive(self.name, self.root, rank, epoch=epoch, kind="loader")
 
 
 class ExplicitLoading(Loading):
@@ -167,9 +163,7 @@ def _draws_at_first_only(sampler: Any) -> bool:
     """
     from torch.utils import data
 
-    if type(sampler) is data.BatchSampler:
-        sampler = sampler.sampler
-    return type(sampler) in (
+    return type(single(sampler)) in (
         data.SequentialSampler,
         data.RandomSampler,
         data.SubsetRandomSampler,

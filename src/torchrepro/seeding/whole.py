@@ -8,7 +8,6 @@ from typing import Any
 from torchrepro.errors import Problem, SeedingError, shown
 
 LARGEST = 2**63 - 1
-LARGEST_SEED = 2**32 - 1
 
 
 def whole(argument: str, value: Any, largest: int = LARGEST) -> int:
