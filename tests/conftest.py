@@ -20,7 +20,8 @@ settings.register_profile(
 )
 settings.load_profile("torchrepro")
 
-PYTEST_OWN = {"PYTEST_CURRENT_TEST"}
+NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_")
+"""How the names begin of variables that pytest and torch.compile set as they run."""
 
 
 def pytest_report_header() -> str:
@@ -46,7 +47,7 @@ def read_world() -> dict[str, Any]:
     state["random"] = random.getstate()
     state["numpy"] = (kind, keys.tolist(), rest)
     state["torch"] = torch.get_rng_state().tolist()
-    state["environ"] = {k: v for k, v in os.environ.items() if k not in PYTEST_OWN}
+    state["environ"] = {k: v for k, v in os.environ.items() if not k.startswith(NOT_OURS)}
     return state
 
 

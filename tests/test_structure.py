@@ -14,7 +14,7 @@ PACKAGE = Path(torchrepro.__file__).parent
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
 LAYERS = (  # from the bottom upward; a module imports only from its own layer or one below
     ("errors",),
-    ("imports",),
+    ("imports", "callers"),
     ("policies", "seeding"),
     ("knobs",),
     ("profile",),

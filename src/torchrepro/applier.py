@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.errors import ApplyError, LateError
 from torchrepro.knobs.knob import Missing
 from torchrepro.planner import Plan, Step, aside, make_plan, observe, refusal, report_of
+from torchrepro.policies.effects import effects
 from torchrepro.process import obstacle_to_relaunch, relaunch
 from torchrepro.profile.load import resolve
 from torchrepro.report import STOPPING, Outcome, Report, Row
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from torchrepro.agreement import Agreement
+    from torchrepro.policies.effects import Effect
     from torchrepro.profile.resolved import Resolved
     from torchrepro.seeding.calls import SeedingCall
 
@@ -42,6 +44,7 @@ class Applied:
         self._undo = ExitStack()
         self._rows: list[Row] = []
         self._calls: tuple[SeedingCall, ...] = ()
+        self._effects: tuple[Effect, ...] = ()
         self._agreement: Agreement | None = None
         self.refuse: Callable[[ApplyError], None] = _raise
         """What is done when a profile that is in force turns out not to hold for all ranks."""
@@ -59,7 +62,8 @@ class Applied:
     @property
     def report(self) -> Report:
         """One outcome per knob."""
-        return report_of(self.resolved, tuple(self._rows))
+        done = self._present_effects() if self.active else self._effects
+        return report_of(self.resolved, tuple(self._rows), effects=done)
 
     @property
     def seeding_calls(self) -> tuple[SeedingCall, ...]:
@@ -86,9 +90,16 @@ class Applied:
                 # The stack unwinds last in, first out: push the outermost scope first.
                 position = _in_force.index(self)
                 for scope in _in_force[position:]:
-                    scope._calls = seeding_calls()  # noqa: SLF001 - the same class
+                    scope._keep_what_was_done()  # noqa: SLF001 - the same class
                     all_scopes.callback(scope._undo.close)  # noqa: SLF001 - the same class
                 del _in_force[position:]
+
+    def _keep_what_was_done(self) -> None:
+        self._calls, self._effects = seeding_calls(), self._present_effects()
+
+    def _present_effects(self) -> tuple[Effect, ...]:
+        policies = {row.knob for row in self._rows}
+        return tuple(effect for effect in effects() if effect.policy in policies)
 
     def carry_out(self, steps: Iterable[Step]) -> None:
         """Set the knobs of `steps` in order; raises `ApplyError` for a strict profile, undone."""

@@ -139,9 +139,9 @@ def observe(
     )
 
 
-def report_of(resolved: Resolved, rows: tuple[Row, ...], *, planned: bool = False) -> Report:
-    """Return the report on `resolved` with these rows."""
-    return Report(resolved.name, resolved.guarantee, resolved.digest, rows, planned)
+def report_of(resolved: Resolved, rows: tuple[Row, ...], **more: Any) -> Report:
+    """Return the report on `resolved` with these rows; `more` are further fields of it."""
+    return Report(resolved.name, resolved.guarantee, resolved.digest, rows, **more)
 
 
 def refusal(resolved: Resolved, rows: Sequence[Row]) -> str:

@@ -13,6 +13,8 @@ from torchrepro.errors import near, shown
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from torchrepro.policies.effects import Effect
+
 
 class Outcome(StrEnum):
     """What became of a knob."""
@@ -75,6 +77,9 @@ class Report:
     planned: bool = False
     """Whether this is what would happen rather than what happened."""
 
+    effects: tuple[Effect, ...] = ()
+    """What the policies among the knobs have done so far, op by op and module by module."""
+
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
 
@@ -115,17 +120,18 @@ class Report:
             "digest": self.digest,
             "counts": dict(self.counts),
             "knobs": [row.to_json() for row in self.rows],
+            "effects": [effect.to_json() for effect in self.effects],
         }
 
     def __str__(self) -> str:
-        from torchrepro.tables import as_text, report_table
+        from torchrepro.tables import as_text, report_parts
 
-        return as_text(report_table(self), self.summary)
+        return as_text(*report_parts(self))
 
     def _repr_html_(self) -> str:
-        from torchrepro.tables import as_html, report_table
+        from torchrepro.tables import as_html, report_parts
 
-        return as_html(report_table(self), self.summary)
+        return as_html(*report_parts(self))
 
 
 def _plain(value: Any) -> Any:

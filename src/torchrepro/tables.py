@@ -14,6 +14,7 @@ from torchrepro.report import Outcome
 
 _state = random.getstate()  # rich draws from the global generator while it is imported
 from rich.console import Console  # noqa: E402
+from rich.filesize import decimal  # noqa: E402
 from rich.table import Table  # noqa: E402
 from rich.text import Text  # noqa: E402
 
@@ -22,6 +23,7 @@ random.setstate(_state)
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from torchrepro.policies.effects import Effect
     from torchrepro.report import Report
 
 STYLES = {
@@ -71,6 +73,22 @@ def announce(report: Report) -> None:
         _print(Console(stderr=True), *parts)
     else:
         sys.stderr.write(as_text(*parts) + "\n")
+
+
+def report_parts(report: Report) -> tuple[Table | str, ...]:
+    """Return all that a report says: its knobs, its summary, what its policies have done."""
+    effects = (effects_table(report.effects),) if report.effects else ()
+    return report_table(report), report.summary, *effects
+
+
+def effects_table(effects: Iterable[Effect]) -> Table:
+    """Return the table of what policies have done, the most frequent first."""
+    rows = [
+        (str(effect.calls), effect.policy, effect.subject, effect.what, effect.where, moved)
+        for effect in sorted(effects, key=lambda effect: -effect.calls)
+        for moved in [decimal(effect.moved) if effect.moved else ""]
+    ]
+    return table(("calls", "policy", "op or module", "what", "where", "moved"), rows, fold=4)
 
 
 def report_table(report: Report) -> Table:

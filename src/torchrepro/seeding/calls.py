@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-import sysconfig
 from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.callers import place
 from torchrepro.errors import shown
 from torchrepro.seeding.streams import present_worker
 
@@ -35,8 +35,6 @@ FUNCTIONS = (
 
 _OWN = ("torchrepro", "torch")  # what these call inside is no call of the program
 _MANY = 1000
-_PATHS = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
-_LIBRARIES = (*_PATHS, "<frozen ")  # the last is Python's import machinery
 
 
 @dataclass(slots=True)
@@ -140,18 +138,10 @@ def _module(name: str) -> Any:
 def _note(function: str, values: tuple[Any, ...], frame: FrameType) -> None:
     if frame.f_globals.get("__name__", "").partition(".")[0] in _OWN:
         return
-    where = _place(frame)
+    where = place(frame)
     if len(_calls) < _MANY or (function, where) in _calls:
         call = _calls.setdefault((function, where), SeedingCall(function, "", where))
         call.value, call.times = ", ".join(shown(value) for value in values), call.times + 1
         if call.times == 1 and present_worker() == 0:
             # What a worker records stays in the worker: one of them tells.
             sys.stderr.write(f"torchrepro: seeded by the program itself, in workers: {call}\n")
-
-
-def _place(frame: FrameType) -> str:
-    caller: FrameType | None = frame
-    while caller is not None and caller.f_code.co_filename.startswith(_LIBRARIES):
-        caller = caller.f_back
-    found = caller or frame
-    return f"{found.f_code.co_filename}:{found.f_lineno}"

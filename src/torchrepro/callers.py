@@ -1,0 +1,21 @@
+"""Which line of the program a call came from."""
+
+from __future__ import annotations
+
+import sysconfig
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+_PATHS = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+_LIBRARIES = (*_PATHS, "<frozen ")  # the last is Python's import machinery
+
+
+def place(frame: FrameType) -> str:
+    """Return ``file:line`` of the nearest caller that is no library, or of `frame` if all are."""
+    caller: FrameType | None = frame
+    while caller is not None and caller.f_code.co_filename.startswith(_LIBRARIES):
+        caller = caller.f_back
+    found = caller or frame
+    return f"{found.f_code.co_filename}:{found.f_lineno}"

@@ -1,0 +1,57 @@
+"""Which random ops still ran while dropout was zeroed, and which code called them.
+
+A mask that a module writes by hand looks like any other random number: nothing is assumed about
+it, it is named. Code that inductor has compiled draws inside kernels of its own, unseen here.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.policies.effects import count, forget
+from torchrepro.policies.interposed import Place, interpose, random_ops, withdraw
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+POLICY = "dropout"
+_inside = threading.local()
+_LIBRARY = "torch"
+
+
+def watch() -> None:
+    """Begin to count the random ops that run; changes torch's dispatcher."""
+    forget(POLICY)
+    for op in random_ops():
+        interpose(op, Place.RANDOM_OPS, partial(_count, op.name()))
+
+
+def unwatch() -> None:
+    """Count no longer."""
+    for op in random_ops():
+        withdraw(op, Place.RANDOM_OPS)
+
+
+def _count(name: str, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if getattr(_inside, "op", False):
+        return proceed(*args, **kwargs)  # a random op that is made of another is one
+    _inside.op = True
+    try:
+        count(POLICY, name, "drew random numbers", _caller(sys._getframe(1)))  # noqa: SLF001 - the stack has no other door
+        return proceed(*args, **kwargs)
+    finally:
+        _inside.op = False
+
+
+def _caller(frame: FrameType | None) -> str:
+    """Return ``module.function:line`` of the nearest caller outside of torch."""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] not in (_LIBRARY, "torchrepro"):
+            return f"{module}.{frame.f_code.co_qualname}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "torch itself"

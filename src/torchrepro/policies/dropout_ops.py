@@ -1,0 +1,217 @@
+"""torch's dropout ops as the identity: which ones there are, and what stands in for each.
+
+A stand-in at the composite ops reaches modules, functions, names imported earlier, recurrent
+layers and attention alike; one at `native_dropout` what compiled and scripted code calls; kernels
+that drop inside a larger computation are given a probability of 0
+(https://docs.pytorch.org/docs/stable/library.html).
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.policies.interposed import (
+    Place,
+    can_be_interposed,
+    interpose,
+    op_names,
+    ops_named,
+    withdraw,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_COMPOSITE_KEYS = (
+    "CompositeImplicitAutograd",
+    "FuncTorchDynamicLayerFrontMode",  # torch.func takes these ops apart itself
+    "FuncTorchVmapMode",
+    "PrivateUse1",
+    "AutogradPrivateUse1",
+)
+"""Where an op that torch makes of other ops can have a kernel of its own."""
+
+_KERNEL_KEYS = ("Autograd", "FuncTorchVmapMode", "AutogradPrivateUse1")
+"""Where an op with kernels is met by calls that autograd follows, as compiled ones."""
+
+PROBABILITIES = {
+    "dropout_p": 0.0,
+    "dropout": 0.0,
+    "dropout_prob": 0.0,
+    "keep_prob": 1.0,
+}
+"""Arguments of larger kernels that drop inside, and the value with which they drop nothing."""
+
+_NAMESPACES = ("aten::", "npu::")
+
+
+def _identity(tensor: Any, p: float, train: bool | None = True) -> Any:  # noqa: FBT001, FBT002 - aten's schema
+    # A copy, because code after dropout may write to its result in place.
+    return tensor.clone() if p and train is not False else tensor
+
+
+def _identity_in_place(tensor: Any, p: float, train: bool) -> Any:  # noqa: FBT001 - aten's schema
+    return tensor
+
+
+def _identity_and_mask(tensor: Any, p: float, train: bool | None = True) -> Any:  # noqa: FBT001, FBT002
+    torch = import_module("torch")
+    return tensor.clone(), torch.ones_like(tensor, dtype=torch.bool)
+
+
+def _identity_and_bytes(tensor: Any, p: float, generator: Any = None) -> Any:
+    torch = import_module("torch")
+    return tensor.clone(), torch.ones_like(tensor, dtype=torch.uint8)
+
+
+def _gradient_unchanged(gradient: Any, mask: Any, scale: float) -> Any:
+    # TorchScript saves a mask of ones and asks for 1 / (1 - p) times the gradient.
+    return gradient.clone()
+
+
+def _rrelu(tensor: Any, lower: float = 1 / 8, upper: float = 1 / 3, *rest: Any, **more: Any) -> Any:
+    return import_module("torch").nn.functional.leaky_relu(tensor, (lower + upper) / 2)
+
+
+def _rrelu_in_place(
+    tensor: Any, lower: float = 1 / 8, upper: float = 1 / 3, *rest: Any, **more: Any
+) -> Any:
+    return import_module("torch").nn.functional.leaky_relu_(tensor, (lower + upper) / 2)
+
+
+def _slopes(tensor: Any, lower: float = 1 / 8, upper: float = 1 / 3, *rest: Any) -> Any:
+    """Return what backward multiplies a gradient with, as torch keeps it in `noise`."""
+    torch = import_module("torch")
+    with torch.no_grad():
+        return torch.where(tensor > 0, 1.0, (lower + upper) / 2).to(tensor.dtype)
+
+
+def _rrelu_with_noise(tensor: Any, noise: Any, *rest: Any, **more: Any) -> Any:
+    noise.copy_(_slopes(tensor, *rest))
+    return _rrelu(tensor, *rest)
+
+
+def _rrelu_with_noise_in_place(tensor: Any, noise: Any, *rest: Any, **more: Any) -> Any:
+    noise.copy_(_slopes(tensor, *rest))
+    return _rrelu_in_place(tensor, *rest)
+
+
+def _rrelu_with_noise_functional(tensor: Any, noise: Any, *rest: Any, **more: Any) -> Any:
+    return _rrelu(tensor, *rest), _slopes(tensor, *rest)
+
+
+COMPOSITE: dict[str, Callable[..., Any]] = {
+    "dropout": _identity,
+    "feature_dropout": _identity,
+    "alpha_dropout": _identity,
+    "feature_alpha_dropout": _identity,
+    "dropout_": _identity_in_place,
+    "feature_dropout_": _identity_in_place,
+    "alpha_dropout_": _identity_in_place,
+    "feature_alpha_dropout_": _identity_in_place,
+    "rrelu": _rrelu,
+    "rrelu_": _rrelu_in_place,
+}
+"""Ops that torch makes of other ops, and what stands in for them."""
+
+WITH_KERNELS: dict[str, Callable[..., Any]] = {
+    "native_dropout": _identity_and_mask,
+    "native_dropout_backward": _gradient_unchanged,
+    "_fused_dropout": _identity_and_bytes,
+    "rrelu_with_noise": _rrelu_with_noise,
+    "rrelu_with_noise_": _rrelu_with_noise_in_place,
+    "rrelu_with_noise_functional": _rrelu_with_noise_functional,
+}
+"""Ops with kernels of their own, and what stands in for them."""
+
+
+def override() -> list[Callable[[], None]]:
+    """Put the stand-ins in the place of torch's dropout; return the calls that undo it."""
+    library = import_module("torch").library.Library("aten", "IMPL")
+    for table, keys in ((COMPOSITE, _COMPOSITE_KEYS), (WITH_KERNELS, _KERNEL_KEYS)):
+        for name, stand_in in table.items():
+            _implement(library, name, stand_in, keys)
+    undo: list[Callable[[], None]] = [partial(_drop, [library])]
+    for name, stand_in in WITH_KERNELS.items():
+        undo += [_interposed(op, partial(_instead, stand_in)) for op in ops_named(f"aten::{name}")]
+    undo += [_interposed(op, partial(_without, places)) for op, places in _larger_kernels()]
+    return [*undo, *map(_replaced_in_python, ops_named(*(f"aten::{name}" for name in COMPOSITE)))]
+
+
+def _drop(held: list[Any]) -> None:
+    held.clear()  # dropping the library takes its overrides back
+
+
+def _implement(
+    library: Any, name: str, stand_in: Callable[..., Any], keys: tuple[str, ...]
+) -> None:
+    """Register `stand_in` at each of `keys` at which the op has a kernel."""
+    has_kernel = import_module("torch")._C._dispatch_has_kernel_for_dispatch_key  # noqa: SLF001 - as in interposed.py
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that these ops have an implementation
+        for op in ops_named(f"aten::{name}"):
+            for key in keys:
+                if has_kernel(op.name(), key):
+                    library.impl(name, stand_in, key)
+
+
+def _interposed(op: Any, around: Callable[..., Any]) -> Callable[[], None]:
+    interpose(op, Place.DROPOUT, around)
+    return partial(withdraw, op, Place.DROPOUT)
+
+
+def _instead(
+    stand_in: Callable[..., Any], proceed: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    return stand_in(*args, **kwargs)
+
+
+def _larger_kernels() -> Iterator[tuple[Any, tuple[tuple[int, str, float], ...]]]:
+    """Yield every kernel that drops inside, with the arguments that say so."""
+    names = (name for name in op_names() if name.startswith(_NAMESPACES))
+    for op in ops_named(*names):
+        places = tuple(
+            (position, argument.name, PROBABILITIES[argument.name])
+            for position, argument in enumerate(op._schema.arguments)  # noqa: SLF001 - the schema has no public reader
+            if argument.name in PROBABILITIES and str(argument.type) == "float"
+        )
+        if places and can_be_interposed(op):
+            yield op, places
+
+
+def _without(
+    places: tuple[tuple[int, str, float], ...],
+    proceed: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call a larger kernel with a probability that drops nothing."""
+    positional = list(args)
+    for position, name, neutral in places:
+        if position < len(positional):
+            positional[position] = neutral
+        elif name in kwargs:
+            kwargs[name] = neutral
+    return proceed(*positional, **kwargs)
+
+
+def _replaced_in_python(op: Any) -> Callable[[], None]:
+    """Put the stand-in where torch.compile looks before the dispatcher; return its undo.
+
+    Private (``OpOverload.py_kernels``): the decompositions that torch writes in Python outrank
+    its dispatcher while code is traced, and there is no public way to replace one. Where they are
+    gone, nothing outranks the override.
+    """
+    kernels: dict[Any, Any] = getattr(op, "py_kernels", {})
+    before = {key: kernel for key, kernel in kernels.items() if str(key) != "DispatchKey.Meta"}
+
+    def put(present: dict[Any, Any]) -> None:
+        kernels.update(present)
+        getattr(op, "_dispatch_cache", {}).clear()
+
+    stand_in = COMPOSITE[op.name().partition("::")[2]]
+    put(dict.fromkeys(before, stand_in))
+    return partial(put, before)

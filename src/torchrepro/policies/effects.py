@@ -1,0 +1,60 @@
+"""What the policies in force have done so far: counted here, shown in reports and manifests."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_MANY = 1000  # places; a program that draws from ever new lines does not fill the memory
+_lock = threading.Lock()
+_counted: dict[tuple[str, str, str, str], list[int]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """One thing that a policy has done, and how often."""
+
+    policy: str
+    """The knob: ``device.fallback``."""
+
+    subject: str
+    """The op or module: ``aten::put_``, ``encoder.layer.3``."""
+
+    what: str
+    """What was done with it: ``ran on the CPU``."""
+
+    where: str
+    """The line of the program or the module it came from, where that is known."""
+
+    calls: int
+    moved: int
+    """Bytes that were copied from one device to another for it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the effect as plain JSON values."""
+        return asdict(self)
+
+
+def count(policy: str, subject: str, what: str, where: str = "", moved: int = 0) -> None:
+    """Count one more time that `policy` did `what` to `subject`, and the bytes it moved."""
+    key = policy, subject, what, where
+    with _lock:
+        if key not in _counted and len(_counted) >= _MANY:
+            key = policy, subject, what, "other places"
+        counts = _counted.setdefault(key, [0, 0])
+        counts[0] += 1
+        counts[1] += moved
+
+
+def effects() -> tuple[Effect, ...]:
+    """Return what the policies have done since the first of them was put in force."""
+    with _lock:
+        return tuple(Effect(*key, *counts) for key, counts in sorted(_counted.items()))
+
+
+def forget(policy: str) -> None:
+    """Begin to count anew for `policy`."""
+    with _lock:
+        for key in [key for key in _counted if key[0] == policy]:
+            del _counted[key]

@@ -1,0 +1,138 @@
+"""Standing between torch's dispatcher and the kernels of single ops, for every caller.
+
+On its way to a kernel a call passes the dispatch key BackendSelect: below autograd, which keeps
+its formulas, and above the kernels of every device
+(https://github.com/pytorch/pytorch/wiki/PyTorch-dispatcher-walkthrough). A function registered
+there for one op (https://docs.pytorch.org/docs/stable/library.html) sees the calls of Python, of
+C++ and of backward alike, may change them, and hands them on. Other ops are not touched and cost
+what they did.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from enum import IntEnum
+from functools import cache, partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_KEY = "BackendSelect"
+_IN_PIECES = ("CompositeImplicitAutograd", _KEY)
+"""Keys whose kernels call other ops before BackendSelect is reached, or at it."""
+
+
+class Place(IntEnum):
+    """Which of several functions at one op is asked first; the last is next to the kernel."""
+
+    DROPOUT = 0
+    RANDOM_OPS = 1
+    FALLBACK = 2
+    HOST_RNG = 3
+
+
+_lock = threading.RLock()
+_around: dict[Any, dict[Place, Callable[..., Any]]] = {}
+_libraries: dict[Any, Any] = {}  # op -> the torch.library.Library that holds its registration
+
+
+def interpose(op: Any, place: Place, around: Callable[..., Any]) -> None:
+    """Have every call of the overload `op` made through `around`; changes torch's dispatcher.
+
+    `around(proceed, *args, **kwargs)` returns what the caller gets; `proceed` takes the arguments
+    on towards the kernel. Tensors of the device type `meta` are never shown to it.
+    """
+    with _lock:
+        _around[op] = {**_around.get(op, {}), place: around}
+        _libraries.setdefault(op, None)
+        _register(op)
+
+
+def withdraw(op: Any, place: Place) -> None:
+    """Take back what `interpose` has put at `op`; does nothing if there is none."""
+    with _lock:
+        left = {other: around for other, around in _around.get(op, {}).items() if other != place}
+        if left:
+            _around[op] = left
+        else:
+            _around.pop(op, None)
+            _libraries.pop(op, None)  # dropping the library takes its registration back
+
+
+def can_be_interposed(op: Any) -> bool:
+    """Whether calls of `op` reach BackendSelect as such: else torch makes them of other ops."""
+    has_kernel = import_module("torch")._C._dispatch_has_kernel_for_dispatch_key  # noqa: SLF001 - as op_names
+    return not any(has_kernel(op.name(), key) for key in _IN_PIECES)
+
+
+def op_names() -> list[str]:
+    """Return the name of every op in this process, as ``aten::uniform_``.
+
+    Private (``_dispatch_get_all_op_names``): torch offers no public list of its ops. Where it is
+    gone, a policy that needs the list fails, and its report says so.
+    """
+    names: list[str] = import_module("torch")._C._dispatch_get_all_op_names()  # noqa: SLF001 - see above
+    return names
+
+
+def ops_named(*names: str) -> Iterator[Any]:
+    """Yield the overloads with these names, as ``aten::uniform_``, that this torch has."""
+    for name in names:
+        namespace, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        found = getattr(getattr(import_module("torch").ops, namespace), packet, None)
+        op = getattr(found, overload or "default", None) if found is not None else None
+        if op is not None:
+            yield op
+
+
+@cache
+def random_ops() -> tuple[Any, ...]:
+    """Return the ops that draw random numbers in a kernel of their own, as torch tags them."""
+    seeded = import_module("torch").Tag.nondeterministic_seeded
+    ops = ops_named(*(name for name in op_names() if name.startswith("aten::")))
+    return tuple(op for op in ops if seeded in op.tags and can_be_interposed(op))
+
+
+def _register(op: Any) -> None:
+    if _libraries[op] is not None:
+        return
+    namespace, _, name = op.name().partition("::")
+    library = import_module("torch").library.Library(namespace, "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns where another library has its own there
+        library.impl(name, partial(_through, op), _KEY, with_keyset=True)
+    _libraries[op] = library
+
+
+def _through(op: Any, keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
+    proceed = partial(op.redispatch, keyset & _below())
+    if _is_meta(args, kwargs):
+        return proceed(*args, **kwargs)
+    places = _around.get(op, {})
+    for place in sorted(places, reverse=True):
+        proceed = partial(places[place], proceed)
+    return proceed(*args, **kwargs)
+
+
+@cache
+def _below() -> Any:
+    """Return the dispatch keys below BackendSelect.
+
+    Private (``_dispatch_keyset_full_after``), as in torch's own examples of kernels that take a
+    keyset. Where it is gone nothing is interposed and the policy's report says why.
+    """
+    c = import_module("torch")._C  # noqa: SLF001 - see above
+    return c._dispatch_keyset_full_after(getattr(c.DispatchKey, _KEY))  # noqa: SLF001
+
+
+def _is_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call computes shapes only, as torch.compile does while it traces."""
+    for value in (*args, *kwargs.values()):
+        device = getattr(value, "device", None)
+        if device is not None:
+            return bool(device.type == "meta")
+    return False

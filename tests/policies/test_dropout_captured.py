@@ -1,0 +1,274 @@
+"""`dropout: zero` in code that was captured: scripted, traced, compiled, exported.
+
+Every captured function is made once while dropout is kept, then used in force, and used again
+after the undo; the rows named `in force` are made under the policy.
+"""
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+
+import torchrepro
+
+warnings.filterwarnings("ignore", message=".*torch.jit.*", category=DeprecationWarning)
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+CALLS = 4  # TorchScript gives a function its final form after two
+X = torch.linspace(-1, 2, 4 * 6 * 8).view(4, 6, 8)
+TIMEOUT = 300
+
+
+def _functional(x: torch.Tensor) -> torch.Tensor:
+    return functional.dropout(x, 0.5, True) * 2
+
+
+def _native(x: torch.Tensor) -> torch.Tensor:
+    return torch.native_dropout(x, 0.5, True)[0] * 2
+
+
+def _alpha(x: torch.Tensor) -> torch.Tensor:
+    return functional.alpha_dropout(x, 0.5, True) * 2
+
+
+def _channels(x: torch.Tensor) -> torch.Tensor:
+    return functional.dropout1d(x, 0.5, True) * 2
+
+
+def _in_place(x: torch.Tensor) -> torch.Tensor:
+    return functional.dropout(x * 2, 0.5, True, True)
+
+
+def _rrelu(x: torch.Tensor) -> torch.Tensor:
+    return functional.rrelu(x, training=True) * 2
+
+
+def _attention(x: torch.Tensor) -> torch.Tensor:
+    return functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+
+def _double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+FUNCTIONS: dict[Function, Function] = {
+    _functional: _double,
+    _native: _double,
+    _alpha: _double,
+    _channels: _double,
+    _in_place: _double,
+    _rrelu: lambda x: functional.leaky_relu(x, (1 / 8 + 1 / 3) / 2) * 2,
+    _attention: lambda x: functional.scaled_dot_product_attention(x, x, x),
+}
+"""A function that drops, and what it computes without."""
+
+
+class _Net(nn.Module):
+    """Layers that drop, as a model has them."""
+
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(p)
+        self.recurrent = nn.LSTM(8, 8, num_layers=2, dropout=p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, _ = self.recurrent(self.drop(x))
+        return hidden
+
+
+@cache
+def _net(p: float = 0.5) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return _Net(p)
+
+
+def _scripted(function: Function) -> Function:
+    return torch.jit.script(function)
+
+
+def _traced(function: Function) -> Function:
+    return torch.jit.trace(function, X, check_trace=False)
+
+
+def _exported(function: Function) -> Function:
+    class Holder(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return function(x)
+
+    return torch.export.export(Holder(), (X,)).module()
+
+
+def _exported_in_core_ops(function: Function) -> Function:
+    class Holder(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return function(x)
+
+    exported = torch.export.export(Holder(), (X,))
+    return exported.run_decompositions().module()
+
+
+def _compiled(backend: str) -> Callable[[Function], Function]:
+    return lambda function: torch.compile(function, backend=backend)
+
+
+CAPTURES: dict[str, Callable[[Function], Function]] = {
+    "scripted": _scripted,
+    "traced": _traced,
+    "exported": _exported,
+    "compiled, eager": _compiled("eager"),
+    "compiled, aot_eager": _compiled("aot_eager"),
+    "compiled, inductor": _compiled("inductor"),
+}
+SLOW = {"compiled, inductor", "exported"}
+ROWS = [
+    pytest.param(how, function, id=f"{how}: {function.__name__[1:]}", marks=marks)
+    for how in CAPTURES
+    for function in FUNCTIONS
+    for marks in [[pytest.mark.slow] if how in SLOW else []]
+]
+
+
+@cache
+def _captured(how: str, function: Function) -> Function:
+    return CAPTURES[how](function)
+
+
+def drops(call: Function) -> bool:
+    """Whether the result of `call` depends on the seed."""
+    results = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        results.append(call(X.clone()).detach().clone())
+    return not all(torch.equal(results[0], other) for other in results)
+
+
+def value_and_gradient(call: Function) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `call` makes of X, and the gradient of its sum of squares."""
+    x = X.clone().requires_grad_()
+    result = call(x)
+    result.pow(2).sum().backward()
+    return result.detach(), x.grad
+
+
+def is_without(call: Function, without: Function) -> bool:
+    """Whether values and gradients are those of `without`, in every one of four calls."""
+    expected = value_and_gradient(without)
+    return all(
+        torch.allclose(one, other, atol=1e-5)
+        for _ in range(CALLS)
+        for one, other in zip(expected, value_and_gradient(call), strict=True)
+    )
+
+
+@pytest.mark.parametrize(("how", "function"), ROWS)
+def test_code_captured_before_drops_before_and_after_and_not_in_between(
+    how: str, function: Function
+) -> None:
+    """What was captured before the policy is zeroed in force, with exact gradients, and no more."""
+    call = _captured(how, function)
+
+    assert drops(call)
+    with torchrepro.apply({"dropout": "zero"}):
+        assert not drops(call)
+        assert is_without(call, FUNCTIONS[function])
+    assert drops(call)
+
+
+@pytest.mark.parametrize(("how", "function"), ROWS)
+def test_code_captured_in_force_does_not_drop(how: str, function: Function) -> None:
+    """What is captured under the policy is without dropout, and exact."""
+    with torchrepro.apply({"dropout": "zero"}):
+        assert is_without(CAPTURES[how](function), FUNCTIONS[function])
+
+
+@pytest.mark.parametrize("how", ["scripted", "compiled, eager", "compiled, aot_eager"])
+def test_a_captured_model_drops_before_and_after_and_not_in_between(how: str) -> None:
+    """A model with a dropout module and a recurrent one is zeroed wherever it was captured."""
+    call = CAPTURES[how](_net())
+
+    assert drops(call)
+    with torchrepro.apply({"dropout": "zero"}):
+        assert not drops(call)
+        assert is_without(call, _net(0.0))
+    assert drops(call)
+
+
+@pytest.mark.slow
+def test_an_export_that_was_taken_apart_is_zeroed_as_far_as_it_holds_dropout() -> None:
+    """In core ops `native_dropout` is left and is zeroed; a mask made of others is named."""
+    with_op, with_mask = _exported_in_core_ops(_functional), _exported_in_core_ops(_alpha)
+
+    with torchrepro.apply({"dropout": "zero"}) as applied:
+        assert not drops(with_op)
+        assert not applied.report.effects
+        assert drops(with_mask)
+        assert {effect.subject for effect in applied.report.effects} == {"aten::bernoulli.p"}
+
+
+def test_a_graph_of_ops_is_zeroed_when_it_runs() -> None:
+    """A graph that make_fx recorded before the policy calls torch's ops, which are zeroed."""
+    call = make_fx(_native)(X)
+
+    assert drops(call)
+    with torchrepro.apply({"dropout": "zero"}):
+        assert not drops(call)
+    assert drops(call)
+
+
+PROGRAM = """
+import sys, torch, torchrepro
+from torch._dynamo.utils import counters
+
+@torch.compile
+def f(x):
+    return torch.nn.functional.dropout(x, 0.5, True) * 2
+
+with torchrepro.apply({"dropout": sys.argv[1]}):
+    x = torch.ones(64, requires_grad=True)
+    f(x).sum().backward()
+    hits = sum(n for name, n in counters["aot_autograd"].items() if name.endswith("cache_hit"))
+    print(sorted(x.grad.unique().tolist()), hits)
+"""
+
+
+def _grad_and_hits(cache_folder: Path, dropout: str) -> tuple[str, int]:
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache_folder)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, dropout],
+        capture_output=True, text=True, timeout=TIMEOUT, check=True, env=environment,
+    )  # fmt: skip
+    gradient, _, hits = done.stdout.strip().rpartition(" ")
+    return gradient, int(hits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [("keep", "zero"), ("zero", "keep")])
+def test_processes_that_share_a_cache_on_disk_do_not_share_compiled_code(
+    tmp_path: Path, order: tuple[str, str]
+) -> None:
+    """A zeroed run never takes plain compiled code from the cache, nor the other way round."""
+    expected = {"keep": "[0.0, 4.0]", "zero": "[2.0]"}
+
+    for dropout in order:
+        assert _grad_and_hits(tmp_path, dropout)[0] == expected[dropout]
+
+
+@pytest.mark.slow
+def test_a_second_zeroed_process_is_served_from_the_cache(tmp_path: Path) -> None:
+    """Runs under the same policy do share compiled code: the cache still works."""
+    first = _grad_and_hits(tmp_path, "zero")
+    again = _grad_and_hits(tmp_path, "zero")
+
+    assert first == ("[2.0]", 0)
+    assert again[0] == "[2.0]"
+    assert again[1] > 0
