@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import torchrepro
+from torchrepro.policies import interposed
 
 ACCELERATOR = torch.accelerator.is_available()
 DEVICE = torch.accelerator.current_accelerator().type if ACCELERATOR else "cpu"
@@ -64,11 +65,60 @@ def test_without_the_policy_a_device_draws_its_own_numbers(device: str) -> None:
 
 
 @pytest.mark.skipif(ACCELERATOR, reason="there is an accelerator in this machine")
-@pytest.mark.parametrize("value", ["host", "native"])
-def test_without_an_accelerator_nothing_is_installed(value: str) -> None:
-    """Where all numbers come from the host in any case, the policy is `unchanged`."""
-    with torchrepro.apply({"device": {"rng": value}}) as applied:
-        assert applied.report["device.rng"].outcome == "unchanged"
-        numbers = _drawn("rand", "cpu")
+def test_without_an_accelerator_ops_are_left_alone() -> None:
+    """Where all numbers come from the host in any case, no op is interposed, none is counted."""
+    plain = {name: _drawn(name, "cpu") for name in DRAWS}
+    with torchrepro.apply({"device": {"rng": "host"}}) as applied:
+        assert interposed.interposed_ops() == ()
+        numbers = {name: _drawn(name, "cpu") for name in DRAWS}
 
-    assert torch.equal(numbers, _drawn("rand", "cpu"))
+    assert all(torch.equal(plain[name], numbers[name]) for name in DRAWS)
+    assert applied.report.effects == ()
+
+
+def test_native_leaves_everything_alone() -> None:
+    """`device.rng: native` changes nothing."""
+    with torchrepro.apply({"device": {"rng": "native"}}) as applied:
+        assert applied.report["device.rng"].outcome == "unchanged"
+
+
+COMPILED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rand": lambda x: torch.rand(5) * x,
+    "randn_like": lambda x: torch.randn_like(x) + x,
+    "randint": lambda x: torch.randint(0, 9, (5,)) * x,
+    "bernoulli": lambda x: torch.bernoulli(torch.full((5,), 0.5)) * x,
+    "dropout": lambda x: nn.functional.dropout(x, 0.3),
+    "normal_": lambda x: torch.empty(5).normal_() * x,
+    "exponential_": lambda x: torch.empty(5).exponential_() * x,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_code_draws_what_eager_code_draws(name: str, backend: str) -> None:
+    """Compiled before the policy or under it, a function draws the numbers of an eager run."""
+    function = COMPILED[name]
+    before = torch.compile(function, backend=backend)
+
+    def drawn(call: Callable[[torch.Tensor], torch.Tensor]) -> list[float]:
+        torch.manual_seed(4)
+        return call(torch.ones(5, requires_grad=True)).tolist()
+
+    before(torch.ones(5, requires_grad=True))
+    expected = drawn(function)
+    with torchrepro.apply({"device": {"rng": "host"}}):
+        assert drawn(before) == expected
+        assert drawn(torch.compile(function, backend=backend)) == expected
+
+
+@pytest.mark.slow
+def test_inductor_draws_its_own_numbers_again_after_the_undo() -> None:
+    """The option of inductor that draws by torch's ops is as it was, loaded before or after."""
+    import torch._inductor.config as inductor
+
+    before = inductor.fallback_random
+    with torchrepro.apply({"device": {"rng": "host"}}):
+        assert inductor.fallback_random is True
+
+    assert inductor.fallback_random is before

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import torchrepro
+from torchrepro import callers
 from torchrepro.seeding import calls
 from torchrepro.seeding.calls import FUNCTIONS, SeedingCall
 
@@ -33,7 +34,9 @@ CALLS: dict[str, Callable[[int], Any]] = {
 
 def _first_name(name: str) -> str:
     """The name under which a call is recorded: one function may have two."""
-    return name.replace("torch.random.", "torch.")
+    last = name.rpartition(".")[2]
+    two = getattr(torch, last, None) is getattr(torch.random, last, None)  # not once compile is in
+    return name.replace("torch.random.", "torch.") if two else name
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +133,7 @@ def test_a_library_that_seeds_when_it_is_imported_is_recorded_at_the_import(
     """
     (tmp_path / "seeds_at_import.py").write_text("import random\nrandom.seed(5)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(calls, "_LIBRARIES", (*calls._LIBRARIES, str(tmp_path)))
+    monkeypatch.setattr(callers, "_LIBRARIES", (*callers._LIBRARIES, str(tmp_path)))
     try:
         importlib.import_module("seeds_at_import"), (line := _line())
     finally:
@@ -249,7 +252,10 @@ def test_the_functions_stay_what_they_look_like() -> None:
 def test_the_functions_can_be_sent_to_another_process(place: tuple[str, str]) -> None:
     """What pickles without a profile does so under one, as `Pool(initializer=np.random.seed)`."""
     function = _originals()[place]
-    pickle.dumps(function)
+    try:
+        pickle.dumps(function)
+    except pickle.PicklingError:
+        pytest.skip("torch.compile has put a wrapper in its place, which does not pickle")
     with torchrepro.apply({"seed": 1}):
         watched = _originals()[place]
         content = pickle.dumps(watched)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.policies.interposed import (
     Place,
     can_be_interposed,
+    has_kernel,
     interpose,
     op_names,
     ops_named,
@@ -149,12 +150,11 @@ def _implement(
     library: Any, name: str, stand_in: Callable[..., Any], keys: tuple[str, ...]
 ) -> None:
     """Register `stand_in` at each of `keys` at which the op has a kernel."""
-    has_kernel = import_module("torch")._C._dispatch_has_kernel_for_dispatch_key  # noqa: SLF001 - as in interposed.py
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that these ops have an implementation
         for op in ops_named(f"aten::{name}"):
             for key in keys:
-                if has_kernel(op.name(), key):
+                if has_kernel(op, key):
                     library.impl(name, stand_in, key)
 
 

@@ -62,10 +62,24 @@ def withdraw(op: Any, place: Place) -> None:
             _libraries.pop(op, None)  # dropping the library takes its registration back
 
 
+def interposed_ops() -> tuple[Any, ...]:
+    """Return the overloads at which something is interposed now."""
+    return tuple(_around)
+
+
 def can_be_interposed(op: Any) -> bool:
     """Whether calls of `op` reach BackendSelect as such: else torch makes them of other ops."""
-    has_kernel = import_module("torch")._C._dispatch_has_kernel_for_dispatch_key  # noqa: SLF001 - as op_names
-    return not any(has_kernel(op.name(), key) for key in _IN_PIECES)
+    return not any(has_kernel(op, key) for key in _IN_PIECES)
+
+
+def has_kernel(op: Any, key: str) -> bool:
+    """Whether the overload `op` has a kernel of its own at the dispatch key `key`.
+
+    Private (``_dispatch_has_kernel_for_dispatch_key``): torch offers no public way to ask. Where
+    it is gone, a policy that asks fails, and its report says so.
+    """
+    c = import_module("torch")._C  # noqa: SLF001 - see above
+    return bool(c._dispatch_has_kernel_for_dispatch_key(op.name(), key))  # noqa: SLF001
 
 
 def op_names() -> list[str]:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.callers import place
 from torchrepro.errors import shown
+from torchrepro.policies import host_rng
+from torchrepro.policies.effects import count
 from torchrepro.seeding.streams import present_worker
 
 if TYPE_CHECKING:
@@ -32,6 +34,9 @@ FUNCTIONS = (
     ("torch.mps", "manual_seed"),
 )
 """Every function that seeds a global generator: module, name."""
+
+DEVICES = ("torch.cuda", "torch.npu", "torch.xpu", "torch.mps")
+"""Modules whose functions seed nothing but generators of a device."""
 
 _OWN = ("torchrepro", "torch")  # what these call inside is no call of the program
 _MANY = 1000
@@ -139,9 +144,13 @@ def _note(function: str, values: tuple[Any, ...], frame: FrameType) -> None:
     if frame.f_globals.get("__name__", "").partition(".")[0] in _OWN:
         return
     where = place(frame)
+    seeds = ", ".join(shown(value) for value in values)
+    if function.startswith(DEVICES) and host_rng.in_force():
+        what = "without effect: the host draws"
+        count(host_rng.POLICY, f"{function}({seeds})", what, where)
     if len(_calls) < _MANY or (function, where) in _calls:
         call = _calls.setdefault((function, where), SeedingCall(function, "", where))
-        call.value, call.times = ", ".join(shown(value) for value in values), call.times + 1
+        call.value, call.times = seeds, call.times + 1
         if call.times == 1 and present_worker() == 0:
             # What a worker records stays in the worker: one of them tells.
             sys.stderr.write(f"torchrepro: seeded by the program itself, in workers: {call}\n")

@@ -1,0 +1,85 @@
+"""Random numbers that a device draws inside of a larger computation, out of reach as such.
+
+Fused attention and the recurrent layers of cuDNN draw their masks themselves. While random
+numbers come from the host, a call of them that drops is made of torch's other ops instead, as on
+a CPU.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.policies.interposed import has_kernel, op_names, ops_named
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_COMPOSITE = "CompositeImplicitAutograd"
+_RECURRENT = tuple(
+    f"aten::{kind}.{form}"
+    for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    for form in ("input", "data")
+)
+
+
+def ops_with_device_kernels() -> Iterator[Any]:
+    """Yield the random ops that torch makes of others, but a device of its own kind does not."""
+    seeded = import_module("torch").Tag.nondeterministic_seeded
+    for op in ops_named(*(name for name in op_names() if name.startswith("aten::"))):
+        own = has_kernel(op, _COMPOSITE) and has_kernel(op, "PrivateUse1")
+        if own and seeded in op.tags:
+            yield op
+
+
+def take_apart() -> Iterator[Callable[[], None]]:
+    """Have attention and recurrent layers that drop made of other ops; yield what undoes it.
+
+    Older torch has no ``torch.library.get_kernel``: there such calls draw on the device.
+    """
+    if not hasattr(import_module("torch").library, "get_kernel"):
+        return
+    yield _overridden("aten::scaled_dot_product_attention", _attention)
+    for name in _RECURRENT:
+        yield _overridden(name, _recurrent)
+
+
+def _overridden(name: str, stand_in: Callable[..., Any]) -> Callable[[], None]:
+    torch = import_module("torch")
+    (op,) = ops_named(name)
+    # One function serves all devices; only a runtime key, not the alias, can be asked for it.
+    original = torch.library.get_kernel(op, "CPU").call_boxed
+    library = torch.library.Library("aten", "IMPL")
+    positions = {argument.name: n for n, argument in enumerate(op._schema.arguments)}  # noqa: SLF001 - the schema has no public reader
+    kernel = partial(stand_in, original, positions)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that the op has an implementation
+        library.impl(name.partition("::")[2], kernel, _COMPOSITE, with_keyset=True)
+    held = [library]
+    return held.clear  # dropping the library takes its override back
+
+
+def _given(positions: dict[str, int], args: Any, kwargs: Any, name: str) -> Any:
+    position = positions[name]
+    return args[position] if position < len(args) else kwargs.get(name)
+
+
+def _attention(original: Any, positions: Any, keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
+    torch = import_module("torch")
+    if args[0].device.type == "cpu" or not _given(positions, args, kwargs, "dropout_p"):
+        return original(keyset, *args, **kwargs)
+    return torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]  # noqa: SLF001 - an op of torch's
+
+
+def _recurrent(original: Any, positions: Any, keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
+    drops = _given(positions, args, kwargs, "dropout") and _given(positions, args, kwargs, "train")
+    cudnn = import_module("torch").backends.cudnn
+    if args[0].device.type == "cpu" or not drops or not cudnn.enabled:
+        return original(keyset, *args, **kwargs)
+    cudnn.enabled = False
+    try:
+        return original(keyset, *args, **kwargs)
+    finally:
+        cudnn.enabled = True
