@@ -19,7 +19,7 @@ LAYERS = (  # from the bottom upward; a module imports only from its own layer o
     ("knobs",),
     ("profile",),
     ("report", "tables"),
-    ("process",),
+    ("process", "threads"),
     ("planner",),
     ("manifest",),
     ("agreement",),

@@ -7,11 +7,13 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.errors import some
 from torchrepro.knobs.catalogue import knobs_by_name
-from torchrepro.knobs.knob import Knob, Missing
+from torchrepro.knobs.knob import Knob, Missing, Scope
 from torchrepro.process import closed_doors, inherited, set_after_start
 from torchrepro.profile.load import resolve
 from torchrepro.report import STOPPING, Outcome, Report, Row
+from torchrepro.threads import other_threads_in_torch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -155,6 +157,9 @@ def refusal(resolved: Resolved, rows: Sequence[Row]) -> str:
 
 def aside(knob: Knob) -> str:
     """Return what a reader should know about a flag that was set, or an empty string."""
+    if knob.scope is Scope.EVERY_THREAD:
+        reached = other_threads_in_torch()
+        return f"it reaches threads that run torch now: {some(reached)}" if reached else ""
     torch = sys.modules.get("torch")
     if knob.target in ("cuda", "cudnn") and torch is not None and not torch.version.cuda:
         return "" if torch.version.hip else "this torch is not built for CUDA: nothing reads it"

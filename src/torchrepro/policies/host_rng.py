@@ -95,7 +95,7 @@ def _draw_by_ops_when_compiled(undo: ExitStack) -> None:
     """Have inductor draw by torch's ops, now or once it is loaded."""
 
     def draw_by_ops(module: str) -> None:
-        config = sys.modules[module]
+        config: Any = sys.modules[module]
         undo.callback(setattr, config, "fallback_random", config.fallback_random)
         config.fallback_random = True
 

@@ -69,7 +69,7 @@ def interposed_ops() -> tuple[Any, ...]:
 
 def can_be_interposed(op: Any) -> bool:
     """Whether calls of `op` reach BackendSelect as such: else torch makes them of other ops."""
-    return not any(has_kernel(op, key) for key in _IN_PIECES)
+    return op in _around or not any(has_kernel(op, key) for key in _IN_PIECES)
 
 
 def has_kernel(op: Any, key: str) -> bool:

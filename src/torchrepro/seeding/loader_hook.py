@@ -10,6 +10,7 @@ import threading
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
@@ -35,6 +36,7 @@ EPOCH = "torchrepro_epoch"
 """Key of a StatefulDataLoader's state under which its epoch is kept."""
 
 _forced: list[int] = []  # the number of workers of every loader, where a profile says so
+_preparing: list[Callable[[], None]] = []  # what a worker that is started afresh does first
 _wrapped: dict[tuple[type, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
 _unsettled: list[bool] = []  # one entry for every time that the state has changed
 _starting = threading.RLock()  # torch's maker of readers is one for all threads
@@ -71,6 +73,28 @@ class WorkersPolicy:
     restore = write
 
 
+def prepare_workers(prepare: Callable[[], None] | None) -> None:
+    """Have workers that are started afresh call `prepare`, which is pickled, before all else.
+
+    Workers that are forked do not: what it would do has been done in this process.
+    """
+    _preparing[:] = [] if prepare is None else [prepare]
+    _settle()
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """The ``worker_init_fn`` of a worker that has something to do before its author's."""
+
+    prepare: Callable[[], None]
+    then: Callable[[int], None] | None
+
+    def __call__(self, worker: int) -> None:
+        self.prepare()
+        if self.then is not None:
+            self.then(worker)
+
+
 def watch(loading: ExplicitLoading) -> None:
     """Seed the loader that uses `loading`, for as long as it is alive."""
     loader_register.add(loading)
@@ -86,7 +110,9 @@ def _settle() -> None:
     while _unsettled:
         asked = len(_unsettled)
         try:
-            if loader_register.automatic() or loader_register.has_explicit() or _forced:
+            if any(
+                (loader_register.automatic(), loader_register.has_explicit(), _forced, _preparing)
+            ):
                 _hook_all()
             else:
                 _unhook_all()
@@ -170,7 +196,8 @@ def _start(original: Callable[[Any], Any], loader: Any) -> Any:
     if any(other is loader for other in _being_started):
         return original(loader)  # a wrapper of an earlier profile, inside somebody's own
     loading = loading_of(loader)
-    if loading is None and not _forced:
+    prepared = bool(_preparing) and _starts_workers_afresh(loader)
+    if loading is None and not _forced and not prepared:
         return original(loader)
     with _starting, ExitStack() as until_begun:
         _being_started.append(loader)
@@ -179,7 +206,16 @@ def _start(original: Callable[[Any], Any], loader: Any) -> Any:
             until_begun.enter_context(_with(loader, num_workers=_forced[-1], timeout=0))
         if loading is not None:
             until_begun.enter_context(_begun(loader, loading))
+        if prepared:
+            first = _Prepared(_preparing[-1], loader.worker_init_fn)
+            until_begun.enter_context(_with(loader, worker_init_fn=first))
         return original(loader)
+
+
+def _starts_workers_afresh(loader: Any) -> bool:
+    context = loader.multiprocessing_context or import_module("multiprocessing")
+    method = context.get_start_method()
+    return bool(loader.num_workers) and method != "fork"
 
 
 @contextmanager

@@ -1,0 +1,35 @@
+"""The simulated accelerator, in a process of its own: `on_npu` runs a function there."""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent))  # pytest's importlib mode leaves sys.path alone
+
+from simulated_npu import MISSING
+from simulated_npu.child import Child
+
+
+@pytest.fixture(scope="session")
+def _child() -> Iterator[Child]:
+    child = Child()
+    yield child
+    child.stop()
+
+
+@pytest.fixture
+def on_npu(_child: Child) -> Callable[..., Any]:
+    """Run a function at the top of a test file, with arguments, where "npu" is a device.
+
+    The result and the arguments are pickled, so tensors go through ``.cpu()``. Errors are raised
+    here; a hang, a crash and a profile or flag left behind are errors too.
+    """
+    if MISSING:
+        pytest.skip(MISSING)
+    if importlib.util.find_spec("torch_npu"):
+        pytest.skip("torch_npu is installed: it is the npu of this torch")
+    return _child.call

@@ -1,0 +1,130 @@
+"""What becomes ``torch.npu``: the functions that torch and its users ask of a device's module."""
+
+import torch
+
+from simulated_npu.generators import COUNT, GENERATORS
+
+default_generators = GENERATORS
+_initialized = True  # asked by torch.utils.checkpoint, which else keeps no state of the device
+_current = [0]
+
+
+def _index(device: torch.device | str | int | None) -> int:
+    """Return the number of `device`, the current one where it names none."""
+    if device is None or device == -1:
+        return current_device()
+    index = device if isinstance(device, int) else torch.device(device).index
+    if index is None:
+        return current_device()
+    if not 0 <= index < COUNT:
+        raise RuntimeError(f"invalid device ordinal npu:{index}: there are {COUNT} devices")
+    return index
+
+
+def is_available() -> bool:
+    """Whether there is a device."""
+    return True
+
+
+def is_initialized() -> bool:
+    """Whether the devices are in use: from the start, nothing is queued."""
+    return True
+
+
+def init() -> None:
+    """Do nothing: the devices are in use from the start."""
+
+
+def _is_in_bad_fork() -> bool:
+    return False
+
+
+def device_count() -> int:
+    """Return the number of devices."""
+    return COUNT
+
+
+def current_device() -> int:
+    """Return the number of the device that "npu" means."""
+    return _current[0]
+
+
+def set_device(device: torch.device | str | int) -> None:
+    """Let "npu" mean `device`."""
+    _current[0] = _index(device)
+
+
+def get_device_name(device: torch.device | str | int | None = None) -> str:
+    """Return what `device` is called."""
+    return f"simulated npu {_index(device)}"
+
+
+def synchronize(device: torch.device | str | int | None = None) -> None:
+    """Return at once: every op is done when it returns."""
+    _index(device)
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    """Return the types that autocast may be asked for."""
+    return [torch.float16, torch.bfloat16]
+
+
+class device:  # noqa: N801 - the name that torch asks for
+    """Within the block "npu" means `device`."""
+
+    def __init__(self, device: torch.device | str | int | None) -> None:
+        self._inside = _index(device)
+
+    def __enter__(self) -> None:
+        self._outside = current_device()
+        set_device(self._inside)
+
+    def __exit__(self, *_: object) -> None:
+        set_device(self._outside)
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the current device."""
+    GENERATORS[current_device()].manual_seed(int(seed))
+
+
+def manual_seed_all(seed: int) -> None:
+    """Seed every device; `torch.manual_seed` calls this."""
+    for generator in GENERATORS:
+        generator.manual_seed(int(seed))
+
+
+def seed() -> None:
+    """Seed the current device with a number from the operating system."""
+    GENERATORS[current_device()].seed()
+
+
+def seed_all() -> None:
+    """Seed every device with one number from the operating system."""
+    manual_seed_all(GENERATORS[0].seed())
+
+
+def initial_seed() -> int:
+    """Return the seed of the current device."""
+    return GENERATORS[current_device()].initial_seed()
+
+
+def get_rng_state(device: torch.device | str | int = "npu") -> torch.Tensor:
+    """Return the state of one device's generator."""
+    return GENERATORS[_index(device)].get_state()
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    """Return the state of every device's generator."""
+    return [generator.get_state() for generator in GENERATORS]
+
+
+def set_rng_state(new_state: torch.Tensor, device: torch.device | str | int = "npu") -> None:
+    """Put one device's generator where `new_state` was taken."""
+    GENERATORS[_index(device)].set_state(new_state)
+
+
+def set_rng_state_all(new_states: list[torch.Tensor]) -> None:
+    """Put every device's generator where its state was taken."""
+    for generator, state in zip(GENERATORS, new_states, strict=True):
+        generator.set_state(state)

@@ -1,0 +1,88 @@
+"""The fused cells of LSTM and GRU, which torch has for accelerators only."""
+
+from typing import Any
+
+import torch
+
+Some = torch.Tensor | None
+
+
+def _sum(*parts: Some) -> torch.Tensor:
+    present = [part for part in parts if part is not None]
+    return torch.stack(torch.broadcast_tensors(*present)).sum(0)
+
+
+def _over_batch(grad: torch.Tensor, has_bias: bool) -> Some:
+    return grad.sum(0) if has_bias else None
+
+
+def _lstm(
+    from_input: torch.Tensor,
+    from_hidden: torch.Tensor,
+    cell: torch.Tensor,
+    input_bias: Some = None,
+    hidden_bias: Some = None,
+) -> tuple[torch.Tensor, ...]:
+    gates = _sum(from_input, from_hidden, input_bias, hidden_bias)
+    take, keep, new, show = gates.chunk(4, 1)
+    take, keep, new, show = take.sigmoid(), keep.sigmoid(), new.tanh(), show.sigmoid()
+    after = keep * cell + take * new
+    return show * after.tanh(), after, torch.cat((take, keep, new, show), 1)
+
+
+def _lstm_backward(  # noqa: PLR0913, PLR0917 - the op's own arguments
+    grad_hidden: Some,
+    grad_cell: Some,
+    cell: torch.Tensor,
+    after: torch.Tensor,
+    workspace: torch.Tensor,
+    has_bias: bool,
+) -> tuple[Some, ...]:
+    take, keep, new, show = workspace.chunk(4, 1)
+    shown = after.tanh()
+    hidden = torch.zeros_like(cell) if grad_hidden is None else grad_hidden
+    flow = _sum(grad_cell, hidden * show * (1 - shown**2))
+    grad = torch.cat(
+        (
+            flow * new * take * (1 - take),
+            flow * cell * keep * (1 - keep),
+            flow * take * (1 - new**2),
+            hidden * shown * show * (1 - show),
+        ),
+        1,
+    )
+    return grad, flow * keep, _over_batch(grad, has_bias)
+
+
+def _gru(
+    from_input: torch.Tensor,
+    from_hidden: torch.Tensor,
+    hidden: torch.Tensor,
+    input_bias: Some = None,
+    hidden_bias: Some = None,
+) -> tuple[torch.Tensor, ...]:
+    reset_in, update_in, new_in = _sum(from_input, input_bias).chunk(3, 1)
+    reset_own, update_own, new_own = _sum(from_hidden, hidden_bias).chunk(3, 1)
+    reset = (reset_in + reset_own).sigmoid()
+    update = (update_in + update_own).sigmoid()
+    new = (new_in + reset * new_own).tanh()
+    return new + update * (hidden - new), torch.cat((reset, update, new, new_own, hidden), 1)
+
+
+def _gru_backward(grad: torch.Tensor, workspace: torch.Tensor, has_bias: bool) -> tuple[Some, ...]:
+    reset, update, new, new_own, hidden = workspace.chunk(5, 1)
+    to_new = grad * (1 - update) * (1 - new**2)
+    to_update = grad * (hidden - new) * update * (1 - update)
+    to_reset = to_new * new_own * reset * (1 - reset)
+    to_input = torch.cat((to_reset, to_update, to_new), 1)
+    to_hidden = torch.cat((to_reset, to_update, to_new * reset), 1)
+    biases = _over_batch(to_input, has_bias), _over_batch(to_hidden, has_bias)
+    return to_input, to_hidden, grad * update, *biases
+
+
+CELL_KERNELS: dict[str, Any] = {
+    "aten::_thnn_fused_lstm_cell": _lstm,
+    "aten::_thnn_fused_lstm_cell_backward_impl": _lstm_backward,
+    "aten::_thnn_fused_gru_cell": _gru,
+    "aten::_thnn_fused_gru_cell_backward": _gru_backward,
+}
