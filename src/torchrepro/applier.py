@@ -13,6 +13,7 @@ from torchrepro.errors import ApplyError, LateError
 from torchrepro.knobs.knob import Missing
 from torchrepro.planner import Plan, Step, aside, make_plan, observe, refusal, report_of
 from torchrepro.policies.effects import effects
+from torchrepro.policies.unseen_kernels import unseen_kernels
 from torchrepro.process import obstacle_to_relaunch, relaunch
 from torchrepro.profile.load import resolve
 from torchrepro.report import STOPPING, Outcome, Report, Row
@@ -45,6 +46,7 @@ class Applied:
         self._rows: list[Row] = []
         self._calls: tuple[SeedingCall, ...] = ()
         self._effects: tuple[Effect, ...] = ()
+        self._unseen: tuple[str, ...] = ()
         self._agreement: Agreement | None = None
         self.refuse: Callable[[ApplyError], None] = _raise
         """What is done when a profile that is in force turns out not to hold for all ranks."""
@@ -63,7 +65,8 @@ class Applied:
     def report(self) -> Report:
         """One outcome per knob."""
         done = self._present_effects() if self.active else self._effects
-        return report_of(self.resolved, tuple(self._rows), effects=done)
+        unseen = self._present_unseen() if self.active else self._unseen
+        return replace(self._outcomes(), effects=done, unseen=unseen)
 
     @property
     def seeding_calls(self) -> tuple[SeedingCall, ...]:
@@ -96,6 +99,13 @@ class Applied:
 
     def _keep_what_was_done(self) -> None:
         self._calls, self._effects = seeding_calls(), self._present_effects()
+        self._unseen = self._present_unseen()
+
+    def _outcomes(self) -> Report:
+        return report_of(self.resolved, tuple(self._rows))
+
+    def _present_unseen(self) -> tuple[str, ...]:
+        return unseen_kernels() if self.resolved.strict else ()
 
     def _present_effects(self) -> tuple[Effect, ...]:
         policies = {row.knob for row in self._rows}
@@ -107,9 +117,9 @@ class Applied:
             until_done.callback(self._abandon)
             for step in steps:
                 self._rows.append(self._set(step))
-            bad = self.report.having(*STOPPING)
+            bad = self._outcomes().having(*STOPPING)
             if bad and self.resolved.strict:
-                raise ApplyError(refusal(self.resolved, bad), self.report)
+                raise ApplyError(refusal(self.resolved, bad), self._outcomes())
             self._agree_with_other_ranks()
             until_done.pop_all()
 

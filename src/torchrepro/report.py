@@ -80,6 +80,9 @@ class Report:
     effects: tuple[Effect, ...] = ()
     """What the policies among the knobs have done so far, op by op and module by module."""
 
+    unseen: tuple[str, ...] = ()
+    """Custom ops and Triton kernels, which torch's deterministic flag cannot see."""
+
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
 
@@ -121,6 +124,7 @@ class Report:
             "counts": dict(self.counts),
             "knobs": [row.to_json() for row in self.rows],
             "effects": [effect.to_json() for effect in self.effects],
+            "unseen": list(self.unseen),
         }
 
     def __str__(self) -> str:

@@ -6,6 +6,7 @@ that holds it has been imported, so that a program which never imports torch pay
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from importlib import import_module
@@ -65,6 +66,13 @@ def _carry_out(module: str) -> None:
         from torchrepro.tables import announce
 
         announce(applied.report)
+        atexit.register(_tell_what_policies_did)
+
+
+def _tell_what_policies_did() -> None:
+    from torchrepro.tables import announce_effects
+
+    announce_effects(_applied().report)
 
 
 def _steps_for(module: str, steps: Sequence[Step]) -> list[Step]:

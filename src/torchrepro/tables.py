@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import shown
+from torchrepro.errors import shown, some
 from torchrepro.report import Outcome
 
 _state = random.getstate()  # rich draws from the global generator while it is imported
@@ -75,10 +75,23 @@ def announce(report: Report) -> None:
         sys.stderr.write(as_text(*parts) + "\n")
 
 
+def announce_effects(report: Report) -> None:
+    """Tell standard error what the policies of a run have done, if they have done anything."""
+    if os.environ.get("RANK", "0") != "0" or not (report.effects or report.unseen):
+        return
+    _, _, *parts = report_parts(report)
+    title = f"torchrepro: {report.profile}, what its policies did:"
+    if sys.stderr.isatty():
+        _print(Console(stderr=True), title, *parts)
+    else:
+        sys.stderr.write(as_text(title, *parts) + "\n")
+
+
 def report_parts(report: Report) -> tuple[Table | str, ...]:
     """Return all that a report says: its knobs, its summary, what its policies have done."""
     effects = (effects_table(report.effects),) if report.effects else ()
-    return report_table(report), report.summary, *effects
+    unseen = (f"torch's deterministic flag cannot see: {some(report.unseen)}",)
+    return report_table(report), report.summary, *effects, *(unseen if report.unseen else ())
 
 
 def effects_table(effects: Iterable[Effect]) -> Table:
