@@ -15,12 +15,19 @@ if TYPE_CHECKING:
 class AfterImport(MetaPathFinder):
     """Calls back once each of some modules has been imported.
 
-    A module that is only looked for, as by `importlib.util.find_spec`, is waited for on.
+    A name that ends in `*` stands for every module whose name begins with the rest of it. A module
+    that is only looked for, as by `importlib.util.find_spec`, is waited for on.
     """
 
     def __init__(self, modules: Iterable[str], call: Callable[[str], None]) -> None:
-        self.modules = frozenset(modules)
+        names = frozenset(modules)
+        self.beginnings = tuple(name[:-1] for name in names if name.endswith("*"))
+        self.modules = frozenset(name for name in names if not name.endswith("*"))
         self.call = call
+
+    def waits_for(self, module: str) -> bool:
+        """Whether the import of `module` is one of those called back for."""
+        return module in self.modules or module.startswith(self.beginnings)
 
     def watch(self) -> None:
         """Begin to wait; changes `sys.meta_path`."""
@@ -35,7 +42,7 @@ class AfterImport(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in self.modules:
+        if not self.waits_for(fullname):
             return None
         # Only those behind this one: two that wait for one module would ask each other forever.
         behind = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else []

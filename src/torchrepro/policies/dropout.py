@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from torchrepro.policies import compiled, coverage, dropout_ops
+from torchrepro.policies import compiled, coverage, dropout_ops, written_masks
 
 _installed: list[ExitStack] = []  # what takes the overrides back, while they are there
 
@@ -32,8 +32,11 @@ class DropoutPolicy:
 
 def _zero() -> ExitStack:
     with ExitStack() as undo:
+        undo.callback(compiled.forget_compiled)  # the last step: nothing zeroed is compiled after
         for call in dropout_ops.override():
             undo.callback(call)
+        undo.callback(written_masks.restore)
+        written_masks.zero()
         undo.callback(coverage.unwatch)
         coverage.watch()
         compiled.tag("dropout zero")

@@ -57,6 +57,7 @@ def in_force() -> bool:
 
 def _host() -> ExitStack:
     with ExitStack() as undo:
+        undo.callback(compiled.forget_compiled)  # the last step, after all else is taken back
         forget(POLICY)
         if import_module("torch").accelerator.is_available():
             _draw_on_host(undo)

@@ -1,0 +1,329 @@
+"""Every known layer with a mask of its own, tried before, under and after `written_masks.zero`.
+
+    python known_layers.py LIBRARY before|after
+
+makes the layers of LIBRARY before or after `zero`, which in the second case is in force before the
+library is imported, and prints as JSON what each of them did.
+"""
+
+import importlib
+import json
+import random
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torchrepro.policies import written_masks
+
+Call = Callable[[Tensor], Tensor]
+SEEDS = range(12)  # a mask that drops with probability 1/2 is the same for all of them once in 2000
+WIDTH = 8
+_defined: list[torch.library.Library] = []
+
+
+def let_torchvision_be_imported() -> None:
+    """Define what `import torchvision` looks for, where its compiled ops cannot be loaded.
+
+    A wheel built for CUDA has no ops on a torch built without, and its import then fails at the
+    first op that it describes to torch.compile. The layers under test are plain Python and need
+    none of the ops. Where the ops can be loaded, which is wherever torchvision works, this changes
+    nothing.
+    """
+    folder = package_folder("torchvision")
+    if folder is None:
+        return
+    try:
+        for compiled in folder.glob("_C*.so"):
+            torch.ops.load_library(compiled)
+    except OSError:
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for op in ("nms", "qnms"):
+            library.define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _defined.append(library)
+
+
+def package_folder(package: str) -> Path | None:
+    """Return where `package` is installed, without importing it."""
+    spec = find_spec(package)
+    return None if spec is None else Path((spec.submodule_search_locations or ())[0])
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One way to call a known layer, and what it does where nothing is dropped."""
+
+    make: Callable[[], Call]
+    shape: tuple[int, ...] = (32, WIDTH)
+    undropped: Callable[[Call], Call] = lambda _: lambda x: x
+
+    def observe(self, call: Call) -> dict[str, bool]:
+        """Say whether `call` drops, and whether its result and gradient are the undropped ones."""
+        x = torch.randn(self.shape, generator=torch.Generator().manual_seed(1)).abs()
+        expected = _with_gradient(self.undropped(call), x)
+        seen = [_seeded(call, x, seed) for seed in SEEDS]
+        return {
+            "drops": any(not torch.equal(result, seen[0][0]) for result, _ in seen),
+            "result": all(torch.equal(result, expected[0]) for result, _ in seen),
+            "gradient": all(torch.equal(gradient, expected[1]) for _, gradient in seen),
+        }
+
+
+def _seeded(call: Call, x: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    return _with_gradient(call, x)
+
+
+def _with_gradient(call: Call, x: Tensor) -> tuple[Tensor, Tensor]:
+    leaf = x.clone().requires_grad_()
+    result = call(leaf)
+    (gradient,) = torch.autograd.grad((result * result).sum(), leaf)
+    return result.detach(), gradient
+
+
+@dataclass(frozen=True)
+class Module:
+    """Calls a module; without dropout it does what it does in evaluation."""
+
+    module: nn.Module
+    call: Callable[[nn.Module, Tensor], Tensor] = lambda module, x: module(x)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.call(self.module.train(), x)
+
+    def evaluated(self) -> Call:
+        """Return the call in evaluation mode."""
+        return lambda x: self.call(self.module.eval(), x)
+
+
+def module(
+    make: Callable[[], nn.Module],
+    shape: tuple[int, ...],
+    call: Callable[[nn.Module, Tensor], Tensor] = lambda module, x: module(x),
+) -> Layer:
+    """Return the layer that `make` makes, which is undropped in evaluation."""
+    return Layer(lambda: Module(make(), call), shape, lambda made: made.evaluated())
+
+
+def _of(module_name: str, name: str) -> Any:
+    return getattr(importlib.import_module(module_name), name)
+
+
+def torchvision() -> dict[str, Layer]:
+    """Return the layers of torchvision."""
+
+    def op(name: str) -> Any:
+        return _of("torchvision.ops", name)
+
+    plane, space = (4, 2, 8, 8), (4, 2, 6, 6, 6)
+    return {
+        "StochasticDepth by row": Layer(lambda: op("StochasticDepth")(0.5, "row")),
+        "StochasticDepth by batch": Layer(lambda: op("StochasticDepth")(0.5, "batch")),
+        "stochastic_depth": Layer(lambda: partial(op("stochastic_depth"), p=0.5, mode="row")),
+        "DropBlock2d": Layer(lambda: op("DropBlock2d")(0.5, 3), plane),
+        "drop_block2d": Layer(lambda: partial(op("drop_block2d"), p=0.5, block_size=3), plane),
+        "DropBlock3d": Layer(lambda: op("DropBlock3d")(0.5, 3), space),
+        "drop_block3d": Layer(lambda: partial(op("drop_block3d"), p=0.5, block_size=3), space),
+    }
+
+
+def timm() -> dict[str, Layer]:
+    """Return the layers of timm."""
+
+    def dropping(name: str) -> Any:
+        return _of("timm.layers.drop", name)
+
+    def patches(name: str) -> Any:
+        return _of("timm.layers.patch_dropout", name)
+
+    plane, tokens = (4, 2, 8, 8), (4, 9, WIDTH)
+    return {
+        "DropPath": Layer(lambda: dropping("DropPath")(0.5)),
+        "drop_path": Layer(lambda: partial(dropping("drop_path"), drop_prob=0.5, training=True)),
+        "DropBlock2d": Layer(lambda: dropping("DropBlock2d")(0.5, 3), plane),
+        "drop_block_2d": Layer(
+            lambda: partial(dropping("drop_block_2d"), drop_prob=0.5, block_size=3), plane
+        ),
+        "PatchDropout": Layer(lambda: patches("PatchDropout")(0.5), tokens),
+        "PatchDropoutWithIndices": Layer(
+            lambda: _first_of(patches("PatchDropoutWithIndices")(0.5)), tokens
+        ),
+        "ResidualDrop": module(
+            lambda: _of("timm.models.efficientvit_msra", "ResidualDrop")(nn.Conv2d(2, 2, 1), 0.5),
+            (32, 2, 3, 3),
+        ),
+    }
+
+
+def _first_of(layer: nn.Module) -> Call:
+    return lambda x: layer(x)[0]
+
+
+def transformers() -> dict[str, Layer]:
+    """Return transformers' layers that skip layers, and those with masks of other kinds."""
+    sequence = (2, 16, WIDTH)
+    return {
+        **_skipping_layers(),
+        "StableDropout": Layer(lambda: _modeling("sew_d").StableDropout(0.5)),
+        "XDropout": Layer(lambda: lambda x: _modeling("sew_d").XDropout.apply(x, 0.5)),
+        "consistent dropout": Layer(
+            lambda: (
+                lambda x: _modeling("speecht5").SpeechT5SpeechDecoderPrenet._consistent_dropout(
+                    None, x.clamp(0, 1), 0.5
+                )
+            ),
+            sequence,
+            lambda _: lambda x: x.clamp(0, 1),
+        ),
+        "LevitResidualLayer": module(
+            lambda: _modeling("levit").LevitResidualLayer(nn.Linear(WIDTH, WIDTH), 0.5), (32, 1, 8)
+        ),
+        "DacResidualVectorQuantizer": module(_quantizer, (6, WIDTH, 4), lambda made, x: made(x)[0]),
+    }
+
+
+def _skipping_layers() -> dict[str, Layer]:
+    def encoder(made: nn.Module, x: Tensor) -> Tensor:
+        return made(inputs_embeds=x)[0]
+
+    speech = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "layerdrop": 0.5}
+    bart = {"encoder_layerdrop": 0.5, "decoder_layerdrop": 0.5, "dropout": 0.0, "vocab_size": 9}
+    sequence = (2, 16, WIDTH)
+    return {
+        "Wav2Vec2Encoder, by its config": module(
+            lambda: _small("wav2vec2", "Wav2Vec2", "Encoder", speech),
+            sequence,
+            lambda made, x: made(x)[0],
+        ),
+        "Wav2Vec2Adapter, by numpy": module(
+            lambda: _small(
+                "wav2vec2", "Wav2Vec2", "Adapter", {**speech, "output_hidden_size": WIDTH}
+            ),
+            (2, 64, WIDTH),
+        ),
+        "BartEncoder": module(lambda: _small("bart", "Bart", "Encoder", bart), sequence, encoder),
+        "BartDecoder": module(lambda: _small("bart", "Bart", "Decoder", bart), sequence, encoder),
+        "MusicgenDecoder, by Python": module(
+            lambda: _small(
+                "musicgen",
+                "Musicgen",
+                "Decoder",
+                {"layerdrop": 0.5, "dropout": 0.0, "num_codebooks": 1, "vocab_size": 9},
+                "DecoderConfig",
+            ),
+            sequence,
+            encoder,
+        ),
+    }
+
+
+def _modeling(name: str) -> Any:
+    return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+
+
+def _small(folder: str, prefix: str, kind: str, options: Any, config: str = "Config") -> nn.Module:
+    configuration = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
+    sizes = {
+        "hidden_size": WIDTH,
+        "d_model": WIDTH,
+        "num_hidden_layers": 3,
+        "encoder_layers": 3,
+        "decoder_layers": 3,
+        "num_attention_heads": 2,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "intermediate_size": 16,
+        "ffn_dim": 16,
+        "encoder_ffn_dim": 16,
+        "decoder_ffn_dim": 16,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "activation_dropout": 0.0,
+    }
+    made = getattr(configuration, prefix + config)(**{**sizes, **options})
+    layer: nn.Module = getattr(_modeling(folder), prefix + kind)(made)
+    return layer
+
+
+def _quantizer() -> nn.Module:
+    configuration = importlib.import_module("transformers.models.dac.configuration_dac")
+    dac = _modeling("dac")
+    kind = getattr(dac, "DacResidualVectorQuantizer", None) or dac.DacResidualVectorQuantize
+    config = configuration.DacConfig(
+        n_codebooks=4,
+        codebook_size=16,
+        codebook_dim=4,
+        encoder_hidden_size=2,
+        downsampling_ratios=[2, 2],
+        quantizer_dropout=0.5,
+    )
+    layer: nn.Module = kind(config)
+    return layer
+
+
+def drop_paths() -> dict[str, Layer]:
+    """Return every class of transformers that is named for dropping paths."""
+    return {name: Layer(_drop_path(file, name)) for file, name in drop_path_classes()}
+
+
+def drop_path_classes() -> list[tuple[str, str]]:
+    """Return where transformers defines classes called DropPath, read from its source."""
+    folder = package_folder("transformers")
+    return [
+        (".".join(path.relative_to(folder.parent).with_suffix("").parts), name)
+        for path in sorted((folder / "models").rglob("modeling_*.py"))
+        if not re.search(r"_(tf|flax)_", path.name)
+        for name in re.findall(
+            r"^class (\w*DropPath)\(", path.read_text(encoding="utf-8"), re.MULTILINE
+        )
+    ]
+
+
+def _drop_path(file: str, name: str) -> Callable[[], Call]:
+    return lambda: getattr(importlib.import_module(file), name)(0.5)
+
+
+LIBRARIES: dict[str, Callable[[], dict[str, Layer]]] = {
+    "torchvision": torchvision,
+    "timm": timm,
+    "transformers": transformers,
+    "drop_paths": drop_paths,
+}
+
+
+def _observe(library: str, order: str) -> dict[str, dict[str, Any]]:
+    if order == "after":
+        written_masks.zero()
+    let_torchvision_be_imported()
+    layers = LIBRARIES[library]()
+    made = {name: layer.make() for name, layer in layers.items()}
+    before = {name: layers[name].observe(call) for name, call in made.items()}
+    written_masks.zero()
+    under = {name: layers[name].observe(call) for name, call in made.items()}
+    made_under = {name: layer.observe(layer.make()) for name, layer in layers.items()}
+    written_masks.restore()
+    after = {name: layers[name].observe(call) for name, call in made.items()}
+    return {
+        name: {
+            "before": before[name],
+            "under": under[name],
+            "made under": made_under[name],
+            "after": after[name],
+        }
+        for name in layers
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps(_observe(*sys.argv[1:])))

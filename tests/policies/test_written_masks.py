@@ -1,0 +1,320 @@
+"""Layers that draw a dropout mask of their own do not drop while `written_masks.zero` holds."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from torchrepro.imports import AfterImport
+from torchrepro.policies import written_masks
+
+HERE = Path(__file__).parent
+
+
+def _import_beside(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+known_layers = _import_beside("known_layers")
+
+DROPS = {"drops": True, "result": False, "gradient": False}
+NEVER_DROPS = {"drops": False, "result": True, "gradient": True}
+BEFORE = {"before": DROPS, "under": NEVER_DROPS, "made under": NEVER_DROPS, "after": DROPS}
+AFTER = {**BEFORE, "before": NEVER_DROPS}  # made, and its class imported, with `zero` in force
+ORDERS = {"before": BEFORE, "after": AFTER}
+ROWS = [
+    pytest.param(library, name, marks=pytest.mark.slow if library == "transformers" else ())
+    for library in ("torchvision", "timm", "transformers")
+    for name in known_layers.LIBRARIES[library]()
+]
+
+
+def _python(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run Python where this folder's modules and those of `folder` can be imported."""
+    paths = [str(folder)] if folder else []
+    paths += [str(HERE), os.environ.get("PYTHONPATH", "")]
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+    )
+
+
+def _printed(script: str, folder: Path | None = None) -> Any:
+    """Return what a script prints as JSON in its last line."""
+    done = _python("-c", script, folder=folder)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _needs(package: str) -> Path:
+    folder: Path | None = known_layers.package_folder(package)
+    if folder is None:
+        pytest.skip(f"{package} is not installed")
+    return folder
+
+
+@cache
+def _observed(library: str, order: str) -> dict[str, Any]:
+    done = _python(str(HERE / "known_layers.py"), library, order)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("library", "name"), ROWS)
+def test_a_known_layer_drops_except_under_the_policy(library: str, name: str, order: str) -> None:
+    """Under the policy it gives the undropped result and gradient; without, its own again."""
+    _needs(library)
+
+    assert _observed(library, order)[name] == ORDERS[order]
+
+
+@pytest.mark.slow
+def test_every_drop_path_of_transformers_drops_except_under_the_policy() -> None:
+    """What holds for the layers above holds for every class that transformers calls DropPath."""
+    _needs("transformers")
+    observed = _observed("drop_paths", "before")
+
+    assert len(observed) == len(known_layers.drop_path_classes()) > 0
+    assert {name: seen for name, seen in observed.items() if seen != BEFORE} == {}
+
+
+def _copy_of_timm_drop(folder: Path) -> Path:
+    """Put timm's own file of dropping layers into a package that imports nothing else."""
+    source = _needs("timm") / "layers" / "drop.py"
+    copy = folder / "timm" / "layers" / "drop.py"
+    copy.parent.mkdir(parents=True)
+    for package in (copy.parent, copy.parent.parent):
+        (package / "__init__.py").touch()
+    shutil.copyfile(source, copy)
+    return copy
+
+
+START = """
+import copy, importlib, json, pickle, sys, torch
+from torchrepro.policies import written_masks
+x = torch.arange(1.0, 65.0)
+
+def drops(call):
+    return len({tuple(torch.manual_seed(s) and call(x).tolist()) for s in range(8)}) > 1
+"""
+EARLY = (
+    f"{START}from timm.layers.drop import DropPath, drop_path\nimport timm.layers.drop as drop\n"
+)
+
+
+def test_code_of_others_that_calls_a_known_function_does_not_drop(tmp_path: Path) -> None:
+    """A name imported before, a subclass, and a layer of one's own are zeroed like the layer."""
+    _copy_of_timm_drop(tmp_path)
+
+    assert _printed(
+        EARLY
+        + """
+class Sub(DropPath):
+    @property
+    def drop_prob(self): return 0.5
+    @drop_prob.setter
+    def drop_prob(self, value): pass
+    def forward(self, x): return super().forward(x) + 1
+
+class Own(torch.nn.Module):
+    def forward(self, x): return drop_path(x, 0.5, self.training)
+
+layers = [Sub(), Own(), lambda x: drop_path(x, drop_prob=0.5, training=True)]
+seen = [[drops(layer) for layer in layers]]
+written_masks.zero()
+seen.append([drops(layer) for layer in layers])
+written_masks.restore()
+seen.append([drops(layer) for layer in layers])
+print(json.dumps(seen))
+""",
+        tmp_path,
+    ) == [[True] * 3, [False] * 3, [True] * 3]
+
+
+def test_a_layer_looks_the_same_as_ever(tmp_path: Path) -> None:
+    """Its attributes, repr, state, pickle and copy keep its probability; the copy drops later."""
+    _copy_of_timm_drop(tmp_path)
+
+    same, zeroed, dropping = _printed(
+        EARLY
+        + """
+def look(layer):
+    return repr(layer), str(vars(layer)), layer.state_dict(), pickle.dumps(layer), layer.drop_prob
+
+layer = DropPath(0.5)
+before = look(layer)
+written_masks.zero()
+copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), DropPath(layer.drop_prob)]
+same = look(layer) == before
+zeroed = [drops(copied) for copied in copies]
+written_masks.restore()
+print(json.dumps([same, zeroed, [drops(copied) for copied in copies]]))
+""",
+        tmp_path,
+    )
+
+    assert same
+    assert zeroed == [False] * 3
+    assert dropping == [True] * 3
+
+
+def test_compiled_code_follows_after_a_reset(tmp_path: Path) -> None:
+    """torch.compile reads the policy's code as it reads the layer's own, without a graph break."""
+    _copy_of_timm_drop(tmp_path)
+
+    assert _printed(
+        EARLY
+        + """
+layer = DropPath(0.5)
+compiled = torch.compile(layer, backend="eager", fullgraph=True)
+seen = [drops(compiled)]
+written_masks.zero()
+torch._dynamo.reset()
+seen.append(drops(compiled))
+written_masks.restore()
+torch._dynamo.reset()
+print(json.dumps([*seen, drops(compiled)]))
+""",
+        tmp_path,
+    ) == [True, False, True]
+
+
+def test_a_reloaded_module_does_not_drop(tmp_path: Path) -> None:
+    """Functions that come new into a module under the policy are zeroed and restored too."""
+    _copy_of_timm_drop(tmp_path)
+
+    assert _printed(
+        EARLY
+        + """
+written_masks.zero()
+importlib.reload(drop)
+new = lambda x: drop.drop_path(x, 0.5, True)
+seen = [drop.drop_path is drop_path, drops(new)]
+written_masks.restore()
+print(json.dumps([*seen, drops(new)]))
+""",
+        tmp_path,
+    ) == [False, False, True]
+
+
+def test_only_known_functions_change_and_they_come_back_as_they_were(tmp_path: Path) -> None:
+    """Every other function in the process keeps its code; putting it in force twice is once."""
+    _copy_of_timm_drop(tmp_path)
+
+    changed, back, meta_path = _printed(
+        EARLY
+        + """
+import gc, types
+def codes():
+    functions = [f for f in gc.get_objects() if type(f) is types.FunctionType]
+    return {id(f): (f, f.__code__) for f in functions}
+
+before, finders = codes(), list(sys.meta_path)
+written_masks.zero()
+written_masks.zero()
+now = codes()
+changed = [f.__qualname__ for key, (f, code) in before.items() if f.__code__ is not code]
+written_masks.restore()
+written_masks.restore()
+back = all(f.__code__ is code for f, code in before.values())
+print(json.dumps([sorted(changed), back, sys.meta_path == finders]))
+""",
+        tmp_path,
+    )
+
+    assert changed == ["DropBlock2d.forward", "drop_block_2d", "drop_path"]
+    assert back
+    assert meta_path
+
+
+def test_nothing_is_imported() -> None:
+    """Neither torch nor a library with masks is loaded for the policy."""
+    loaded = _printed(
+        "import json, sys\nfrom torchrepro.policies import written_masks\n"
+        "written_masks.zero()\nprint(json.dumps(sorted(sys.modules)))"
+    )
+
+    assert {"torch", "torchvision", "timm", "transformers", "torch_npu"} & set(loaded) == set()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "file.write_text('# edited\\n' + file.read_text())",
+        "file.write_text(file.read_text().replace('1 - drop_prob', '1 + drop_prob'))",
+        "file.write_text('def (')",
+        "file.unlink()",
+    ],
+    ids=["moved", "edited", "broken", "deleted"],
+)
+def test_source_that_is_not_what_runs_is_refused(tmp_path: Path, change: str) -> None:
+    """A file changed since its import is named in an error, and nothing is changed by halves."""
+    copy = _copy_of_timm_drop(tmp_path)
+
+    error, code_kept, finders_kept = _printed(
+        EARLY
+        + f"""
+from pathlib import Path
+finders, code = list(sys.meta_path), drop_path.__code__
+file = Path({str(copy)!r})
+{change}
+try:
+    written_masks.zero()
+except written_masks.SourceMissingError as raised:
+    print(json.dumps([str(raised), drop_path.__code__ is code, sys.meta_path == finders]))
+""",
+        tmp_path,
+    )
+
+    assert "timm.layers.drop" in error
+    assert code_kept
+    assert finders_kept
+
+
+def test_an_import_without_source_goes_through_and_says_so(tmp_path: Path) -> None:
+    """A library shipped as bytecode alone is imported under the policy, which says what drops."""
+    copy = _copy_of_timm_drop(tmp_path)
+    done = _python(
+        "-c",
+        f"import py_compile; py_compile.compile({str(copy)!r}, {str(copy.with_suffix('.pyc'))!r})",
+    )
+    copy.unlink()
+    done = _python("-c", START + "written_masks.zero()\nimport timm.layers.drop\n", folder=tmp_path)
+
+    assert done.returncode == 0
+    assert "torchrepro: dropout is not zeroed: timm.layers.drop" in done.stderr
+
+
+def test_a_name_with_a_star_waits_for_every_module_that_begins_so() -> None:
+    """`a.b.*` stands for the modules below `a.b`, and for no other."""
+    finder = AfterImport(["a.b.*", "c"], print)
+
+    assert [finder.waits_for(name) for name in ("a.b.c", "a.b.c.d", "c")] == [True] * 3
+    assert [finder.waits_for(name) for name in ("a.b", "a.bc", "c.d", "xa.b.c")] == [False] * 4
+    assert not AfterImport([], print).waits_for("c")
+
+
+def test_restore_without_zero_changes_nothing() -> None:
+    """Undo is harmless where there is nothing to undo."""
+    before = list(sys.meta_path)
+    written_masks.restore()
+
+    assert sys.meta_path == before
