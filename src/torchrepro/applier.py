@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import ApplyError, LateError
 from torchrepro.knobs.knob import Missing
-from torchrepro.planner import Plan, Step, aside, make_plan, observe, refusal, report_of
+from torchrepro.planner import (
+    Plan,
+    Step,
+    aside,
+    judged,
+    make_plan,
+    observe,
+    refusal,
+    report_of,
+)
 from torchrepro.policies.effects import effects
 from torchrepro.policies.unseen_kernels import unseen_kernels
 from torchrepro.process import obstacle_to_relaunch, relaunch
@@ -143,7 +152,7 @@ class Applied:
         if expected.outcome in (Outcome.TOO_LATE, Outcome.CONFLICT, Outcome.UNSUPPORTED):
             return expected
         try:
-            return self._write(step)
+            return judged(self._write(step), step.knob, step.value, self.resolved)
         except (Missing, ImportError) as missing:
             return Row(expected.knob, Outcome.UNSUPPORTED, why=str(missing))
         except Exception as error:  # noqa: BLE001 - whatever a library raises is the outcome

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.collective_rows import ORDER_OF_SUMS
+from torchrepro.knobs.npu_limits import cann_too_old, compiled_ops_unheard
 from torchrepro.knobs.refused import WITHOUT_EFFECT
 from torchrepro.planner import Plan, make_plan, observe
 from torchrepro.process import closed_doors
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torchrepro.profile.resolved import Resolved
-
-OLDEST_DETERMINISTIC_CANN = (8, 5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +46,11 @@ class Patient:
     resolved: Resolved
     plan: Plan
     torch: Any
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What the profile asks for, by the name of the knob."""
+        return {step.knob.name: step.value for step in self.plan.steps}
 
     def wants(self, key: str, *values: Any) -> bool:
         """Whether the profile sets `key`, to one of `values` if any are given."""
@@ -98,6 +102,11 @@ def _exported_without_effect(patient: Patient) -> Iterator[Finding]:
 def _conflicts(patient: Patient) -> Iterator[Finding]:
     for row in patient.plan.report.having(Outcome.CONFLICT):
         yield Finding(f"{row.knob}: {row.why}", serious=True)
+
+
+def _ineffective(patient: Patient) -> Iterator[Finding]:
+    for row in patient.plan.report.having(Outcome.INEFFECTIVE):
+        yield Finding(f"{row.knob}: {row.why}")
 
 
 def _too_late(patient: Patient) -> Iterator[Finding]:
@@ -178,26 +187,15 @@ def _hydra_plugin(patient: Patient) -> Iterator[Finding]:
 
 
 def _npu(patient: Patient) -> Iterator[Finding]:
-    npu = sys.modules.get("torch_npu")
-    if npu is None:
+    if "torch_npu" not in sys.modules:
         return
-    deterministic = patient.wants("backends.torch.deterministic_algorithms", "error", "warn")
-    runtime = _cann_runtime(npu)
-    if deterministic and runtime and runtime < OLDEST_DETERMINISTIC_CANN:
+    npu = patient.torch.npu
+    if not npu.is_available():
         yield Finding(
-            f"CANN runtime {'.'.join(map(str, runtime))}: this torch_npu never switches "
-            "determinism on below 8.5",
-            "upgrade CANN",
+            "torch_npu finds no NPU: to ask one for its seed or its state raises",
+            serious=False,
         )
-    compiling = patient.wants("backends.npu.jit_compile", *[True])
-    queue_off = os.environ.get("TASK_QUEUE_ENABLE") == "0" or patient.wants(
-        "env.TASK_QUEUE_ENABLE", "0"
-    )
-    if deterministic and compiling and not queue_off:
-        yield Finding(
-            "jit_compile with the task queue on: torch_npu never forwards determinism",
-            'set backends.npu.jit_compile to false, or env.TASK_QUEUE_ENABLE to "0"',
-        )
+        yield from _determinism_without_device(patient)
     if patient.resolved.guarantee == "aligned" and not patient.wants(
         "backends.npu.conv_allow_hf32"
     ):
@@ -205,19 +203,28 @@ def _npu(patient: Patient) -> Iterator[Finding]:
             "convolutions use HF32 on the NPU unless they are told not to",
             "set backends.npu.conv_allow_hf32 to false",
         )
+    if hasattr(npu, "_DeferredNpuCallError") and not hasattr(npu, "DeferredNpuCallError"):
+        yield Finding(
+            "this torch_npu ends every later use of an NPU with a NameError if a seed or a state "
+            "given before the first use is out of range, even where the program caught the error",
+            "seed with 0 to 2**64 - 1",
+            serious=False,
+        )
     if "torch_npu.contrib.transfer_to_npu" in sys.modules:
         yield Finding("transfer_to_npu is active: what asks for CUDA gets an NPU", serious=False)
 
 
-def _cann_runtime(npu: Any) -> tuple[int, ...] | None:
-    ask = getattr(getattr(npu.npu, "utils", None), "get_cann_version", None)
-    text = str(ask("RUNTIME")) if ask else ""
-    parts = text.split(".")[:2]
-    return tuple(map(int, parts)) if all(part.isdigit() for part in parts) and text else None
+def _determinism_without_device(patient: Patient) -> Iterator[Finding]:
+    """Say for jobs on other machines with this software what no knob here is affected by."""
+    deterministic = patient.wants("backends.torch.deterministic_algorithms", "error", "warn")
+    why = cann_too_old() or compiled_ops_unheard(patient.asked)
+    if deterministic and why:
+        yield Finding(why)
 
 
 CHECKS: tuple[Callable[[Patient], Iterator[Finding]], ...] = (
     _conflicts,
+    _ineffective,
     _exported_values,
     _not_acted_on,
     _cublas,

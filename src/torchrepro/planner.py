@@ -196,9 +196,17 @@ def _expected(knob: Knob, value: Any, facts: Facts) -> Row:
 def _expected_with_needs(knob: Knob, value: Any, resolved: Resolved, facts: Facts) -> Row:
     row = _expected(knob, value, facts)
     if not _lacks(knob, value, resolved):
-        return row
+        return judged(row, knob, value, resolved)
     why = f"it acts on `{knob.needs.partition('.')[0]}`, which the profile does not set"
     return replace(row, outcome=Outcome.UNSUPPORTED, after=row.before, why=why)
+
+
+def judged(row: Row, knob: Knob, value: Any, resolved: Resolved) -> Row:
+    """Return `row`, or that the knob is ineffective although `value` can be read back."""
+    if row.outcome not in (Outcome.APPLIED, Outcome.UNCHANGED) or not knob.can_be_inert:
+        return row
+    why = knob.inert(value, {other.name: asked for other, asked in resolved.settings()})
+    return replace(row, outcome=Outcome.INEFFECTIVE, why=why) if why else row
 
 
 def _lacks(knob: Knob, value: Any, resolved: Resolved) -> bool:

@@ -32,7 +32,7 @@ class Outcome(StrEnum):
     """Does not exist in this process: another torch, absent hardware."""
 
     INEFFECTIVE = "ineffective"
-    """Written, but reading it back gave something else."""
+    """Written, but reading it back gave something else, or nothing here acts on it."""
 
     CONFLICT = "conflict"
     """The user exported another value, which was kept."""

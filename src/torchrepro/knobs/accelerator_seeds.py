@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from inspect import getclosurevars, isfunction
+from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.knob import Missing
 from torchrepro.seeding import devices
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,15 @@ class AcceleratorSeed:
         now = self.read()
         return now is None or now == value
 
+    def inert(self, value: int, asked: Mapping[str, Any]) -> str:
+        seed = None if devices.initialised(self._module()) else _seed_out_of_range(self._module())
+        if seed is None:
+            return ""
+        return (
+            f"the program gave torch.{self.device} the seed {seed}, which is out of range and "
+            "waits for device init, where it fails every time"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class _Queued:
@@ -80,6 +93,19 @@ def _queue(module: Any) -> Any:
     """
     tracker = getattr(module, "_lazy_seed_tracker", None)
     return list(getattr(module, "_queued_calls", ())), dict(vars(tracker)) if tracker else None
+
+
+def _seed_out_of_range(module: Any) -> int | None:
+    """Return a seed among those that wait for device init with which no generator can start.
+
+    torch queues a seed before it looks at it, and raises only then. Private (``_queued_calls``),
+    see `_queue`; where it is gone no such seed is found.
+    """
+    for call, _ in getattr(module, "_queued_calls", ()):
+        seed = getclosurevars(call).nonlocals.get("seed") if isfunction(call) else None
+        if isinstance(seed, int) and not -(2**63) <= seed < 2**64:
+            return seed
+    return None
 
 
 def _put_back_queue(module: Any, queue: Any) -> bool:

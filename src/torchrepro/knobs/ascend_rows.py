@@ -11,9 +11,6 @@ TASK_QUEUE = Text("[012]", '"0", "1", "2"', "torch_npu parses a word as 0 and ra
 LAUNCH_BLOCKING = Text(
     "[01]", '"0", "1"', "torch_npu parses a word such as true as 0, which is off"
 )
-LAUNCH_BLOCKING = Text(
-    "[01]", '"0", "1"', "torch_npu parses a word such as true as 0, which is off"
-)
 EXACTLY_ONE = Text("[01]", '"0", "1"', 'only the exact text "1" counts; a word such as true is off')
 
 ASCEND = (

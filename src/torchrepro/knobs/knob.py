@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torchrepro.knobs.legal import Legal
 
@@ -121,6 +121,19 @@ class Knob:
         """Why `value` cannot be set in this process although the state is there, if so."""
         refuses = getattr(self.access, "refuses", None)
         return str(refuses(value)) if refuses else ""
+
+    def inert(self, value: Any, asked: Mapping[str, Any]) -> str:
+        """Why `value`, although it can be set and read back, would act on nothing here, if so.
+
+        `asked` holds what the whole profile asks for, by the name of the knob.
+        """
+        judge = getattr(self.access, "inert", None)
+        return str(judge(value, asked)) if judge and self.can_be_inert else ""
+
+    @property
+    def can_be_inert(self) -> bool:
+        """Whether there are processes in which the knob holds a value that acts on nothing."""
+        return self.loaded and hasattr(self.access, "inert")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,25 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.knob import Calls, Knob, Missing
 from torchrepro.knobs.legal import OneOf, Switch, Whole
+from torchrepro.knobs.npu_limits import (
+    CUBE_MATH_LOWERS,
+    determinism_unheard,
+    matmul_decided_elsewhere,
+)
+from torchrepro.knobs.npu_state import native, npu, option_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DOCS = "https://pypi.org/project/torch-npu/"
-_CUBE_MATH = (
-    "KEEP_DTYPE",
-    "ALLOW_FP32_DOWN_PRECISION",
-    "USE_FP16",
-    "USE_HF32",
-    "USE_FP32_ADD",
-)
-
-
-def _npu() -> Any:
-    npu = getattr(import_module("torch"), "npu", None)
-    if npu is None:
-        raise Missing("no torch_npu in this process")
-    return npu
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +36,8 @@ class NpuOption:
     unset: Any = None
     """What holds while the option is empty; None where that depends on the chip."""
 
-    def _text(self) -> str:
-        """Return the option's text.
-
-        Private (``_C._npu_getOption``): the public readers initialise the device, raise for an
-        option that nobody set, or do not exist. Where it is gone the knob is unsupported.
-        """
-        if not hasattr(_npu(), "set_option"):
-            raise Missing("this torch.npu has no set_option")
-        getter = getattr(import_module("torch_npu")._C, "_npu_getOption", None)  # noqa: SLF001
-        raw = getter(self.name) if getter else None
-        if raw is None:
-            raise Missing(f"this torch_npu has no option {self.name}")
-        return str(raw.decode())
-
     def read(self) -> Any:
-        text = self._text()
+        text = option_text(self.name)
         values = {known: value for value, known in self.texts.items()}
         return values.get(text, text) if text else self.unset
 
@@ -67,7 +45,7 @@ class NpuOption:
         self._set(self.texts[value])
 
     def save(self) -> Any:
-        return self._text()
+        return option_text(self.name)
 
     def restore(self, saved: Any) -> None:
         self._set(saved)
@@ -75,7 +53,7 @@ class NpuOption:
     def _set(self, text: str) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch_npu announces future removals of options
-            _npu().set_option({self.name: text})
+            npu().set_option({self.name: text})
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +67,8 @@ class JitCompile(NpuOption):
 
     def read(self) -> Any:
         value = NpuOption.read(self)
-        if value is None and _npu().is_initialized():
-            return not _npu().is_jit_compile_false()
+        if value is None and npu().is_initialized():
+            return not npu().is_jit_compile_false()
         return value
 
     def save(self) -> Any:
@@ -98,8 +76,16 @@ class JitCompile(NpuOption):
         return "" if value is None else self.texts[value]
 
     def restore(self, saved: Any) -> None:
-        if saved or not _npu().is_initialized():
+        if saved or not npu().is_initialized():
             self._set(saved)
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulHf32(NpuOption):
+    """The older switch for matrix products, over which cube_math_type wins once it is set."""
+
+    def inert(self, value: Any, asked: Mapping[str, Any]) -> str:
+        return matmul_decided_elsewhere(value, asked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +93,10 @@ class DeterministicLevel:
     """torch_npu's level, next to torch's flag, which the public setter moves along with it."""
 
     def read(self) -> Any:
-        if not hasattr(_npu(), "set_deterministic_level"):
+        getter = native("_npu_get_deterministic_level")
+        if getter is None or not hasattr(npu(), "set_deterministic_level"):
             raise Missing("this torch_npu has no set_deterministic_level")
-        # Private: the public-looking reader writes the level back when it disagrees with the flag.
-        return int(import_module("torch_npu")._C._npu_get_deterministic_level())  # noqa: SLF001
+        return int(getter())
 
     def write(self, value: int) -> None:
         torch = import_module("torch")
@@ -119,7 +105,7 @@ class DeterministicLevel:
             torch.set_deterministic_debug_mode("error" if value > 0 else "default")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it always warns against mixing it with torch's flag
-            _npu().set_deterministic_level(value)
+            npu().set_deterministic_level(value)
 
     def save(self) -> Any:
         return self.read(), import_module("torch").get_deterministic_debug_mode()
@@ -128,6 +114,9 @@ class DeterministicLevel:
         level, mode = saved
         self.write(level)
         import_module("torch").set_deterministic_debug_mode(mode)
+
+    def inert(self, value: Any, asked: Mapping[str, Any]) -> str:
+        return determinism_unheard(asked) if value else ""
 
 
 def _option(field: str, access: NpuOption, summary: str, cost: str, *aliases: str) -> Knob:
@@ -180,14 +169,14 @@ NPU = (
     ),
     _option(
         "matmul_allow_hf32",
-        NpuOption("ALLOW_MATMUL_HF32", _ENABLE, unset=False),
+        MatmulHf32("ALLOW_MATMUL_HF32", _ENABLE, unset=False),
         "float32 matrix products may drop mantissa bits (HF32).",
         "off: slower products",
         "torch.npu.matmul.allow_hf32",
     ),
     _option(
         "cube_math_type",
-        NpuOption("CUBE_MATH_TYPE", {name: str(n) for n, name in enumerate(_CUBE_MATH)}),
+        NpuOption("CUBE_MATH_TYPE", {name: str(n) for n, name in enumerate(CUBE_MATH_LOWERS)}),
         "How the matrix unit computes; once set it wins over matmul_allow_hf32.",
         "KEEP_DTYPE: slowest and most exact",
         "torch.npu.matmul.cube_math_type",

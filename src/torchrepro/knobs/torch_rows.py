@@ -8,15 +8,55 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.knob import Attribute, Calls, Knob, Missing, Phase, Scope
 from torchrepro.knobs.legal import OneOf, Switch
+from torchrepro.knobs.npu_limits import determinism_unheard
+from torchrepro.knobs.npu_state import native
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 ALGORITHMS = (
     "https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html"
 )
 _MODES = ("none", "warn", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class DeterministicAlgorithms(Calls):
+    """torch's flag, which an NPU hears of only where torch_npu forwards it."""
+
+    def inert(self, value: Any, asked: Mapping[str, Any]) -> str:
+        return determinism_unheard(asked) if value != "none" else ""
+
+
+@dataclass(frozen=True, slots=True)
+class FillUninitializedMemory(Attribute):
+    """torch's switch, and the copy of it by which torch_npu goes.
+
+    The copy is off at the start and follows only when the switch is written, so on an NPU the
+    switch does nothing until then, although it reads true
+    (https://github.com/Ascend/pytorch, torch_npu/utils/_deterministic.py).
+    """
+
+    def holds(self, value: bool) -> bool:  # noqa: FBT001 - the value of a boolean knob
+        return bool(self.read() == value and self._copy() in (value, None))
+
+    def save(self) -> Any:
+        return self.read(), self._copy()
+
+    def restore(self, saved: Any) -> None:
+        flag, copy = saved
+        Attribute.restore(self, flag)
+        setter = native("_npu_set_fill_uninitialized_memory")
+        if setter and copy is not None:
+            setter(copy)
+
+    def _copy(self) -> bool | None:
+        getter = native("_npu_get_fill_uninitialized_memory")
+        return bool(getter()) if getter else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +125,7 @@ TORCH = (
         name="backends.torch.deterministic_algorithms",
         target="torch",
         legal=OneOf(_MODES),
-        access=Calls(
+        access=DeterministicAlgorithms(
             "torch",
             "get_deterministic_debug_mode",
             "set_deterministic_debug_mode",
@@ -104,7 +144,7 @@ TORCH = (
         name="backends.torch.fill_uninitialized_memory",
         target="torch",
         legal=Switch(),
-        access=Attribute("torch.utils.deterministic", "fill_uninitialized_memory"),
+        access=FillUninitializedMemory("torch.utils.deterministic", "fill_uninitialized_memory"),
         library="torch",
         summary="Under deterministic algorithms torch.empty and its like are filled with NaN or "
         "the largest integer, so that a read of uninitialised memory shows.",

@@ -34,6 +34,18 @@ def ops_with_device_kernels() -> Iterator[Any]:
             yield op
 
 
+def factories_of_devices() -> Iterator[Any]:
+    """Yield the random ops that a device of its own kind makes tensors with, and torch places.
+
+    Their calls reach no other place between torch, which finds the device, and the kernel.
+    """
+    seeded = import_module("torch").Tag.nondeterministic_seeded
+    for op in ops_named(*(name for name in op_names() if name.startswith("aten::"))):
+        own = has_kernel(op, "BackendSelect") and has_kernel(op, "PrivateUse1")
+        if own and seeded in op.tags:
+            yield op
+
+
 def take_apart() -> Iterator[Callable[[], None]]:
     """Have attention and recurrent layers that drop made of other ops; yield what undoes it.
 

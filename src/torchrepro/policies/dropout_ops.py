@@ -46,6 +46,9 @@ PROBABILITIES = {
 }
 """Arguments of larger kernels that drop inside, and the value with which they drop nothing."""
 
+OF_ASCEND = {"p": 0.0, "prob": 0.0}
+"""The same for the ops of torch_npu that have dropout in their name."""
+
 _NAMESPACES = ("aten::", "npu::")
 
 
@@ -173,10 +176,12 @@ def _larger_kernels() -> Iterator[tuple[Any, tuple[tuple[int, str, float], ...]]
     """Yield every kernel that drops inside, with the arguments that say so."""
     names = (name for name in op_names() if name.startswith(_NAMESPACES))
     for op in ops_named(*names):
+        of_ascend = op.name().startswith("npu::") and "dropout" in op.name()
+        neutral = {**PROBABILITIES, **(OF_ASCEND if of_ascend else {})}
         places = tuple(
-            (position, argument.name, PROBABILITIES[argument.name])
+            (position, argument.name, neutral[argument.name])
             for position, argument in enumerate(op._schema.arguments)  # noqa: SLF001 - the schema has no public reader
-            if argument.name in PROBABILITIES and str(argument.type) == "float"
+            if argument.name in neutral and str(argument.type) == "float"
         )
         if places and can_be_interposed(op):
             yield op, places

@@ -10,6 +10,7 @@ compiles calls these ops too, by its option `fallback_random`.
 from __future__ import annotations
 
 import sys
+import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -69,6 +70,13 @@ def _host() -> ExitStack:
 
 def _draw_on_host(undo: ExitStack) -> None:
     generators = HostGenerators()
+    factories = import_module("torch").library.Library("aten", "IMPL")
+    undo.callback([factories].clear)  # dropping the library takes its kernels back
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that the device has kernels of its own
+        for op in drawn_inside.factories_of_devices():
+            name = op.name().partition("::")[2]
+            factories.impl(name, partial(_on_host, op, generators, op), "PrivateUse1")
     for op in (*random_ops(), *drawn_inside.ops_with_device_kernels()):
         undo.callback(withdraw, op, Place.HOST_RNG)
         interpose(op, Place.HOST_RNG, partial(_on_host, op, generators))

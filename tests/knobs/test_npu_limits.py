@@ -1,0 +1,167 @@
+"""Where an NPU would not hear of a setting, decided from what torch_npu says about itself."""
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from torchrepro.doctor import examine
+from torchrepro.knobs import npu_limits
+from torchrepro.profile.load import resolve
+
+Has = Callable[..., None]
+
+
+@pytest.fixture
+def has_npu(monkeypatch: pytest.MonkeyPatch) -> Has:
+    """Put a stand-in for torch_npu in this process, with the answers that are given."""
+
+    def has_npu(
+        *, cann: str = "9.2.0", devices: int = 2, used: bool = False, queue: int = 1, **options: str
+    ) -> None:
+        texts = defaultdict(str, options)
+        native = ModuleType("torch_npu")
+        native._C = SimpleNamespace(_npu_getOption=lambda name: texts[name].encode())
+        npu = SimpleNamespace(
+            is_available=lambda: devices > 0,
+            is_initialized=lambda: used,
+            is_jit_compile_false=lambda: texts["jitCompile"] != "enable",
+            get_task_queue_enable=lambda: queue,
+            set_option=texts.update,
+            utils=SimpleNamespace(get_cann_version=lambda part: cann if part == "RUNTIME" else ""),
+            _sync_deterministic_level=lambda level: level,
+        )
+        monkeypatch.setitem(sys.modules, "torch_npu", native)
+        monkeypatch.setattr(torch, "npu", npu, raising=False)
+        for name in ("TASK_QUEUE_ENABLE", "ASCEND_LAUNCH_BLOCKING"):
+            monkeypatch.delenv(name, raising=False)
+
+    return has_npu
+
+
+@pytest.mark.parametrize(
+    ("cann", "heard"),
+    [
+        *(("8.3.0", False), ("8.4.9", False), ("8.0.RC3", False), ("7.0.1", False)),
+        *(("8.5.0", True), ("8.5.0.alpha001", True), ("9.0.0", True), ("10.1.0", True)),
+        ("", True),
+    ],
+)
+def test_determinism_is_unheard_below_cann_8_5(has_npu: Has, cann: str, heard: bool) -> None:
+    """Exactly the runtimes below 8.5 that are known keep determinism from the NPU."""
+    has_npu(cann=cann)
+
+    assert (npu_limits.determinism_unheard({}) == "") == heard
+
+
+def test_an_older_torch_npu_told_every_cann(has_npu: Has) -> None:
+    """A torch_npu from before level 3 forwards determinism to any CANN."""
+    has_npu(cann="8.3.0")
+    del torch.npu._sync_deterministic_level
+
+    assert npu_limits.determinism_unheard({}) == ""
+
+
+def test_without_a_device_nothing_is_unheard(has_npu: Has) -> None:
+    """A machine without an NPU computes on the CPU, which torch's flag reaches."""
+    has_npu(cann="8.3.0", devices=0)
+
+    assert npu_limits.determinism_unheard({}) == ""
+    assert "8.3" in npu_limits.cann_too_old()
+
+
+JIT = "backends.npu.jit_compile"
+QUEUE = "backends.npu.task_queue"
+
+
+@pytest.mark.parametrize(
+    ("answers", "asked", "heard"),
+    [
+        ({}, {}, True),
+        ({"jitCompile": "enable"}, {}, False),
+        ({"jitCompile": "enable", "used": True}, {}, False),
+        ({"jitCompile": "enable", "used": True, "queue": 0}, {}, True),
+        ({"jitCompile": "enable"}, {JIT: False}, True),
+        ({}, {JIT: True}, False),
+        ({}, {JIT: True, QUEUE: 0}, True),
+        ({"queue": 0}, {JIT: True, QUEUE: 1}, False),
+        ({}, {JIT: True, "env.TASK_QUEUE_ENABLE": "0"}, True),
+        ({"used": True}, {JIT: True, "env.TASK_QUEUE_ENABLE": "0"}, False),
+        ({}, {JIT: True, "env.ASCEND_LAUNCH_BLOCKING": "1"}, True),
+        ({}, {JIT: True, "env.ASCEND_LAUNCH_BLOCKING": "0"}, False),
+    ],
+)
+def test_compiled_ops_behind_the_queue_are_unheard(
+    has_npu: Has, answers: dict[str, Any], asked: dict[str, Any], heard: bool
+) -> None:
+    """What the profile asks for counts first, then what is in use, then the variables."""
+    has_npu(**answers)
+
+    assert (npu_limits.determinism_unheard(asked) == "") == heard
+
+
+@pytest.mark.parametrize(
+    ("set_before", "asked", "allow", "decides"),
+    [
+        ("", None, False, True),
+        ("0", None, False, True),
+        ("4", None, False, True),
+        ("3", None, False, False),
+        ("1", None, False, False),
+        ("3", None, True, True),
+        ("0", None, True, False),
+        ("3", "KEEP_DTYPE", False, True),
+        ("", "USE_HF32", False, False),
+    ],
+)
+def test_cube_math_type_wins_over_the_hf32_switch(
+    has_npu: Has, set_before: str, asked: str | None, allow: bool, decides: bool
+) -> None:
+    """The switch is said to decide exactly where a cube_math_type would have it so too."""
+    has_npu(CUBE_MATH_TYPE=set_before)
+    wanted = {} if asked is None else {"backends.npu.cube_math_type": asked}
+
+    assert (npu_limits.matmul_decided_elsewhere(allow, wanted) == "") == decides
+
+
+def test_another_back_end_called_npu_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch.npu that offers nothing but devices makes no knob ineffective."""
+    npu = SimpleNamespace(is_available=lambda: True)
+    monkeypatch.setattr(torch, "npu", npu, raising=False)
+
+    assert npu_limits.determinism_unheard({}) == ""
+    assert npu_limits.matmul_decided_elsewhere(False, {}) == ""
+
+
+@pytest.mark.parametrize("devices", [0, 2])
+@pytest.mark.parametrize(
+    ("cann", "overrides", "words"),
+    [
+        ("8.3.0", [], ["below 8.5"]),
+        ("9.2.0", ["backends.npu.jit_compile=true"], ["jit_compile on"]),
+        ("8.3.0", ["backends.npu.jit_compile=true"], ["below 8.5"]),
+        ("9.2.0", [], []),
+    ],
+)
+def test_doctor_says_once_what_the_npu_would_not_hear(
+    has_npu: Has, devices: int, cann: str, overrides: list[str], words: list[str]
+) -> None:
+    """With devices and on a machine without, doctor has one serious finding per reason."""
+    has_npu(cann=cann, devices=devices)
+    found = [finding.what for finding in examine(resolve("debug-strict", overrides))]
+    about = [what for what in found if "determinism" in what]
+
+    assert [word for word, what in zip(words, about, strict=True) if word in what] == words
+
+
+def test_doctor_says_where_there_is_no_npu(has_npu: Has) -> None:
+    """doctor says that torch_npu finds no device exactly where it finds none."""
+    for devices in (0, 2):
+        has_npu(devices=devices)
+        found = [finding.what for finding in examine(resolve("seed-only", []))]
+
+        assert any("finds no NPU" in what for what in found) == (devices == 0)
