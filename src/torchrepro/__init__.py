@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from torchrepro.errors import TorchreproError as TorchreproError
     from torchrepro.planner import Plan as Plan
     from torchrepro.planner import plan as plan
+    from torchrepro.policies.module_placement import place_modules as place_modules
+    from torchrepro.policies.replacements import register_replacement as register_replacement
+    from torchrepro.policies.replacements import unregister_replacement as unregister_replacement
     from torchrepro.profile.load import load as load
     from torchrepro.profile.schema import Profile as Profile
     from torchrepro.report import Outcome as Outcome
@@ -53,8 +56,10 @@ _HOME = {
     "dataloader_kwargs": "torchrepro.seeding.dataloaders",
     "isolated_rng": "torchrepro.seeding.scopes",
     "load": "torchrepro.profile.load",
+    "place_modules": "torchrepro.policies.module_placement",
     "plan": "torchrepro.planner",
     "register_generator": "torchrepro.seeding.registered",
+    "register_replacement": "torchrepro.policies.replacements",
     "register_seeder": "torchrepro.seeding.libraries",
     "rng_state": "torchrepro.seeding.snapshot",
     "sample_rng": "torchrepro.seeding.drawing",
@@ -64,6 +69,7 @@ _HOME = {
     "set_rng_state": "torchrepro.seeding.snapshot",
     "stream": "torchrepro.seeding.streams",
     "unregister_generator": "torchrepro.seeding.registered",
+    "unregister_replacement": "torchrepro.policies.replacements",
     "use_mesh": "torchrepro.seeding.mesh",
 }
 

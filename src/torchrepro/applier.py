@@ -22,6 +22,7 @@ from torchrepro.planner import (
     report_of,
 )
 from torchrepro.policies.effects import effects
+from torchrepro.policies.refusals import handle_with
 from torchrepro.policies.unseen_kernels import unseen_kernels
 from torchrepro.process import obstacle_to_relaunch, relaunch
 from torchrepro.profile.load import resolve
@@ -58,7 +59,11 @@ class Applied:
         self._unseen: tuple[str, ...] = ()
         self._agreement: Agreement | None = None
         self.refuse: Callable[[ApplyError], None] = _raise
-        """What is done when a profile that is in force turns out not to hold for all ranks."""
+        """What is done when a profile in force turns out not to hold, on this rank or for all."""
+        self._undo.callback(handle_with(self._refuse))
+
+    def _refuse(self, error: ApplyError) -> None:
+        self.refuse(error)  # looked up when it is needed: whoever holds this may have set it since
 
     @property
     def resolved(self) -> Resolved:

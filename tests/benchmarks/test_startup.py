@@ -1,19 +1,22 @@
 """What torchrepro costs at start-up, against python, torch and the closest peer, in one run.
 
-Every figure is the median of whole processes, the two sides of a ratio taken in turn, so that a
-busy moment of the machine meets both.
+Every figure is the median of whole processes; what is compared is timed in pairs.
 """
 
+import operator
 import os
 import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from torchrepro.tables import as_text, table
+
+from .paired import compare
 
 pytestmark = pytest.mark.benchmark
 
@@ -59,11 +62,14 @@ def _python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def _paired_wall(one: list[str], two: list[str]) -> tuple[float, float]:
-    """Return the median wall times of two commands run in turn, in seconds."""
-    _run(one), _run(two)
-    pairs = [(_run(one)[0], _run(two)[0]) for _ in range(ROUNDS)]
-    return statistics.median(p[0] for p in pairs), statistics.median(p[1] for p in pairs)
+def _wall(code: str) -> float:
+    """Return the wall time of a Python that runs `code`, in seconds."""
+    return _run(_python(code))[0]
+
+
+def _said(code: str) -> float:
+    """Return the seconds that `code` prints in a Python of its own."""
+    return float(_run(_python(code))[1])
 
 
 def _report(title: str, rows: list[tuple[str, str]]) -> None:
@@ -72,15 +78,15 @@ def _report(title: str, rows: list[tuple[str, str]]) -> None:
 
 def test_import_adds_at_most_20_ms() -> None:
     """`import torchrepro` adds at most 20 ms to `python -c pass`."""
-    bare, ours = _paired_wall(_python("pass"), _python("import torchrepro"))
-    added = ours - bare
+    bare, ours = partial(_wall, "pass"), partial(_wall, "import torchrepro")
+    seen = compare(bare, ours, 0.020, by=operator.sub)
     rows = [
-        ("python -c pass", f"{bare * 1e3:.1f} ms"),
-        ("import torchrepro", f"{ours * 1e3:.1f} ms"),
+        ("python -c pass", f"{seen.plain * 1e3:.1f} ms"),
+        ("import torchrepro", f"{seen.other * 1e3:.1f} ms"),
     ]
-    _report("import", [*rows, ("added (at most 20 ms)", f"{added * 1e3:.1f} ms")])
+    _report("import", [*rows, seen.cells("added", 0.020, 1e3, " ms")])
 
-    assert added <= 0.020
+    assert not seen.refutes(0.020)
 
 
 @pytest.mark.parametrize("words", [["list"], ["show", "debug-strict"]], ids=" ".join)
@@ -97,18 +103,14 @@ def test_reading_commands_take_at_most_600_ms(words: list[str]) -> None:
 def test_apply_costs_at_most_a_tenth_of_the_peer() -> None:
     """`apply("debug-strict")` takes at most 0.1x of transformers' helper, both cold."""
     pytest.importorskip("transformers", reason="the peer is not installed")
-    _run(_python(APPLY)), _run(_python(PEER))
-    pairs = [(float(_run(_python(APPLY))[1]), float(_run(_python(PEER))[1])) for _ in range(ROUNDS)]
-    ours = statistics.median(p[0] for p in pairs)
-    peer = statistics.median(p[1] for p in pairs)
+    seen = compare(partial(_said, PEER), partial(_said, APPLY), 0.1)
     rows = [
-        ('torchrepro.apply("debug-strict")', f"{ours * 1e3:.1f} ms"),
-        ("transformers.enable_full_determinism(1)", f"{peer * 1e3:.1f} ms"),
-        ("ratio (at most 0.1)", f"{ours / peer:.3f}"),
+        ('torchrepro.apply("debug-strict")', f"{seen.other * 1e3:.1f} ms"),
+        ("transformers.enable_full_determinism(1)", f"{seen.plain * 1e3:.1f} ms"),
     ]
-    _report("first call after import torch", rows)
+    _report("first call after import torch", [*rows, seen.cells("ratio", 0.1)])
 
-    assert ours / peer <= 0.1
+    assert not seen.refutes(0.1)
 
 
 def test_apply_reaches_the_end_state_of_the_peer() -> None:
@@ -123,15 +125,13 @@ def test_apply_reaches_the_end_state_of_the_peer() -> None:
 
 def test_a_whole_process_costs_at_most_1_3_times_importing_torch() -> None:
     """`import torch, torchrepro; torchrepro.apply(...)` takes at most 1.3x of `import torch`."""
-    bare, ours = _paired_wall(
-        _python("import torch"),
-        _python("import torch, torchrepro; torchrepro.apply('debug-strict')"),
-    )
+    bare = partial(_wall, "import torch")
+    ours = partial(_wall, "import torch, torchrepro; torchrepro.apply('debug-strict')")
+    seen = compare(bare, ours, 1.3)
     rows = [
-        ("import torch", f"{bare * 1e3:.0f} ms"),
-        ("import torch, torchrepro; apply", f"{ours * 1e3:.0f} ms"),
-        ("ratio (at most 1.3)", f"{ours / bare:.3f}"),
+        ("import torch", f"{seen.plain * 1e3:.0f} ms"),
+        ("import torch, torchrepro; apply", f"{seen.other * 1e3:.0f} ms"),
     ]
-    _report("whole process", rows)
+    _report("whole process", [*rows, seen.cells("ratio", 1.3)])
 
-    assert ours / bare <= 1.3
+    assert not seen.refutes(1.3)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrepro.knobs.catalogue import CATALOGUE, other_names
-from torchrepro.knobs.legal import OneOf, Patterns, RankPolicies, Seeds, Switch, Whole
+from torchrepro.knobs.legal import Fallback, OneOf, Patterns, RankPolicies, Seeds, Switch, Whole
 from torchrepro.profile.json_schema import json_schema
 
 LEGAL_TEXTS = {
@@ -36,6 +36,7 @@ KNOBS = _by_key()
 
 MAPPINGS = {
     Patterns: [{}, {"encoder.*": "cpu"}],
+    Fallback: ["error", "cpu", {"ops": {"cumsum": "cpu", "median": "native"}}],
     Seeds: [{}, {"split": 0, "a b": 2**32 - 1}],
     RankPolicies: ["distinct", "same", {"dp": "distinct", "tp": "same"}],
 }

@@ -144,19 +144,33 @@ class Digits:
 
 @dataclass(frozen=True, slots=True)
 class Patterns:
-    """A mapping from patterns of names to words."""
+    """A mapping from patterns of names of modules to devices."""
 
-    words: str = "a mapping such as {encoder.*: cpu}"
+    device: Text = Text(r"[a-z_][a-z0-9_]*(:[0-9]{1,4})?", "cpu, cuda, npu, xpu, mps")
+    words: str = "a mapping such as {encoder.layer.*: cpu}, of devices such as cpu, cuda or cuda:1"
 
     def complaint(self, value: Any) -> str:
-        texts = isinstance(value, Mapping) and all(isinstance(v, str) for v in value.values())
-        return "" if texts else "not a mapping of patterns to words"
+        mapping = isinstance(value, Mapping)
+        return self.wrong_part(value)[1] if mapping else "not a mapping of patterns to devices"
+
+    def wrong_part(self, value: Any) -> tuple[tuple[str, ...], str]:
+        """Return the key of the first part of `value` that is wrong, if any, and why it is."""
+        for pattern, device in value.items() if isinstance(value, Mapping) else ():
+            if not isinstance(pattern, str) or not pattern:
+                return (), "a key is not the name of a module"
+            if isinstance(device, Mapping):
+                return (pattern,), "not a device: write the whole name of a module as one key"
+            if device is not None and self.device.complaint(device):
+                return (pattern,), "not the name of a device"
+        return (), ""
 
     def json_schema(self) -> dict[str, Any]:
-        return {"type": "object", "additionalProperties": {"type": "string"}}
+        word = {"type": "string", "pattern": f"^{self.device.pattern}$"}
+        one = {"anyOf": [word, {"type": "null"}]}
+        return {"type": "object", "additionalProperties": one}
 
     def choices(self) -> tuple[str, ...]:
-        return ()
+        return self.device.choices()
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +216,45 @@ class RankPolicies:
 
     def choices(self) -> tuple[str, ...]:
         return self.one.choices()
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """One word for all ops without a deterministic kernel, or one per op."""
+
+    one: OneOf = OneOf(("error", "cpu"))
+    per_op: OneOf = OneOf(("cpu", "error", "native"))
+
+    @property
+    def words(self) -> str:
+        return f"{self.one.words}, or per op as in {{ops: {{cumsum: cpu}}}}: {self.per_op.words}"
+
+    def complaint(self, value: Any) -> str:
+        if not isinstance(value, Mapping):
+            return self.one.complaint(value)
+        return self.wrong_part(value)[1]
+
+    def wrong_part(self, value: Any) -> tuple[tuple[str, ...], str]:
+        """Return the keys that lead to the first part of `value` that is wrong, and why it is."""
+        for key, ops in value.items() if isinstance(value, Mapping) else ():
+            if key != "ops":
+                return (str(key),), "unknown key: only `ops` belongs here"
+            if not isinstance(ops, Mapping):
+                return (key,), "not a mapping of ops to words"
+            for op, word in ops.items():
+                complaint = "" if word is None else self.per_op.complaint(word)
+                if complaint or not isinstance(op, str):
+                    return (key, str(op)), complaint or "not the name of an op"
+        return (), ""
+
+    def json_schema(self) -> dict[str, Any]:
+        word = {"anyOf": [self.per_op.json_schema(), {"type": "null"}]}
+        ops = {"type": "object", "additionalProperties": word}
+        mapping = {"type": "object", "properties": {"ops": ops}, "additionalProperties": False}
+        return {"anyOf": [self.one.json_schema(), mapping]}
+
+    def choices(self) -> tuple[str, ...]:
+        return (*self.per_op.choices(), "ops")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torchrepro.knobs.knob import Knob, Missing
-from torchrepro.knobs.legal import OneOf, Patterns, RankPolicies, Seeds, Whole
+from torchrepro.knobs.fallback import FallbackPolicy
+from torchrepro.knobs.inherited import Inherited
+from torchrepro.knobs.knob import Knob, Missing, Scope
+from torchrepro.knobs.legal import Fallback, OneOf, Patterns, RankPolicies, Seeds, Whole
 from torchrepro.policies.dropout import DropoutPolicy
 from torchrepro.policies.host_rng import HostRngPolicy
+from torchrepro.policies.module_placement import ModulesPolicy
 from torchrepro.seeding.loader_hook import SeedingPolicy, WorkersPolicy
 from torchrepro.seeding.seed_plan import PlanField
 
@@ -63,35 +66,53 @@ def _policy(  # noqa: PLR0913, PLR0917 - the columns of a row
     )
 
 
+def _everywhere(name: str, legal: Any, policy: Any, at_rest: Any, *texts: str) -> Knob:
+    """Return the row of a policy that every thread and every data-loading worker is under."""
+    access = Inherited(name, policy, at_rest)
+    return _policy(name, legal, access, *texts, scope=Scope.EVERY_THREAD)
+
+
 POLICIES = (
-    _policy(
+    _everywhere(
         "dropout",
         OneOf(("keep", "zero")),
         DropoutPolicy(),
-        "zero turns torch's dropout ops into the identity, in modules and functions alike. "
-        "Code captured by torch.compile or torch.export and fused attention kernels keep theirs.",
+        "keep",
+        "zero turns torch's dropout into the identity, and rrelu into what it is in evaluation: "
+        "in modules and functions, in compiled, scripted and exported code, inside of attention "
+        "and recurrent kernels, and in known modules that write masks of their own. Which random "
+        "ops still ran is in the report.",
         "zero: one copy instead of one random mask",
     ),
-    _policy(
+    _everywhere(
         "device.rng",
         OneOf(("native", "host")),
         HostRngPolicy(),
+        "native",
         "host draws every random number from the CPU's generator, the same on every device.",
         "host: drawing on the CPU and copying",
     ),
     _policy(
         "device.fallback",
-        OneOf(("error", "cpu")),
-        Declared("error"),
-        "What an op without a deterministic kernel does: raise, or run on the CPU.",
-        "cpu: two copies per call",
+        Fallback(),
+        FallbackPolicy(),
+        "What an op does of which torch has no deterministic kernel here: raise and say what to do "
+        "instead, or run on the CPU, that op alone. `{ops: {cumsum: cpu, put_: error, "
+        "median: native}}` decides for every call of an op, on devices that raise nothing too; "
+        "native lets it vary; a pattern such as `*` decides for those that would raise.",
+        "5 us per call of an op that torch may refuse, nothing for any other op; cpu: a copy to "
+        "the CPU and one back for each call that runs there",
+        "https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html",
     ),
     _policy(
         "device.modules",
         Patterns(),
-        Declared({}),
-        "Parts of a model that run elsewhere, to find out whether a device is the culprit.",
-        "two copies per call of such a part",
+        ModulesPolicy(),
+        "Parts of a model that run elsewhere, to find out whether a device is the culprit. Such a "
+        "part draws random numbers from the generator of the device that it runs on, and runs "
+        "uncompiled; gradients, buffers and checkpoints are those of the model as it is.",
+        "copies of its inputs, outputs and weights per call of such a part",
+        "https://docs.pytorch.org/docs/stable/generated/torch.func.functional_call.html",
     ),
     _policy(
         "streams",

@@ -80,7 +80,8 @@ def override(composition: Composition, overrides: Sequence[str]) -> None:
         composition.origins.update(lines)
 
 
-WHOLE = ("device.modules", "streams", "ranks")  # one value each: their keys are not a profile's
+WHOLE = ("device.fallback", "device.modules", "streams", "ranks")
+"""One value each: their keys are not a profile's."""
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import shown
 from torchrepro.knobs.catalogue import knobs_by_name, other_names
+from torchrepro.policies.fallback_value import waits_for_refusal
 from torchrepro.profile.compose import flatten
 from torchrepro.profile.resolved import STRICT
 
@@ -123,6 +124,7 @@ def contradictions(resolved: Resolved) -> list[tuple[str, str, str]]:
     ]
     found += _two_names(leaves)
     found += _npu_modes(leaves)
+    found += _idle_fallback(leaves)
     return found
 
 
@@ -140,6 +142,21 @@ def _two_names(leaves: dict[str, Any]) -> list[tuple[str, str, str]]:
             if alias in leaves and (twice_listed or alias not in knobs_by_name()):
                 found.append((alias, shown(leaves[alias]), f"is another name of `{key}`; set one"))
     return found
+
+
+def _idle_fallback(leaves: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return the fallback if the profile sees to it that no op ever falls back."""
+    fallback = leaves.get("device.fallback")
+    algorithms = leaves.get("backends.torch.deterministic_algorithms")
+    if fallback is None or algorithms not in ("none", "warn") or not waits_for_refusal(fallback):
+        return []
+    return [
+        (
+            "device.fallback",
+            shown(fallback),
+            f"with deterministic_algorithms: {algorithms} no op raises, and none would fall back",
+        )
+    ]
 
 
 def _npu_modes(leaves: dict[str, Any]) -> list[tuple[str, str, str]]:

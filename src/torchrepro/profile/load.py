@@ -139,7 +139,8 @@ def _plain_config(config: Any, where: str) -> dict[str, Any]:
         what = str(error).splitlines()[0]
         key = str(getattr(error, "full_key", "") or "")
         raise ProfileError(Problem(what, where, key)) from None
-    return {str(key): value for key, value in values.items()}
+    plain: dict[str, Any] = _plain(values)
+    return plain
 
 
 def _refuse_resolvers(value: Any, where: str, key: str) -> None:

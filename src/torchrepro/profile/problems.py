@@ -10,7 +10,7 @@ from torchrepro.knobs.refused import refusal
 from torchrepro.profile.schema import Profile
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from pydantic import BaseModel, ValidationError
     from pydantic_core import ErrorDetails
@@ -45,8 +45,10 @@ def _problems(details: ErrorDetails, composition: Composition) -> list[Problem]:
     path = [str(part) for part in details["loc"]]
     if details["type"] == "variable":
         path.append(context["name"])
+    inside = context.get("inside", ())
+    path += inside
     key = ".".join(part for part in path if part != "[key]")  # pydantic's word for a key itself
-    found = _found(details["input"], context.get("name"))
+    found = _found(_part(details["input"], inside), context.get("name"))
     place = composition.place(key)
     if details["type"] == "extra_forbidden":
         return [_unknown_key(path, found, place)]
@@ -57,6 +59,13 @@ def _problems(details: ErrorDetails, composition: Composition) -> list[Problem]:
     what = context.get("why") or _plainly(details)
     legal = next((words for name, words in MAPPINGS.items() if key.startswith(name)), "")
     return [Problem(what, place, key, found, legal, todo=context.get("todo", ""))]
+
+
+def _part(value: Any, inside: Sequence[str]) -> Any:
+    """Return what the keys `inside` lead to in `value`."""
+    for key in inside:
+        value = value[key]
+    return value
 
 
 def _found(value: Any, name: str | None) -> str:

@@ -20,10 +20,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, core_schema
 
-from torchrepro.knobs.catalogue import CATALOGUE, other_names
+from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name, other_names
 from torchrepro.knobs.legal import ANY_TEXT
 from torchrepro.knobs.refused import refusal
-from torchrepro.profile.compose import WHOLE
 from torchrepro.profile.document import LONGEST_NUMBER
 
 if TYPE_CHECKING:
@@ -53,9 +52,10 @@ class Values:
     def _judge(self, value: Any) -> Any:
         complaint = "" if value is None else self.legal.complaint(value)
         if complaint:
-            raise PydanticCustomError(
-                "illegal", "{complaint}", {"complaint": complaint, "legal": self.legal}
-            )
+            part = getattr(self.legal, "wrong_part", None)
+            inside, _ = part(value) if part else ((), "")
+            context = {"complaint": complaint, "legal": self.legal, "inside": inside}
+            raise PydanticCustomError("illegal", "{complaint}", context)
         return value
 
 
@@ -84,16 +84,17 @@ def _extra_variables(values: Mapping[str, str]) -> Mapping[str, str]:
     return MappingProxyType(dict(values))
 
 
-def _without_null(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    return MappingProxyType({key: value for key, value in values.items() if value is not None})
-
-
 def _frozen(value: Any) -> Any:
-    return _without_null(value) if isinstance(value, Mapping) else value
+    if not isinstance(value, Mapping):
+        return value
+    kept = {key: _frozen(inner) for key, inner in value.items() if inner is not None}
+    return MappingProxyType(kept)
 
 
 def _thawed(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else value
+    if not isinstance(value, Mapping):
+        return value
+    return {key: _thawed(inner) for key, inner in value.items()}
 
 
 def _empty_if_null(value: Any) -> Any:
@@ -127,7 +128,7 @@ class Section(BaseModel):
 def _section(name: str, knobs: Mapping[str, Knob], doc: str) -> type[Section]:
     fields: dict[str, Any] = {
         field: (
-            Annotated[Any, *([AS_TEXT] if knob.variable else []), Values(knob.legal)],
+            Annotated[Any, *([AS_TEXT] if knob.variable else []), Values(knob.legal), *FROZEN],
             Field(None, description=f"{knob.summary} Cost: {knob.cost}."),
         )
         for field, knob in knobs.items()
@@ -163,7 +164,7 @@ _Environment = _section("Environment", _ENV_ROWS, "Environment variables of the 
 TextByName: TypeAlias = Annotated[
     Mapping[str, StrictStr | None],
     NULL_IS_EMPTY,
-    AfterValidator(_without_null),
+    AfterValidator(_frozen),
     PlainSerializer(dict),
 ]
 ExtraVariables: TypeAlias = Annotated[
@@ -174,13 +175,16 @@ ExtraVariables: TypeAlias = Annotated[
 ]
 
 
+MODULES = "device.modules"  # a field of its own, which is never null
+
+
 def _policy_fields(section: str) -> dict[str, Knob]:
     rows = {k.name.removeprefix(f"{section}."): k for k in CATALOGUE}
-    return {field: knob for field, knob in rows.items() if knob.name not in (field, *WHOLE)}
+    return {field: knob for field, knob in rows.items() if knob.name not in (field, MODULES)}
 
 
-_MODULES: Any = (
-    TextByName,
+_modules: Any = (
+    Annotated[Any, NULL_IS_EMPTY, Values(knobs_by_name()[MODULES].legal), *FROZEN],
     Field(
         default_factory=lambda: MappingProxyType({}),
         description="Pattern of module names -> device on which that part of the model runs.",
@@ -189,7 +193,7 @@ _MODULES: Any = (
 _Device = create_model(
     "Device",
     __base__=_section("DevicePolicies", _policy_fields("device"), "What is computed where."),
-    modules=_MODULES,
+    modules=_modules,
 )
 _Dataloader = _section("Dataloader", _policy_fields("dataloader"), "How data is loaded.")
 

@@ -1,0 +1,162 @@
+"""What becomes of an op without a deterministic kernel, or of one that a profile names.
+
+A function in front of each such op (see `interposed`) lets the kernel run and sees whether torch
+refuses it (https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html).
+Nothing is decided here about which kernels are deterministic: torch decides that, for each device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+from torchrepro.errors import Problem, ProfileError, near
+from torchrepro.policies import acts as done
+from torchrepro.policies.effects import Effect, effects, forget
+from torchrepro.policies.fallback_value import Value, is_pattern, per_op
+from torchrepro.policies.interposed import Place, interpose, withdraw
+from torchrepro.policies.nondeterministic_ops import OPS
+from torchrepro.policies.ops_by_name import overloads_named
+from torchrepro.policies.replacements import qualified_name, replacements, watch
+from torchrepro.policies.wrapped_numbers import with_tensors
+
+Act = Callable[..., Any]
+
+_lock = threading.RLock()
+
+
+class _InForce:
+    """The value in force and what it makes of each op."""
+
+    value: Value = None
+    acts: Mapping[Any, Act] = {}
+    named: frozenset[Any] = frozenset()
+    """The overloads that the profile decides about by name."""
+
+    interposed: frozenset[Any] = frozenset()
+
+
+_in_force = _InForce()
+
+
+def value_in_force() -> Value:
+    """Return the value that is in force, or None where nothing is installed."""
+    return _in_force.value
+
+
+def install(value: Value) -> None:
+    """Put `value` in force in place of the present one; None takes everything back.
+
+    Raises `ProfileError`, with nothing changed, for an op that this torch does not have.
+    """
+    with _lock:
+        acts, named = ({}, frozenset()) if value is None else _decided(value)
+        if _in_force.value is None:
+            forget(done.KNOB)
+        _in_force.value, _in_force.acts, _in_force.named = value, acts, named
+        watch(_interpose_all)
+        _interpose_all()
+
+
+def check(value: Value) -> None:
+    """Raise `ProfileError` if `value` names an op that this torch does not have; change nothing."""
+    if value is not None:
+        _decided(value)
+
+
+def _interpose_all() -> None:
+    """Stand in front of every op that the value in force or a replacement is about."""
+    with _lock:
+        acts = dict(_in_force.acts)
+        if _in_force.value is not None:
+            acts |= {op: _replacing(op, fn, acts.get(op)) for op, fn in _replacements().items()}
+        for op in _in_force.interposed - acts.keys():
+            withdraw(op, Place.FALLBACK)
+        for op, act in acts.items():
+            interpose(op, Place.FALLBACK, act)
+        _in_force.interposed = frozenset(acts)
+
+
+def _replacements() -> dict[Any, Callable[..., Any]]:
+    """Return the replacements in force: those of ops that the profile does not decide about."""
+    return {op: fn for op, fn in replacements().items() if op not in _in_force.named}
+
+
+def _replacing(op: Any, fn: Callable[..., Any], act: Act | None) -> Act:
+    what = f"replaced by {qualified_name(fn)}"
+    otherwise = act or partial(done.let_pass, op)
+    replaced = partial(done.replaced, done.filling_outputs(op, fn), what, otherwise, op)
+    return with_tensors(op, replaced)
+
+
+def uncalled_replacements() -> tuple[Effect, ...]:
+    """Return an effect of no calls for every op that has a replacement in force, not called yet."""
+    if _in_force.value is None:
+        return ()
+    called = {effect.subject for effect in effects() if effect.what.startswith("replaced by ")}
+    return tuple(
+        Effect(done.KNOB, op.name(), f"replaced by {qualified_name(fn)}", "", 0, 0)
+        for op, fn in _replacements().items()
+        if op.name() not in called
+    )
+
+
+def _decided(value: str | Mapping[str, Any]) -> tuple[dict[Any, Act], frozenset[Any]]:
+    """Return what `value` makes of each op, and the ops that it names one by one.
+
+    A name goes before a pattern and a long pattern before a short one: their order is nothing.
+    """
+    everywhere = value if isinstance(value, str) else "error"
+    words = {row.name: everywhere for row in OPS}
+    asked = per_op(value)
+    for pattern in sorted(filter(is_pattern, asked), key=lambda text: (len(text), text)):
+        words |= dict.fromkeys(_matching(pattern), asked[pattern])
+    acts = {
+        op: partial(done.WHEN_REFUSED[word], op)
+        for name, word in words.items()
+        for op in _present(f"aten::{name}")
+    }
+    named = {
+        op: with_tensors(op, partial(done.ALWAYS[word], op))
+        for name, word in asked.items()
+        if not is_pattern(name)
+        for op in _nameable(name, word)
+    }
+    return {**acts, **named}, frozenset(named)
+
+
+def _matching(pattern: str) -> list[str]:
+    """Return the ops of the table that `pattern` matches; raises `ProfileError` if none does."""
+    plain = pattern.replace("aten.", "aten::").removeprefix("aten::")
+    names = [row.name for row in OPS]
+    found = [name for name in names if fnmatchcase(name, plain)]
+    if not found:
+        close = near(plain, names)
+        hint = f"; did you mean `{close}`?" if close else ""
+        raise ProfileError(
+            Problem(f"`{pattern}` matches none of the ops that torch refuses to run{hint}")
+        )
+    return found
+
+
+def _present(name: str) -> tuple[Any, ...]:
+    """Return the overloads called `name`; none for an op that only another torch has."""
+    try:
+        return overloads_named(name)
+    except ProfileError:
+        return ()
+
+
+def _nameable(name: str, word: str) -> tuple[Any, ...]:
+    ops = overloads_named(name)
+    if word == "cpu" and any(_returns_a_view(op) for op in ops):
+        raise ProfileError(Problem(f"`{name}` gives a view and computes nothing to move"))
+    return ops
+
+
+def _returns_a_view(op: Any) -> bool:
+    returned = [each.alias_info for each in op._schema.returns]  # noqa: SLF001 - no public reader
+    return any(alias is not None and not alias.is_write for alias in returned)

@@ -1,0 +1,273 @@
+"""Running one op on the CPU in place of a device, and handing its results to the device.
+
+What an op writes to is known from its schema
+(https://docs.pytorch.org/docs/stable/library.html): results of in-place and ``out=`` calls are
+copied back into the very tensors they were meant for, others are moved. Tensors that overlap, one
+of them written to, overlap on the CPU as well.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Change = Callable[[Any], Any]
+
+_NO_KERNEL = "not implemented for '"
+"""What torch says where the CPU has no kernel for a short floating-point type."""
+
+
+def on_cpu(
+    op: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    generator: Change = lambda its: its,
+    run: Callable[..., Any] | None = None,
+) -> tuple[Any, int]:
+    """Run the overload `op` on the CPU; return what its caller gets, and the bytes it moved.
+
+    `generator` translates each `torch.Generator` among the arguments; `run` is called in place of
+    `op` if it is given. No gradient is recorded: this is for what runs below autograd. Raises
+    what the op raises.
+    """
+    with import_module("torch").no_grad():
+        call = _Call(op, args, kwargs, generator)
+        return call.handed_back(_computed(run or op, call)), call.moved
+
+
+def is_on_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call with these arguments computes elsewhere than on the CPU."""
+    place = _place([*leaves(args), *leaves(kwargs)])
+    return place is not None and place.type != "cpu"
+
+
+class _Call:
+    """The arguments of one call on the CPU, and the way back."""
+
+    def __init__(
+        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], generator: Change
+    ) -> None:
+        self._torch = import_module("torch")
+        self._generator = generator
+        self.moved = 0
+        everything = [*leaves(args), *leaves(kwargs)]
+        self._place = _place(everything)
+        self._written, self._outputs = _written(op, args, kwargs)
+        self._copies: dict[int, tuple[Any, Any]] = {}  # id -> on the device, on the CPU
+        far = {id(leaf): leaf for leaf in everything if _is_far(leaf)}
+        for group in _overlapping(far, self._written):
+            self._copy_down(group)
+        self.args = mapped(self._down, args)
+        self.kwargs = mapped(self._down, kwargs)
+
+    def _copy_down(self, group: list[Any]) -> None:
+        if len(group) > 1:
+            self._copy_together(group)
+            return
+        (tensor,) = group
+        if id(tensor) in self._outputs and _is_plain(tensor):
+            # Whatever it holds is about to be overwritten.
+            copy = self._torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
+            )
+        else:
+            copy = tensor.cpu()
+            self.moved += _bytes(tensor)
+        self._copies[id(tensor)] = tensor, copy
+
+    def _copy_together(self, group: list[Any]) -> None:
+        start = min(map(_start, group))
+        count = max(map(_end, group)) - start
+        whole = self._torch.as_strided(group[0], (count,), (1,), start).cpu()
+        self.moved += _bytes(whole)
+        for tensor in group:
+            size, stride, offset = tensor.size(), tensor.stride(), _start(tensor) - start
+            self._copies[id(tensor)] = tensor, whole.as_strided(size, stride, offset)
+
+    def _down(self, value: Any) -> Any:
+        if id(value) in self._copies:
+            return self._copies[id(value)][1]
+        if isinstance(value, self._torch.Generator):
+            return self._generator(value)
+        if isinstance(value, self._torch.device):
+            return self._torch.device("cpu")
+        return value
+
+    def handed_back(self, result: Any) -> Any:
+        """Copy what the op has written to where it was meant for, and move what it returned."""
+        for key in self._written & self._copies.keys():
+            self._write_back(*self._copies[key])
+        originals = {id(copy): original for original, copy in self._copies.values()}
+
+        def up(value: Any) -> Any:
+            if id(value) in originals:
+                return originals[id(value)]
+            if self._place is None or self._place.type == "cpu" or not _is_tensor(value):
+                return value
+            self.moved += _bytes(value)
+            return value.to(self._place)
+
+        return mapped(up, result)
+
+    def _write_back(self, original: Any, copy: Any) -> None:
+        fit_to(original, copy)
+        original.copy_(copy)
+        self.moved += _bytes(copy)
+
+
+def fit_to(tensor: Any, like: Any) -> None:
+    """Resize `tensor`, an output, to the size and the strides of `like` if its size is another."""
+    if tensor.size() != like.size():
+        tensor.resize_(like.size())
+        if _is_plain(tensor) and tensor.stride() != like.stride():
+            tensor.as_strided_(like.size(), like.stride())
+
+
+def _computed(run: Callable[..., Any], call: _Call) -> Any:
+    """Call `run` on the CPU; in float32 where the CPU has no kernel for a shorter type."""
+    try:
+        return run(*call.args, **call.kwargs)
+    except RuntimeError as error:
+        short = _short_type([*leaves(call.args), *leaves(call.kwargs)])
+        if _NO_KERNEL not in str(error) or short is None:
+            raise
+        return _in_float32(run, call, short)
+
+
+def _in_float32(run: Callable[..., Any], call: _Call, short: Any) -> Any:
+    float32 = import_module("torch").float32
+    copies: dict[int, tuple[Any, Any]] = {}
+
+    def widened(value: Any) -> Any:
+        if _is_tensor(value) and value.dtype == short:
+            return copies.setdefault(id(value), (value, value.float()))[1]
+        return value
+
+    result = run(*mapped(widened, call.args), **mapped(widened, call.kwargs))
+    originals = {id(copy): original for original, copy in copies.values()}
+
+    def narrowed(value: Any) -> Any:
+        if id(value) in originals:
+            original = originals[id(value)]
+            fit_to(original, value)
+            return original.copy_(value)
+        return value.to(short) if _is_tensor(value) and value.dtype == float32 else value
+
+    return mapped(narrowed, result)
+
+
+def _short_type(values: list[Any]) -> Any:
+    torch = import_module("torch")
+    kinds = [value.dtype for value in values if _is_tensor(value)]
+    return next((kind for kind in kinds if kind in (torch.float16, torch.bfloat16)), None)
+
+
+def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[set[int], set[int]]:
+    """Return the ids of all that `op` writes to, and of what it only writes to."""
+    written: set[int] = set()
+    outputs: set[int] = set()
+    inputs: set[int] = set()
+    for position, argument in enumerate(op._schema.arguments):  # noqa: SLF001 - no public reader
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        ids = {id(leaf) for leaf in leaves(value)}
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written |= ids
+        (outputs if argument.is_out else inputs).update(ids)
+    return written, outputs - inputs
+
+
+def _overlapping(tensors: dict[int, Any], written: set[int]) -> Iterator[list[Any]]:
+    """Yield `tensors` in groups: those with memory in common that is written to are one group."""
+    plain = {key: tensor for key, tensor in tensors.items() if _is_plain(tensor)}
+    yield from ([tensor] for key, tensor in tensors.items() if key not in plain)
+    group: list[Any] = []
+    for tensor in sorted(plain.values(), key=lambda tensor: (_memory(tensor), _start(tensor))):
+        if (
+            group
+            and _memory(tensor) == _memory(group[0])
+            and _start(tensor) < max(map(_end, group))
+        ):
+            group.append(tensor)
+            continue
+        yield from _parts(group, written)
+        group = [tensor]
+    yield from _parts(group, written)
+
+
+def _parts(group: list[Any], written: set[int]) -> Iterator[list[Any]]:
+    if any(id(tensor) in written for tensor in group):
+        yield group
+    else:
+        yield from ([tensor] for tensor in group)
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Whether `tensor` is a view of memory that `as_strided` can describe."""
+    strided = tensor.layout == import_module("torch").strided
+    return bool(strided and not tensor.is_quantized and not tensor.is_nested and tensor.numel())
+
+
+def _memory(tensor: Any) -> tuple[int, str]:
+    # Private (`_cdata`): the address of the storage itself, which two storages never share,
+    # while a device's own memory may have no address to ask for.
+    return tensor.untyped_storage()._cdata, str(tensor.dtype)  # noqa: SLF001 - see above
+
+
+def _start(tensor: Any) -> int:
+    return int(tensor.storage_offset())
+
+
+def _end(tensor: Any) -> int:
+    steps = zip(tensor.size(), tensor.stride(), strict=True)
+    return _start(tensor) + 1 + sum(int((size - 1) * stride) for size, stride in steps)
+
+
+def _bytes(tensor: Any) -> int:
+    if tensor.layout == import_module("torch").sparse_coo:
+        indices, values = tensor._indices(), tensor._values()  # noqa: SLF001 - may be uncoalesced
+        return _bytes(indices) + _bytes(values)
+    return int(tensor.numel() * tensor.element_size())
+
+
+def _place(values: list[Any]) -> Any:
+    """Return the device for which a call with these arguments computes, None for the CPU alone.
+
+    A `device=` decides; else it is where the tensors are that are not on the CPU, else where a
+    generator is.
+    """
+    torch = import_module("torch")
+    named = [value for value in values if isinstance(value, torch.device)]
+    tensors = [value.device for value in values if _is_far(value)]
+    generators = [value.device for value in values if isinstance(value, torch.Generator)]
+    return next(iter([*named, *tensors, *generators]), None)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, import_module("torch").Tensor)
+
+
+def _is_far(value: Any) -> bool:
+    return _is_tensor(value) and value.device.type != "cpu"
+
+
+def leaves(values: Any) -> list[Any]:
+    """Return all that is in `values`, through lists, tuples and dicts."""
+    if isinstance(values, dict):
+        values = list(values.values())
+    if isinstance(values, list | tuple):
+        return [leaf for value in values for leaf in leaves(value)]
+    return [values]
+
+
+def mapped(change: Change, values: Any) -> Any:
+    """Return `values` with everything in them changed, through lists, tuples and dicts."""
+    if isinstance(values, dict):
+        return {key: mapped(change, value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [mapped(change, value) for value in values]
+    if isinstance(values, tuple):
+        return tuple(mapped(change, value) for value in values)
+    return change(values)

@@ -1,0 +1,306 @@
+"""`device.modules` on the simulated accelerator: a part on the CPU, the rest on the device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torchrepro
+from torchrepro.policies import effects
+
+OnNpu = Callable[..., Any]
+State = dict[str, torch.Tensor]
+
+
+class Suspect(nn.Module):
+    """A part with ops that nothing else in its model has, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> dict[str, Any]:
+        """Return its result in a mapping, and the device that it saw."""
+        hidden = self.norm(self.dense(x)).erf().cumsum(1)
+        self.latest = hidden.detach()
+        return {"hidden": hidden * scale, "device": str(hidden.device)}
+
+
+ITS_OPS = (
+    "aten::erf",
+    "aten::cumsum",
+    "aten::native_batch_norm",
+    "aten::native_batch_norm_backward",
+)
+
+
+class Model(nn.Module):
+    """A model with a suspect in it."""
+
+    seen: str = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.suspect, self.last = nn.Linear(8, 8), Suspect(), nn.Linear(8, 3)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the suspect in the middle."""
+        found = self.suspect(self.first(x), scale=self.scale)
+        self.seen = found["device"]
+        return self.last(found["hidden"])
+
+
+class ByHand(Model):
+    """The same model with the suspect on the CPU, as its author would write it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Move what goes into the suspect and what comes out."""
+        found = self.suspect(self.first(x).cpu(), scale=self.scale.cpu())
+        return self.last(found["hidden"].to(x.device))
+
+
+class Recomputing(Model):
+    """The same model with the suspect run again in backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Keep nothing of the suspect for backward."""
+        hidden = checkpoint(self._run, self.first(x), use_reentrant=False)
+        return self.last(hidden)
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
+        return self.suspect(x, scale=self.scale)["hidden"]
+
+
+def _train(model: nn.Module, device: str = "npu", steps: int = 3) -> tuple[State, State]:
+    """Train and return the last gradients and the state that is left, on the host."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    numbers = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        batch = torch.randn(16, 8, generator=numbers).to(device)
+        targets = torch.randint(0, 3, (16,), generator=numbers).to(device)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(batch), targets).backward()
+        optimizer.step()
+    grads = {name: weight.grad.cpu() for name, weight in model.named_parameters()}
+    return grads, {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+
+
+def _made(kind: type[Model], device: str = "npu") -> Model:
+    torch.manual_seed(0)
+    return kind().to(device)
+
+
+def _by_hand() -> tuple[State, State]:
+    model = _made(ByHand)
+    model.suspect.cpu()
+    return _train(model)
+
+
+def _placed(kind: type[Model] = Model, pattern: str = "suspect") -> tuple[State, State]:
+    with torchrepro.apply({"device": {"modules": {pattern: "cpu"}}}):
+        return _train(_made(kind))
+
+
+def _equal(left: tuple[State, State], right: tuple[State, State]) -> bool:
+    return all(
+        one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+        for one, two in zip(left, right, strict=True)
+    )
+
+
+def _placed_and_by_hand(pattern: str) -> bool:
+    return _equal(_placed(pattern=pattern), _by_hand())
+
+
+@pytest.mark.parametrize("pattern", ["suspect", "suspect*"])
+def test_a_placed_part_trains_as_one_moved_by_hand(on_npu: OnNpu, pattern: str) -> None:
+    """Gradients, weights and running statistics are those of a model with explicit moves."""
+    assert on_npu(_placed_and_by_hand, pattern)
+
+
+def _ops_on_the_device(placed: dict[str, str]) -> dict[str, int]:
+    from simulated_npu import log
+
+    with torchrepro.apply({"device": {"modules": placed}}):
+        model = _made(Model)
+        log.clear()
+        _train(model)
+    return {op: log.counts[op] for op in ITS_OPS}
+
+
+def test_no_op_of_the_part_reaches_the_device(on_npu: OnNpu) -> None:
+    """The part's ops, forward and backward, run on the CPU; without the policy on the device."""
+    assert all(on_npu(_ops_on_the_device, {}).values())
+    assert not any(on_npu(_ops_on_the_device, {"suspect": "cpu"}).values())
+
+
+def _devices() -> list[str]:
+    model = _made(Model)
+    with torchrepro.apply({"device": {"modules": {"suspect": "cpu"}}}):
+        _train(model)
+        seen = [model.seen, str(model.suspect.latest.device)]
+    model(torch.randn(4, 8).to("npu"))
+    everything = [*model.state_dict().values(), *(weight.grad for weight in model.parameters())]
+    return [*seen, model.seen, *{tensor.device.type for tensor in everything}]
+
+
+def test_parameters_stay_where_they_are(on_npu: OnNpu) -> None:
+    """The part sees the CPU; what it keeps, parameters and gradients stay; undo brings it back."""
+    assert on_npu(_devices) == ["cpu", "npu:0", "npu:0", "npu"]
+
+
+def _recomputed() -> bool:
+    grads, _ = _placed(Recomputing)
+    expected, _ = _by_hand()
+    return all(torch.equal(grads[name], expected[name]) for name in grads)
+
+
+def test_a_part_that_is_recomputed_in_backward_runs_there_again(on_npu: OnNpu) -> None:
+    """Under activation checkpointing the gradients are those of a model with explicit moves."""
+    assert on_npu(_recomputed)
+
+
+def _to_the_other_device() -> tuple[str, str]:
+    model = _made(Model)
+    with torchrepro.apply({"device": {"modules": {"suspect": "npu:1"}}}):
+        result = model(torch.randn(4, 8).to("npu"))
+    return model.seen, str(result.device)
+
+
+def test_a_part_can_run_on_another_device(on_npu: OnNpu) -> None:
+    """A part may run on a second device of the same kind, and its results come back."""
+    assert on_npu(_to_the_other_device) == ("npu:1", "npu:0")
+
+
+def _from_the_cpu() -> tuple[str, str]:
+    model = _made(Model, "cpu")
+    with torchrepro.apply({"device": {"modules": {"suspect": "npu"}}}):
+        result = model(torch.randn(4, 8))
+    return model.seen, str(result.device)
+
+
+def test_a_part_of_a_model_on_the_cpu_can_run_on_the_device(on_npu: OnNpu) -> None:
+    """The suspicion can be tested the other way round: one part alone on the device."""
+    assert on_npu(_from_the_cpu) == ("npu:0", "cpu")
+
+
+class Drawing(nn.Module):
+    """Draws random numbers where its input is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return noise."""
+        return torch.rand_like(x)
+
+
+def _drawn(placed: bool, rng: str) -> torch.Tensor:
+    modules = {"0": "cpu"} if placed else {}
+    with torchrepro.apply({"seed": 3, "device": {"modules": modules, "rng": rng}}):
+        return nn.Sequential(Drawing())(torch.zeros(5).to("npu")).cpu()
+
+
+def test_random_numbers_are_those_of_the_device_it_runs_on(on_npu: OnNpu) -> None:
+    """A placed part draws from the CPU's generator; with `rng: host` placing changes nothing."""
+    torch.manual_seed(3)
+    expected = torch.rand(5)
+
+    assert torch.equal(on_npu(_drawn, True, "native"), expected)
+    assert not torch.equal(on_npu(_drawn, False, "native"), expected)
+    assert torch.equal(on_npu(_drawn, True, "host"), on_npu(_drawn, False, "host"))
+
+
+def _counted() -> list[tuple[str, str, int, int]]:
+    effects.forget("device.modules")
+    model = nn.Sequential(nn.Linear(8, 4), nn.ReLU()).to("npu")
+    with torchrepro.apply({"device": {"modules": {"?": "cpu"}}}):
+        model(torch.randn(2, 8).to("npu"))
+    found = [e for e in effects.effects() if e.policy == "device.modules"]
+    effects.forget("device.modules")
+    return [(e.subject, e.what, e.calls, e.moved) for e in found]
+
+
+def test_calls_and_bytes_are_counted(on_npu: OnNpu) -> None:
+    """Inputs, weights and results of every call are counted in bytes, each once."""
+    linear = 4 * (2 * 8 + 4 * 8 + 4 + 2 * 4)
+
+    assert on_npu(_counted) == [
+        ("0", "ran on cpu", 1, linear),
+        ("1", "ran on cpu", 1, 4 * (8 + 8)),
+    ]
+
+
+def _refused(word: str) -> str:
+    with torchrepro.apply({"device": {"modules": {"x": word}}}) as applied:
+        return str(applied.report["device.modules"].why)
+
+
+def test_a_device_that_is_not_here_is_told_with_those_that_are(on_npu: OnNpu) -> None:
+    """A device number too high is refused with the nearest one and the legal ones."""
+    why = on_npu(_refused, "npu:7")
+
+    assert "no device `npu:7` here; did you mean npu:" in why
+    assert "here: cpu, npu:0, npu:1" in why
+
+
+def _with_default_device() -> str:
+    model = nn.Sequential(Filling()).to("npu")
+    with torch.device("npu"), torchrepro.apply({"device": {"modules": {"0": "cpu"}}}):
+        return str(model(torch.ones(3)).device) + str(model[0].made_on)
+
+
+class Filling(nn.Module):
+    """Makes a tensor on the default device."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Add it."""
+        made = torch.ones(3)
+        self.made_on = made.device
+        return x + made
+
+
+def test_new_tensors_are_made_where_the_part_runs(on_npu: OnNpu) -> None:
+    """Where the program's default device is the accelerator, a placed part's is the CPU."""
+    assert on_npu(_with_default_device) == "npu:0cpu"
+
+
+def _dtypes() -> list[str]:
+    model, x = nn.Sequential(nn.Linear(3, 3)).to("npu"), torch.ones(2, 3).to("npu")
+    with torchrepro.apply({"device": {"modules": {"0": "cpu"}}}):
+        with torch.autocast("npu", dtype=torch.bfloat16):
+            inside = str(model(x).dtype)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return [inside, str(model(x).dtype)]
+
+
+def test_autocast_goes_along(on_npu: OnNpu) -> None:
+    """Under the device's autocast a placed part casts as well, under the CPU's own it does not."""
+    assert on_npu(_dtypes) == ["torch.bfloat16", "torch.float32"]
+
+
+def _in_place() -> tuple[list[float], str]:
+    x = torch.tensor([-1.0, 2.0]).to("npu")
+    with torchrepro.apply({"device": {"modules": {"0": "cpu"}}}):
+        result = nn.Sequential(nn.ReLU(inplace=True))(x)
+    return x.tolist(), "same" if result is x else "other"
+
+
+def test_a_part_that_writes_to_its_input_does(on_npu: OnNpu) -> None:
+    """An in-place part changes the caller's tensor and returns that very tensor."""
+    assert on_npu(_in_place) == ([0.0, 2.0], "same")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_part_of_a_model_on_a_gpu_runs_on_the_cpu() -> None:
+    """On a real GPU a placed part trains as one that is moved by hand."""
+    by_hand = _made(ByHand, "cuda")
+    by_hand.suspect.cpu()
+    with torchrepro.apply({"device": {"modules": {"suspect": "cpu"}}}):
+        model = _made(Model, "cuda")
+        placed = _train(model, "cuda")
+
+    assert model.seen == "cpu"
+    assert _equal(placed, _train(by_hand, "cuda"))

@@ -1,0 +1,311 @@
+"""`device.modules`: parts of a model are found by name, run elsewhere, and are let go exactly."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchrepro
+from torchrepro.knobs.legal import Patterns
+from torchrepro.policies import effects
+from torchrepro.policies.module_names import bare, match
+from torchrepro.policies.refusals import handle_with
+
+POLICY = "device.modules"
+X = torch.randn(4, 8)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.norm(self.dense(x)).relu()
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList([Layer() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layer:
+            x = layer(x)
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = Encoder(), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(x))
+
+
+@pytest.fixture(autouse=True)
+def _own_counts() -> Iterator[None]:
+    effects.forget(POLICY)
+    yield
+    effects.forget(POLICY)
+
+
+def _apply(**patterns: str) -> torchrepro.Applied:
+    return torchrepro.apply({"device": {"modules": patterns}})
+
+
+def _calls() -> dict[str, int]:
+    """Return how often each placed part was called so far."""
+    return {effect.subject: effect.calls for effect in effects.effects() if effect.policy == POLICY}
+
+
+def _step(model: nn.Module, x: torch.Tensor = X) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(x).sum().backward()
+    optimizer.step()
+
+
+NAMES = {
+    "encoder.layer.1": ["encoder.layer.1"],
+    "encoder.layer.[02]": ["encoder.layer.0", "encoder.layer.2"],
+    "encoder.layer": ["encoder.layer.0", "encoder.layer.1", "encoder.layer.2"],
+    "head": ["head"],
+    "*.1.norm": ["encoder.layer.1.norm"],
+    "module.head": ["head"],
+}
+
+
+@pytest.mark.parametrize("pattern", NAMES)
+def test_a_pattern_means_the_modules_of_that_name(pattern: str) -> None:
+    """Names, globs and lists of modules mean the parts that run under those names."""
+    model = Model()
+    with _apply(**{pattern: "cpu"}) as applied:
+        model(X)
+
+    assert applied.report[POLICY].outcome == "applied"
+    assert _calls() == dict.fromkeys(NAMES[pattern], 1)
+
+
+class Wrapper(nn.Module):
+    """Wraps a model under the name that DDP, DataParallel and averaged models use."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x)
+
+
+def test_wrappers_are_no_part_of_a_name() -> None:
+    """A pattern is written as in the bare model, whatever the model is wrapped in."""
+    model = Model()
+    model.encoder.layer[1] = Wrapper(model.encoder.layer[1])
+    with _apply(**{"encoder.layer.1": "cpu", "*": "cpu"}):
+        Wrapper(Wrapper(model))(X)
+
+    assert _calls()["encoder.layer.1"] == 1
+    assert "module" not in _calls()
+    assert bare("module._orig_mod.a._checkpoint_wrapped_module.b") == "a.b"
+
+
+def test_where_a_part_is_already_nothing_changes() -> None:
+    """On the device where a part is anyway, training is bitwise the same and no byte moves."""
+    torch.manual_seed(0)
+    plain = Model()
+    placed = copy.deepcopy(plain)
+    _step(plain)
+    with _apply(**{"encoder.*": "cpu"}):
+        _step(placed)
+    states = [model.state_dict().values() for model in (plain, placed)]
+
+    assert all(map(torch.equal, *states))
+    assert {effect.moved for effect in effects.effects() if effect.policy == POLICY} == {0}
+
+
+def test_a_pattern_that_matches_nothing_stops_the_first_step() -> None:
+    """At the first step of an optimizer the pattern, what was called and a near name are told."""
+    model = Model()
+    with _apply(**{"encoder.layers.1": "cpu"}):
+        nn.MSELoss()(model(X), torch.zeros(4, 2))
+        with pytest.raises(torchrepro.ApplyError) as refused:
+            _step(model)
+
+    message = str(refused.value)
+    assert "device.modules = encoder.layers.1: matches no module" in message
+    assert "called so far: Model, MSELoss" in message
+    assert "did you mean: encoder.layer.1" in message
+    assert refused.value.exit_status == 3
+
+
+def test_parts_of_several_models_are_found_before_the_first_step() -> None:
+    """Patterns may mean parts of several models, and a step after all were called goes on."""
+    generator, judge = Model(), nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with _apply(**{"encoder": "cpu", "1": "cpu"}):
+        judge(generator(X)).sum().backward()
+        torch.optim.SGD(judge.parameters()).step()
+
+    assert _calls() == {"encoder": 1, "1": 1}
+
+
+@pytest.mark.parametrize("pattern", ["encoder", "nothing"])
+def test_without_a_step_it_is_told_at_the_end(pattern: str, capsys: Any) -> None:
+    """A program without optimizer is told when the profile is taken back, and only if need be."""
+    with _apply(**{pattern: "cpu"}):
+        Model()(X)
+    told = capsys.readouterr().err
+
+    assert ("torchrepro: device.modules = nothing" in told) == (pattern == "nothing")
+
+
+def test_a_process_that_calls_no_module_says_nothing(capsys: Any) -> None:
+    """A launcher, which calls no module, is not told that it called none."""
+    with _apply(nothing="cpu"):
+        pass
+
+    assert capsys.readouterr().err == ""
+
+
+def test_a_part_that_is_never_called_is_named(capsys: Any) -> None:
+    """A part whose weights another module uses without calling it is told to have run in place."""
+    with _apply(**{"*out_proj": "cpu"}):
+        nn.Sequential(nn.TransformerEncoderLayer(8, 2, 8))(X)
+
+    assert "never called" in (told := capsys.readouterr().err)
+    assert "0.self_attn.out_proj" in told
+
+
+def test_a_part_of_a_part_that_ran_is_not_named(capsys: Any) -> None:
+    """What lies in a part that ran elsewhere has gone there with it."""
+    with _apply(**{"0.*": "cpu"}):
+        nn.Sequential(nn.TransformerEncoderLayer(8, 2, 8))(X)
+
+    assert capsys.readouterr().err == ""
+
+
+def test_parts_can_be_placed_before_the_first_call() -> None:
+    """`place_modules` names the parts it placed, for a model that is never called as a whole."""
+    model = Model()
+    assert torchrepro.place_modules(model) == ()
+    with _apply(**{"encoder.layer.?": "cpu"}):
+        names = torchrepro.place_modules(model)
+        model.head(model.encoder(X))
+
+    assert names == tuple(f"encoder.layer.{number}" for number in range(3))
+    assert _calls() == dict.fromkeys(names, 1)
+
+
+def test_placing_by_hand_refuses_a_pattern_at_once() -> None:
+    """`place_modules` raises for a pattern that matches nothing in the models it is given."""
+    with _apply(encoder="cpu", haed="cpu"), pytest.raises(torchrepro.ApplyError) as refused:
+        torchrepro.place_modules(Model(), nn.ReLU())
+
+    assert "did you mean: head" in str(refused.value)
+    assert "= encoder" not in str(refused.value)
+
+
+def test_a_module_that_was_added_later_is_found() -> None:
+    """A part that was put into a model after its first call runs under its full name."""
+    model = Model()
+    with _apply(**{"encoder.layer.?": "cpu"}):
+        model(X)
+        model.encoder.layer.append(Layer())
+        model(X)
+
+    assert _calls()["encoder.layer.3"] == 1
+
+
+def test_a_name_wins_over_a_pattern_and_patterns_must_agree() -> None:
+    """The exact name decides; two patterns that want one part on two devices are refused."""
+    both = {"encoder.layer.1": "cpu", "encoder.*": "meta"}
+    assert set(match(Model(), both).devices.values()) >= {("encoder.layer.1", "cpu")}
+    with pytest.raises(torchrepro.ApplyError, match="several devices"):
+        match(Model(), {"encoder.*": "cpu", "*.1": "meta"})
+
+
+def test_one_module_under_two_names_is_placed_once() -> None:
+    """A shared module runs elsewhere whichever of its names a pattern means."""
+    shared = nn.Linear(8, 8)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    with _apply(**{"2": "cpu"}):
+        model(X)
+
+    assert _calls() == {"2": 2}
+
+
+WRITTEN = {
+    "override": ("seed-only", ["device.modules={encoder.layer.3: cpu, dec*: cpu}"]),
+    "YAML": ("team.yaml", []),
+    "an override on top": ("team.yaml", ["device.modules={dec*: cpu}"]),
+    "taken out": ("team.yaml", ["device.modules={dec*: cpu, 0: null}"]),
+}
+TEXT = "device:\n  modules:\n    encoder.layer.3: cpu\n    'dec*': cpu\n    '0': null\n"
+
+
+@pytest.mark.parametrize("way", WRITTEN)
+def test_names_with_dots_and_numbers_can_be_written(way: str, tmp_path: Path) -> None:
+    """On a command line and in YAML a pattern is one key, whatever dots and stars are in it."""
+    profile, overrides = WRITTEN[way]
+    if profile == "team.yaml":
+        (tmp_path / profile).write_text(TEXT, encoding="utf-8")
+        profile = str(tmp_path / profile)
+    modules = torchrepro.load(profile, overrides).device.modules
+
+    assert dict(modules) == {"encoder.layer.3": "cpu", "dec*": "cpu"}
+
+
+def test_the_profile_in_force_decides_what_a_refusal_does() -> None:
+    """What policies refuse goes to the innermost handler, and is raised where there is none."""
+    heard: list[torchrepro.ApplyError] = []
+    way_back = handle_with(heard.append)
+    with _apply(nothing="cpu"):
+        way_back_inside = handle_with(heard.append)
+        _step(Model())
+        way_back_inside()
+    way_back()
+
+    assert [str(error).partition(":")[0] for error in heard] == ["device.modules = nothing"]
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "no mapping": (["encoder"], "not a mapping"),
+    "no text": ({"encoder": 3}, "not"),
+    "no device": ({"encoder": "the cpu"}, "not the name of a device"),
+    "a section": ({"encoder": {"layer": "cpu"}}, "whole name of a module as one key"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_mapping_to_devices_is_refused(name: str) -> None:
+    """A value that names no device is refused when the profile is read, with what is legal."""
+    value, why = WRONG[name]
+    assert why in Patterns().complaint(value)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "cpuu", "meta"])
+def test_a_device_that_is_not_here_is_unsupported(device: str) -> None:
+    """A device that cannot be used here is named in the report, with those that can."""
+    with _apply(encoder=device) as applied:
+        row = applied.report[POLICY]
+
+    assert row.outcome == "unsupported"
+    assert f"no device `{device}` here" in row.why
+    assert "here: cpu" in row.why
+
+
+def test_a_near_device_is_named() -> None:
+    """A device written wrongly is told with the one that was meant."""
+    with _apply(encoder="cpuu") as applied:
+        assert "did you mean cpu?" in applied.report[POLICY].why
+
+
+def test_torchscript_stays_where_it_is() -> None:
+    """A part in TorchScript cannot be placed, and that is said."""
+    model = nn.Sequential(torch.jit.script(nn.Linear(8, 8)))
+    with _apply(**{"0": "cpu"}), pytest.raises(torchrepro.ApplyError, match="TorchScript"):
+        model(X)

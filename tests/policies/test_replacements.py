@@ -1,0 +1,223 @@
+"""`torchrepro.register_replacement`: a program's own implementation of an op."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import torchrepro
+from torchrepro.policies.effects import effects
+from torchrepro.policies.fallback import uncalled_replacements
+from torchrepro.policies.interposed import interposed_ops
+
+ERROR = {"device": {"fallback": "error"}}
+
+
+def backwards(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Sum up from the other end: easy to tell from the op itself."""
+    return torch.cumsum(x.flip(dim), dim, dtype=dtype).flip(dim)
+
+
+@pytest.fixture
+def replaced() -> Iterator[Callable[..., None]]:
+    """Register replacements and forget those that the test leaves."""
+    registered: list[Any] = []
+
+    def register(op: Any, fn: Callable[..., Any]) -> None:
+        torchrepro.register_replacement(op, fn)
+        registered.append(op)
+
+    yield register
+    for op in set(map(str, registered)):
+        try:
+            torchrepro.unregister_replacement(op)
+        except torchrepro.ProfileError:
+            continue
+
+
+X = torch.tensor([1.0, 2.0, 4.0])
+PLAIN, REPLACED = [1.0, 3.0, 7.0], [7.0, 6.0, 4.0]
+
+
+def counted() -> dict[tuple[str, str], int]:
+    """Return how often each op was replaced, and by what."""
+    calls: Counter[tuple[str, str]] = Counter()
+    for effect in (*effects(), *uncalled_replacements()):
+        if effect.what.startswith("replaced by "):
+            calls[effect.subject, effect.what] += effect.calls
+    return dict(calls)
+
+
+@pytest.mark.parametrize("op", ["aten::cumsum", "cumsum", torch.ops.aten.cumsum])
+def test_a_replacement_is_used_while_a_profile_is_in_force(
+    replaced: Callable[..., None], op: Any
+) -> None:
+    """Registered before, it takes effect with the profile and ends with it."""
+    replaced(op, backwards)
+    outside = X.cumsum(0).tolist()
+    with torchrepro.apply(ERROR):
+        inside = X.cumsum(0).tolist()
+
+    assert (outside, inside, X.cumsum(0).tolist()) == (PLAIN, REPLACED, PLAIN)
+
+
+def test_a_replacement_registered_later_takes_effect_at_once(
+    replaced: Callable[..., None],
+) -> None:
+    """Within a profile a replacement comes when it is registered and goes when it is forgotten."""
+    with torchrepro.apply(ERROR):
+        before = X.cumsum(0).tolist()
+        replaced("cumsum", backwards)
+        inside = X.cumsum(0).tolist()
+        torchrepro.unregister_replacement("cumsum")
+        after = X.cumsum(0).tolist()
+
+    assert (before, inside, after) == (PLAIN, REPLACED, PLAIN)
+
+
+def test_no_profile_no_replacement(replaced: Callable[..., None]) -> None:
+    """A profile that says nothing about the fallback uses no replacement, and none is in place."""
+    before = interposed_ops()
+    replaced("cumsum", backwards)
+    with torchrepro.apply({"backends": {"torch": {"deterministic_algorithms": "error"}}}):
+        result = X.cumsum(0).tolist()
+
+    assert result == PLAIN
+    assert before == interposed_ops()
+
+
+def test_a_second_replacement_replaces_the_first(replaced: Callable[..., None]) -> None:
+    """One op has one replacement."""
+    replaced("cumsum", lambda *_, **__: torch.zeros(1))
+    replaced("cumsum", backwards)
+    with torchrepro.apply(ERROR):
+        assert X.cumsum(0).tolist() == REPLACED
+
+
+def test_a_profile_that_names_the_op_wins(replaced: Callable[..., None]) -> None:
+    """What a profile says of an op by name goes before a replacement; a pattern does not."""
+    replaced("cumsum", backwards)
+    with torchrepro.apply({"device": {"fallback": {"ops": {"cumsum": "native"}}}}):
+        named = X.cumsum(0).tolist()
+    with torchrepro.apply({"device": {"fallback": {"ops": {"put_": "native", "*": "error"}}}}):
+        matched = X.cumsum(0).tolist()
+
+    assert (named, matched) == (PLAIN, REPLACED)
+
+
+def test_a_replacement_is_listed_before_and_after_its_first_call(
+    replaced: Callable[..., None],
+) -> None:
+    """The report names every replacement in force, and how often it was called."""
+    replaced("aten::cumsum.default", backwards)
+    what = f"replaced by {__name__}.backwards"
+    with torchrepro.apply(ERROR):
+        unused = counted()
+        X.cumsum(0)
+        X.cumsum(0)
+        used = counted()
+    nowhere = uncalled_replacements()
+
+    assert unused == {("aten::cumsum", what): 0}
+    assert used == {("aten::cumsum", what): 2}
+    assert nowhere == ()
+
+
+def test_gradients_stay_torchs(replaced: Callable[..., None]) -> None:
+    """A replacement of the forward op leaves the formula of its gradient alone."""
+    replaced("exp", lambda x: torch.ones_like(x) * 5)
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    with torchrepro.apply(ERROR):
+        y = x.exp()
+        y.sum().backward()
+
+    assert y.tolist() == [5, 5]
+    assert x.grad.tolist() == [5, 5]  # torch's formula: the result itself
+
+
+def test_a_backward_op_is_replaced_by_its_own_name(replaced: Callable[..., None]) -> None:
+    """The op that computes a gradient can be replaced, and the forward op is not."""
+    replaced("aten::reflection_pad1d_backward", lambda grad, x, _: torch.full_like(x, 3))
+    x = torch.ones(1, 1, 4, requires_grad=True)
+    with torchrepro.apply(ERROR):
+        y = torch.nn.functional.pad(x, (1, 1), mode="reflect")
+        y.sum().backward()
+
+    assert y.shape == (1, 1, 6)
+    assert x.grad.tolist() == [[[3, 3, 3, 3]]]
+
+
+def test_an_output_given_by_the_caller_is_filled(replaced: Callable[..., None]) -> None:
+    """`out=` is no argument of the function, and is filled with what it returns."""
+    replaced("cumsum", backwards)
+    output = torch.empty(0)
+    with torchrepro.apply(ERROR):
+        result = torch.cumsum(X, 0, out=output)
+
+    assert result is output
+    assert output.tolist() == REPLACED
+
+
+def test_an_in_place_op_is_replaced(replaced: Callable[..., None]) -> None:
+    """A function for an op that writes to its argument writes to the caller's tensor."""
+    replaced("put_", lambda x, places, values, accumulate=False: x.index_put_((places,), values))
+    with torchrepro.apply({**ERROR, "backends": {"torch": {"deterministic_algorithms": "error"}}}):
+        x = torch.zeros(3)
+        result = x.put_(torch.tensor([2]), torch.ones(1))
+
+    assert result is x
+    assert x.tolist() == [0, 0, 1]
+
+
+def test_numbers_beside_tensors_keep_torchs_types(replaced: Callable[..., None]) -> None:
+    """`x * 2.5` has the type that torch gives it, whether x has dimensions or none."""
+    replaced("aten::mul", torch.mul)
+    tensors = [
+        torch.ones(shape, dtype=kind)
+        for shape in ((), (2,))
+        for kind in (torch.bool, torch.int32, torch.bfloat16, torch.float32, torch.complex64)
+    ]
+    numbers = [True, 3, 2.5, 1j]
+    expected = [x * number for x in tensors for number in numbers]
+    with torchrepro.apply(ERROR):
+        results = [x * number for x in tensors for number in numbers]
+
+    assert [each.dtype for each in expected] == [each.dtype for each in results]
+    assert all(map(torch.equal, expected, results))
+
+
+def test_a_custom_op_is_replaced(replaced: Callable[..., None]) -> None:
+    """An op of another namespace is replaced like one of torch's own."""
+    library = torch.library.Library("torchrepro_tests", "DEF")
+    library.define("double(Tensor x) -> Tensor")
+    library.impl("double", lambda x: x * 2, "CPU")
+    replaced("torchrepro_tests::double", lambda x: torch.ops.torchrepro_tests.double(x) + 1)
+    with torchrepro.apply(ERROR):
+        inside = torch.ops.torchrepro_tests.double(X).tolist()
+
+    assert inside == [3, 5, 9]
+    assert torch.ops.torchrepro_tests.double(X).tolist() == [2, 4, 8]
+
+
+def test_what_cannot_be_called_is_a_type_error() -> None:
+    """Only a callable replaces an op."""
+    with pytest.raises(TypeError, match="cannot be called"):
+        torchrepro.register_replacement("cumsum", 3)
+
+
+@pytest.mark.parametrize(
+    ("op", "says"), [("aten::cumsmu", "did you mean `cumsum`"), ("matmul", "of other ops")]
+)
+def test_an_unknown_op_is_refused(op: str, says: str) -> None:
+    """A name that torch does not know is refused with a near match."""
+    with pytest.raises(torchrepro.ProfileError, match=says):
+        torchrepro.register_replacement(op, backwards)
+
+
+def test_only_what_is_registered_can_be_forgotten(replaced: Callable[..., None]) -> None:
+    """Forgetting an unknown replacement is refused with those that there are."""
+    replaced("cumsum", backwards)
+    with pytest.raises(torchrepro.ProfileError, match="cumsum"):
+        torchrepro.unregister_replacement("cumsmu")

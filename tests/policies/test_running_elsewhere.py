@@ -1,0 +1,318 @@
+"""A module run elsewhere gives what it gives in place, bit for bit, and leaves the same behind."""
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.checkpoint import checkpoint
+
+from torchrepro.policies.elsewhere import Place, run_there
+
+
+class Copying(Place):
+    """The CPU as if it were elsewhere: every tensor is copied there and back."""
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        return False
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, copy=True)
+
+
+ELSEWHERE = Copying(torch.device("cpu"))
+
+
+class Elsewhere(nn.Module):
+    """A module whose forward runs elsewhere."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return run_there(ELSEWHERE, self.part, self.part.forward, args, kwargs)[0]
+
+
+class Direct(Elsewhere):
+    """The same module in place."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.part.forward(*args, **kwargs)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(8, 8), nn.Linear(8, 8)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.words(x.abs().long().clamp(max=7)) * x.unsqueeze(-1))
+
+
+class Writing(nn.Module):
+    """Writes to its input, to a buffer, and to its weight behind autograd's back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.weight = nn.Parameter(torch.randn(8))
+        self.register_buffer("count", torch.zeros(1))
+        self.register_buffer("mean", torch.zeros(8))
+        self.offset = torch.randn(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data.clamp_(min=0)
+        self.count.add_(1)
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        self.latest = x.detach() + self.offset
+        return x.mul_(self.scale) * self.weight
+
+
+class Recomputed(nn.Module):
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.part, self.reentrant = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.part, x, use_reentrant=self.reentrant)
+
+
+class Frozen(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8).requires_grad_(requires_grad=False), nn.Linear(8, 8))
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, x, x)[0]
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
+        super().__init__()
+        self.cells = kind(8, 4, num_layers=2, bidirectional=True, dropout=0.3, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.cells(x)[0]
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(8, 8),
+    "batch norm": lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True)),
+    "tied weights": Tied,
+    "renormalised embedding": lambda: nn.Sequential(Rounded(), nn.Embedding(8, 8, max_norm=0.5)),
+    "in-place writes": Writing,
+    "checkpoint": lambda: Recomputed(reentrant=False),
+    "reentrant checkpoint": lambda: Recomputed(reentrant=True),
+    "frozen part": Frozen,
+    "spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(8, 8)),
+    "part with spectral norm": lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 8))),
+    "parametrized": lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(8, 8))),
+    "weight norm": lambda: parametrizations.weight_norm(nn.Linear(8, 8)),
+    "attention": Attending,
+    "transformer layer": lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+    "LSTM": lambda: Recurrent(nn.LSTM, proj_size=3),
+    "GRU": lambda: Recurrent(nn.GRU),
+    "RNN": lambda: Recurrent(nn.RNN),
+    "module without parameters": lambda: nn.Softmax(dim=-1),
+}
+SEQUENCES = ("attention", "transformer layer", "LSTM", "GRU", "RNN")
+
+
+class Rounded(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.abs().long().clamp(max=7)
+
+
+@dataclass
+class Trained:
+    """Everything that some steps of training left behind."""
+
+    model: nn.Module
+    results: list[torch.Tensor] = field(default_factory=list)
+
+
+def _train(wrap: type[Elsewhere], name: str, steps: int = 3) -> Trained:
+    torch.manual_seed(3)
+    trained = Trained(wrap(MODULES[name]()))
+    first = nn.Linear(8, 8)
+    weights = [*first.parameters(), *trained.model.parameters()]
+    optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+    shape = (4, 5, 8) if name in SEQUENCES else (6, 8)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        hidden = first(torch.randn(shape))
+        result = trained.model(hidden) if name != "linear" else _twice(trained.model, hidden)
+        result.sum().backward()
+        optimizer.step()
+        trained.results += [result.detach(), hidden.detach().clone()]
+        trained.results += [weight.grad for weight in weights if weight.grad is not None]
+    trained.results += [*trained.model.state_dict().values()]
+    trained.results.append(torch.get_rng_state())
+    return trained
+
+
+def _twice(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(model(x))
+
+
+def _same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_training_elsewhere_is_training_in_place(name: str) -> None:
+    """Results, gradients, weights, buffers, inputs and generators are bitwise those in place."""
+    assert _same(_train(Direct, name).results, _train(Elsewhere, name).results)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_is_left_as_it_would_have_been(name: str) -> None:
+    """After a call a module has the attributes, and the very parameters, that it had before."""
+    model = _train(Elsewhere, name, steps=1).model
+    parts = list(model.modules())
+    kept = [dict(vars(part)) for part in parts]
+    weights = dict(model.named_parameters())
+    lists = [part._flat_weights for part in parts if isinstance(part, nn.RNNBase)]
+
+    model(torch.randn((4, 5, 8) if name in SEQUENCES else (6, 8)))
+
+    assert [vars(part).keys() for part in parts] == [before.keys() for before in kept]
+    assert all(weight is weights[name] for name, weight in model.named_parameters())
+    now = [part._flat_weights for part in parts if isinstance(part, nn.RNNBase)]
+    assert all(old is new for old, new in zip(lists, now, strict=True))
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "nothing": nullcontext,
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("mode", MODES)
+def test_evaluation_elsewhere_is_evaluation_in_place(mode: str, name: str) -> None:
+    """In evaluation, under every mode of autograd and autocast, results and buffers are equal."""
+    torch.manual_seed(1)
+    direct = Direct(MODULES[name]()).eval()
+    moved = Elsewhere(copy.deepcopy(direct.part)).eval()
+    x = torch.randn((4, 5, 8) if name in SEQUENCES else (6, 8))
+    with MODES[mode]():
+        results = [model(x.clone()) for model in (direct, moved)]
+
+    assert results[0].dtype == results[1].dtype
+    assert torch.equal(*results)
+    assert _same([*direct.state_dict().values()], [*moved.state_dict().values()])
+
+
+def test_gradients_of_gradients_are_those_in_place() -> None:
+    """Backward can be differentiated again, through the module's weights too."""
+
+    def penalty(wrap: type[Elsewhere]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, x = wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh())), torch.randn(4, 8)
+        x.requires_grad_()
+        (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        return [next(model.parameters()).grad, x.grad]
+
+    assert _same(penalty(Direct), penalty(Elsewhere))
+
+
+class Scaling(nn.Module):
+    """Writes its result into its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(self.scale)
+
+
+def test_gradients_flow_through_an_input_that_was_written_to() -> None:
+    """The caller's tensor is the result, and its gradient reaches the weights that wrote to it."""
+
+    def trained(wrap: type[Elsewhere]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, first = wrap(Scaling()), nn.Linear(8, 8)
+        hidden = first(torch.randn(4, 8))
+        result = model(hidden)
+        assert result is hidden
+        hidden.square().sum().backward()
+        return [model.part.scale.grad, first.weight.grad]
+
+    assert _same(trained(Direct), trained(Elsewhere))
+
+
+def test_a_packed_sequence_comes_and_goes() -> None:
+    """A packed sequence is taken along with its data, and its batch sizes stay on the host."""
+    torch.manual_seed(0)
+    layer = nn.GRU(8, 4)
+    packed = pack_sequence([torch.randn(n, 8) for n in (2, 4, 3)], enforce_sorted=False)
+    there, hidden = Elsewhere(layer)(packed)
+    here, expected = layer(packed)
+
+    assert isinstance(there, PackedSequence)
+    assert torch.equal(here.data, there.data)
+    assert torch.equal(here.unsorted_indices, there.unsorted_indices)
+    assert torch.equal(expected, hidden)
+
+
+class Caching(nn.Module):
+    """Adds to the lists and mappings of its caller."""
+
+    def forward(self, x: torch.Tensor, *, kept: list[Any], by_name: dict[str, Any]) -> Any:
+        kept.append(x * 2)
+        kept[0] = by_name.pop("old")
+        by_name["new"] = x
+        return kept, by_name
+
+
+def test_lists_and_mappings_of_the_caller_are_written_to() -> None:
+    """What a module puts into a list or mapping that it was given is there after the call."""
+    x, first, old = torch.ones(2), torch.zeros(1), torch.full((3,), 3.0)
+    kept, by_name = [first], {"old": old}
+    results = Elsewhere(Caching())(x, kept=kept, by_name=by_name)
+
+    assert kept[0] is old
+    assert torch.equal(x * 2, kept[1])
+    assert by_name == {"new": x}
+    assert results[0] == kept
+
+
+def test_arguments_that_need_not_move_are_handed_on_themselves() -> None:
+    """Where everything is at the place already, nothing is copied and nothing is counted."""
+    seen = []
+    part = nn.Identity()
+    cache = {"x": [torch.ones(1)]}
+    place = Place(torch.device("cpu"))
+    result, moved = run_there(place, part, lambda *args: seen.append(args), (cache,), {})
+
+    assert (result, moved) == (None, 0)
+    assert seen[0][0] is cache
+
+
+def test_a_failing_forward_leaves_the_module_whole() -> None:
+    """After an exception the module has its own parameters and attributes again."""
+    part = Writing()
+    weight, offset = part.weight, part.offset
+    with pytest.raises(RuntimeError):
+        Elsewhere(part)(torch.ones(2, 3))
+
+    assert part.weight is weight
+    assert part.offset is offset

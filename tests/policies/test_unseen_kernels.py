@@ -1,0 +1,127 @@
+"""`unseen_kernels`: custom ops and Triton kernels, which torch's flag cannot see, are named."""
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchrepro.policies.unseen_kernels import unseen_kernels
+
+OF_TORCH = (  # modules of torch that register ops when they are imported
+    "torch._inductor.compile_fx",
+    "torch.ao.quantization.fx._decomposed",
+    "torch.distributed._functional_collectives",
+    "torch.distributed._symmetric_memory",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.experimental",
+    "torch.export",
+    "torch.nn.attention.flex_attention",
+    "torch.nn.attention.varlen",
+    "torch.onnx.ops",
+    "torch.sparse",
+)
+
+
+def _answer(code: str) -> str:
+    end = "from torchrepro.policies.unseen_kernels import unseen_kernels; print(unseen_kernels())"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", f"{code}\n{end}"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    return done.stdout.splitlines()[-1]
+
+
+def test_nothing_of_torch_is_a_custom_op() -> None:
+    """A process that has only torch has no op that its authors could have left out."""
+    assert _answer("import torch") == "()"
+
+
+@pytest.mark.slow
+def test_no_module_of_torch_brings_a_custom_op() -> None:
+    """That stays so whichever parts of torch a program imports."""
+    there = []
+    for name in OF_TORCH:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue  # another torch has it
+        there.append(name)
+
+    assert len(there) > len(OF_TORCH) // 2
+    assert _answer(f"import {', '.join(there)}") == "()"
+
+
+def test_without_torch_nothing_is_imported() -> None:
+    """Looking for kernels does not load what could have some."""
+    assert _answer("import sys; sys.modules.pop('torch', None)") == "()"
+
+
+@pytest.fixture
+def library() -> Iterator[torch.library.Library]:
+    """A package's own ops, for the length of a test."""
+    library = torch.library.Library("torchrepro_unseen", "DEF")
+    yield library
+    library._destroy()
+
+
+def test_few_ops_are_named_and_many_are_counted(library: torch.library.Library) -> None:
+    """Up to three ops of a package are named one by one; more are a number."""
+    before = unseen_kernels()
+    library.define("one(Tensor x) -> Tensor")
+    library.define("one.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
+    named = set(unseen_kernels()) - set(before)
+    for name in ("two", "three", "four"):
+        library.define(f"{name}(Tensor x) -> Tensor")
+    counted = set(unseen_kernels()) - set(before)
+
+    assert named == {"torchrepro_unseen::one"}
+    assert counted == {"torchrepro_unseen: 4 custom ops"}
+
+
+def test_an_op_written_in_python_is_named() -> None:
+    """`torch.library.custom_op` registers a custom op like any other."""
+
+    @torch.library.custom_op("torchrepro_python::double", mutates_args=())
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    try:
+        assert "torchrepro_python::double" in unseen_kernels()
+    finally:
+        double._lib._destroy()
+
+
+KERNELS = """
+import triton
+
+@triton.jit
+def add(x):
+    pass
+
+same = add
+"""
+
+
+def test_triton_kernels_of_a_program_are_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Triton kernel is named by module and function; Triton's own are not."""
+    pytest.importorskip("triton", reason="no triton in this environment")
+    (tmp_path / "kernels_of_a_test.py").write_text(KERNELS, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = unseen_kernels()
+    importlib.import_module("kernels_of_a_test")
+    try:
+        found = set(unseen_kernels()) - set(before)
+    finally:
+        del sys.modules["kernels_of_a_test"]
+
+    assert found == {"kernels_of_a_test.add (Triton)"}

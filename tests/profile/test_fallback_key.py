@@ -1,0 +1,142 @@
+"""`device.fallback` in a profile: one word, or a word per op."""
+
+import json
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import torchrepro
+from torchrepro.knobs.catalogue import knobs_by_name
+
+PER_OP = """
+device:
+  fallback:
+    ops:
+      cumsum: native
+      aten::put_: cpu
+      upsample_*: error
+"""
+OPS = {"cumsum": "native", "aten::put_": "cpu", "upsample_*": "error"}
+WORDS = st.sampled_from(["cpu", "error", "native"])
+NAMES = st.text("abz_:.*0", min_size=1, max_size=12)
+
+
+@pytest.mark.parametrize("word", ["error", "cpu"])
+def test_one_word_is_for_all_ops(load_text, word):
+    """A word alone is a legal value, from a file and as an override."""
+    loaded = load_text(f"device: {{fallback: {word}}}")
+
+    assert loaded.device.fallback == word
+    assert torchrepro.load("debug-strict", [f"device.fallback={word}"]).device.fallback == word
+
+
+def test_a_mapping_is_one_value(load_text):
+    """A word per op is kept as it is written: its keys are no keys of a profile."""
+    loaded = load_text(PER_OP)
+
+    assert loaded.device.fallback == {"ops": OPS}
+    assert loaded.resolved.values["device"] == {"fallback": {"ops": OPS}}
+    assert [(knob.name, value) for knob, value in loaded.resolved.settings()] == [
+        ("device.fallback", {"ops": OPS})
+    ]
+
+
+def test_an_override_replaces_the_word_and_adds_to_a_mapping(load_text):
+    """As a whole or op by op, an override says what a file would."""
+    whole = torchrepro.load("debug-strict", ["device.fallback={ops:{cumsum:native}}"])
+    dotted = torchrepro.load("debug-strict", ["device.fallback.ops.cumsum=native"])
+    added = load_text(PER_OP, "device.fallback.ops.median=cpu")
+    word = load_text(PER_OP, "device.fallback=cpu")
+
+    assert whole == dotted
+    assert whole.device.fallback == {"ops": {"cumsum": "native"}}
+    assert added.device.fallback == {"ops": {**OPS, "median": "cpu"}}
+    assert word.device.fallback == "cpu"
+
+
+def test_a_null_leaves_an_op_alone(load_text):
+    """An op that is null, and a fallback that decides nothing, are as if they were not there."""
+    loaded = load_text(PER_OP, "device.fallback.ops.cumsum=null")
+    empty = load_text("device: {fallback: {ops: {cumsum: null}}}")
+
+    assert "cumsum" not in loaded.device.fallback["ops"]
+    assert empty.resolved.settings() == []
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("device:\n  fallback: cup\n", "bad.yaml:2: device.fallback = cup: not a legal value"),
+        ("device:\n  fallback: cup\n", "did you mean: cpu"),
+        (PER_OP.replace("native", "natif"), "bad.yaml:5: device.fallback.ops.cumsum = natif"),
+        (PER_OP.replace("native", "natif"), "did you mean: native"),
+        (PER_OP.replace("native", "true"), "device.fallback.ops.cumsum = true"),
+        (PER_OP.replace("ops:", "op:"), "device.fallback.op = a section: unknown key"),
+        ("device: {fallback: {ops: cpu}}", "device.fallback.ops = cpu: not a mapping"),
+        ("device: {fallback: [cpu]}", "device.fallback = a list"),
+        ("device: {fallback: native}", "legal: error, cpu, or per op as in {ops: {cumsum: cpu}}"),
+    ],
+)
+def test_what_is_no_fallback_is_refused_with_its_line(refusal, text, says):
+    """A wrong word names its own line, the legal words and a near one."""
+    assert says in refusal(text)
+
+
+@pytest.mark.parametrize("algorithms", ["none", "warn"])
+@pytest.mark.parametrize("fallback", ["cpu", "{ops: {'*': cpu}}"])
+def test_a_fallback_that_nothing_leads_to_is_a_contradiction(refusal, algorithms, fallback):
+    """A profile that keeps torch from refusing ops cannot ask for what happens then."""
+    flags = f"backends: {{torch: {{deterministic_algorithms: {algorithms}}}}}"
+
+    assert "no op raises" in refusal(f"{flags}\ndevice: {{fallback: {fallback}}}\n")
+
+
+@pytest.mark.parametrize("fallback", ["error", "{ops: {cumsum: cpu}}", "{ops: {cumsum: native}}"])
+def test_what_acts_without_torch_refusing_is_none(load_text, fallback):
+    """`error` is what torch does anyway, and an op decided by name needs no refusal."""
+    flags = "backends: {torch: {deterministic_algorithms: none}}"
+
+    assert load_text(f"{flags}\ndevice: {{fallback: {fallback}}}\n").device.fallback
+
+
+def test_a_repeatable_profile_may_let_one_op_vary():
+    """`native` is a decision that is recorded, not a contradiction."""
+    profile = torchrepro.load("debug-strict", ["device.fallback.ops.cumsum=native"])
+
+    assert profile.guarantee == "repeatable"
+
+
+def test_a_mapping_is_frozen():
+    """Nobody changes a loaded profile, not even deep inside."""
+    profile = torchrepro.load("debug-strict", ["device.fallback.ops.cumsum=native"])
+
+    with pytest.raises(TypeError):
+        profile.device.fallback["ops"]["cumsum"] = "cpu"
+
+
+@given(ops=st.dictionaries(NAMES, WORDS, min_size=1, max_size=4))
+def test_a_mapping_survives_every_way_to_pass_it_on(ops):
+    """Loaded, pickled and written as JSON a fallback is the same, whatever its order."""
+    profile = torchrepro.Profile.model_validate({"device": {"fallback": {"ops": ops}}})
+    backwards = {"device": {"fallback": {"ops": dict(reversed(ops.items()))}}}
+    dumped = json.loads(json.dumps(profile.model_dump(mode="json", by_alias=True)))
+
+    assert pickle.loads(pickle.dumps(profile)) == profile
+    assert torchrepro.Profile.model_validate(backwards).digest == profile.digest
+    assert dumped["device"]["fallback"] == {"ops": ops}
+    assert torchrepro.Profile.model_validate(dumped) == profile
+
+
+def test_the_row_describes_both_forms():
+    """The schema for editors knows the word and the mapping."""
+    schema = knobs_by_name()["device.fallback"].legal.json_schema()
+    word, mapping = schema["anyOf"]
+
+    assert word["enum"] == ["error", "cpu"]
+    assert mapping["properties"]["ops"]["additionalProperties"]["anyOf"][0]["enum"] == [
+        "cpu",
+        "error",
+        "native",
+    ]
