@@ -22,6 +22,7 @@ from torchrepro.planner import (
     report_of,
 )
 from torchrepro.policies.effects import effects
+from torchrepro.policies.fallback import uncalled_replacements
 from torchrepro.policies.refusals import handle_with
 from torchrepro.policies.unseen_kernels import unseen_kernels
 from torchrepro.process import obstacle_to_relaunch, relaunch
@@ -123,7 +124,8 @@ class Applied:
 
     def _present_effects(self) -> tuple[Effect, ...]:
         policies = {row.knob for row in self._rows}
-        return tuple(effect for effect in effects() if effect.policy in policies)
+        done = (*effects(), *uncalled_replacements())
+        return tuple(effect for effect in done if effect.policy in policies)
 
     def carry_out(self, steps: Iterable[Step]) -> None:
         """Set the knobs of `steps` in order; raises `ApplyError` for a strict profile, undone."""

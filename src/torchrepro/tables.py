@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torchrepro.policies.effects import Effect
-    from torchrepro.report import Report
+    from torchrepro.report import Report, Row
 
 STYLES = {
     "applied": "green",
@@ -62,17 +62,23 @@ def listing(rows: Iterable[Sequence[str]]) -> Table:
 def announce(report: Report) -> None:
     """Tell standard error what was put in force: the summary, then every knob that was touched.
 
-    Knobs that were so already or are not here are counted only; ranks but the first stay silent.
+    Knobs that were so already or whose state is not here are counted only, unlike a value that is
+    refused; ranks but the first stay silent.
     """
     if os.environ.get("RANK", "0") != "0":
         return
     quiet = (Outcome.UNCHANGED, Outcome.UNSUPPORTED)
-    rows = tuple(row for row in report if row.outcome not in quiet)
+    rows = tuple(row for row in report if row.outcome not in quiet or _is_refused(row))
     parts = (f"torchrepro: {report.summary}", report_table(replace(report, rows=rows)))
     if sys.stderr.isatty():
         _print(Console(stderr=True), *parts)
     else:
         sys.stderr.write(as_text(*parts) + "\n")
+
+
+def _is_refused(row: Row) -> bool:
+    """Whether the state behind a knob is there, and only the value asked for cannot be set."""
+    return row.outcome is Outcome.UNSUPPORTED and row.before is not None
 
 
 def announce_effects(report: Report) -> None:

@@ -1,0 +1,154 @@
+"""Time a ResNet-50 with cuDNN's benchmark off and on, with images of one size and of changing ones.
+
+    python examples/cudnn_benchmark.py                         # 50 forward passes each, on a GPU
+    python examples/cudnn_benchmark.py --passes 10 --size 256
+
+With `benchmark` on, cuDNN times its algorithms at every new shape and keeps the fastest: a gain
+where shapes repeat, a loss where they do not, and chance has a say in which algorithm computes.
+Without a GPU, oneDNN (torch calls it mkldnn) is switched off and on instead, with less to do.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+import torchrepro
+from torchrepro.tables import show, table
+
+IMAGES = 2  # in every pass
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A knob that is switched off and on, and how much work there is to show the difference."""
+
+    device: str
+    section: str
+    knob: str
+    passes: int
+    size: int
+
+    def profile(self, *, on: bool) -> dict:
+        """Return the profile of one row; its seed makes the shapes the same in every row."""
+        return {"seed": 1, "backends": {self.section: {self.knob: on}}}
+
+
+CUDNN = Switch("cuda", "cudnn", "benchmark", passes=50, size=512)
+MKLDNN = Switch("cpu", "cpu", "mkldnn_enabled", passes=5, size=192)
+
+
+def convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Sequential:
+    """Return a convolution and its batch norm; the image shrinks by `stride` alone."""
+    layer = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
+    return nn.Sequential(layer, nn.BatchNorm2d(outputs))
+
+
+class Bottleneck(nn.Module):
+    """Three convolutions, narrow in the middle, added to what came in."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        as_it_is = inputs == outputs and stride == 1
+        self.shortcut = nn.Identity() if as_it_is else convolution(inputs, outputs, 1, stride)
+        self.residual = nn.Sequential(
+            convolution(inputs, width, 1),
+            nn.ReLU(),
+            convolution(width, width, 3, stride),
+            nn.ReLU(),
+            convolution(width, outputs, 1),
+        )
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.residual(images) + self.shortcut(images))
+
+
+def resnet50() -> nn.Sequential:
+    """Return the network of 50 layers of https://arxiv.org/abs/1512.03385, with random weights."""
+    blocks = []
+    inputs = 64
+    for width, length, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
+        for number in range(length):
+            blocks.append(Bottleneck(inputs, width, 1 if number else stride))
+            inputs = 4 * width
+    return nn.Sequential(
+        convolution(3, 64, 7, stride=2),
+        nn.ReLU(),
+        nn.MaxPool2d(3, stride=2, padding=1),
+        *blocks,
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(inputs, 1000),
+    )
+
+
+def fixed(size: int) -> list[int]:
+    """Return the height and width of every image."""
+    return [size, size]
+
+
+def changing(size: int) -> list[int]:
+    """Return another height and width at every call, each at least half of `size`."""
+    return torch.randint(size // 2, size, (2,)).tolist()
+
+
+def synchronize(device: str) -> None:
+    """Wait until `device` has done what it was given: a GPU works on after a call returns."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+@torch.inference_mode()
+def timed(model: nn.Module, switch: Switch, shape: Callable[[int], list[int]]) -> float:
+    """Return the seconds of all forward passes, after one that is not counted."""
+    model(torch.rand(IMAGES, 3, *fixed(switch.size), device=switch.device))
+    synchronize(switch.device)
+    start = time.perf_counter()
+    for _ in range(switch.passes):
+        model(torch.rand(IMAGES, 3, *shape(switch.size), device=switch.device))
+    synchronize(switch.device)
+    return time.perf_counter() - start
+
+
+def rows(switch: Switch) -> list[tuple[str, ...]]:
+    """Return the rows of the table: the knob off and on, with both kinds of shapes."""
+    model = resnet50().to(switch.device).eval()
+    found = []
+    for word, on in (("off", False), ("on", True)):
+        cells = []
+        for shape in (fixed, changing):
+            with torchrepro.apply(switch.profile(on=on)):
+                cells.append(f"{timed(model, switch, shape):.2f} s")
+        found.append((word, *cells))
+    return found
+
+
+def wanted() -> Switch:
+    """Return what this machine can switch, with as much work as the command line asks for."""
+    switch = CUDNN if torch.cuda.is_available() else MKLDNN
+    parser = argparse.ArgumentParser(description="Time forward passes of a ResNet-50.")
+    parser.add_argument("--passes", type=int, default=switch.passes, help="in every cell")
+    parser.add_argument("--size", type=int, default=switch.size, help="of an image, in pixels")
+    return replace(switch, **vars(parser.parse_args()))
+
+
+def main() -> None:
+    """Print what is measured, where, and the table."""
+    switch = wanted()
+    if switch.device == "cuda":
+        where = torch.cuda.get_device_name()
+    else:
+        where = f"CPU, {torch.get_num_threads()} threads"
+        print("No CUDA device here, so nothing about cuDNN: oneDNN on the CPU is switched instead.")
+    print(f"torch {torch.__version__}, {where}; passes: {switch.passes}, images in each: {IMAGES}")
+    name = f"backends.{switch.section}.{switch.knob}"
+    largest = f"{switch.size} x {switch.size}"
+    show(table((name, f"fixed, {largest}", f"changing, below {largest}"), rows(switch)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Comparing paired timings: what is slower is found out, what is not is left alone."""
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from .paired import ERROR, FIRST_LOOK, compare, interval
+
+
+def _noisy(seconds: float, numbers: random.Random) -> Callable[[], float]:
+    """Return a timing that is off by some percent, and by half and more in every fifth call."""
+
+    def taken() -> float:
+        hit = numbers.expovariate(2) if numbers.random() < 0.2 else 0
+        return seconds * (numbers.gauss(1, 0.03) + hit)
+
+    return taken
+
+
+def _work(steps: int) -> float:
+    """Do so many steps; return how long this thread was at it, which other processes add little to.
+
+    The benchmarks themselves read the wall clock, and have the machine to themselves.
+    """
+    start = time.thread_time()
+    for _ in range(steps):
+        pass
+    return time.thread_time() - start
+
+
+@pytest.mark.parametrize(("slower", "refuted"), [(1.0, False), (1.04, True)])
+def test_a_slowdown_of_4_percent_is_told_from_none(slower: float, *, refuted: bool) -> None:
+    """Of 50 comparisons by noisy timings at most 2 are wrong or open, 2 % from the bound."""
+    numbers = random.Random(20261121)
+    seen = [compare(_noisy(1, numbers), _noisy(slower, numbers), 1.02) for _ in range(50)]
+
+    assert sum(one.refutes(1.02) is refuted and one.decides(1.02) for one in seen) >= 48
+
+
+@pytest.mark.parametrize(("slower", "refuted"), [(1.0, False), (1.04, True)])
+def test_a_planted_slowdown_is_found_with_a_real_clock(slower: float, *, refuted: bool) -> None:
+    """A loop of 4 % more steps is refuted, one of as many is not."""
+    steps = 50_000
+    seen = compare(partial(_work, steps), partial(_work, int(steps * slower)), 1.02, seconds=4)
+
+    assert seen.refutes(1.02) is refuted
+
+
+def test_looking_again_and_again_refutes_no_true_law_more_often_than_said() -> None:
+    """Where the truth is the bound itself, all looks together refute it once in 100 at most."""
+    numbers = random.Random(7)
+    wrong = [compare(_noisy(1, numbers), _noisy(1, numbers), 1).refutes(1) for _ in range(200)]
+
+    assert sum(wrong) <= 200 * ERROR
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=200), st.sampled_from([0.1, 0.01, 0.001]))
+def test_the_interval_holds_the_median_and_shrinks_with_the_error_allowed(
+    values: list[float], error: float
+) -> None:
+    """The median measured lies in the interval, and being surer never makes it smaller."""
+    low, high = interval(values, error)
+    lower, higher = interval(values, error / 10)
+
+    assert lower <= low <= statistics.median(values) <= high <= higher
+
+
+def test_the_interval_is_that_of_the_tables_of_the_sign_test() -> None:
+    """Of 7 values nothing is said at 99 %; of 8 all are needed; of 100 those from 37 to 64."""
+    assert interval(range(1, 8), 0.01) == (-float("inf"), float("inf"))
+    assert interval(range(1, 9), 0.01) == (1, 8)
+    assert interval(range(1, 101), 0.01) == (37, 64)
+
+
+def test_what_is_clear_at_once_takes_one_look() -> None:
+    """A ratio far from the bound is decided by the fewest pairs, and each comes first in turn."""
+    calls: list[str] = []
+
+    def timed(name: str, seconds: float) -> float:
+        calls.append(name)
+        return seconds
+
+    seen = compare(partial(timed, "plain", 1), partial(timed, "other", 2), 1.5)
+    pairs = calls[2:]
+
+    assert (seen.pairs, seen.median, seen.refutes(1.5)) == (FIRST_LOOK, 2, True)
+    assert pairs[:4] == ["other", "plain", "plain", "other"]
+    assert pairs.count("plain") == pairs.count("other") == FIRST_LOOK
+
+
+def test_an_open_question_is_said_to_be_open() -> None:
+    """Where the time is up before the interval is clear of the bound, nothing is refuted."""
+    seen = compare(_noisy(1, random.Random(1)), _noisy(1, random.Random(2)), 1.0, seconds=0)
+    _, said = seen.cells("ratio", 1.0)
+
+    assert not seen.decides(1.0)
+    assert not seen.refutes(1.0)
+    assert "undecided" in said

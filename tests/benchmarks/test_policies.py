@@ -1,0 +1,135 @@
+"""What policies cost: the policy itself, ops that it does not concern, and none in force."""
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import torchrepro
+from torchrepro.policies.on_cpu import on_cpu
+from torchrepro.tables import as_text, table
+
+from .paired import Comparison, compare
+
+pytestmark = pytest.mark.benchmark
+
+ZERO = {"dropout": "zero"}
+HOST = {"device": {"rng": "host"}}
+CPU = {"device": {"fallback": "cpu"}, "backends": {"torch": {"deterministic_algorithms": "error"}}}
+DETERMINISTIC = {"backends": {"torch": {"deterministic_algorithms": "error"}}}
+
+
+def _report(title: str, rows: list[tuple[str, str]]) -> None:
+    print(f"\n{as_text(title, table(('', 'median (interval)'), rows))}")
+
+
+def _timed(profile: dict[str, Any] | None, work: Callable[[], object], times: int) -> float:
+    """Return the seconds that `work` takes under `profile`, putting it in force not counted."""
+    with torchrepro.apply(profile) if profile else nullcontext():
+        work()
+        start = time.perf_counter()
+        for _ in range(times):
+            work()
+        return time.perf_counter() - start
+
+
+def _under(
+    plain: dict[str, Any] | None,
+    other: dict[str, Any] | None,
+    work: Callable[[], object],
+    times: int,
+) -> Comparison:
+    return compare(
+        lambda: _timed(plain, work, times), lambda: _timed(other, work, times), 1.0, seconds=10
+    )
+
+
+def _transformer() -> Callable[[], object]:
+    layer = nn.TransformerEncoderLayer(64, 4, 128, 0.1, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return _training(model, torch.randn(16, 32, 64))
+
+
+def _perceptron() -> Callable[[], object]:
+    layers = [nn.Linear(256, 256), nn.ReLU(), nn.Dropout(0.5)] * 3
+    return _training(nn.Sequential(*layers), torch.randn(64, 256))
+
+
+def _training(model: nn.Module, batch: torch.Tensor) -> Callable[[], object]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+@pytest.mark.parametrize("make", [_transformer, _perceptron], ids=lambda make: make.__name__[1:])
+def test_a_step_without_dropout_is_no_slower_than_one_with_it(
+    make: Callable[[], Callable[[], object]],
+) -> None:
+    """Under `dropout: zero` a training step takes at most as long as with dropout."""
+    seen = _under({"dropout": "keep"}, ZERO, make(), 10)
+    _report(f"dropout: zero, a step of a {make.__name__[1:]}", [seen.cells("ratio", 1.0)])
+
+    assert not seen.refutes(1.0)
+
+
+def test_with_no_policy_in_force_ops_cost_what_they_did() -> None:
+    """After policies have come and gone, ops run as fast as if there had never been any."""
+    x = torch.ones(64, 64)
+
+    def gone() -> float:
+        with torchrepro.apply(ZERO), torchrepro.apply(HOST), torchrepro.apply(CPU):
+            pass
+        return _timed(None, lambda: functional.dropout(x), 2000)
+
+    seen = compare(lambda: _timed(None, lambda: functional.dropout(x), 2000), gone, 1.0, seconds=10)
+    _report("no policy in force", [seen.cells("F.dropout, ratio", 1.0)])
+
+    assert not seen.refutes(1.0)
+
+
+def test_host_random_numbers_cost_nothing_on_the_cpu() -> None:
+    """Without an accelerator, drawing costs what it costs without the policy."""
+    x = torch.empty(64, 64)
+    seen = _under(None, HOST, x.normal_, 5000)
+    _report("device.rng: host, without an accelerator", [seen.cells("normal_, ratio", 1.0)])
+
+    assert not seen.refutes(1.0)
+
+
+def test_fallback_costs_other_ops_nothing() -> None:
+    """An op that has a deterministic kernel runs as fast with a fallback as without."""
+    x = torch.ones(64, 64)
+    seen = _under(DETERMINISTIC, CPU, lambda: x + x, 20_000)
+    _report("device.fallback: cpu, an op that never needs it", [seen.cells("add, ratio", 1.0)])
+
+    assert not seen.refutes(1.0)
+
+
+def test_figures_that_the_catalogue_quotes() -> None:
+    """Prints what a random op costs while it is counted, and what drawing on the host adds."""
+    small, large = torch.empty(16), torch.empty(1_000_000)
+    uniform = torch.ops.aten.uniform_.default
+    rows = []
+    for name, tensor, times in (("16 numbers", small, 20_000), ("a million", large, 50)):
+        plain = _timed(None, tensor.uniform_, times) / times
+        counted = _timed(ZERO, tensor.uniform_, times) / times
+        start = time.perf_counter()
+        for _ in range(times):
+            on_cpu(uniform, (tensor,), {})
+        moved = (time.perf_counter() - start) / times
+        rows += [
+            (f"uniform_ of {name}", f"{plain * 1e6:.1f} us"),
+            ("  counted by `dropout: zero`", f"{counted * 1e6:.1f} us"),
+            ("  through the host, copies not counted", f"{moved * 1e6:.1f} us"),
+        ]
+    _report("one random op", rows)

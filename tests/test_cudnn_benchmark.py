@@ -1,0 +1,75 @@
+"""The example that times cuDNN's benchmark prints its table, and says so where there is no GPU."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "cudnn_benchmark.py"
+PARAMETERS = 25_557_032  # of the network as published, with 1000 classes
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def _printed(*, cuda: bool) -> list[str]:
+    """Run the example as briefly as it can be, and return the lines that it printed."""
+    hidden = {} if cuda else {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), "--passes", "1", "--size", "32"],
+        env={**os.environ, **hidden},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def _check_table(lines: list[str], knob: str) -> None:
+    heading, *rows = lines
+
+    assert heading.split()[0] == knob
+    assert [row.split()[0] for row in rows] == ["off", "on"]
+    assert all(re.fullmatch(r"o\w+ +\d+\.\d\d s +\d+\.\d\d s", row) for row in rows)
+
+
+@pytest.mark.slow
+def test_without_a_gpu_the_example_says_so_and_times_the_cpu() -> None:
+    """Where no CUDA device is seen the first line says it, and the table is of oneDNN."""
+    said, where, *lines = _printed(cuda=False)
+
+    assert "No CUDA device" in said
+    assert f"torch {torch.__version__}, CPU" in where
+    _check_table(lines, "backends.cpu.mkldnn_enabled")
+
+
+@pytest.mark.gpu
+@NEEDS_CUDA
+def test_on_a_gpu_the_example_times_cudnn() -> None:
+    """Where there is a CUDA device the table is of cuDNN on that device."""
+    where, *lines = _printed(cuda=True)
+
+    assert torch.cuda.get_device_name() in where
+    _check_table(lines, "backends.cudnn.benchmark")
+
+
+def test_the_network_of_the_example_is_a_resnet_50() -> None:
+    """It has as many parameters as the published network, and takes images of any shape."""
+    code = (
+        "import runpy, sys, torch; names = runpy.run_path(sys.argv[1]); "
+        "model = names['resnet50']().eval(); "
+        "print(sum(p.numel() for p in model.parameters()), *model(torch.rand(2, 3, 40, 33)).shape)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(EXAMPLE)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+
+    assert done.stdout.split() == [str(PARAMETERS), "2", "1000"]
