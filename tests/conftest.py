@@ -3,6 +3,7 @@
 import os
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,21 @@ def pytest_report_header() -> str:
     """Name the libraries whose state the tests read."""
     cuda = torch.version.cuda or "none"
     return f"torch {torch.__version__} (CUDA {cuda}), numpy {np.__version__}, cpus {os.cpu_count()}"
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest's own plugin looks where to write
+def pytest_configure(config: pytest.Config) -> None:
+    """Write a JUnit report of this run into the folder that TEST_REPORTS names, if it does."""
+    folder = os.environ.get("TEST_REPORTS")
+    if folder:
+        config.option.xmlpath = str(Path(folder) / f"{os.getpid()}.xml")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Note in that report which tests need hardware."""
+    for item in items:
+        needs = {mark.name for mark in item.iter_markers()} & {"gpu", "npu"}
+        item.user_properties += [("marker", name) for name in sorted(needs)]
 
 
 def read_world() -> dict[str, Any]:

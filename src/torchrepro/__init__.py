@@ -16,9 +16,13 @@ if TYPE_CHECKING:
     from torchrepro.errors import TorchreproError as TorchreproError
     from torchrepro.planner import Plan as Plan
     from torchrepro.planner import plan as plan
-    from torchrepro.policies.module_placement import place_modules as place_modules
-    from torchrepro.policies.replacements import register_replacement as register_replacement
-    from torchrepro.policies.replacements import unregister_replacement as unregister_replacement
+    from torchrepro.policies.fallback.replacements import (
+        register_replacement as register_replacement,
+    )
+    from torchrepro.policies.fallback.replacements import (
+        unregister_replacement as unregister_replacement,
+    )
+    from torchrepro.policies.placement.placing import place_modules as place_modules
     from torchrepro.profile.load import load as load
     from torchrepro.profile.schema import Profile as Profile
     from torchrepro.report import Outcome as Outcome
@@ -56,10 +60,10 @@ _HOME = {
     "dataloader_kwargs": "torchrepro.seeding.dataloaders",
     "isolated_rng": "torchrepro.seeding.scopes",
     "load": "torchrepro.profile.load",
-    "place_modules": "torchrepro.policies.module_placement",
+    "place_modules": "torchrepro.policies.placement.placing",
     "plan": "torchrepro.planner",
     "register_generator": "torchrepro.seeding.registered",
-    "register_replacement": "torchrepro.policies.replacements",
+    "register_replacement": "torchrepro.policies.fallback.replacements",
     "register_seeder": "torchrepro.seeding.libraries",
     "rng_state": "torchrepro.seeding.snapshot",
     "sample_rng": "torchrepro.seeding.drawing",
@@ -69,7 +73,7 @@ _HOME = {
     "set_rng_state": "torchrepro.seeding.snapshot",
     "stream": "torchrepro.seeding.streams",
     "unregister_generator": "torchrepro.seeding.registered",
-    "unregister_replacement": "torchrepro.policies.replacements",
+    "unregister_replacement": "torchrepro.policies.fallback.replacements",
     "use_mesh": "torchrepro.seeding.mesh",
 }
 
@@ -83,11 +87,27 @@ def __getattr__(name: str) -> object:
         return version("torchrepro")
     if name not in _HOME:
         raise AttributeError(f"module 'torchrepro' has no attribute {name!r}")
-    from importlib import import_module
-
-    value = getattr(import_module(_HOME[name]), name)
+    value = getattr(_loaded(_HOME[name]), name)
     globals()[name] = value
     return value
+
+
+def _loaded(module: str) -> object:
+    """Import `module` without a garbage collection in between.
+
+    Hardly anything that an import makes is garbage, and with torch loaded one full collection
+    takes as long as all of these imports.
+    """
+    import gc
+    from importlib import import_module
+
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return import_module(module)
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def __dir__() -> list[str]:

@@ -16,15 +16,14 @@ from torchrepro.planner import (
     Step,
     aside,
     judged,
+    lateness,
     make_plan,
     observe,
     refusal,
     report_of,
 )
 from torchrepro.policies.effects import effects
-from torchrepro.policies.fallback import uncalled_replacements
 from torchrepro.policies.refusals import handle_with
-from torchrepro.policies.unseen_kernels import unseen_kernels
 from torchrepro.process import obstacle_to_relaunch, relaunch
 from torchrepro.profile.load import resolve
 from torchrepro.report import STOPPING, Outcome, Report, Row
@@ -120,12 +119,15 @@ class Applied:
         return report_of(self.resolved, tuple(self._rows))
 
     def _present_unseen(self) -> tuple[str, ...]:
-        return unseen_kernels() if self.resolved.strict else ()
+        if not self.resolved.strict:
+            return ()
+        from torchrepro.policies.fallback.unseen_kernels import unseen_kernels
+
+        return unseen_kernels()
 
     def _present_effects(self) -> tuple[Effect, ...]:
         policies = {row.knob for row in self._rows}
-        done = (*effects(), *uncalled_replacements())
-        return tuple(effect for effect in done if effect.policy in policies)
+        return tuple(effect for effect in effects() if effect.policy in policies)
 
     def carry_out(self, steps: Iterable[Step]) -> None:
         """Set the knobs of `steps` in order; raises `ApplyError` for a strict profile, undone."""
@@ -269,7 +271,7 @@ def stop_or_relaunch(plan: Plan, obstacle: str) -> None:
         why = obstacle or earlier or obstacle_to_relaunch(plan.resolved.digest)
         if not why:
             relaunch(plan.variables, plan.resolved.digest)
-    raise LateError(_late(plan, why), plan.report)
+    raise LateError(lateness(plan, why), plan.report)
 
 
 def _raise(error: ApplyError) -> None:
@@ -289,12 +291,3 @@ def own_variables() -> dict[str, str]:
 def in_force() -> tuple[Applied, ...]:
     """Return the profiles in force, outermost first."""
     return tuple(_in_force)
-
-
-def _late(plan: Plan, why: str) -> str:
-    lines = [f"  {row.knob}: {row.why}" for row in plan.late]
-    asked = plan.resolved
-    head = f"profile '{asked.name}' has knobs past their phase (on_late: {asked.on_late})"
-    no_relaunch = f"  no relaunch, because {why}" if why else ""
-    todo = "  start the program with `torchrepro run`, which sets them before Python starts"
-    return "\n".join(line for line in (head, *lines, no_relaunch, todo) if line)

@@ -155,6 +155,16 @@ def refusal(resolved: Resolved, rows: Sequence[Row]) -> str:
     return "\n".join([head, *(f"  {row.knob}: {row.outcome}: {row.why}" for row in rows)])
 
 
+def lateness(plan: Plan, why: str) -> str:
+    """Return what to tell a user whose profile stops because knobs are past their phase."""
+    lines = [f"  {row.knob}: {row.why}" for row in plan.late]
+    asked = plan.resolved
+    head = f"profile '{asked.name}' has knobs past their phase (on_late: {asked.on_late})"
+    no_relaunch = f"  no relaunch, because {why}" if why else ""
+    todo = "  start the program with `torchrepro run`, which sets them before Python starts"
+    return "\n".join(line for line in (head, *lines, no_relaunch, todo) if line)
+
+
 def aside(knob: Knob) -> str:
     """Return what a reader should know about a flag that was set, or an empty string."""
     if knob.scope is Scope.EVERY_THREAD:

@@ -12,7 +12,7 @@ from torch import nn
 import torchrepro
 from torchrepro.knobs.legal import Patterns
 from torchrepro.policies import effects
-from torchrepro.policies.module_names import bare, match
+from torchrepro.policies.placement.module_names import bare, match
 from torchrepro.policies.refusals import handle_with
 
 POLICY = "device.modules"

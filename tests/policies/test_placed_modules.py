@@ -16,8 +16,8 @@ from torch.optim import optimizer as optimizers
 
 import torchrepro
 from torchrepro.policies import effects
-from torchrepro.policies.elsewhere import Place
-from torchrepro.policies.placed_forward import PlacedForward
+from torchrepro.policies.placement.elsewhere import Place
+from torchrepro.policies.placement.placed_forward import PlacedForward
 
 POLICY = "device.modules"
 X = torch.randn(4, 8)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from torchrepro.imports import AfterImport
-from torchrepro.policies import written_masks
+from torchrepro.policies.dropout import written_masks
 
 HERE = Path(__file__).parent
 
@@ -109,7 +109,7 @@ def _copy_of_timm_drop(folder: Path) -> Path:
 
 START = """
 import copy, importlib, json, pickle, sys, torch
-from torchrepro.policies import written_masks
+from torchrepro.policies.dropout import written_masks
 x = torch.arange(1.0, 65.0)
 
 def drops(call):
@@ -248,7 +248,7 @@ print(json.dumps([sorted(changed), back, sys.meta_path == finders]))
 def test_nothing_is_imported() -> None:
     """Neither torch nor a library with masks is loaded for the policy."""
     loaded = _printed(
-        "import json, sys\nfrom torchrepro.policies import written_masks\n"
+        "import json, sys\nfrom torchrepro.policies.dropout import written_masks\n"
         "written_masks.zero()\nprint(json.dumps(sorted(sys.modules)))"
     )
 

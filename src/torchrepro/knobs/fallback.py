@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrepro.knobs.knob import Missing
-from torchrepro.policies.fallback_value import per_op, waits_for_refusal
+from torchrepro.policies.fallback.value import per_op, waits_for_refusal
 
-_POLICY = "torchrepro.policies.fallback"
+_POLICY = "torchrepro.policies.fallback.deciding"
 _IDLE = {
     0: "torch's deterministic algorithms are off",
     1: "torch only warns about ops without a deterministic kernel",
@@ -26,7 +26,7 @@ class FallbackPolicy:
         return policy.value_in_force() if policy else None
 
     def write(self, value: Any) -> None:
-        from torchrepro.policies import fallback
+        from torchrepro.policies.fallback import deciding as fallback
 
         asked = value if isinstance(value, str) else {"ops": dict(per_op(value))}
         mode = sys.modules["torch"].get_deterministic_debug_mode()
@@ -42,6 +42,6 @@ class FallbackPolicy:
 
     def restore(self, saved: Any) -> None:
         if saved != self.read():
-            from torchrepro.policies import fallback
+            from torchrepro.policies.fallback import deciding as fallback
 
             fallback.install(saved)

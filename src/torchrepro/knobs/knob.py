@@ -31,7 +31,7 @@ class Scope(StrEnum):
     PROCESS = "this process"
     PROCESS_AND_CHILDREN = "this process and the processes it starts"
     THREAD = "this thread"
-    EVERY_THREAD = "every thread of this process, and its data-loading workers"
+    EVERY_THREAD = "every thread of this process"
 
 
 class Missing(Exception):  # noqa: N818 - an answer, not an error: the state does not exist here

@@ -9,9 +9,7 @@ from torchrepro.knobs.fallback import FallbackPolicy
 from torchrepro.knobs.inherited import Inherited
 from torchrepro.knobs.knob import Knob, Missing, Scope
 from torchrepro.knobs.legal import Fallback, OneOf, Patterns, RankPolicies, Seeds, Whole
-from torchrepro.policies.dropout import DropoutPolicy
-from torchrepro.policies.host_rng import HostRngPolicy
-from torchrepro.policies.module_placement import ModulesPolicy
+from torchrepro.knobs.on_demand import OnDemand
 from torchrepro.seeding.loader_hook import SeedingPolicy, WorkersPolicy
 from torchrepro.seeding.seed_plan import PlanField
 
@@ -66,17 +64,17 @@ def _policy(  # noqa: PLR0913, PLR0917 - the columns of a row
     )
 
 
-def _everywhere(name: str, legal: Any, policy: Any, at_rest: Any, *texts: str) -> Knob:
-    """Return the row of a policy that every thread and every data-loading worker is under."""
-    access = Inherited(name, policy, at_rest)
+def _inherited(name: str, legal: Any, home: str, at_rest: Any, *texts: str) -> Knob:
+    """Return the row of a policy that data-loading workers are under as well."""
+    access = Inherited(name, OnDemand(f"torchrepro.policies.{home}", at_rest), at_rest)
     return _policy(name, legal, access, *texts, scope=Scope.EVERY_THREAD)
 
 
 POLICIES = (
-    _everywhere(
+    _inherited(
         "dropout",
         OneOf(("keep", "zero")),
-        DropoutPolicy(),
+        "dropout.zeroing:DropoutPolicy",
         "keep",
         "zero turns torch's dropout into the identity, and rrelu into what it is in evaluation: "
         "in modules and functions, in compiled, scripted and exported code, inside of attention "
@@ -84,10 +82,10 @@ POLICIES = (
         "ops still ran is in the report.",
         "zero: one copy instead of one random mask",
     ),
-    _everywhere(
+    _inherited(
         "device.rng",
         OneOf(("native", "host")),
-        HostRngPolicy(),
+        "host_rng.drawing:HostRngPolicy",
         "native",
         "host draws every random number from the CPU's generator, the same on every device.",
         "host: drawing on the CPU and copying",
@@ -103,16 +101,18 @@ POLICIES = (
         "5 us per call of an op that torch may refuse, nothing for any other op; cpu: a copy to "
         "the CPU and one back for each call that runs there",
         "https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html",
+        scope=Scope.EVERY_THREAD,
     ),
     _policy(
         "device.modules",
         Patterns(),
-        ModulesPolicy(),
+        OnDemand("torchrepro.policies.placement.placing:ModulesPolicy", {}),
         "Parts of a model that run elsewhere, to find out whether a device is the culprit. Such a "
         "part draws random numbers from the generator of the device that it runs on, and runs "
         "uncompiled; gradients, buffers and checkpoints are those of the model as it is.",
         "copies of its inputs, outputs and weights per call of such a part",
         "https://docs.pytorch.org/docs/stable/generated/torch.func.functional_call.html",
+        scope=Scope.EVERY_THREAD,
     ),
     _policy(
         "streams",

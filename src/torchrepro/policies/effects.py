@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import threading
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 _MANY = 1000  # places; a program that draws from ever new lines does not fill the memory
 _lock = threading.Lock()
 _counted: dict[tuple[str, str, str, str], list[int]] = {}
+_sources: list[Callable[[list[Effect]], Iterable[Effect]]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,13 @@ def count(policy: str, subject: str, what: str, where: str = "", moved: int = 0)
 def effects() -> tuple[Effect, ...]:
     """Return what the policies have done since the first of them was put in force."""
     with _lock:
-        return tuple(Effect(*key, *counts) for key, counts in sorted(_counted.items()))
+        counted = [Effect(*key, *counts) for key, counts in sorted(_counted.items())]
+    return (*counted, *(effect for source in _sources for effect in source(counted)))
+
+
+def tell_also(source: Callable[[list[Effect]], Iterable[Effect]]) -> None:
+    """Have `effects` tell what `source` makes of those counted as well: of no calls yet, say."""
+    _sources.append(source)
 
 
 def forget(policy: str) -> None:

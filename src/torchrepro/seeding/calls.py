@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.callers import place
 from torchrepro.errors import shown
-from torchrepro.policies import host_rng
 from torchrepro.policies.effects import count
 from torchrepro.seeding.streams import present_worker
 
@@ -145,12 +144,16 @@ def _note(function: str, values: tuple[Any, ...], frame: FrameType) -> None:
         return
     where = place(frame)
     seeds = ", ".join(shown(value) for value in values)
-    if function.startswith(DEVICES) and host_rng.in_force():
-        what = "without effect: the host draws"
-        count(host_rng.POLICY, f"{function}({seeds})", what, where)
+    if function.startswith(DEVICES) and _host_draws():
+        count("device.rng", f"{function}({seeds})", "without effect: the host draws", where)
     if len(_calls) < _MANY or (function, where) in _calls:
         call = _calls.setdefault((function, where), SeedingCall(function, "", where))
         call.value, call.times = seeds, call.times + 1
         if call.times == 1 and present_worker() == 0:
             # What a worker records stays in the worker: one of them tells.
             sys.stderr.write(f"torchrepro: seeded by the program itself, in workers: {call}\n")
+
+
+def _host_draws() -> bool:
+    policy = sys.modules.get("torchrepro.policies.host_rng.drawing")  # not loaded: not in force
+    return policy is not None and policy.in_force()

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.callers import place
 from torchrepro.policies import interposed
-from torchrepro.policies.deterministic_ops import IMPLEMENTATIONS, implementation
 from torchrepro.policies.effects import count
-from torchrepro.policies.nondeterministic_ops import is_alert, row_of
+from torchrepro.policies.fallback.deterministic_ops import IMPLEMENTATIONS, implementation
+from torchrepro.policies.fallback.nondeterministic_ops import is_alert, row_of
 from torchrepro.policies.on_cpu import fit_to, is_on_device, on_cpu
 from torchrepro.policies.ops_by_name import packet_name
 

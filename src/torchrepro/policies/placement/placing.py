@@ -18,10 +18,10 @@ from weakref import WeakSet
 
 from torchrepro.errors import ApplyError, Problem, near, some
 from torchrepro.policies.compiled import forget_compiled
-from torchrepro.policies.device_words import absence, device_named
-from torchrepro.policies.elsewhere import Place
-from torchrepro.policies.module_names import match, named
-from torchrepro.policies.placed_forward import POLICY, PlacedForward
+from torchrepro.policies.placement.device_words import absence, device_named
+from torchrepro.policies.placement.elsewhere import Place
+from torchrepro.policies.placement.module_names import match, named
+from torchrepro.policies.placement.placed_forward import POLICY, PlacedForward
 from torchrepro.policies.refusals import refuse
 
 if TYPE_CHECKING:

@@ -6,7 +6,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from torchrepro.policies import compiled, coverage, dropout_ops, written_masks
+from torchrepro.policies import compiled
+from torchrepro.policies.dropout import coverage, written_masks
+from torchrepro.policies.dropout import ops as dropout_ops
 
 _installed: list[ExitStack] = []  # what takes the overrides back, while they are there
 

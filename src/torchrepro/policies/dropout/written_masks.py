@@ -21,13 +21,13 @@ from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.imports import AfterImport
-from torchrepro.policies.mask_rows import ROWS
+from torchrepro.policies.dropout.mask_rows import ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
 
-    from torchrepro.policies.mask_rows import WrittenMask
+    from torchrepro.policies.dropout.mask_rows import WrittenMask
 
 _Place = tuple[str, int]  # a function's name and the first line of it or of its decorators
 

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import ApplyError
-from torchrepro.policies.nested_values import Mapped, is_tensor
+from torchrepro.policies.placement.nested_values import Mapped, is_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

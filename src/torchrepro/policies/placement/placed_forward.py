@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from torchrepro.policies.effects import count
-from torchrepro.policies.elsewhere import run_there
+from torchrepro.policies.placement.elsewhere import run_there
 
 if TYPE_CHECKING:
     from inspect import Signature
 
-    from torchrepro.policies.elsewhere import Place
+    from torchrepro.policies.placement.elsewhere import Place
 
 POLICY = "device.modules"
 _ABSENT = object()

@@ -14,13 +14,13 @@ from functools import partial
 from typing import Any
 
 from torchrepro.errors import Problem, ProfileError, near
-from torchrepro.policies import acts as done
-from torchrepro.policies.effects import Effect, effects, forget
-from torchrepro.policies.fallback_value import Value, is_pattern, per_op
+from torchrepro.policies.effects import Effect, forget, tell_also
+from torchrepro.policies.fallback import acts as done
+from torchrepro.policies.fallback.nondeterministic_ops import OPS
+from torchrepro.policies.fallback.replacements import qualified_name, replacements, watch
+from torchrepro.policies.fallback.value import Value, is_pattern, per_op
 from torchrepro.policies.interposed import Place, interpose, withdraw
-from torchrepro.policies.nondeterministic_ops import OPS
 from torchrepro.policies.ops_by_name import overloads_named
-from torchrepro.policies.replacements import qualified_name, replacements, watch
 from torchrepro.policies.wrapped_numbers import with_tensors
 
 Act = Callable[..., Any]
@@ -92,16 +92,19 @@ def _replacing(op: Any, fn: Callable[..., Any], act: Act | None) -> Act:
     return with_tensors(op, replaced)
 
 
-def uncalled_replacements() -> tuple[Effect, ...]:
+def _uncalled_replacements(counted: list[Effect]) -> tuple[Effect, ...]:
     """Return an effect of no calls for every op that has a replacement in force, not called yet."""
     if _in_force.value is None:
         return ()
-    called = {effect.subject for effect in effects() if effect.what.startswith("replaced by ")}
+    called = {effect.subject for effect in counted if effect.what.startswith("replaced by ")}
     return tuple(
         Effect(done.KNOB, op.name(), f"replaced by {qualified_name(fn)}", "", 0, 0)
         for op, fn in _replacements().items()
         if op.name() not in called
     )
+
+
+tell_also(_uncalled_replacements)
 
 
 def _decided(value: str | Mapping[str, Any]) -> tuple[dict[Any, Act], frozenset[Any]]:

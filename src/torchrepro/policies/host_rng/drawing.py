@@ -18,9 +18,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.imports import AfterImport
-from torchrepro.policies import compiled, drawn_inside
+from torchrepro.policies import compiled
 from torchrepro.policies.effects import count, forget
-from torchrepro.policies.host_generators import HostGenerators
+from torchrepro.policies.host_rng import drawn_inside
+from torchrepro.policies.host_rng.generators import HostGenerators
 from torchrepro.policies.interposed import Place, interpose, random_ops, withdraw
 from torchrepro.policies.on_cpu import is_on_device, on_cpu
 

@@ -1,0 +1,1 @@
+"""What becomes of ops without a deterministic kernel."""

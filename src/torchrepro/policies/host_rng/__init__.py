@@ -1,0 +1,1 @@
+"""Random numbers for devices, drawn on the host."""

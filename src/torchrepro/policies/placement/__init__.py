@@ -1,0 +1,1 @@
+"""Parts of a model that run on another device."""
