@@ -1,0 +1,140 @@
+"""Policies leave nothing behind, and nothing is there before the first of them."""
+
+import itertools
+import json
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchrepro
+from torchrepro.policies import interposed
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "dropout": {"dropout": "zero"},
+    "rng": {"device": {"rng": "host"}},
+    "fallback": {
+        "device": {"fallback": "cpu"},
+        "backends": {"torch": {"deterministic_algorithms": "error"}},
+    },
+    "modules": {"device": {"modules": {"0": "cpu"}}},
+}
+OPS = ("dropout", "native_dropout", "rrelu", "uniform_", "bernoulli_.float", "put_", "lstm.input")
+
+
+def _dispatcher() -> dict[str, str]:
+    """Return what torch's dispatcher knows of some ops, and what comes before it."""
+    dumps = {op: torch._C._dispatch_dump_table(f"aten::{op}") for op in OPS}
+    kernels = torch.ops.aten.dropout.default.py_kernels
+    hooks = torch.nn.modules.module._global_forward_pre_hooks
+    return {
+        **dumps,
+        "decompositions": str({str(key): kernel.__name__ for key, kernel in kernels.items()}),
+        "hooks": str(len(hooks)),
+        "finders": str([type(finder).__name__ for finder in sys.meta_path]),
+        "cache tag": torch.compiler.config.cache_key_tag,
+        "interposed": str(interposed.interposed_ops()),
+    }
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_leaves_the_dispatcher_as_it_was(name: str) -> None:
+    """After the undo every table, decomposition, hook, finder and tag is what it was before."""
+    before = _dispatcher()
+    with torchrepro.apply(POLICIES[name]):
+        inside = _dispatcher()
+
+    assert inside != before
+    assert _dispatcher() == before
+
+
+@pytest.mark.parametrize("order", itertools.permutations(POLICIES, 2), ids="-".join)
+def test_policies_nest_in_any_order(order: tuple[str, str]) -> None:
+    """Two policies in force at once are taken back one by one, each to what was before it."""
+    outer, inner = (POLICIES[name] for name in order)
+    before = _dispatcher()
+    with torchrepro.apply(outer):
+        between = _dispatcher()
+        with torchrepro.apply(inner):
+            pass
+        assert _dispatcher() == between
+
+    assert _dispatcher() == before
+
+
+def test_a_policy_inside_of_itself_changes_nothing() -> None:
+    """Dropout zeroed twice is zeroed once, until the outer scope ends."""
+    x = torch.ones(200)
+    with torchrepro.apply(POLICIES["dropout"]):
+        with torchrepro.apply(POLICIES["dropout"]):
+            assert (torch.nn.functional.dropout(x) == 1).all()
+        assert (torch.nn.functional.dropout(x) == 1).all()
+
+    assert (torch.nn.functional.dropout(x) == 0).any()
+
+
+def test_keep_inside_of_zero_drops_until_it_ends() -> None:
+    """An inner profile that keeps dropout brings it back, and its undo zeroes it again."""
+    x = torch.ones(200)
+    with torchrepro.apply(POLICIES["dropout"]):
+        with torchrepro.apply({"dropout": "keep"}):
+            assert (torch.nn.functional.dropout(x) == 0).any()
+        assert (torch.nn.functional.dropout(x) == 1).all()
+
+
+def test_a_profile_without_policies_loads_none() -> None:
+    """What policies consist of is imported only for a profile that asks for one."""
+    code = (
+        "import json, sys, torchrepro\n"
+        "torchrepro.apply({'dropout': 'keep', 'device': {'rng': 'native'}, 'seed': 1})\n"
+        "print(json.dumps([name for name in sys.modules if name.startswith('torchrepro.poli')]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    loaded = {name.split(".")[2] for name in json.loads(done.stdout) if name.count(".") > 1}
+
+    assert loaded <= {"effects", "refusals", "fallback"}
+    assert "torchrepro.policies.fallback.deciding" not in done.stdout
+
+
+def test_a_report_says_what_its_policies_did_then_and_afterwards() -> None:
+    """Calls are counted while in force, as text and as JSON, and stay in the report."""
+    with torchrepro.apply({"dropout": "zero"}) as applied:
+        for _ in range(3):
+            torch.rand(2)
+    torch.rand(2)
+    (effect,) = applied.report.effects
+    again = json.loads(json.dumps(applied.report.to_json()))["effects"]
+
+    assert (effect.policy, effect.subject, effect.calls) == ("dropout", "aten::uniform_", 3)
+    assert effect.where.startswith(__name__)
+    assert again == [effect.to_json()]
+    assert "drew random numbers" in str(applied.report)
+
+
+def test_a_policy_counts_anew_each_time() -> None:
+    """What was counted under an earlier profile is no part of a later report."""
+    with torchrepro.apply({"dropout": "zero"}):
+        torch.rand(2)
+    with torchrepro.apply({"dropout": "zero"}) as applied:
+        pass
+
+    assert applied.report.effects == ()
+
+
+def test_run_tells_what_policies_did() -> None:
+    """At its end a run says on standard error which random ops still ran, and where."""
+    program = "import torch\ndef noise():\n    return torch.randn(3)\nnoise()\nnoise()"
+    tool = str(Path(sysconfig.get_path("scripts")) / "torchrepro")
+    done = subprocess.run(
+        [tool, "run", "seed-only", "dropout=zero", "--", sys.executable, "-c", program],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    assert "2      dropout  aten::normal_  drew random numbers  __main__.noise:3" in done.stderr
