@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.compiler.config
 
 import torchrepro
 from torchrepro.policies import interposed
