@@ -38,7 +38,7 @@ class Switch:
 
 
 CUDNN = Switch("cuda", "cudnn", "benchmark", passes=50, size=512)
-MKLDNN = Switch("cpu", "cpu", "mkldnn_enabled", passes=5, size=192)
+MKLDNN = Switch("cpu", "cpu", "mkldnn_enabled", passes=50, size=192)
 
 
 def convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Sequential:
@@ -127,12 +127,23 @@ def rows(switch: Switch) -> list[tuple[str, ...]]:
     return found
 
 
+def whole(least: int) -> Callable[[str], int]:
+    """Return what reads a whole number of at least `least` for argparse."""
+
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text}: not a whole number of at least {least}")
+        return int(text)
+
+    return number
+
+
 def wanted() -> Switch:
     """Return what this machine can switch, with as much work as the command line asks for."""
     switch = CUDNN if torch.cuda.is_available() else MKLDNN
     parser = argparse.ArgumentParser(description="Time forward passes of a ResNet-50.")
-    parser.add_argument("--passes", type=int, default=switch.passes, help="in every cell")
-    parser.add_argument("--size", type=int, default=switch.size, help="of an image, in pixels")
+    parser.add_argument("--passes", type=whole(1), default=switch.passes, help="in every cell")
+    parser.add_argument("--size", type=whole(2), default=switch.size, help="of an image, in pixels")
     return replace(switch, **vars(parser.parse_args()))
 
 
