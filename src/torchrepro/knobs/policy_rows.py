@@ -80,7 +80,8 @@ POLICIES = (
         "in modules and functions, in compiled, scripted and exported code, inside of attention "
         "and recurrent kernels, and in known modules that write masks of their own. Which random "
         "ops still ran is in the report.",
-        "zero: one copy instead of one random mask",
+        "zero: less than dropout, one copy instead of a random mask (a step of a small transformer "
+        "took 0.6 times as long); 5 us for every other op that draws, which is counted",
     ),
     _inherited(
         "device.rng",
@@ -88,7 +89,8 @@ POLICIES = (
         "host_rng.drawing:HostRngPolicy",
         "native",
         "host draws every random number from the CPU's generator, the same on every device.",
-        "host: drawing on the CPU and copying",
+        "host: 16 us per op that draws, 2 ns per uniform number (a million: 2.2 ms, measured on "
+        "2 cores), and the copy to the device; without an accelerator nothing",
     ),
     _policy(
         "device.fallback",
