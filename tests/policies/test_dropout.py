@@ -77,6 +77,33 @@ def test_gradients_are_those_of_the_identity() -> None:
     assert torch.equal(torch.full_like(X, 3.0), x.grad)
 
 
+def test_gradients_can_be_differentiated_again() -> None:
+    """Double backward through zeroed dropout, rrelu and `native_dropout` is that of the identity."""
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64, requires_grad=True)
+
+    def through(values: torch.Tensor) -> torch.Tensor:
+        kept = torch.native_dropout(functional.dropout(values.sin()), 0.5, True)[0]
+        return functional.rrelu(kept, training=True) ** 3
+
+    with torchrepro.apply({"dropout": "zero"}):
+        assert torch.autograd.gradcheck(through, x)
+        assert torch.autograd.gradgradcheck(through, x)
+
+
+def test_a_probability_out_of_range_is_refused_as_ever() -> None:
+    """What torch refuses without the policy it refuses under it."""
+    with torchrepro.apply({"dropout": "zero"}), pytest.raises((ValueError, RuntimeError)):
+        torch.dropout(X, 1.5, train=True)
+
+
+def test_evaluation_costs_and_changes_nothing() -> None:
+    """Outside of training the very input comes back, as from torch's own dropout."""
+    x = X.clone()
+    with torchrepro.apply({"dropout": "zero"}):
+        assert functional.dropout(x, 0.5, training=False).data_ptr() == x.data_ptr()
+        assert nn.Dropout().eval()(x).data_ptr() == x.data_ptr()
+
+
 def test_writing_to_the_result_leaves_the_input_alone() -> None:
     """The result of a zeroed dropout is no alias of its input."""
     x = X.clone()

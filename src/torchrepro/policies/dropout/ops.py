@@ -52,13 +52,20 @@ OF_ASCEND = {"p": 0.0, "prob": 0.0}
 _NAMESPACES = ("aten::", "npu::")
 
 
-def _identity(tensor: Any, p: float, train: bool | None = True) -> Any:  # noqa: FBT001, FBT002 - aten's schema
+def _identity(tensor: Any, p: float, train: bool) -> Any:  # noqa: FBT001 - aten's schema
+    _check(p)
     # A copy, because code after dropout may write to its result in place.
-    return tensor.clone() if p and train is not False else tensor
+    return tensor.clone() if p and train else tensor
 
 
 def _identity_in_place(tensor: Any, p: float, train: bool) -> Any:  # noqa: FBT001 - aten's schema
+    _check(p)
     return tensor
+
+
+def _check(p: float) -> None:
+    if not 0 <= p <= 1:  # torch checks it here as well, in these words
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
 
 
 def _identity_and_mask(tensor: Any, p: float, train: bool | None = True) -> Any:  # noqa: FBT001, FBT002

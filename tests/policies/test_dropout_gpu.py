@@ -1,0 +1,111 @@
+"""`dropout: zero` on a CUDA device, whose kernels drop inside of larger computations."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import torchrepro
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this machine"),
+]
+Function = Callable[[torch.Tensor], torch.Tensor]
+CALLS = 4  # TorchScript gives a function its final form after two
+SHAPE = (2, 4, 32, 16)  # batch, heads, positions, channels of a head
+
+
+def _attention(backend: SDPBackend) -> Function:
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        half = x.half()
+        with sdpa_kernel(backend):
+            out = functional.scaled_dot_product_attention(half, half, half, dropout_p=0.5)
+        return out.float()
+
+    return attend
+
+
+def _recurrent(kind: str) -> Function:
+    torch.manual_seed(1)
+    layer = getattr(nn, kind)(16, 16, num_layers=3, dropout=0.5, batch_first=True)
+    return lambda x: layer.to(x.device)(x.flatten(0, 1))[0]
+
+
+def _dropped(x: torch.Tensor) -> torch.Tensor:
+    return functional.dropout(x, 0.5, True) * 2
+
+
+CALLED: dict[str, Callable[[], Function]] = {
+    "F.dropout": lambda: lambda x: functional.dropout(x, 0.3),
+    "F.dropout2d": lambda: functional.dropout2d,
+    "torch.native_dropout": lambda: lambda x: torch.native_dropout(x, 0.5, True)[0],
+    "torch._fused_dropout": lambda: lambda x: torch._fused_dropout(x, 0.5)[0],
+    "rrelu": lambda: lambda x: functional.rrelu(x, training=True),
+    "math attention": lambda: _attention(SDPBackend.MATH),
+    "flash attention": lambda: _attention(SDPBackend.FLASH_ATTENTION),
+    "efficient attention": lambda: _attention(SDPBackend.EFFICIENT_ATTENTION),
+    "cuDNN attention": lambda: _attention(SDPBackend.CUDNN_ATTENTION),
+    "cuDNN LSTM": lambda: _recurrent("LSTM"),
+    "cuDNN GRU": lambda: _recurrent("GRU"),
+    "scripted": lambda: torch.jit.script(_dropped),
+    "compiled": lambda: torch.compile(_dropped),
+}
+
+
+def _result(call: Function, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the value and the gradient of a call on the GPU."""
+    torch.manual_seed(9)
+    x = torch.randn(SHAPE, device="cuda", requires_grad=True)
+    torch.manual_seed(seed)
+    result = call(x)
+    result.square().sum().backward()
+    return result.detach(), x.grad
+
+
+def _drops(call: Function) -> bool:
+    results = [_result(call, seed)[0] for seed in range(3)]
+    return not all(torch.equal(results[0], other) for other in results)
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_a_kernel_drops_before_and_after_and_not_in_between(name: str) -> None:
+    """In force neither values nor gradients depend on the seed; before and after, they do."""
+    call = CALLED[name]()
+
+    assert _drops(call)
+    with torchrepro.apply({"dropout": "zero"}):
+        first = _result(call, 0)
+        for seed in range(CALLS):
+            for one, other in zip(first, _result(call, seed), strict=True):
+                assert torch.allclose(one, other, atol=1e-3)
+        assert not _drops(call)
+    assert _drops(call)
+
+
+@pytest.mark.parametrize("name", ["F.dropout", "torch.native_dropout", "scripted", "compiled"])
+def test_gradients_are_those_of_the_identity(name: str) -> None:
+    """Backward passes gradients on as if there were no dropout, in every one of four calls."""
+    call = CALLED[name]()
+    factor = 2 if name in ("scripted", "compiled") else 1
+    with torchrepro.apply({"dropout": "zero"}):
+        for seed in range(CALLS):
+            value, gradient = _result(call, seed)
+            assert torch.allclose(gradient, 2 * factor * value)
+
+
+@pytest.mark.parametrize("name", ["math attention", "flash attention", "cuDNN LSTM", "F.dropout"])
+def test_masks_drawn_on_the_host_are_those_of_a_run_on_the_cpu(name: str) -> None:
+    """With dropout kept and random numbers from the host, a GPU drops what a CPU drops."""
+    call = CALLED[name]()
+
+    def dropped(device: str) -> torch.Tensor:
+        torch.manual_seed(3)
+        x = torch.ones(SHAPE, device=device)
+        return call(x).cpu()
+
+    with torchrepro.apply({"device": {"rng": "host"}}):
+        assert torch.allclose(dropped("cuda"), dropped("cpu"), atol=1e-2)
