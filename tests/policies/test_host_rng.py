@@ -64,6 +64,21 @@ def test_without_the_policy_a_device_draws_its_own_numbers(device: str) -> None:
     assert torch.equal(before, _drawn("rand", device))
 
 
+@ON_DEVICE
+def test_a_generator_of_a_device_stands_for_one_of_the_cpu(device: str) -> None:
+    """A program's own generator goes on where it left, and starts again when it is seeded again."""
+    on_cpu = torch.Generator().manual_seed(9)
+    expected = [torch.randn(3, generator=on_cpu) for _ in range(2)]
+    with torchrepro.apply({"device": {"rng": "host"}}):
+        own = torch.Generator(device).manual_seed(9)
+        drawn = [torch.randn(3, device=device, generator=own).cpu() for _ in range(2)]
+        own.manual_seed(9)
+        again = [torch.randn(3, device=device, generator=own).cpu() for _ in range(2)]
+
+    assert all(map(torch.equal, drawn, expected))
+    assert all(map(torch.equal, again, expected))
+
+
 @pytest.mark.skipif(ACCELERATOR, reason="there is an accelerator in this machine")
 def test_without_an_accelerator_ops_are_left_alone() -> None:
     """Where all numbers come from the host in any case, no op is interposed, none is counted."""
