@@ -22,7 +22,7 @@ from torchrepro.planner import (
     refusal,
     report_of,
 )
-from torchrepro.policies.effects import effects
+from torchrepro.policies.effects import effects, forget, so_far
 from torchrepro.policies.refusals import handle_with
 from torchrepro.process import obstacle_to_relaunch, relaunch
 from torchrepro.profile.load import resolve
@@ -55,6 +55,7 @@ class Applied:
         self._undo = ExitStack()
         self._rows: list[Row] = []
         self._calls: tuple[SeedingCall, ...] = ()
+        self._before = so_far()
         self._effects: tuple[Effect, ...] = ()
         self._unseen: tuple[str, ...] = ()
         self._agreement: Agreement | None = None
@@ -110,6 +111,8 @@ class Applied:
                     scope._keep_what_was_done()  # noqa: SLF001 - the same class
                     all_scopes.callback(scope._undo.close)  # noqa: SLF001 - the same class
                 del _in_force[position:]
+            if not _in_force:
+                forget()  # nothing is left that could ask
 
     def _keep_what_was_done(self) -> None:
         self._calls, self._effects = seeding_calls(), self._present_effects()
@@ -127,7 +130,7 @@ class Applied:
 
     def _present_effects(self) -> tuple[Effect, ...]:
         policies = {row.knob for row in self._rows}
-        return tuple(effect for effect in effects() if effect.policy in policies)
+        return tuple(effect for effect in effects(self._before) if effect.policy in policies)
 
     def carry_out(self, steps: Iterable[Step]) -> None:
         """Set the knobs of `steps` in order; raises `ApplyError` for a strict profile, undone."""
@@ -155,6 +158,8 @@ class Applied:
         self._undo.close()
         if self.active:
             _in_force.remove(self)
+        if not _in_force:
+            forget()
 
     def _set(self, step: Step) -> Row:
         expected = step.expected

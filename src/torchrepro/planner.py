@@ -207,7 +207,9 @@ def _expected_with_needs(knob: Knob, value: Any, resolved: Resolved, facts: Fact
     row = _expected(knob, value, facts)
     if not _lacks(knob, value, resolved):
         return judged(row, knob, value, resolved)
-    why = f"it acts on `{knob.needs.partition('.')[0]}`, which the profile does not set"
+    needed = knobs_by_name()[knob.needs].profile_key
+    words = f"set to {' or '.join(knob.needed)}" if knob.needed else "set"
+    why = f"it acts on `{needed}`, which the profile does not {words}"
     return replace(row, outcome=Outcome.UNSUPPORTED, after=row.before, why=why)
 
 
@@ -224,7 +226,9 @@ def _lacks(knob: Knob, value: Any, resolved: Resolved) -> bool:
     if not knob.needs or value not in knob.needing:
         return False
     needed = knobs_by_name()[knob.needs]
-    return resolved.values.get(needed.profile_key) is None and needed.access.read() is None
+    asked = {other.name: value for other, value in resolved.settings()}.get(needed.name)
+    present = needed.access.read() if asked is None and needed.loaded else asked
+    return present not in knob.needed if knob.needed else present is None
 
 
 def _expected_variable(knob: Knob, value: str, facts: Facts, row: Row) -> Row:

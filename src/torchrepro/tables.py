@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import shown, some
+from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.report import Outcome
 
 _state = random.getstate()  # rich draws from the global generator while it is imported
@@ -62,8 +63,8 @@ def listing(rows: Iterable[Sequence[str]]) -> Table:
 def announce(report: Report) -> None:
     """Tell standard error what was put in force: the summary, then every knob that was touched.
 
-    Knobs that were so already or whose state is not here are counted only, unlike a value that is
-    refused; ranks but the first stay silent.
+    Knobs that were so already or are not here are counted only, unlike a policy that cannot be put
+    in force; ranks but the first stay silent.
     """
     if os.environ.get("RANK", "0") != "0":
         return
@@ -77,8 +78,9 @@ def announce(report: Report) -> None:
 
 
 def _is_refused(row: Row) -> bool:
-    """Whether the state behind a knob is there, and only the value asked for cannot be set."""
-    return row.outcome is Outcome.UNSUPPORTED and row.before is not None
+    """Whether a policy was asked for that cannot be put in force."""
+    knob = knobs_by_name().get(row.knob)
+    return row.outcome is Outcome.UNSUPPORTED and knob is not None and knob.target == "policy"
 
 
 def announce_effects(report: Report) -> None:

@@ -213,12 +213,12 @@ def test_random_numbers_are_those_of_the_device_it_runs_on(on_npu: OnNpu) -> Non
 
 
 def _counted() -> list[tuple[str, str, int, int]]:
-    effects.forget("device.modules")
+    effects.forget()
     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU()).to("npu")
     with torchrepro.apply({"device": {"modules": {"?": "cpu"}}}):
         model(torch.randn(2, 8).to("npu"))
     found = [e for e in effects.effects() if e.policy == "device.modules"]
-    effects.forget("device.modules")
+    effects.forget()
     return [(e.subject, e.what, e.calls, e.moved) for e in found]
 
 

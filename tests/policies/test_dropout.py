@@ -78,7 +78,7 @@ def test_gradients_are_those_of_the_identity() -> None:
 
 
 def test_gradients_can_be_differentiated_again() -> None:
-    """Double backward through zeroed dropout, rrelu and `native_dropout` is that of the identity."""
+    """Double backward through zeroed dropout, rrelu and `native_dropout` is exact."""
     x = torch.linspace(-1, 1, 12, dtype=torch.float64, requires_grad=True)
 
     def through(values: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,13 @@ def test_a_generator_of_a_device_stands_for_one_of_the_cpu(device: str) -> None:
         drawn = [torch.randn(3, device=device, generator=own).cpu() for _ in range(2)]
         own.manual_seed(9)
         again = [torch.randn(3, device=device, generator=own).cpu() for _ in range(2)]
+        state = own.get_state()
+        third = torch.randn(3, device=device, generator=own).cpu()
+        own.set_state(state)
+        repeated = torch.randn(3, device=device, generator=own).cpu()
 
+    assert torch.equal(third, repeated)
+    assert not torch.equal(third, drawn[0])
     assert all(map(torch.equal, drawn, expected))
     assert all(map(torch.equal, again, expected))
 

@@ -50,9 +50,9 @@ class Model(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _own_counts() -> Iterator[None]:
-    effects.forget(POLICY)
+    effects.forget()
     yield
-    effects.forget(POLICY)
+    effects.forget()
 
 
 def _apply(**patterns: str) -> torchrepro.Applied:

@@ -30,9 +30,9 @@ def _model() -> nn.Sequential:
 
 @pytest.fixture(autouse=True)
 def _own_counts() -> Iterator[None]:
-    effects.forget(POLICY)
+    effects.forget()
     yield
-    effects.forget(POLICY)
+    effects.forget()
 
 
 def _apply(**patterns: str) -> torchrepro.Applied:

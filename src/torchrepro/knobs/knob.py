@@ -99,6 +99,9 @@ class Knob:
 
     needing: tuple[Any, ...] = ()
 
+    needed: tuple[Any, ...] = ()
+    """The values of the knob `needs` that will do; any value, if none is named."""
+
     enough: Callable[[str], bool] | None = None
     """For a variable: whether a value that the user exported is as good as the one asked for."""
 

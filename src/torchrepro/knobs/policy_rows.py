@@ -99,11 +99,15 @@ POLICIES = (
         "What an op does of which torch has no deterministic kernel here: raise and say what to do "
         "instead, or run on the CPU, that op alone. `{ops: {cumsum: cpu, put_: error, "
         "median: native}}` decides for every call of an op, on devices that raise nothing too; "
-        "native lets it vary; a pattern such as `*` decides for those that would raise.",
+        "native lets it vary; a pattern such as `*` decides for those that would raise. Kernels "
+        "that inductor writes itself are no calls of an op.",
         "5 us per call of an op that torch may refuse, nothing for any other op; cpu: a copy to "
         "the CPU and one back for each call that runs there",
         "https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html",
         scope=Scope.EVERY_THREAD,
+        needs="backends.torch.deterministic_algorithms",
+        needing=("cpu",),
+        needed=("error",),
     ),
     _policy(
         "device.modules",
@@ -112,7 +116,8 @@ POLICIES = (
         "Parts of a model that run elsewhere, to find out whether a device is the culprit. Such a "
         "part draws random numbers from the generator of the device that it runs on, and runs "
         "uncompiled; gradients, buffers and checkpoints are those of the model as it is.",
-        "copies of its inputs, outputs and weights per call of such a part",
+        "copies of its inputs, outputs and weights per call of such a part; 3 us per call of any "
+        "module",
         "https://docs.pytorch.org/docs/stable/generated/torch.func.functional_call.html",
         scope=Scope.EVERY_THREAD,
     ),

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+Counts = Mapping[tuple[str, str, str, str], tuple[int, int]]
 
 _MANY = 1000  # places; a program that draws from ever new lines does not fill the memory
 _lock = threading.Lock()
@@ -51,10 +55,20 @@ def count(policy: str, subject: str, what: str, where: str = "", moved: int = 0)
         counts[1] += moved
 
 
-def effects() -> tuple[Effect, ...]:
-    """Return what the policies have done since the first of them was put in force."""
+def so_far() -> Counts:
+    """Return what has been counted, for `effects` to leave out."""
     with _lock:
-        counted = [Effect(*key, *counts) for key, counts in sorted(_counted.items())]
+        return {key: (calls, moved) for key, (calls, moved) in _counted.items()}
+
+
+def effects(since: Counts = MappingProxyType({})) -> tuple[Effect, ...]:
+    """Return what the policies have done, but for what they had done at `since`."""
+    nothing = (0, 0)
+    counted = [
+        Effect(*key, calls - since.get(key, nothing)[0], moved - since.get(key, nothing)[1])
+        for key, (calls, moved) in sorted(so_far().items())
+        if calls > since.get(key, nothing)[0]
+    ]
     return (*counted, *(effect for source in _sources for effect in source(counted)))
 
 
@@ -63,8 +77,7 @@ def tell_also(source: Callable[[list[Effect]], Iterable[Effect]]) -> None:
     _sources.append(source)
 
 
-def forget(policy: str) -> None:
-    """Begin to count anew for `policy`."""
+def forget() -> None:
+    """Begin to count anew."""
     with _lock:
-        for key in [key for key in _counted if key[0] == policy]:
-            del _counted[key]
+        _counted.clear()

@@ -17,6 +17,8 @@ from functools import cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.policies.wrapped_numbers import with_tensors
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -118,12 +120,17 @@ def _register(op: Any) -> None:
     library = import_module("torch").library.Library(namespace, "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns where another library has its own there
-        library.impl(name, partial(_through, op), _KEY, with_keyset=True)
+        walk = with_tensors(op, partial(_walk, op))
+        library.impl(name, partial(_through, op, walk), _KEY, with_keyset=True)
     _libraries[op] = library
 
 
-def _through(op: Any, keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
-    proceed = partial(op.redispatch, keyset & _below())
+def _through(op: Any, walk: Any, keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return walk(partial(op.redispatch, keyset & _below()), *args, **kwargs)
+
+
+def _walk(op: Any, proceed: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Take a call through all that is interposed, the last of it next to the kernel."""
     if _is_meta(args, kwargs):
         return proceed(*args, **kwargs)
     places = _around.get(op, {})

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import Problem, ProfileError, near
-from torchrepro.policies.interposed import can_be_interposed, interposed_ops, op_names
+from torchrepro.policies.interposed import can_be_interposed, op_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +42,7 @@ def overloads_named(spelled: str) -> tuple[Any, ...]:
 
 def _is_whole(op: Any) -> bool:
     try:
-        return can_be_interposed(op) or op in interposed_ops()
+        return can_be_interposed(op)
     except RuntimeError:  # one of TorchScript's own, such as aten::mul.left_t: not dispatched
         return False
 

@@ -11,7 +11,8 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.policies.effects import count, forget
+from torchrepro.policies.dropout.ops import PROBABILITIES, WITH_KERNELS
+from torchrepro.policies.effects import count
 from torchrepro.policies.interposed import Place, interpose, random_ops, withdraw
 
 if TYPE_CHECKING:
@@ -20,13 +21,11 @@ if TYPE_CHECKING:
 
 POLICY = "dropout"
 _inside = threading.local()
-_LIBRARY = "torch"
 
 
 def watch() -> None:
     """Begin to count the random ops that run; changes torch's dispatcher."""
-    forget(POLICY)
-    for op in random_ops():
+    for op in filter(_draws_whatever_happens, random_ops()):
         interpose(op, Place.RANDOM_OPS, partial(_count, op.name()))
 
 
@@ -34,6 +33,13 @@ def unwatch() -> None:
     """Count no longer."""
     for op in random_ops():
         withdraw(op, Place.RANDOM_OPS)
+
+
+def _draws_whatever_happens(op: Any) -> bool:
+    """Whether a call of `op` draws: dropout, and what drops inside, draws nothing when zeroed."""
+    packet = op.name().partition("::")[2].partition(".")[0]
+    arguments = {argument.name for argument in op._schema.arguments}  # noqa: SLF001 - the schema has no public reader
+    return packet not in WITH_KERNELS and arguments.isdisjoint(PROBABILITIES)
 
 
 def _count(name: str, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -50,8 +56,9 @@ def _count(name: str, proceed: Callable[..., Any], *args: Any, **kwargs: Any) ->
 def _caller(frame: FrameType | None) -> str:
     """Return ``module.function:line`` of the nearest caller outside of torch."""
     while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.partition(".")[0] not in (_LIBRARY, "torchrepro"):
+        module = frame.f_globals.get("__name__")
+        # Code that torch generates belongs to no module.
+        if isinstance(module, str) and module.partition(".")[0] not in ("torch", "torchrepro", ""):
             return f"{module}.{frame.f_code.co_qualname}:{frame.f_lineno}"
         frame = frame.f_back
     return "torch itself"

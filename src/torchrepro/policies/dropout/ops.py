@@ -97,7 +97,7 @@ def _slopes(tensor: Any, lower: float = 1 / 8, upper: float = 1 / 3, *rest: Any)
     """Return what backward multiplies a gradient with, as torch keeps it in `noise`."""
     torch = import_module("torch")
     with torch.no_grad():
-        return torch.where(tensor > 0, 1.0, (lower + upper) / 2).to(tensor.dtype)
+        return torch.ones_like(tensor).masked_fill_(tensor <= 0, (lower + upper) / 2)
 
 
 def _rrelu_with_noise(tensor: Any, noise: Any, *rest: Any, **more: Any) -> Any:

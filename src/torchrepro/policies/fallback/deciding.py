@@ -14,14 +14,13 @@ from functools import partial
 from typing import Any
 
 from torchrepro.errors import Problem, ProfileError, near
-from torchrepro.policies.effects import Effect, forget, tell_also
+from torchrepro.policies.effects import Effect, tell_also
 from torchrepro.policies.fallback import acts as done
 from torchrepro.policies.fallback.nondeterministic_ops import OPS
 from torchrepro.policies.fallback.replacements import qualified_name, replacements, watch
 from torchrepro.policies.fallback.value import Value, is_pattern, per_op
 from torchrepro.policies.interposed import Place, interpose, withdraw
 from torchrepro.policies.ops_by_name import overloads_named
-from torchrepro.policies.wrapped_numbers import with_tensors
 
 Act = Callable[..., Any]
 
@@ -54,8 +53,6 @@ def install(value: Value) -> None:
     """
     with _lock:
         acts, named = ({}, frozenset()) if value is None else _decided(value)
-        if _in_force.value is None:
-            forget(done.KNOB)
         _in_force.value, _in_force.acts, _in_force.named = value, acts, named
         watch(_interpose_all)
         _interpose_all()
@@ -88,8 +85,7 @@ def _replacements() -> dict[Any, Callable[..., Any]]:
 def _replacing(op: Any, fn: Callable[..., Any], act: Act | None) -> Act:
     what = f"replaced by {qualified_name(fn)}"
     otherwise = act or partial(done.let_pass, op)
-    replaced = partial(done.replaced, done.filling_outputs(op, fn), what, otherwise, op)
-    return with_tensors(op, replaced)
+    return partial(done.replaced, done.filling_outputs(op, fn), what, otherwise, op)
 
 
 def _uncalled_replacements(counted: list[Effect]) -> tuple[Effect, ...]:
@@ -123,7 +119,7 @@ def _decided(value: str | Mapping[str, Any]) -> tuple[dict[Any, Act], frozenset[
         for op in _present(f"aten::{name}")
     }
     named = {
-        op: with_tensors(op, partial(done.ALWAYS[word], op))
+        op: partial(done.ALWAYS[word], op)
         for name, word in asked.items()
         if not is_pattern(name)
         for op in _nameable(name, word)

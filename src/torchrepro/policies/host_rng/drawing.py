@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.imports import AfterImport
 from torchrepro.policies import compiled
-from torchrepro.policies.effects import count, forget
+from torchrepro.policies.effects import count
 from torchrepro.policies.host_rng import drawn_inside
 from torchrepro.policies.host_rng.generators import HostGenerators
 from torchrepro.policies.interposed import Place, interpose, random_ops, withdraw
@@ -60,7 +60,6 @@ def in_force() -> bool:
 def _host() -> ExitStack:
     with ExitStack() as undo:
         undo.callback(compiled.forget_compiled)  # the last step, after all else is taken back
-        forget(POLICY)
         if import_module("torch").accelerator.is_available():
             _draw_on_host(undo)
         _draw_by_ops_when_compiled(undo)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _COMPOSITE = "CompositeImplicitAutograd"
+_PLACED = "BackendSelect"
 _RECURRENT = tuple(
     f"aten::{kind}.{form}"
     for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -27,10 +28,14 @@ _RECURRENT = tuple(
 
 def ops_with_device_kernels() -> Iterator[Any]:
     """Yield the random ops that torch makes of others, but a device of its own kind does not."""
+    return _seeded_ops_with(_COMPOSITE)
+
+
+def _seeded_ops_with(key: str) -> Iterator[Any]:
+    """Yield the random ops with a kernel at `key` and another for a device of its own kind."""
     seeded = import_module("torch").Tag.nondeterministic_seeded
     for op in ops_named(*(name for name in op_names() if name.startswith("aten::"))):
-        own = has_kernel(op, _COMPOSITE) and has_kernel(op, "PrivateUse1")
-        if own and seeded in op.tags:
+        if seeded in op.tags and has_kernel(op, key) and has_kernel(op, "PrivateUse1"):
             yield op
 
 
@@ -39,11 +44,7 @@ def factories_of_devices() -> Iterator[Any]:
 
     Their calls reach no other place between torch, which finds the device, and the kernel.
     """
-    seeded = import_module("torch").Tag.nondeterministic_seeded
-    for op in ops_named(*(name for name in op_names() if name.startswith("aten::"))):
-        own = has_kernel(op, "BackendSelect") and has_kernel(op, "PrivateUse1")
-        if own and seeded in op.tags:
-            yield op
+    return _seeded_ops_with(_PLACED)
 
 
 def take_apart() -> Iterator[Callable[[], None]]:
