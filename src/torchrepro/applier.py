@@ -111,8 +111,6 @@ class Applied:
                     scope._keep_what_was_done()  # noqa: SLF001 - the same class
                     all_scopes.callback(scope._undo.close)  # noqa: SLF001 - the same class
                 del _in_force[position:]
-            if not _in_force:
-                forget()  # nothing is left that could ask
 
     def _keep_what_was_done(self) -> None:
         self._calls, self._effects = seeding_calls(), self._present_effects()
@@ -158,8 +156,6 @@ class Applied:
         self._undo.close()
         if self.active:
             _in_force.remove(self)
-        if not _in_force:
-            forget()
 
     def _set(self, step: Step) -> Row:
         expected = step.expected
@@ -256,6 +252,8 @@ def begin(resolved: Resolved, obstacle: str) -> Applied:
     plan = make_plan(resolved, observe(resolved, own_variables()))
     stop_or_relaunch(plan, obstacle)
     _past.append(True)
+    if not _in_force:
+        forget()  # what policies did before is nobody's now
     applied = Applied(plan)
     _in_force.append(applied)
     return applied
