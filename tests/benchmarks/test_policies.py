@@ -45,7 +45,7 @@ def _under(
     times: int,
 ) -> Comparison:
     return compare(
-        lambda: _timed(plain, work, times), lambda: _timed(other, work, times), 1.0, seconds=10
+        lambda: _timed(plain, work, times), lambda: _timed(other, work, times), 1.0, seconds=6
     )
 
 
@@ -91,7 +91,7 @@ def test_with_no_policy_in_force_ops_cost_what_they_did() -> None:
             pass
         return _timed(None, lambda: functional.dropout(x), 2000)
 
-    seen = compare(lambda: _timed(None, lambda: functional.dropout(x), 2000), gone, 1.0, seconds=10)
+    seen = compare(lambda: _timed(None, lambda: functional.dropout(x), 2000), gone, 1.0, seconds=6)
     _report("no policy in force", [seen.cells("F.dropout, ratio", 1.0)])
 
     assert not seen.refutes(1.0)

@@ -108,7 +108,7 @@ def test_an_automatically_seeded_loader_takes_at_most_1_02_times_a_plain_one(wor
     """Seeding every photo costs at most 2 % of loading it, with workers and without."""
     photos = Photos()
     plain, seeded = (partial(_epoch, photos, seeding, workers) for seeding in ("none", "auto"))
-    seen = compare(plain, seeded, 1.02, seconds=20)
+    seen = compare(plain, seeded, 1.02, seconds=12)
     each = (seen.other - seen.plain) / (len(photos) / BATCH)
     rows = [
         (f"{len(photos)} photos, plain", f"{seen.plain * 1e3:.0f} ms"),

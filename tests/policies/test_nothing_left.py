@@ -53,7 +53,7 @@ def test_a_policy_leaves_the_dispatcher_as_it_was(name: str) -> None:
     assert _dispatcher() == before
 
 
-@pytest.mark.parametrize("order", itertools.permutations(POLICIES, 2), ids="-".join)
+@pytest.mark.parametrize("order", list(itertools.permutations(POLICIES, 2)), ids="-".join)
 def test_policies_nest_in_any_order(order: tuple[str, str]) -> None:
     """Two policies in force at once are taken back one by one, each to what was before it."""
     outer, inner = (POLICIES[name] for name in order)
@@ -126,6 +126,60 @@ def test_a_policy_counts_anew_each_time() -> None:
         pass
 
     assert applied.report.effects == ()
+
+
+def test_a_scope_reports_what_happened_in_it() -> None:
+    """An inner profile reports its own part, an outer one everything, whatever nests in it."""
+    with torchrepro.apply({"dropout": "zero"}) as outer:
+        torch.rand(1)
+        with torchrepro.apply({"dropout": "keep"}) as kept:
+            torch.rand(1)
+        with torchrepro.apply({"dropout": "zero"}) as zeroed:
+            torch.rand(1)
+        torch.rand(1)
+    with torchrepro.apply({"dropout": "keep"}) as later:
+        pass
+
+    drawn = [sum(e.calls for e in one.report.effects) for one in (outer, kept, zeroed, later)]
+    assert drawn == [3, 0, 1, 0]
+
+
+def test_what_draws_nothing_is_not_said_to_draw() -> None:
+    """Attention and recurrent layers without dropout, and zeroed dropout, are no random ops."""
+    x = torch.ones(1, 2, 3, 4)
+    layer = torch.nn.LSTM(4, 4, num_layers=2, dropout=0.5)
+    with torchrepro.apply({"dropout": "zero"}) as applied:
+        torch.nn.functional.scaled_dot_product_attention(x, x, x)
+        torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+        torch.native_dropout(x, 0.5, True)
+        torch.nn.functional.rrelu(x, training=True)
+        with torch.inference_mode():
+            torch.nn.functional.dropout(x)
+        layer(x[0])
+
+    assert applied.report.effects == ()
+
+
+@pytest.mark.parametrize("name", [None, "", "of.a.library"])
+def test_a_draw_from_code_of_any_kind_is_counted(name: str | None) -> None:
+    """Code that belongs to no module draws as ever, and is counted under whoever called it."""
+    with torchrepro.apply({"dropout": "zero"}) as applied:
+        exec("import torch\ntorch.rand(2)", {"__name__": name})
+    (effect,) = applied.report.effects
+
+    assert effect.where.startswith(f"{name}." if name else __name__)
+
+
+def test_a_fallback_without_its_flag_is_unsupported_in_the_plan_as_well() -> None:
+    """Plan and report agree that nothing falls back where torch refuses nothing."""
+    profile = {"device": {"fallback": "cpu"}}
+    with torchrepro.apply(profile) as applied:
+        done = applied.report["device.fallback"]
+    planned = torchrepro.plan(profile).report["device.fallback"]
+
+    assert planned.outcome == done.outcome == "unsupported"
+    assert planned.why == done.why
+    assert "deterministic_algorithms" in done.why
 
 
 def test_run_tells_what_policies_did() -> None:
