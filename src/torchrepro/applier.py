@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from torchrepro.agreement import Agreement
-    from torchrepro.policies.effects import Effect
     from torchrepro.profile.resolved import Resolved
     from torchrepro.seeding.calls import SeedingCall
 
@@ -56,8 +55,7 @@ class Applied:
         self._rows: list[Row] = []
         self._calls: tuple[SeedingCall, ...] = ()
         self._before = so_far()
-        self._effects: tuple[Effect, ...] = ()
-        self._unseen: tuple[str, ...] = ()
+        self._last: Report | None = None
         self._agreement: Agreement | None = None
         self.refuse: Callable[[ApplyError], None] = _raise
         """What is done when a profile in force turns out not to hold, on this rank or for all."""
@@ -79,9 +77,7 @@ class Applied:
     @property
     def report(self) -> Report:
         """One outcome per knob."""
-        done = self._present_effects() if self.active else self._effects
-        unseen = self._present_unseen() if self.active else self._unseen
-        return replace(self._outcomes(), effects=done, unseen=unseen)
+        return self._present() if self.active else self._last or self._outcomes()
 
     @property
     def seeding_calls(self) -> tuple[SeedingCall, ...]:
@@ -113,22 +109,22 @@ class Applied:
                 del _in_force[position:]
 
     def _keep_what_was_done(self) -> None:
-        self._calls, self._effects = seeding_calls(), self._present_effects()
-        self._unseen = self._present_unseen()
+        self._calls, self._last = seeding_calls(), self._present()
+
+    def _present(self) -> Report:
+        policies = {row.knob for row in self._rows}
+        done = tuple(effect for effect in effects(self._before) if effect.policy in policies)
+        return replace(self._outcomes(), effects=done, unseen=self._unseen())
 
     def _outcomes(self) -> Report:
         return report_of(self.resolved, tuple(self._rows))
 
-    def _present_unseen(self) -> tuple[str, ...]:
+    def _unseen(self) -> tuple[str, ...]:
         if not self.resolved.strict:
             return ()
         from torchrepro.policies.fallback.unseen_kernels import unseen_kernels
 
         return unseen_kernels()
-
-    def _present_effects(self) -> tuple[Effect, ...]:
-        policies = {row.knob for row in self._rows}
-        return tuple(effect for effect in effects(self._before) if effect.policy in policies)
 
     def carry_out(self, steps: Iterable[Step]) -> None:
         """Set the knobs of `steps` in order; raises `ApplyError` for a strict profile, undone."""

@@ -1,4 +1,4 @@
-"""Which line of the program a call came from."""
+"""Which code, and which line of the program, a call came from."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ if TYPE_CHECKING:
 
 _PATHS = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
 _LIBRARIES = (*_PATHS, "<frozen ")  # the last is Python's import machinery
+
+
+def package(frame: FrameType) -> str:
+    """Return the top-level package whose code `frame` runs; empty for code of no module."""
+    name = frame.f_globals.get("__name__")
+    return name.partition(".")[0] if isinstance(name, str) else ""
 
 
 def place(frame: FrameType) -> str:

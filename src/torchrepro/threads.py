@@ -6,6 +6,8 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.callers import package
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
@@ -28,11 +30,11 @@ def other_threads_in_torch() -> list[str]:
 
 def _uses(torch: Any, stack: list[FrameType]) -> bool:
     """Whether a stack shows a program that uses torch, rather than a thread of torch's own."""
-    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in stack]
+    packages = [package(frame) for frame in stack]
     of_program = [
         frame
-        for frame, package in zip(stack, packages, strict=True)
-        if package != "torch" and package not in sys.stdlib_module_names
+        for frame, owner in zip(stack, packages, strict=True)
+        if owner != "torch" and owner not in sys.stdlib_module_names
     ]
     in_torch = "torch" in packages
     return any(in_torch or frame.f_globals.get("torch") is torch for frame in of_program)

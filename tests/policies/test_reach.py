@@ -95,6 +95,15 @@ def test_a_thread_that_runs_torch_is_reported() -> None:
         assert applied.report["dropout"].why == ""
 
 
+def test_a_thread_whose_code_belongs_to_no_module_does_no_harm() -> None:
+    """Code that was given no name at all is looked at like any other."""
+    space: dict[str, Callable[..., None]] = {"__name__": None, "torch": torch}
+    exec("def waits(begun, ended):\n    begun.set()\n    ended.wait(30)\n", space)
+
+    with _thread(space["waits"]), torchrepro.apply(ZERO) as applied:
+        assert "trainer" in applied.report["dropout"].why
+
+
 def test_a_thread_without_torch_is_not_reported() -> None:
     """A thread whose code never refers to torch is no news."""
     space: dict[str, Callable[..., None]] = {"__name__": "elsewhere"}

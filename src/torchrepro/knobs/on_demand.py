@@ -13,19 +13,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OnDemand:
-    """The policy at `home`, written ``module:class``, which start-up pays for only if it acts."""
+    """The `policy` of the module `home`, which start-up pays for only if it acts."""
 
     home: str
     at_rest: Any
     """The value with which nothing is installed."""
 
     def _policy(self) -> Access:
-        module, _, name = self.home.partition(":")
-        policy: Access = getattr(import_module(module), name)()
+        policy: Access = import_module(self.home).policy
         return policy
 
     def _idle(self) -> bool:
-        return self.home.partition(":")[0] not in sys.modules
+        return self.home not in sys.modules
 
     def read(self) -> Any:
         return self.at_rest if self._idle() else self._policy().read()

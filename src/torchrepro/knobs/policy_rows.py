@@ -66,7 +66,7 @@ def _policy(  # noqa: PLR0913, PLR0917 - the columns of a row
 
 def _inherited(name: str, legal: Any, home: str, at_rest: Any, *texts: str) -> Knob:
     """Return the row of a policy that data-loading workers are under as well."""
-    access = Inherited(name, OnDemand(f"torchrepro.policies.{home}", at_rest), at_rest)
+    access = Inherited(f"torchrepro.policies.{home}", at_rest)
     return _policy(name, legal, access, *texts, scope=Scope.EVERY_THREAD)
 
 
@@ -74,7 +74,7 @@ POLICIES = (
     _inherited(
         "dropout",
         OneOf(("keep", "zero")),
-        "dropout.zeroing:DropoutPolicy",
+        "dropout.zeroing",
         "keep",
         "zero turns torch's dropout into the identity, and rrelu into what it is in evaluation: "
         "in modules and functions, in compiled, scripted and exported code, inside of attention "
@@ -86,7 +86,7 @@ POLICIES = (
     _inherited(
         "device.rng",
         OneOf(("native", "host")),
-        "host_rng.drawing:HostRngPolicy",
+        "host_rng.drawing",
         "native",
         "host draws every random number from the CPU's generator, the same on every device.",
         "host: 16 us per op that draws, 2 ns per uniform number (a million: 2.2 ms, measured on "
@@ -112,7 +112,7 @@ POLICIES = (
     _policy(
         "device.modules",
         Patterns(),
-        OnDemand("torchrepro.policies.placement.placing:ModulesPolicy", {}),
+        OnDemand("torchrepro.policies.placement.placing", {}),
         "Parts of a model that run elsewhere, to find out whether a device is the culprit. Such a "
         "part draws random numbers from the generator of the device that it runs on, and runs "
         "uncompiled; gradients, buffers and checkpoints are those of the model as it is.",

@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _tags: list[str] = []  # one for every policy in force that changes what compiled code computes
 
 
-def tag(policy: str) -> None:
-    """Have code compiled from now on belong to `policy`, in memory and in caches on disk.
+@contextmanager
+def kept_apart(policy: str) -> Iterator[None]:
+    """Have code compiled within the block belong to `policy`, in caches on disk too.
 
-    Changes ``torch.compiler.config.cache_key_tag``; code compiled before is compiled anew when it
-    is next called (https://docs.pytorch.org/docs/stable/torch.compiler_api.html).
+    Changes ``torch.compiler.config.cache_key_tag``. At its end all compiled code is forgotten; who
+    enters it does so once what the policy changes is in place
+    (https://docs.pytorch.org/docs/stable/torch.compiler_api.html).
     """
-    _tags.append(policy)
-    _retag([*_tags[:-1]], _tags)
+    _retag([*_tags, policy])
+    try:
+        yield
+    finally:
+        left = [*_tags]
+        left.remove(policy)
+        _retag(left)
+        forget_compiled()
 
 
-def untag(policy: str) -> None:
-    """Take back what `tag` has done for `policy`."""
-    before = [*_tags]
-    _tags.remove(policy)
-    _retag(before, _tags)
-
-
-def _retag(before: list[str], after: list[str]) -> None:
+def _retag(tags: list[str]) -> None:
     config: Any = import_module("torch.compiler.config")
-    own = config.cache_key_tag.removesuffix(_text(before))
-    config.cache_key_tag = own + _text(after)
-    forget_compiled()
+    own = config.cache_key_tag.removesuffix(_text(_tags))
+    config.cache_key_tag = own + _text(tags)
+    _tags[:] = tags
 
 
 def _text(tags: list[str]) -> str:

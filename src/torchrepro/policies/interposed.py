@@ -106,11 +106,16 @@ def ops_named(*names: str) -> Iterator[Any]:
 
 
 @cache
-def random_ops() -> tuple[Any, ...]:
-    """Return the ops that draw random numbers in a kernel of their own, as torch tags them."""
+def seeded_ops() -> tuple[Any, ...]:
+    """Return the ops of torch that draw random numbers, as torch itself tags them."""
     seeded = import_module("torch").Tag.nondeterministic_seeded
     ops = ops_named(*(name for name in op_names() if name.startswith("aten::")))
-    return tuple(op for op in ops if seeded in op.tags and can_be_interposed(op))
+    return tuple(op for op in ops if seeded in op.tags)
+
+
+def random_ops() -> tuple[Any, ...]:
+    """Return those of them that draw in a kernel of their own."""
+    return tuple(filter(can_be_interposed, seeded_ops()))
 
 
 def _register(op: Any) -> None:

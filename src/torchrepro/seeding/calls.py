@@ -8,7 +8,7 @@ from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.callers import place
+from torchrepro.callers import package, place
 from torchrepro.errors import shown
 from torchrepro.policies.effects import count
 from torchrepro.seeding.streams import present_worker
@@ -140,7 +140,7 @@ def _module(name: str) -> Any:
 
 
 def _note(function: str, values: tuple[Any, ...], frame: FrameType) -> None:
-    if frame.f_globals.get("__name__", "").partition(".")[0] in _OWN:
+    if package(frame) in _OWN:
         return
     where = place(frame)
     seeds = ", ".join(shown(value) for value in values)
@@ -156,4 +156,4 @@ def _note(function: str, values: tuple[Any, ...], frame: FrameType) -> None:
 
 def _host_draws() -> bool:
     policy = sys.modules.get("torchrepro.policies.host_rng.drawing")  # not loaded: not in force
-    return policy is not None and policy.in_force()
+    return policy is not None and policy.policy.is_on

@@ -11,6 +11,7 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.callers import package
 from torchrepro.policies.dropout.ops import PROBABILITIES, WITH_KERNELS
 from torchrepro.policies.effects import count
 from torchrepro.policies.interposed import Place, interpose, random_ops, withdraw
@@ -56,9 +57,8 @@ def _count(name: str, proceed: Callable[..., Any], *args: Any, **kwargs: Any) ->
 def _caller(frame: FrameType | None) -> str:
     """Return ``module.function:line`` of the nearest caller outside of torch."""
     while frame is not None:
-        module = frame.f_globals.get("__name__")
         # Code that torch generates belongs to no module.
-        if isinstance(module, str) and module.partition(".")[0] not in ("torch", "torchrepro", ""):
-            return f"{module}.{frame.f_code.co_qualname}:{frame.f_lineno}"
+        if package(frame) not in ("torch", "torchrepro", ""):
+            return f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}:{frame.f_lineno}"
         frame = frame.f_back
     return "torch itself"

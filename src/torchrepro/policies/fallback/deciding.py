@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -27,11 +28,12 @@ Act = Callable[..., Any]
 _lock = threading.RLock()
 
 
+@dataclass(slots=True)
 class _InForce:
     """The value in force and what it makes of each op."""
 
     value: Value = None
-    acts: Mapping[Any, Act] = {}
+    acts: Mapping[Any, Act] = field(default_factory=dict)
     named: frozenset[Any] = frozenset()
     """The overloads that the profile decides about by name."""
 

@@ -11,61 +11,30 @@ from __future__ import annotations
 
 import sys
 import warnings
-from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.imports import AfterImport
-from torchrepro.policies import compiled
 from torchrepro.policies.effects import count
 from torchrepro.policies.host_rng import drawn_inside
 from torchrepro.policies.host_rng.generators import HostGenerators
 from torchrepro.policies.interposed import Place, interpose, random_ops, withdraw
 from torchrepro.policies.on_cpu import is_on_device, on_cpu
+from torchrepro.policies.toggle import Toggle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import ExitStack
 
 POLICY = "device.rng"
 _INDUCTOR = "torch._inductor.config"
-_installed: list[ExitStack] = []  # what takes the policy back, while it is in force
 
 
-@dataclass(frozen=True, slots=True)
-class HostRngPolicy:
-    """Where random numbers come from: `native`, each device's generator, or `host`."""
-
-    def read(self) -> Any:
-        return "host" if in_force() else "native"
-
-    def write(self, value: str) -> None:
-        if value == self.read():
-            return
-        if value == "host":
-            _installed.append(_host())
-        else:
-            _installed.pop().close()
-
-    save = read
-    restore = write
-
-
-def in_force() -> bool:
-    """Whether random numbers for devices come from the host now."""
-    return bool(_installed)
-
-
-def _host() -> ExitStack:
-    with ExitStack() as undo:
-        undo.callback(compiled.forget_compiled)  # the last step, after all else is taken back
-        if import_module("torch").accelerator.is_available():
-            _draw_on_host(undo)
-        _draw_by_ops_when_compiled(undo)
-        compiled.tag("host rng")
-        undo.callback(compiled.untag, "host rng")
-        return undo.pop_all()
+def _host(undo: ExitStack) -> None:
+    if import_module("torch").accelerator.is_available():
+        _draw_on_host(undo)
+    _draw_by_ops_when_compiled(undo)
 
 
 def _draw_on_host(undo: ExitStack) -> None:
@@ -114,3 +83,7 @@ def _draw_by_ops_when_compiled(undo: ExitStack) -> None:
     finder = AfterImport([_INDUCTOR], draw_by_ops)
     finder.watch()
     undo.callback(finder.unwatch)
+
+
+policy = Toggle("native", "host", "host rng", _host)
+"""Where random numbers come from: `native`, each device's generator, or `host`."""

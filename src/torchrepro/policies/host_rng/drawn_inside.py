@@ -12,7 +12,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.policies.interposed import has_kernel, op_names, ops_named
+from torchrepro.policies.interposed import has_kernel, ops_named, seeded_ops
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,10 +33,8 @@ def ops_with_device_kernels() -> Iterator[Any]:
 
 def _seeded_ops_with(key: str) -> Iterator[Any]:
     """Yield the random ops with a kernel at `key` and another for a device of its own kind."""
-    seeded = import_module("torch").Tag.nondeterministic_seeded
-    for op in ops_named(*(name for name in op_names() if name.startswith("aten::"))):
-        if seeded in op.tags and has_kernel(op, key) and has_kernel(op, "PrivateUse1"):
-            yield op
+    own = "PrivateUse1"
+    return (op for op in seeded_ops() if has_kernel(op, key) and has_kernel(op, own))
 
 
 def factories_of_devices() -> Iterator[Any]:

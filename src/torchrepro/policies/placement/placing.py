@@ -241,3 +241,6 @@ def place_modules(*models: Any) -> tuple[str, ...]:
 
 def _all(groups: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     return tuple(name for group in groups for name in group)
+
+
+policy = ModulesPolicy()
