@@ -24,9 +24,13 @@ LAYERS = (  # from the bottom upward; a module imports only from its own layer o
     ("manifest",),
     ("agreement",),
     ("applier", "launch", "doctor"),
+    ("trace",),
     ("started",),
+    ("verdict",),
+    ("verify",),
     ("integrations",),
     ("cli",),
+    ("__main__",),
 )
 LONGEST = 300
 BANNED = {"utils", "util", "core", "common", "helpers", "misc", "base", "manager"}

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torchrepro.errors import ProfileError as ProfileError
     from torchrepro.errors import SeedingError as SeedingError
     from torchrepro.errors import TorchreproError as TorchreproError
+    from torchrepro.errors import TraceError as TraceError
     from torchrepro.planner import Plan as Plan
     from torchrepro.planner import plan as plan
     from torchrepro.policies.fallback.replacements import (
@@ -42,6 +43,12 @@ if TYPE_CHECKING:
     from torchrepro.seeding.snapshot import set_rng_state as set_rng_state
     from torchrepro.seeding.streams import Stream as Stream
     from torchrepro.seeding.streams import stream as stream
+    from torchrepro.trace.recorder import end_step as end_step
+    from torchrepro.trace.recorder import record as record
+    from torchrepro.verdict.comparing import compare as compare
+    from torchrepro.verdict.value import Verdict as Verdict
+    from torchrepro.verify.value import Verification as Verification
+    from torchrepro.verify.verifying import verify as verify
 
 _HOME = {
     "Applied": "torchrepro.applier",
@@ -56,12 +63,18 @@ _HOME = {
     "SeedingError": "torchrepro.errors",
     "Stream": "torchrepro.seeding.streams",
     "TorchreproError": "torchrepro.errors",
+    "TraceError": "torchrepro.errors",
+    "Verdict": "torchrepro.verdict.value",
+    "Verification": "torchrepro.verify.value",
     "apply": "torchrepro.applier",
     "dataloader_kwargs": "torchrepro.seeding.dataloaders",
+    "compare": "torchrepro.verdict.comparing",
+    "end_step": "torchrepro.trace.recorder",
     "isolated_rng": "torchrepro.seeding.scopes",
     "load": "torchrepro.profile.load",
     "place_modules": "torchrepro.policies.placement.placing",
     "plan": "torchrepro.planner",
+    "record": "torchrepro.trace.recorder",
     "register_generator": "torchrepro.seeding.registered",
     "register_replacement": "torchrepro.policies.fallback.replacements",
     "register_seeder": "torchrepro.seeding.libraries",
@@ -75,6 +88,7 @@ _HOME = {
     "unregister_generator": "torchrepro.seeding.registered",
     "unregister_replacement": "torchrepro.policies.fallback.replacements",
     "use_mesh": "torchrepro.seeding.mesh",
+    "verify": "torchrepro.verify.verifying",
 }
 
 __all__ = sorted(_HOME)  # noqa: PLE0605 - the table above is the one list of public names

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sysconfig
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from types import FrameType
 
 _PATHS = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+_OWN = str(Path(__file__).parent)
 _LIBRARIES = (*_PATHS, "<frozen ")  # the last is Python's import machinery
 
 
@@ -16,6 +18,11 @@ def package(frame: FrameType) -> str:
     """Return the top-level package whose code `frame` runs; empty for code of no module."""
     name = frame.f_globals.get("__name__")
     return name.partition(".")[0] if isinstance(name, str) else ""
+
+
+def is_library(file: str) -> bool:
+    """Whether code of `file` is a library's, or torchrepro's own, and not the program's."""
+    return file.startswith(_LIBRARIES) or file.startswith(_OWN)
 
 
 def place(frame: FrameType) -> str:

@@ -107,7 +107,20 @@ class SeedingError(TorchreproError, ValueError):
         return type(self), (self.problem,)
 
 
-for _public in (TorchreproError, ProfileError, ApplyError, LateError, SeedingError):
+class TraceError(TorchreproError, ValueError):
+    """A recording cannot be made or read: its folder, a full disk, another format."""
+
+    exit_status = 2
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        super().__init__(str(problem))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.problem,)
+
+
+for _public in (TorchreproError, ProfileError, ApplyError, LateError, SeedingError, TraceError):
     _public.__module__ = "torchrepro"  # tracebacks show the name that a caller imports
 
 

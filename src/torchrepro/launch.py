@@ -58,11 +58,23 @@ def environment_for(plan: Plan, environment: Mapping[str, str]) -> dict[str, str
     }
 
 
-def start(resolved: Resolved, command: Sequence[str]) -> None:
-    """Replace this process by `command` under `resolved`; does not return.
+def start(resolved: Resolved, command: Sequence[str], more: Mapping[str, str]) -> None:
+    """Replace this process by `command` under `resolved`, with `more` variables; does not return.
 
     Raises `ProfileError` for a command that is not there, and `ApplyError` for one whose Python
     would not take the profile, or for an exported variable that contradicts a strict one.
+    """
+    program, environment = prepared(resolved, command)
+    try:
+        os.execve(program, list(command), {**environment, **more})  # noqa: S606 - no shell is wanted
+    except OSError as error:
+        raise ProfileError(Problem(f"cannot be started: {error.strerror}", found=program)) from None
+
+
+def prepared(resolved: Resolved, command: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """Return the program that `command` names, and the environment that puts `resolved` in force.
+
+    Raises as `start` does.
     """
     program = shutil.which(command[0])
     if program is None:
@@ -77,11 +89,7 @@ def start(resolved: Resolved, command: Sequence[str]) -> None:
     if barrier:
         raise ApplyError(f"the profile cannot reach `{' '.join(command)}`: {barrier}")
     before_python_starts = make_plan(resolved, observe(resolved, closed={}))
-    environment = environment_for(before_python_starts, os.environ)
-    try:
-        os.execve(program, list(command), environment)  # noqa: S606 - no shell is wanted
-    except OSError as error:
-        raise ProfileError(Problem(f"cannot be started: {error.strerror}", found=program)) from None
+    return program, environment_for(before_python_starts, os.environ)
 
 
 def unreachable(program: str, command: Sequence[str]) -> str:

@@ -62,11 +62,23 @@ def _carry_out(module: str) -> None:
         applied.carry_out(_steps_for(module, applied.plan.steps))
     except TorchreproError as error:
         _end(error)
+    if module == "torch":
+        _record_if_asked()
     if module == "torch" and os.environ.get("TORCHREPRO_FIRST") == str(os.getpid()):
         from torchrepro.tables import announce
 
         announce(applied.report)
         atexit.register(_tell_what_policies_did)
+
+
+def _record_if_asked() -> None:
+    from torchrepro.trace.request import Request
+
+    request = Request.inherited(os.environ)
+    if request is not None:
+        from torchrepro.trace.recorder import record_process
+
+        record_process(request, _end)
 
 
 def _tell_what_policies_did() -> None:

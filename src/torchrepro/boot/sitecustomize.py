@@ -18,6 +18,11 @@ def _hand_over():
         return
     try:
         from torchrepro.started import put_in_force_on_import
+
+        if os.environ.get("TORCHREPRO_STRESS"):
+            from torchrepro.verify.perturbed import perturb
+
+            perturb(os.environ)
     except ImportError:
         return  # this Python has no torchrepro: it is left alone
     put_in_force_on_import()

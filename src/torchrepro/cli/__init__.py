@@ -11,11 +11,13 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 yes or done, 1 no, 2 a wrong request, 3 not in force."""
-    from torchrepro.cli.commands import app
+    import torchrepro.cli.profile_commands
+    import torchrepro.cli.run_commands  # noqa: F401 - its commands enter the app
+    from torchrepro.cli.app import app
     from torchrepro.errors import TorchreproError
 
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # Typer takes `--` for itself: after `run` it begins the command that is started.
+    # Typer takes `--` for itself: after `run` and `verify` it begins the command that is started.
     ours, theirs = _split(words)
     try:
         app(ours, prog_name="torchrepro", obj=theirs)
@@ -28,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str] | None]:
-    if words[:1] != ["run"] or "--" not in words:
+    if words[:1] not in (["run"], ["verify"]) or "--" not in words:
         return words, None
     at = words.index("--")
     return words[:at], words[at + 1 :]

@@ -64,7 +64,7 @@ def _triton_kernels() -> Iterator[str]:
         return
     named = set()
     for module_name, module in list(sys.modules.items()):
-        if module_name.partition(".")[0] in ("triton", "torch"):
+        if module_name.partition(".")[0] in ("triton", "torch", "torchrepro"):
             continue
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if isinstance(value, kinds) and id(value) not in named:

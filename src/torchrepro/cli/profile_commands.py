@@ -1,4 +1,4 @@
-"""The commands; each calls one function of the package and prints what it returns."""
+"""The commands about profiles; each calls one function of the package and prints its answer."""
 
 from __future__ import annotations
 
@@ -7,63 +7,15 @@ import sys
 from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from torchrepro.errors import Problem, ProfileError, shown
+from torchrepro.cli.app import Json, Overrides, ProfileName, app, print_json, resolved_profile
+from torchrepro.errors import shown
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import Resolved
-
-app = typer.Typer(
-    help="Reproducible PyTorch runs from one declared profile.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-def _complete(incomplete: str) -> list[str]:
-    from torchrepro.profile.find import search_path
-
-    names = {name for folder in search_path() for name in folder.names()}
-    return sorted(name for name in names if name.startswith(incomplete))
-
-
-ProfileName = Annotated[
-    str,
-    typer.Argument(
-        metavar="PROFILE",
-        help="A name on the search path, a path to a YAML file, or pkg://package.path/name.",
-        autocompletion=_complete,
-    ),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="OVERRIDE", help="As in seed=7 or backends.cudnn.benchmark=false."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
-
-
-def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, indent=2) + "\n")
-
-
-def _resolved(profile: str, overrides: list[str] | None) -> Resolved:
-    from torchrepro.profile.load import load
-
-    for text in overrides or ():
-        if "=" not in text and not text.startswith("~"):
-            raise ProfileError(
-                Problem(
-                    "not an override; one profile at a time",
-                    found=text,
-                    todo="write key=value, or a profile that inherits both: "
-                    f"defaults: [{profile}, {text}, _self_]",
-                )
-            )
-    return load(profile, overrides or ()).resolved
 
 
 @app.command("list")
@@ -73,7 +25,7 @@ def list_profiles(as_json: Json = False) -> None:  # noqa: FBT002 - an option of
 
     entries = listed()
     if as_json:
-        _print_json([entry.to_json() for entry in entries])
+        print_json([entry.to_json() for entry in entries])
         return
     from torchrepro.tables import show, table
 
@@ -91,11 +43,11 @@ def show_profile(
     ] = False,
 ) -> None:
     """Show the resolved profile."""
-    resolved = _resolved(profile, overrides)
+    resolved = resolved_profile(profile, overrides)
     if origin:
         _show_origins(profile, overrides or [], resolved, as_json=as_json)
     elif as_json:
-        _print_json(json.loads(json.dumps(dict(resolved.values), default=dict)))
+        print_json(json.loads(json.dumps(dict(resolved.values), default=dict)))
     else:
         import yaml
 
@@ -113,7 +65,7 @@ def _show_origins(profile: str, overrides: list[str], resolved: Resolved, *, as_
         for key, value in flatten(resolved.values).items()
     ]
     if as_json:
-        _print_json(rows)
+        print_json(rows)
         return
     from torchrepro.tables import show, table
 
@@ -131,12 +83,12 @@ def plan_profile(
     from torchrepro.planner import make_plan, observe
     from torchrepro.process import closed_doors
 
-    resolved = _resolved(profile, overrides)
+    resolved = resolved_profile(profile, overrides)
     closed = closed_doors()  # as a program finds them that has not imported torch yet
     _import_torch()
     report = make_plan(resolved, observe(resolved, closed=closed)).report
     if as_json:
-        _print_json(report.to_json())
+        print_json(report.to_json())
         return
     from torchrepro.tables import report_table, show
 
@@ -154,25 +106,6 @@ def _import_torch() -> None:
         raise ApplyError(
             f"torch cannot be imported: {words}\n  `torchrepro doctor` says more"
         ) from None
-
-
-@app.command("run", options_metavar="[OPTIONS]", epilog="The command stands after `--`.")
-def run_command(context: typer.Context, profile: ProfileName, overrides: Overrides = None) -> None:
-    """Start a command with the profile in force from before Python starts.
-
-    It is in force in COMMAND and in every Python process that COMMAND starts, unless one replaces
-    PYTHONPATH or starts Python with -I, -E or -S.
-    """
-    from torchrepro.launch import start
-
-    if not context.obj:
-        raise ProfileError(
-            Problem(
-                "no command to start",
-                todo=f"write it after `--`: torchrepro run {profile} -- python train.py",
-            )
-        )
-    start(_resolved(profile, overrides), context.obj)
 
 
 class EnvFormat(StrEnum):
@@ -193,9 +126,9 @@ def show_environment(
     """Print the profile's variables, for a job script, a container or a shell."""
     import shlex
 
-    variables = _resolved(profile, overrides).environment()
+    variables = resolved_profile(profile, overrides).environment()
     if as_json or form is EnvFormat.JSON:
-        _print_json(variables)
+        print_json(variables)
         return
     for name, value in variables.items():
         if form is EnvFormat.SH:
@@ -214,7 +147,7 @@ def explain_knob(
 
     found = explanations(knob)
     if as_json:
-        _print_json(found)
+        print_json(found)
         return
     from torchrepro.tables import listing, show
 
@@ -232,11 +165,11 @@ def examine_machine(
     """Say what on this machine would make a profile ineffective; exit 1 if something would."""
     from torchrepro.doctor import examine
 
-    resolved = _resolved(profile, overrides)
+    resolved = resolved_profile(profile, overrides)
     findings = examine(resolved)
     serious = [finding for finding in findings if finding.serious]
     if as_json:
-        _print_json(
+        print_json(
             {
                 "profile": resolved.name,
                 "effective": not serious,
@@ -272,7 +205,7 @@ def show_differences(
         found += differing_seeding_calls(Path(left), Path(right))
     if as_json:
         rows = [{"key": d.key, "left": d.left, "right": d.right} for d in found]
-        _print_json({"same": not found, "differences": rows})
+        print_json({"same": not found, "differences": rows})
     elif not found:
         sys.stdout.write("the same\n")
     else:
@@ -284,7 +217,7 @@ def show_differences(
 
 def _profile_or_manifest(name: str) -> Resolved:
     if not name.endswith(".json"):
-        return _resolved(name, None)
+        return resolved_profile(name, None)
     from torchrepro.manifest import read_manifest
 
     return read_manifest(Path(name))
@@ -295,4 +228,4 @@ def show_schema() -> None:
     """Print the JSON Schema of a profile, for editors."""
     from torchrepro.profile.json_schema import json_schema
 
-    _print_json(json_schema())
+    print_json(json_schema())

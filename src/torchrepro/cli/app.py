@@ -1,0 +1,63 @@
+"""What all commands share: the app, the arguments they have in common, how they answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from torchrepro.errors import Problem, ProfileError
+
+if TYPE_CHECKING:
+    from torchrepro.profile.resolved import Resolved
+
+app = typer.Typer(
+    help="Reproducible PyTorch runs from one declared profile.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _complete(incomplete: str) -> list[str]:
+    from torchrepro.profile.find import search_path
+
+    names = {name for folder in search_path() for name in folder.names()}
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
+ProfileName = Annotated[
+    str,
+    typer.Argument(
+        metavar="PROFILE",
+        help="A name on the search path, a path to a YAML file, or pkg://package.path/name.",
+        autocompletion=_complete,
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="OVERRIDE", help="As in seed=7 or backends.cudnn.benchmark=false."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+
+
+def print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def resolved_profile(profile: str, overrides: list[str] | None) -> Resolved:
+    from torchrepro.profile.load import load
+
+    for text in overrides or ():
+        if "=" not in text and not text.startswith("~"):
+            raise ProfileError(
+                Problem(
+                    "not an override; one profile at a time",
+                    found=text,
+                    todo="write key=value, or a profile that inherits both: "
+                    f"defaults: [{profile}, {text}, _self_]",
+                )
+            )
+    return load(profile, overrides or ()).resolved

@@ -1,0 +1,1 @@
+"""What a run computed, op by op: recorded, stored, read again."""

@@ -1,0 +1,212 @@
+"""Where an op comes from: the module that runs, and the line of the user's code."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+
+from torchrepro.callers import is_library
+from torchrepro.policies.placement.module_names import bare
+
+if TYPE_CHECKING:
+    from types import CodeType, FrameType
+    from weakref import ReferenceType
+
+
+MANY = 1 << 14
+"""Tensors with a name above which those that are gone are forgotten."""
+
+
+_USER, _LIBRARY, _MODULE, _ENGINE = range(4)
+"""What a frame is to the search; plain numbers, because an op asks ten times or more."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """A module and an instruction of the user's code; there is one object for each."""
+
+    module: str
+    code: CodeType | None
+    instruction: int
+
+    def within(self, module: str) -> Place:
+        """Return the same line in another module."""
+        return place_at(module, self.code, self.instruction)
+
+
+@cache
+def source_of(place: Place) -> str:
+    """Return ``file:line`` of a place; empty if it is no user's code."""
+    if place.code is None:
+        return ""
+    lines = (
+        line
+        for start, end, line in place.code.co_lines()
+        if start <= place.instruction < end and line is not None
+    )
+    return f"{place.code.co_filename}:{next(lines, place.code.co_firstlineno)}"
+
+
+_places: dict[tuple[str, int, int], Place] = {}
+
+
+def place_at(module: str, code: CodeType | None, instruction: int) -> Place:
+    """Return the one object for a module and an instruction."""
+    key = module, id(code), instruction  # by identity: code objects take long to hash
+    found = _places.get(key)
+    if found is None:
+        found = _places[key] = Place(module, code, instruction)  # and keeps the code alive
+    return found
+
+
+NOWHERE = place_at("", None, 0)
+_CALLS_A_MODULE = torch.nn.Module._call_impl.__code__  # noqa: SLF001 - the frame of every call of a module; were it gone, modules would have no names
+_kinds: dict[int, int] = {id(_CALLS_A_MODULE): _MODULE}
+_seen: list[CodeType] = []  # what `_kinds` is about stays alive, so that no id has two meanings
+
+
+def _kind(code: CodeType) -> int:
+    if code.co_name == "_engine_run_backward" and code.co_filename.endswith("graph.py"):
+        kind = _ENGINE
+    else:
+        kind = _LIBRARY if is_library(code.co_filename) else _USER
+    _kinds[id(code)] = kind
+    _seen.append(code)
+    return kind
+
+
+class ModuleNames:
+    """What modules and their parameters are called, learnt from the model that is being called."""
+
+    def __init__(self) -> None:
+        self._modules: dict[int, tuple[ReferenceType[Any], str]] = {}
+        self._parameters: dict[int, tuple[ReferenceType[Any], str, str]] = {}
+        # By thread, because which of two threads comes first is a matter of time.
+        self._models = threading.local()
+
+    def of_module(self, module: Any, frame: FrameType) -> str:
+        """Return the path of `module`, whose call `frame` is, within its model."""
+        known = self._modules.get(id(module))
+        if known is not None and known[0]() is module:
+            return known[1]
+        self._learn(_outermost(module, frame))
+        known = self._modules.get(id(module))
+        if known is None or known[0]() is not module:  # in no attribute of the model
+            self._modules[id(module)] = ref(module), type(module).__name__
+        return self._modules[id(module)][1]
+
+    def place_of(self, module: Any) -> Place:
+        """Return the place of a module whose call is under way, and the line that called it."""
+        frame = sys._getframe(1)  # noqa: SLF001 - see `place_of_call`
+        return place_at(self.of_module(module, frame), *_user_code(frame))
+
+    def of_parameter(self, parameter: Any) -> tuple[str, str] | None:
+        """Return the module that owns `parameter` and its name there, if its model was called."""
+        known = self._parameters.get(id(parameter))
+        return known[1:] if known is not None and known[0]() is parameter else None
+
+    def learn(self, tensor: Any, module: str, name: str) -> None:
+        """Name a tensor after the parameter that it is about."""
+        self._parameters[id(tensor)] = ref(tensor), module, name
+
+    def learn_optimizer(self, optimizer: Any) -> None:
+        """Name gradients and an optimizer's state after the parameters that they are of."""
+        if len(self._parameters) > MANY:  # temporary tensors of earlier steps
+            alive = {k: v for k, v in self._parameters.items() if v[0]() is not None}
+            self._parameters = alive
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                owner = self.of_parameter(parameter)
+                if owner is not None:
+                    state = optimizer.state.get(parameter, {})
+                    for tensor in (parameter.grad, *state.values()):
+                        if isinstance(tensor, torch.Tensor):
+                            self.learn(tensor, *owner)
+
+    def _learn(self, model: Any) -> None:
+        """Name all modules of `model`; those of a second model carry its class before them."""
+        kind = type(_unwrapped(model)).__name__
+        models: dict[str, int] = vars(self._models)
+        first = not models
+        count = models[kind] = models.get(kind, 0) + 1
+        label = kind if count == 1 else f"{kind}#{count}"
+        for name, module in model.named_modules():
+            short = bare(name) if name and module is not _unwrapped(model) else ""
+            path = label if not short else short if first else f"{label}:{short}"
+            known = self._modules.get(id(module))
+            if known is None or known[0]() is not module:
+                self._modules[id(module)] = ref(module), path
+            for own, parameter in module.named_parameters(recurse=False):
+                self.learn(parameter, path, own)
+
+
+def _outermost(module: Any, frame: FrameType) -> Any:
+    """Return the model whose call, or another method of it, encloses the call of `module`."""
+    outer: FrameType | None = frame
+    while outer is not None:
+        if outer.f_code is _CALLS_A_MODULE:
+            module = outer.f_locals["self"]
+        elif outer.f_code.co_varnames[:1] == ("self",):  # a trainer calls a step of the model
+            owner = outer.f_locals.get("self")
+            if isinstance(owner, torch.nn.Module) and any(m is module for m in owner.modules()):
+                module = owner
+        outer = outer.f_back
+    return module
+
+
+def _unwrapped(model: Any) -> Any:
+    """Return what wrappers such as DDP and torch.compile were put around."""
+    while True:
+        inner = [child for name, child in model.named_children() if bare(f"{name}.x") == "x"]
+        if len(inner) != 1:
+            return model
+        model = inner[0]
+
+
+def place_of_call(names: ModuleNames, depth: int) -> tuple[Place, bool]:
+    """Return where the op comes from, and whether autograd's engine called it.
+
+    `depth` is how many frames of the recorder lie on top.
+    """
+    frame: FrameType | None = sys._getframe(depth)  # noqa: SLF001 - documented; `inspect` costs 100 times as much
+    code, instruction, kinds = None, 0, _kinds
+    while frame is not None:
+        its = frame.f_code
+        kind = kinds.get(id(its), -1)
+        if kind < 0:
+            kind = _kind(its)
+        if kind == _USER:
+            if code is None:
+                code, instruction = its, frame.f_lasti
+        elif kind == _MODULE:
+            module = names.of_module(frame.f_locals["self"], frame)
+            if code is not None:
+                return place_at(module, code, instruction), False
+            return place_at(module, *_user_code(frame)), False
+        elif kind == _ENGINE:
+            return place_at("", code, instruction), True
+        frame = frame.f_back
+    return place_at("", code, instruction), False
+
+
+def _user_code(frame: FrameType | None) -> tuple[CodeType | None, int]:
+    """Return the instruction of the nearest frame that is the user's."""
+    kinds = _kinds
+    while frame is not None:
+        its = frame.f_code
+        kind = kinds.get(id(its), -1)
+        if kind == _USER or (kind < 0 and _kind(its) == _USER):
+            return its, frame.f_lasti
+        frame = frame.f_back
+    return None, 0
+
+
+def place_of_user() -> Place:
+    """Return the line of the user's code that is running, without a module."""
+    return place_at("", *_user_code(sys._getframe(1)))  # noqa: SLF001 - see above

@@ -1,0 +1,239 @@
+"""What is recorded at each level: every op, what modules return, or what steps come to."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack, contextmanager
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.trace.arguments import shape_of, tensors_in
+from torchrepro.trace.closer_look import CloserLook
+from torchrepro.trace.compiled import compiled_regions_seen, left_out_of_compilation
+from torchrepro.trace.frames import Place, place_of_user
+from torchrepro.trace.higher_order import higher_order_ops_run
+from torchrepro.trace.known import size_of
+from torchrepro.trace.mode import RecordingMode, Shared
+from torchrepro.trace.module_hook import on_modules_called
+from torchrepro.trace.origin import Now
+from torchrepro.trace.reading import INPUT
+from torchrepro.trace.results import fingerprint_of
+from torchrepro.trace.run_state import parameters_of
+from torchrepro.trace.threads_started import on_threads_started
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from torchrepro.trace.recording import Recording
+    from torchrepro.trace.store import Store
+
+
+_PINNING = "_pin_memory_loop"  # what torch's loader runs on a thread of its own
+
+
+class Level:
+    """What all levels record: batches of data as they enter the program."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.open = ExitStack()
+
+    def __enter__(self) -> None:
+        self.open.enter_context(left_out_of_compilation())
+
+    def __exit__(self, *error: object) -> None:
+        self.open.close()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the ops of this thread in the block: they are torchrepro's own."""
+        yield
+
+    def abandon(self) -> None:
+        """Take no more records in this process."""
+
+    def backward_begins(self) -> None:
+        """Take note that a backward pass begins."""
+
+    def backward_ends(self) -> None:
+        """Take note that it has ended."""
+
+    def optimizer_begins(self, optimizer: Any, place: Place, *, with_closure: bool) -> None:
+        """Take note that an optimizer is about to make a step."""
+
+    def optimizer_ends(self, optimizer: Any) -> None:
+        """Take note that it has made the step."""
+
+    def batch_begins(self, workers: int) -> None:
+        """Take note that a loader with so many worker processes is about to hand over a batch."""
+
+    def batch_ends(self, batch: Any, place: Place) -> None:
+        """Record a batch; None if there was none."""
+        tensors = tensors_in(batch)
+        if tensors:
+            self.take("data", place, "DataLoader", tensors)
+
+    def write(self, store: Store, first: int) -> None:
+        """Write what belongs to the records of a step, the first of which has this id."""
+
+    def end_step(self) -> None:
+        """Forget the step that has ended."""
+
+    def take(
+        self, phase: str, place: Place, op: str, tensors: Iterable[Any], text: str = ""
+    ) -> None:
+        """Take a record of tensors that no single op stands for."""
+        tape, known = self.recording.tape, self.recording.known
+        outputs, shapes = [], []
+        with self.paused():
+            for tensor in tensors:
+                digest = fingerprint_of(tensor)
+                short = digest[:INPUT] if digest.__class__ is bytes else digest
+                known.read(tensor, short)
+                known.bytes_read += size_of(tensor)
+                outputs.append(digest)
+                shapes.append(shape_of(tensor))
+        key = (op, phase, place, *shapes)
+        site = tape.sites.get(key) or tape.new_site(key, phase, place, op, shapes)
+        argument = tape.arguments.get(text) or tape.new_argument(text, text)
+        tape.take_later(0, site, argument, (), outputs)
+
+
+class StepLevel(Level):
+    """Gradients before, and parameters after, each step of an optimizer."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._look_at_modules()
+
+    def _look_at_modules(self) -> None:
+        """Learn the names of parameters from the first calls of modules, until a step ends."""
+        self._naming = ExitStack()
+        self._naming.enter_context(on_modules_called(self._learn_names))
+        self.open.callback(self._naming.close)
+
+    def _learn_names(self, module: Any, _returned: Any) -> None:
+        self.recording.names.place_of(module)
+
+    def end_step(self) -> None:
+        self._naming.close()
+
+    def optimizer_begins(self, optimizer: Any, place: Place, *, with_closure: bool) -> None:
+        gradients = [(one, one.grad) for one in parameters_of(optimizer) if one.grad is not None]
+        self._take_each("backward", "gradient", place, gradients)
+
+    def optimizer_ends(self, optimizer: Any) -> None:
+        parameters = [(one, one) for one in parameters_of(optimizer)]
+        self._take_each("optimizer", "parameter", place_of_user(), parameters)
+
+    def _take_each(
+        self, phase: str, op: str, place: Place, tensors: Iterable[tuple[Any, Any]]
+    ) -> None:
+        for number, (parameter, tensor) in enumerate(tensors):
+            module, name = self.recording.names.of_parameter(parameter) or ("", str(number))
+            self.take(phase, place.within(module), op, [tensor], name)
+
+
+class ModuleLevel(StepLevel):
+    """What every module returns, and the gradients that come back to it, besides steps."""
+
+    def _look_at_modules(self) -> None:
+        self.open.enter_context(on_modules_called(self._returned))
+
+    def end_step(self) -> None:
+        """Go on looking at modules."""
+
+    def _returned(self, module: Any, result: Any) -> None:
+        place = self.recording.names.place_of(module)
+        tensors = tensors_in(result)
+        if tensors:
+            self.take("forward", place, "module", tensors)
+        for position, tensor in enumerate(tensors):
+            if tensor.requires_grad:
+                tensor.register_hook(self._gradient_taker(place, str(position)))
+
+    def _gradient_taker(self, place: Place, position: str) -> Callable[[Any], None]:
+        def take(gradient: Any) -> None:
+            self.take("backward", place, "module", [gradient], position)
+
+        return take
+
+
+class OpLevel(Level):
+    """Every op on every thread."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__(recording)
+        self.now = Now()
+        its = recording
+        self._closer = CloserLook.of(its)
+        self._shared = Shared(its.tape, its.known, its.names, self.now, self._closer, its.spill)
+        self._modes: list[RecordingMode] = []
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self.open.enter_context(compiled_regions_seen())
+        self.open.enter_context(higher_order_ops_run())
+        self.open.enter_context(on_threads_started(self._enter_thread))
+        self.open.callback(self.abandon)
+        self.open.enter_context(self._new_mode())
+
+    def _enter_thread(self) -> None:
+        if _PINNING in threading.current_thread().name:
+            return  # it moves batches, whenever they come; they are recorded where they are used
+        mode: Any = self._new_mode()
+        mode.__enter__()  # and never left: a thread's stack of modes ends with the thread
+
+    def _new_mode(self) -> RecordingMode:
+        mode = RecordingMode(self._shared)
+        self._modes.append(mode)
+        return mode
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        before = self.now.pause(get_ident())
+        try:
+            yield
+        finally:
+            self.now.pause(before)
+
+    def abandon(self) -> None:
+        self.now.stop()
+
+    def backward_begins(self) -> None:
+        self.now.optimizer = None  # a step that has failed did not say that it ended
+        self.now.backward = get_ident()
+
+    def backward_ends(self) -> None:
+        self.now.backward = 0
+
+    def optimizer_begins(self, optimizer: Any, place: Place, *, with_closure: bool) -> None:
+        self.recording.names.learn_optimizer(optimizer)
+        self.now.owner = ""
+        # A closure computes the loss inside of the step; its ops say themselves where they are.
+        self.now.optimizer = None if with_closure else (get_ident(), place)
+
+    def optimizer_ends(self, optimizer: Any) -> None:
+        self.now.optimizer = None
+
+    def batch_begins(self, workers: int) -> None:
+        if workers:  # which of them is heard first is a matter of time; the batch is not
+            self.now.pause(get_ident())
+        else:
+            self.now.loading = get_ident()
+
+    def batch_ends(self, batch: Any, place: Place) -> None:
+        self.now.loading = 0
+        self.now.pause(0)
+        super().batch_ends(batch, place)
+
+    def write(self, store: Store, first: int) -> None:
+        if self._closer is not None:
+            self._closer.write(store, first)
+
+    def end_step(self) -> None:
+        for mode in self._modes:
+            mode.origin.end_step()
+
+
+LEVELS: Mapping[str, type[Level]] = {"step": StepLevel, "module": ModuleLevel, "op": OpLevel}

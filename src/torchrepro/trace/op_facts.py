@@ -1,0 +1,179 @@
+"""What the recorder has to know of an op: what it writes, and what it shares with its inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+TRANSPARENT = frozenset(
+    {
+        "aten::alias",
+        "aten::detach",
+        "aten::detach_",
+        "aten::lift",
+        "aten::lift_fresh",
+        "aten::record_stream",
+        "prim::device",
+        "profiler::_record_function_enter_new",
+        "profiler::_record_function_exit",
+    }
+)
+"""Ops that compute nothing: what they return is what they were given."""
+
+ALLOCATING = frozenset(
+    {
+        "aten::empty",
+        "aten::empty_like",
+        "aten::empty_permuted",
+        "aten::empty_strided",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+        "aten::resize_",
+        "aten::resize_as_",
+    }
+)
+"""Ops whose result is memory that nobody has written yet."""
+
+OVERWRITING = frozenset(
+    {
+        *("aten::_foreach_copy_", "aten::_foreach_zero_", "aten::copy_", "aten::fill_"),
+        *("aten::zero_", "aten::uniform_", "aten::normal_", "aten::bernoulli_", "aten::random_"),
+        *("aten::exponential_", "aten::geometric_", "aten::cauchy_", "aten::log_normal_"),
+    }
+)
+"""Ops that write all of their first argument without reading it."""
+
+REBINDING = frozenset({"aten::set_"})
+"""Ops that put a tensor onto memory from elsewhere: it is read where it is used."""
+
+SHARING = frozenset({"aten::_unsafe_view", "aten::_reshape_alias"})
+"""Ops that return their input's memory although their schema does not say so."""
+
+SCRATCH = {
+    "aten::_cudnn_rnn": (3, 4),
+    "aten::cudnn_batch_norm": (3,),
+    "aten::_batch_norm_with_update": (3,),
+    "aten::mkldnn_rnn_layer": (3,),
+    "aten::miopen_rnn": (3,),
+    "aten::_scaled_dot_product_efficient_attention": (1,),
+    "aten::_efficient_attention_forward": (1,),
+    "fsdp::all_gather_copy_in": (1,),
+}
+"""Op -> the outputs that are a kernel's own workspace, in part never written.
+
+Their layout is in the signatures of
+https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/native_functions.yaml
+"""
+
+UNSAID = {
+    "aten::native_batch_norm": (3, 4),
+    "aten::cudnn_batch_norm": (3, 4),
+    "aten::miopen_batch_norm": (3, 4),
+}
+"""Op -> arguments that it writes although its schema does not say so: running statistics."""
+
+KEEPING = frozenset(
+    {
+        *("aten::_index_put_impl_", "aten::fill_diagonal_", "aten::index_copy_"),
+        *("aten::index_fill_", "aten::index_put_", "aten::masked_fill_", "aten::masked_scatter_"),
+        *("aten::put_", "aten::scatter_", "aten::copy_", "aten::clone", "aten::_to_copy"),
+    }
+)
+"""Ops that keep some or all of the first tensor they read as it is, and only pass it on."""
+
+COMPILED = "inductor_compiled_code"
+"""The higher-order op that stands for a region that inductor has compiled."""
+
+COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
+"""Namespaces of the ops that exchange tensors with other ranks."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpFacts:
+    """What one op does to its inputs and with its outputs."""
+
+    op: Any
+    """The op itself; held, so that its id means no other."""
+    name: str
+    """As in ``aten::add.Tensor``."""
+    transparent: bool
+    view: bool
+    rebinds: bool
+    overwrites: bool
+    allocates: bool
+    collective: bool
+    written: tuple[int, ...]
+    """Positions of the arguments that are written in place."""
+    written_names: tuple[str, ...]
+    """Names of the keyword arguments that are written: what ``out=`` stands for."""
+    scratch: tuple[int, ...]
+    """Positions of the outputs that no fingerprint is taken of."""
+    compiled: bool = False
+    """Whether it runs a compiled region."""
+    counted: bool = True
+    """Whether autograd counts what it writes: not in lists of tensors."""
+    keeps: bool = False
+    """Whether it passes on, unread, what its first input holds."""
+
+    writes: bool = False
+    """Whether it writes any of its arguments."""
+    plain: bool = False
+    """Whether all it does is to return something new."""
+
+    def written_in(self, args: Any, kwargs: Any) -> list[Any]:
+        """Return the tensors that a call has written in place, each once."""
+        values = [args[position] for position in self.written if position < len(args)]
+        if kwargs:
+            values += [kwargs[name] for name in self.written_names if name in kwargs]
+        found: list[Any] = []
+        for value in values:
+            for tensor in value if isinstance(value, list | tuple) else (value,):
+                if tensor is not None and not any(tensor is other for other in found):
+                    found.append(tensor)
+        return found
+
+
+def facts_of(op: Any) -> OpFacts:
+    """Return the facts of an op overload, from its schema and the tables above.
+
+    ``_schema`` is private by its name; it is what torch's own modes read, and the public
+    ``torch.library.infer_schema`` is for functions only. An op without one is known by its name
+    and taken to write nothing.
+    """
+    schema = getattr(op, "_schema", None)
+    if schema is None:
+        name = str(op)
+        compiled = name == COMPILED
+        shown = "compiled region" if compiled else name
+        return OpFacts(op, shown, False, False, False, False, False, False, (), (), (), compiled)  # noqa: FBT003 - a row
+    plain = schema.name
+    writes = [
+        (position, argument)
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    returned = [value.alias_info for value in schema.returns]
+    aliases = bool(returned) and all(info is not None and not info.is_write for info in returned)
+    written = (
+        *(position for position, argument in writes if not argument.kwarg_only),
+        *UNSAID.get(plain, ()),
+    )
+    special = any(plain in table for table in (ALLOCATING, REBINDING, KEEPING, SCRATCH))
+    collective = plain.partition("::")[0] in COLLECTIVE
+    return OpFacts(
+        op=op,
+        name=f"{plain}.{schema.overload_name}" if schema.overload_name else plain,
+        transparent=plain in TRANSPARENT,
+        view=aliases or plain in SHARING,
+        rebinds=plain in REBINDING,
+        overwrites=plain in OVERWRITING,
+        allocates=plain in ALLOCATING,
+        collective=collective,
+        written=written,
+        written_names=tuple(argument.name for _, argument in writes),
+        scratch=SCRATCH.get(plain, ()),
+        counted=not any("List" in str(argument.type) for _, argument in writes),
+        keeps=plain in KEEPING,
+        writes=bool(written or writes),
+        plain=not (written or writes or special or collective),
+    )

@@ -1,0 +1,89 @@
+"""The public doors of recording: a `with` block, a process under `run`, a step that ends."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torchrepro.errors import Problem, TraceError
+from torchrepro.trace.request import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torchrepro.trace.recording import Recording
+
+
+@contextmanager
+def record(  # noqa: PLR0913 - one for each thing that can be asked of a recording
+    folder: str | os.PathLike[str],
+    *,
+    level: str = "op",
+    steps: tuple[int, int] | None = None,
+    keep: Sequence[str] = (),
+    statistics: bool = False,
+    detail: bool = False,
+    on_unwritable: str = "stop",
+) -> Iterator[Recording]:
+    """Record what the program computes within the block into `folder`, which is new or empty.
+
+    Takes records on this thread and on those started within the block. `level` is ``op``,
+    ``module`` or ``step``; `steps` the first and last step to record; `keep` patterns of modules
+    whose tensors are kept whole; `statistics` what ``compare`` needs to compare within a
+    tolerance; `detail` reads every input anew. A step ends with the optimizer's; a program without
+    one calls ``end_step`` of what this returns, or `torchrepro.end_step`. Imports torch. Raises
+    `TraceError` for a folder that is not empty, and where the trace cannot be written, unless
+    `on_unwritable` is ``warn``.
+    """
+    request = Request(
+        *(os.fspath(folder), level, steps, tuple(keep), statistics, detail, on_unwritable)
+    )
+    if _running():
+        raise TraceError(
+            Problem(
+                "is being recorded already",
+                found=_running()[-1].request.folder,
+                todo="end that recording first",
+            )
+        )
+    request.prepare_folder()
+    recording = _begin(request)
+    try:
+        yield recording
+    finally:
+        recording.stop()
+
+
+def end_step() -> None:
+    """End a step of the recordings that are running, for a program without an optimizer.
+
+    Does nothing where nothing is recorded.
+    """
+    for recording in _running():
+        recording.end_step()
+
+
+def record_process(request: Request, refuse: Callable[[TraceError], None]) -> None:
+    """Record this process from now until it ends, as ``torchrepro run --record`` asks.
+
+    `refuse` ends the program where its trace cannot be written and it is not to go on.
+    """
+    recording = _begin(request)
+    recording.refuse = refuse
+    atexit.register(recording.finish)
+
+
+def _begin(request: Request) -> Recording:
+    from torchrepro.trace.recording import Recording
+
+    recording = Recording(request)
+    recording.start()
+    return recording
+
+
+def _running() -> tuple[Recording, ...]:
+    module = sys.modules.get("torchrepro.trace.recording")
+    return module.running() if module is not None else ()

@@ -1,0 +1,217 @@
+"""A recording that is running: it takes records, and hands every finished step to the store."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+
+from torchrepro.errors import TraceError
+from torchrepro.trace import passes
+from torchrepro.trace.about import about_this_process
+from torchrepro.trace.frames import ModuleNames, place_of_user, source_of
+from torchrepro.trace.known import Known
+from torchrepro.trace.levels import LEVELS
+from torchrepro.trace.opening import open_store
+from torchrepro.trace.reading import INPUT, OUTPUT
+from torchrepro.trace.results import fingerprint_of
+from torchrepro.trace.run_state import gradients_of, parameters_of, random_states
+from torchrepro.trace.store import StepRow
+from torchrepro.trace.tape import Tape, joined
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torchrepro.trace.request import Request
+    from torchrepro.trace.store import Store
+
+
+class Recording:
+    """One process being recorded, from `start` to `stop`."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.step = 0
+        self.names = ModuleNames()
+        self.known = Known()
+        self.tape = Tape()
+        self.level = LEVELS[request.level](self)
+        self._store: Store | None = None
+        self._open = ExitStack()
+        self._losses: list[tuple[Any, Any, str]] = []  # tensor, fingerprint, source
+        self._gradients: list[Any] = []
+        self._lock = threading.RLock()
+        self._failed = False
+        self.refuse: Callable[[TraceError], None] = _raise
+        """What is done where the trace cannot be written and the program is not to go on."""
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether the step that is running is one of those asked for."""
+        return self.request.wants(self.step)
+
+    def start(self) -> None:
+        """Begin to take records on this thread and on those that it starts."""
+        self._open.enter_context(passes.watch(self))
+        self._open.enter_context(self.level)
+        self._open.callback(_recordings.remove, self)
+        _recordings.append(self)
+
+    def stop(self) -> None:
+        """Take no more records, and write what is left of a step that has not ended."""
+        self._open.close()
+        self.finish()
+
+    def finish(self) -> None:
+        """Write what is left, and that the trace is whole; for a process that ends."""
+        self.level.abandon()
+        if self.tape.taken or self.tape.moved or self._losses:
+            self._write_step((), finished=False)
+        if self._store is not None:
+            with self._told():
+                self._store.write_meta({"finished": True})
+                self._store.close()
+
+    def abandon(self) -> None:
+        """Take no more records and leave the store alone: it is another process's."""
+        self._failed, self._store = True, None
+        self.level.abandon()
+
+    def spill(self) -> None:
+        """Hand the records of a long step to the store before it ends."""
+        with self._lock, self.level.paused():
+            if self._failed or not self.wants_step:
+                self.tape.taken.clear()
+                return
+            with self._told():
+                self.tape.move(self._store or self._opened(), self.step)
+
+    def end_step(self, parameters: Iterable[Any] = ()) -> None:
+        """End a step: what belongs to it is written as a whole."""
+        with self._lock, self.level.paused():
+            self._write_step(parameters, finished=True)
+            self.step += 1
+            self._losses.clear()
+            self._gradients = []
+            self.known.end_step()
+            self.level.end_step()
+
+    # What the doors tell (see passes.Listener).
+
+    def backward_begins(self, losses: Any) -> None:
+        source = source_of(place_of_user())
+        with self.level.paused():
+            for loss in (losses,) if isinstance(losses, torch.Tensor) else losses:
+                if isinstance(loss, torch.Tensor):
+                    # Read when the step ends: asking a device now would wait for it.
+                    taken = loss.detach().clone()
+                    self._losses.append((taken, fingerprint_of(taken), source))
+        self.level.backward_begins()
+
+    def backward_ends(self) -> None:
+        self.level.backward_ends()
+
+    def optimizer_begins(self, optimizer: Any, with_closure: bool) -> None:  # noqa: FBT001 - a fact
+        self.level.optimizer_begins(optimizer, place_of_user(), with_closure=with_closure)
+        with self.level.paused():
+            gradients = gradients_of(parameters_of(optimizer))
+            self._gradients += map(self.known.digest, gradients)
+
+    def optimizer_ends(self, optimizer: Any) -> None:
+        self.level.optimizer_ends(optimizer)
+        self.end_step(parameters_of(optimizer))
+
+    def batch_begins(self, workers: int) -> None:
+        self.level.batch_begins(workers)
+
+    def batch_ends(self, batch: Any) -> None:
+        self.level.batch_ends(batch, place_of_user())
+
+    # Writing.
+
+    def _write_step(self, parameters: Iterable[Any], *, finished: bool) -> None:
+        if self._failed or not self.wants_step:
+            self.tape.taken.clear()
+            return
+        with self._told():
+            store = self._store or self._opened()
+            written = self.tape.end_step(store, self.step)
+            self._write_losses(store)
+            self.level.write(store, written.first)
+            store.end_step(
+                StepRow(
+                    step=self.step,
+                    first=written.first,
+                    records=written.count,
+                    bytes=self.known.taken_bytes(),
+                    digest=written.digest,
+                    parameters=_combined(map(self.known.digest, parameters)),
+                    gradients=_combined(self._gradients),
+                    random=random_states(),
+                    finished=finished,
+                )
+            )
+
+    def _write_losses(self, store: Store) -> None:
+        marks = joined([mark for _, mark, _ in self._losses], OUTPUT)
+        store.add_losses(
+            (self.step, n, _number(value), marks[n * OUTPUT : (n + 1) * OUTPUT], source)
+            for n, (value, _, source) in enumerate(self._losses)
+        )
+
+    def _opened(self) -> Store:
+        self._store = open_store(self.request, about_this_process())
+        return self._store
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """End the program with what is wrong, or go on without a trace, as asked."""
+        try:
+            yield
+        except TraceError as error:
+            self._failed = True
+            if self._store is not None:
+                self._store.discard()
+                self._store = None
+            if self.request.on_unwritable == "stop":
+                self.refuse(error)
+                return
+            sys.stderr.write(f"torchrepro: {error}\n    the run goes on, unrecorded from here\n")
+
+
+_recordings: list[Recording] = []
+
+
+def running() -> tuple[Recording, ...]:
+    """Return the recordings that are running, outermost first."""
+    return tuple(_recordings)
+
+
+def _raise(error: TraceError) -> None:
+    raise error
+
+
+def _abandon_in_forked_child() -> None:
+    for recording in _recordings:
+        recording.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_in_forked_child)
+
+
+def _combined(digests: Iterable[Any]) -> bytes:
+    """Return one fingerprint of many digests in their order; empty for none."""
+    whole = joined(list(digests), INPUT)
+    return xxhash.xxh3_128_digest(whole) if whole else b""
+
+
+def _number(value: Any) -> float | None:
+    """Return a loss as a number; None for one that is not a single real number."""
+    if value.numel() != 1 or value.is_complex():
+        return None
+    return float(value)

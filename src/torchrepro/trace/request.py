@@ -1,0 +1,94 @@
+"""What is to be recorded, as it travels from a command line to the processes below it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchrepro.errors import Problem, TraceError, near
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+VARIABLE = "TORCHREPRO_RECORD"
+"""Variable that carries the request, as JSON, to every process below `run`."""
+
+LEVELS = ("step", "module", "op")
+UNWRITABLE = ("stop", "warn")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A recording that somebody asks for."""
+
+    folder: str
+    level: str = "op"
+    """``step`` (parameters, gradients, loss), ``module`` (what modules return) or ``op``."""
+    steps: tuple[int, int] | None = None
+    """The first and the last step to record; None is all of them."""
+    keep: tuple[str, ...] = ()
+    """Patterns of modules whose tensors are kept whole."""
+    statistics: bool = False
+    """Whether mean, norm and range of outputs are recorded, to compare within a tolerance."""
+    detail: bool = False
+    """Whether every input is read anew, so that what changed outside torch is seen at once."""
+    on_unwritable: str = "stop"
+    """Whether a program ends, or goes on unrecorded, where its trace cannot be written."""
+
+    def __post_init__(self) -> None:
+        _check("level", self.level, LEVELS)
+        _check("on_unwritable", self.on_unwritable, UNWRITABLE)
+
+    def to_variable(self) -> str:
+        """Return the request as the value of `VARIABLE`."""
+        return json.dumps({**asdict(self), "folder": str(Path(self.folder).absolute())})
+
+    @classmethod
+    def inherited(cls, environment: Mapping[str, str]) -> Request | None:
+        """Return the request that came with the process, if one did."""
+        text = environment.get(VARIABLE)
+        if not text:
+            return None
+        values = json.loads(text)
+        steps = values["steps"]
+        return cls(
+            **{
+                **values,
+                "steps": None if steps is None else tuple(steps),
+                "keep": tuple(values["keep"]),
+            }
+        )
+
+    def wants(self, step: int) -> bool:
+        """Whether `step` is one of those to record."""
+        return self.steps is None or self.steps[0] <= step <= self.steps[1]
+
+    def prepare_folder(self) -> None:
+        """Make the folder; raises `TraceError` if there is something in it, or it cannot be."""
+        place = Path(self.folder)
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            occupied = next(place.iterdir(), None)
+        except OSError as error:
+            raise TraceError(
+                Problem(f"cannot hold a recording: {error.strerror}", found=self.folder)
+            ) from None
+        if occupied is not None:
+            raise TraceError(
+                Problem(
+                    "a recording goes into a new or empty folder",
+                    found=self.folder,
+                    todo=f"name another one, or remove what is in it ({occupied.name}, ...)",
+                )
+            )
+
+
+def _check(key: str, found: str, legal: tuple[str, ...]) -> None:
+    if found not in legal:
+        raise TraceError(
+            Problem("no such choice", key=key, found=found, legal=", ".join(legal))
+            if not near(found, legal)
+            else Problem("no such choice", key=key, found=found, near=near(found, legal))
+        )

@@ -1,0 +1,107 @@
+"""The sums of `mixing.WIDE` in one Triton kernel, which reads memory once.
+
+Imported only where Triton is installed. https://triton-lang.org
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.trace.memory import pieces
+from torchrepro.trace.mixing import FEW, ROW, WIDE, bytes_of, is_aligned, key_tables, sums
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+jit: Callable[[Callable[..., Any]], Any] = import_module("triton").jit
+tl: Any = import_module("triton.language")
+
+# Triton compiles the source of its kernels and takes every name in them for a value of the kernel:
+# they have no annotations besides its own.
+
+PROGRAMS = 4096
+"""How many programs share the rows of a large tensor: several for each processor of a device."""
+
+
+def sums_of_part(part: Any) -> Any:
+    """Return the sums of a part of a `Memory`, as `mixing.sums` does, in a tensor on its device."""
+    lazy = part.is_conj() or part.is_neg()
+    if part.is_contiguous() and not lazy and is_aligned(memory := bytes_of(part), WIDE):
+        return _sums(memory)
+    return sums(pieces(part), WIDE)
+
+
+def _sums(memory: Any) -> Any:
+    torch = import_module("torch")
+    keys = key_tables(WIDE, memory.device, FEW)[0]
+    found = torch.zeros(2, dtype=torch.int64, device=memory.device)
+    size = memory.numel()
+    rows = -(-size // (WIDE.width * ROW))
+    each = -(-rows // PROGRAMS)
+    with _current(memory.device):
+        _kernel[(-(-rows // each),)](
+            memory, _whole_words(memory, keys), keys, found, size, each,
+            row=ROW, step=WIDE.step,
+            first=WIDE.multipliers[0], second=WIDE.multipliers[1],
+            shift=WIDE.shifts[0], other=WIDE.shifts[1],
+        )  # fmt: skip
+    return found
+
+
+def _current(device: Any) -> Any:
+    """Return what makes `device` the current one, where Triton starts its kernels."""
+    return getattr(import_module("torch").get_device_module(device), "device", nullcontext)(device)
+
+
+def _whole_words(memory: Any, none: Any) -> Any:
+    """Return the words before the last, unfinished one; `none`, which is not read, for none."""
+    words = memory.numel() // WIDE.width
+    if not words:
+        return none
+    return memory[: words * WIDE.width].view(none.dtype)
+
+
+@jit
+def _mixed(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917 - a kernel knows nothing else
+    words, keys,
+    first: tl.constexpr, second: tl.constexpr, shift: tl.constexpr, other: tl.constexpr,
+):  # fmt: skip
+    mixed = (words + keys) * first
+    mixed = (mixed ^ (mixed >> shift)) * second
+    return mixed ^ (mixed >> other)
+
+
+@jit
+def _kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917 - a kernel knows nothing else
+    memory, words, keys, found, size, each,
+    row: tl.constexpr, step: tl.constexpr, first: tl.constexpr, second: tl.constexpr,
+    shift: tl.constexpr, other: tl.constexpr,
+):  # fmt: skip
+    begin = tl.program_id(0).to(tl.int64) * each
+    column = tl.arange(0, row)
+    key_row = tl.load(keys + column)
+    whole = size // 8
+    sums = tl.zeros([row], tl.int64)
+    products = tl.zeros([row], tl.int64)
+    for number in range(each):
+        place = (begin + number) * row + column
+        here = place < whole
+        key = key_row + (begin + number) * step
+        mixed = _mixed(tl.load(words + place, mask=here, other=0), key, first, second, shift, other)
+        mixed = tl.where(here, mixed, 0)
+        sums += mixed
+        products += mixed * key
+    tl.atomic_add(found, tl.sum(sums))
+    tl.atomic_add(found + 1, tl.sum(products))
+    if (begin == 0) & (size % 8 != 0):  # the last word, filled up with zeros
+        word = tl.zeros([1], tl.int64)
+        for byte in tl.static_range(8):
+            at = whole * 8 + byte + tl.arange(0, 1)
+            word += tl.load(memory + at, mask=at < size, other=0).to(tl.int64) << (8 * byte)
+        at_word = whole + tl.arange(0, 1).to(tl.int64)
+        key = tl.load(keys + at_word % row) + at_word // row * step
+        mixed = _mixed(word, key, first, second, shift, other)
+        tl.atomic_add(found + tl.arange(0, 1), mixed)
+        tl.atomic_add(found + 1 + tl.arange(0, 1), mixed * key)

@@ -1,0 +1,58 @@
+"""Fingerprints on the simulated accelerator: computed there, fetched in one copy."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from simulated_npu import log
+
+from torchrepro.trace.device_fingerprint import algorithm, device_fingerprint, fetch
+
+OnNpu = Callable[..., Any]
+TENSORS: dict[str, Callable[[], torch.Tensor]] = {
+    "plain": lambda: torch.arange(5000.0),
+    "bfloat16": lambda: torch.arange(77.0).bfloat16(),
+    "empty": lambda: torch.empty(0, 3),
+    "transposed": lambda: torch.arange(12.0).view(3, 4).t(),
+    "gaps": lambda: torch.arange(12.0).view(3, 4)[:, 1:],
+    "complex": lambda: torch.arange(9).to(torch.complex64),
+}
+
+
+def taken(device: str) -> tuple[str, dict[str, bytes | None]]:
+    """Return the algorithm of a device, and fingerprints of tensors on it."""
+    tensors = {name: make().to(device) for name, make in TENSORS.items()}
+    pending = {name: device_fingerprint(tensor) for name, tensor in tensors.items()}
+    fetch(pending.values())
+    used = algorithm(tensors["plain"].device)
+    return used, {name: one.bytes for name, one in pending.items()}
+
+
+def copies(count: int) -> tuple[int, int]:
+    """Return how often memory went to the host while fingerprints were made, and fetched."""
+    tensors = [torch.full((100,), float(number), device="npu") for number in range(count)]
+    fetch([device_fingerprint(tensors[0])])  # the device's arithmetic is tried at the first
+    log.clear()
+    pending = [device_fingerprint(tensor) for tensor in tensors]
+    before = _moves()
+    fetch(pending)
+    return before, _moves() - before
+
+
+def _moves() -> int:
+    return sum("_to_copy" in name or "_copy_from" in name or "item" in name for name in log)
+
+
+def test_an_npu_computes_them_in_words_that_it_can_multiply(on_npu: OnNpu) -> None:
+    """On an NPU arithmetic is that of 32 bits, it is trusted, and equal values are equal."""
+    used, found = on_npu(taken, "npu")
+    again = on_npu(taken, "npu:1")
+
+    assert used == "mix32"
+    assert again == (used, found)
+    assert len(set(found.values())) == len(TENSORS)
+
+
+def test_they_are_fetched_in_one_copy(on_npu: OnNpu) -> None:
+    """Until they are fetched nothing goes to the host, and then all of them at once."""
+    assert on_npu(copies, 20) == (0, 1)

@@ -1,0 +1,374 @@
+"""What a fingerprint depends on, and what it leaves alone."""
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as some
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchrepro.trace import memory
+from torchrepro.trace.device_fingerprint import device_fingerprint, fetch
+from torchrepro.trace.fingerprint import fingerprint
+
+PIECE = memory.PIECE
+
+
+def on_device(tensor: torch.Tensor) -> bytes | None:
+    """Return what a device would compute."""
+    pending = device_fingerprint(tensor)
+    fetch([pending])
+    return pending.bytes
+
+
+WAYS = pytest.mark.parametrize("way", [fingerprint, on_device], ids=lambda way: way.__name__)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_unread() -> Any:
+    memory.unread.clear()
+    yield
+    memory.unread.clear()
+
+
+def freed() -> torch.Tensor:
+    """Return a view into memory that was given back, as sharded parameters are."""
+    base = torch.ones(100)
+    view = base[10:20]
+    base.untyped_storage().resize_(0)
+    return view
+
+
+def shrunk() -> torch.Tensor:
+    """Return a tensor that reaches beyond its memory."""
+    tensor = torch.ones(100)
+    tensor.untyped_storage().resize_(40)
+    return tensor
+
+
+def fake() -> torch.Tensor:
+    """Return a tensor that only pretends to have memory."""
+    with FakeTensorMode():
+        return torch.ones(3)
+
+
+def inference() -> torch.Tensor:
+    """Return a tensor that autograd knows nothing of."""
+    with torch.inference_mode():
+        return torch.ones(3)
+
+
+def nested_with_gaps() -> torch.Tensor:
+    """Return a nested tensor whose parts lie transposed."""
+    return torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(3, 3)]).transpose(1, 2)
+
+
+def per_channel(dtype: torch.dtype, zero: float = 0.0) -> torch.Tensor:
+    """Return a tensor with a scale for each row."""
+    scales, zeros = torch.ones(4), torch.full((4,), zero)
+    return torch.quantize_per_channel(torch.ones(4, 6) * 3, scales, zeros, 0, dtype)
+
+
+class Plain(torch.Tensor):
+    """A subclass with memory of its own, and functions that may not be called."""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        raise AssertionError("a fingerprint calls no function of a subclass")
+
+
+def of_class(kind: type[torch.Tensor]) -> torch.Tensor:
+    """Return a tensor of a subclass, with memory of its own."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.ones(3).as_subclass(kind)
+
+
+KINDS: dict[str, Callable[[], torch.Tensor]] = {
+    "plain": lambda: torch.ones(3),
+    "scalar": lambda: torch.tensor(1.0),
+    "empty": lambda: torch.empty(0, 3),
+    "parameter": lambda: torch.nn.Parameter(torch.ones(3)),
+    "needs a gradient": lambda: torch.ones(3, requires_grad=True) * 2,
+    "transposed, needs a gradient": lambda: torch.ones(3, 4, requires_grad=True).t(),
+    "with gaps, needs a gradient": lambda: torch.ones(3, 4, requires_grad=True)[:, ::2],
+    "inference": inference,
+    "bool": lambda: torch.ones(3, dtype=torch.bool),
+    "complex": lambda: torch.ones(3, dtype=torch.complex64),
+    "conjugate": lambda: torch.ones(3, dtype=torch.complex64).conj(),
+    "negative": lambda: torch.ones(3, dtype=torch.complex64).conj().imag,
+    "uint64": lambda: torch.ones(3, dtype=torch.uint64),
+    "bits with gaps": lambda: torch.ones(8, dtype=torch.int16).view(torch.bits16)[::2],
+    "uint4 with gaps": lambda: torch.ones(8, dtype=torch.uint8).view(torch.uint4)[::2],
+    "float8 with gaps": lambda: torch.ones(8).to(torch.float8_e5m2)[::2],
+    "coo": lambda: torch.eye(4).to_sparse(),
+    "coo, not coalesced": lambda: torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (2,)),
+    "csr": lambda: torch.eye(4).to_sparse_csr(),
+    "csc": lambda: torch.eye(4).to_sparse_csc(),
+    "bsr": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
+    "bsc": lambda: torch.eye(4).to_sparse_bsc((2, 2)),
+    "mkldnn": lambda: torch.ones(3).to_mkldnn(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "nested with gaps": nested_with_gaps,
+    "jagged": lambda: torch.nested.nested_tensor(
+        [torch.ones(2), torch.ones(3)], layout=torch.jagged
+    ),
+    "quantised": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 3, torch.quint8),
+    "quantised by channel": lambda: per_channel(torch.qint8),
+    "two in a byte": lambda: per_channel(torch.quint4x2),
+    "meta": lambda: torch.ones(3, device="meta"),
+    "fake": fake,
+    "freed": freed,
+    "shrunk": shrunk,
+    "zeros without memory": lambda: torch._efficientzerotensor(3),
+    "functional": lambda: torch._to_functional_tensor(torch.ones(3)),
+    "subclass": lambda: of_class(Plain),
+}
+
+
+def _state(tensor: torch.Tensor) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        version = None if tensor.is_inference() else tensor._version
+        gradient = tensor.requires_grad, tensor.grad_fn, tensor.grad
+    return version, gradient, torch.is_grad_enabled()
+
+
+@WAYS
+@pytest.mark.filterwarnings("ignore")  # torch says of some layouts that they may still change
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_tensor_has_one_and_stays_as_it_was(
+    kind: str, way: Callable[[torch.Tensor], bytes]
+) -> None:
+    """Whatever torch can make has the fingerprint of its like, and is not touched."""
+    tensor, like = KINDS[kind](), KINDS[kind]()
+    generator, state = torch.get_rng_state(), _state(tensor)
+
+    found = way(tensor)
+
+    assert found == way(like)
+    assert len(found) == 16
+    assert _state(tensor) == state
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert memory.unread == set()
+
+
+@WAYS
+@pytest.mark.filterwarnings("ignore")
+def test_kinds_do_not_collide(way: Callable[[torch.Tensor], bytes]) -> None:
+    """The same ones, kept in another way, have another fingerprint."""
+    same = ("scalar", "bool", "uint64", "bits with gaps", "csr", "csc", "bsr", "bsc", "coo")
+    more = ("nested", "nested with gaps", "jagged", "quantised", "two in a byte", "mkldnn", "plain")
+    found = [way(KINDS[kind]()) for kind in (*same, *more, "coo, not coalesced", "meta", "empty")]
+
+    assert len(set(found)) == len(found)
+
+
+@WAYS
+@pytest.mark.filterwarnings("ignore")
+def test_equal_bytes_in_another_order_or_number_differ(
+    way: Callable[[torch.Tensor], bytes],
+) -> None:
+    """The same memory read in another order of dimensions, cut elsewhere, or longer, differs."""
+    memory_, parts = torch.zeros(2, 2, 2), (torch.zeros(2), torch.zeros(3))
+    orders = [memory_.permute(order) for order in ((0, 1, 2), (0, 2, 1), (2, 1, 0), (1, 0, 2))]
+    cut = [torch.nested.nested_tensor(list(sizes)) for sizes in (parts, parts[::-1])]
+    lengths = [torch.zeros(size, dtype=torch.uint8) for size in (0, 1, 3, 8, 9)]
+    tensors = [*orders, *cut, *lengths]
+
+    assert len({way(tensor) for tensor in tensors}) == len(tensors)
+
+
+@WAYS
+@pytest.mark.filterwarnings("ignore")
+def test_scales_and_zero_points_are_part_of_the_value(way: Callable[[torch.Tensor], bytes]) -> None:
+    """Quantised tensors of the same integers that stand for other numbers differ."""
+    ones = torch.ones(3, dtype=torch.uint8)
+    tensors = [
+        *(torch._make_per_tensor_quantized_tensor(ones, *scale) for scale in ((0.1, 0), (0.2, 0))),
+        torch._make_per_tensor_quantized_tensor(ones, 0.1, 1),
+        per_channel(torch.qint8),
+    ]
+
+    assert len({way(tensor) for tensor in tensors}) == len(tensors)
+
+
+def test_a_plain_tensor_has_the_hash_of_its_bytes() -> None:
+    """What is stored as "xxh3-128" is that, for others to check."""
+    tensor = torch.arange(1000.0)
+
+    assert fingerprint(tensor) == xxhash.xxh3_128_digest(tensor.numpy().tobytes())
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@WAYS
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_mode_of_the_program_sees_it(kind: str, way: Callable[[torch.Tensor], bytes]) -> None:
+    """A fingerprint runs no op that a dispatch mode would see."""
+    tensor = KINDS[kind]()
+    if kind in ("fake", "functional"):
+        pytest.skip("made under a mode of its own")
+    with _Counting() as seen:
+        way(tensor)
+
+    assert seen.ops == []
+
+
+SHAPES = some.lists(some.integers(1, 4), min_size=1, max_size=4)
+
+
+@WAYS
+@given(shape=SHAPES, data=some.data())
+def test_equal_tensors_are_equal_wherever_they_lie(
+    way: Callable[[torch.Tensor], bytes], shape: list[int], data: some.DataObject
+) -> None:
+    """Offset, allocation and version are not part of a value, in any order of dimensions."""
+    order = data.draw(some.permutations(range(len(shape))))
+    offset = data.draw(some.integers(0, 9))
+    dtype = data.draw(some.sampled_from([torch.float32, torch.bfloat16, torch.int8]))
+    values = torch.randint(-9, 9, shape).to(dtype)
+    size = values.numel()
+    room = torch.zeros(size + 20, dtype=dtype)
+    moved = room[offset : offset + size].view(shape)
+    moved.copy_(values)
+
+    assert way(moved.permute(order)) == way(values.permute(order))
+    assert way(moved.permute(order).clone(memory_format=torch.contiguous_format)) == way(
+        values.permute(order).contiguous()
+    )
+
+
+@WAYS
+@given(shape=SHAPES, data=some.data())
+def test_gaps_are_not_part_of_a_value(
+    way: Callable[[torch.Tensor], bytes], shape: list[int], data: some.DataObject
+) -> None:
+    """What lies between the elements is not read: a slice is what its contiguous copy is."""
+    step = data.draw(some.integers(2, 3))
+    base = torch.randint(-9, 9, [*shape, 2 * step + 1])
+    slices = base[..., ::step]
+    before = way(slices)
+    base[..., 1::step] += 1
+
+    assert way(slices) == before == way(slices.contiguous())
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((4, PIECE // 4 + 8), torch.float32),  # rows larger than a piece
+        ((3, PIECE + 1), torch.int8),  # and rows that are no whole words
+        ((PIECE // 64, 33), torch.bfloat16),
+        ((2, 3, PIECE // 16), torch.complex64),
+    ],
+)
+def test_what_is_copied_in_pieces_is_the_whole(
+    way: Callable[[torch.Tensor], bytes], shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """A large tensor with gaps has the fingerprint of its contiguous copy."""
+    size = torch.Size(shape)
+    base = torch.arange(size.numel()).to(dtype).view(shape)
+    slices = base[..., 1:-1]
+
+    assert way(slices) == way(slices.contiguous())
+
+
+@WAYS
+def test_lazy_conjugation_is_done_before(way: Callable[[torch.Tensor], bytes]) -> None:
+    """A conjugate that is yet to be computed is what it will be."""
+    values = torch.randn(3, 4, dtype=torch.complex64)
+
+    assert way(values.conj()) == way(values.conj_physical())
+    assert way(values.mH) == way(values.conj_physical().t())
+    assert way(values.conj().imag) == way(-values.imag)
+
+
+@WAYS
+def test_equal_nans_are_equal(way: Callable[[torch.Tensor], bytes]) -> None:
+    """A NaN is its bits: the same one is equal to itself, another is not."""
+    nan = torch.tensor([0x7FC00000, 0x7FC00000], dtype=torch.int32).view(torch.float32)
+    other = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+
+    assert way(nan) == way(nan.clone()) != way(other)
+
+
+@WAYS
+def test_tensors_of_transformed_functions_are_read(way: Callable[[torch.Tensor], bytes]) -> None:
+    """Inside of vmap and grad, where tensors have no storage, values still count."""
+    found = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        found.append(way(x))
+        return (x * 2).sum()
+
+    for value in (1.0, 1.0, 2.0):
+        torch.func.vmap(function)(torch.full((2, 3), value))
+        torch.func.grad(function)(torch.full((3,), value))
+
+    assert found[0] == found[2] != found[4]
+    assert found[1] == found[3] != found[5]
+    assert memory.unread == set()
+
+
+class Secretive(torch.Tensor):
+    """A subclass that fails to say where its value is."""
+
+    @staticmethod
+    def __new__(cls) -> "Secretive":
+        made: Secretive = torch.Tensor._make_wrapper_subclass(cls, (3,))
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        raise KeyError("not yet")
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:
+        raise KeyError("not yet")
+
+
+@WAYS
+def test_memory_that_is_not_found_is_told(way: Callable[[torch.Tensor], bytes]) -> None:
+    """A tensor whose own code fails has a constant, and its type is known for it."""
+    assert way(Secretive()) == way(Secretive())
+    assert {name.rpartition(".")[2] for name in memory.unread} == {"Secretive"}
+
+
+def test_threads_share_what_is_remembered() -> None:
+    """Fingerprints that threads take at once are those that one takes alone."""
+    tensors = [torch.arange(float(size)) for size in range(1, 400)]
+    expected = [fingerprint(tensor) for tensor in tensors]
+    found: list[list[bytes]] = []
+    threads = [
+        threading.Thread(target=lambda: found.append([fingerprint(tensor) for tensor in tensors]))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert found == [expected] * 8
+
+
+def test_what_is_remembered_stays_bounded() -> None:
+    """A program with ever new shapes does not make the recorder grow."""
+    module = sys.modules[fingerprint.__module__]
+    for size in range(module.MANY + 10):
+        fingerprint(torch.zeros(size, dtype=torch.uint8))
+
+    assert len(module._arrays) <= module.MANY

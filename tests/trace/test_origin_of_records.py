@@ -1,0 +1,223 @@
+"""Every record says where it comes from: step, phase, module, op, line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from .conftest import Net, Recorder, seen, train
+
+HERE = Path(__file__)
+TRAINING = HERE.with_name("conftest.py").read_text(encoding="utf-8").splitlines()
+
+
+def line_of(text: str) -> int:
+    """Return the number of the one line of the shared models that holds `text`."""
+    (number,) = [number for number, line in enumerate(TRAINING, start=1) if text in line]
+    return number
+
+
+def test_forward_ops_have_the_path_of_their_module_and_the_line_that_calls_it(
+    net: Net, recorded: Recorder
+) -> None:
+    """A layer's op is named by the layer's path in the model, and by the user's line."""
+    trace = recorded(lambda: train(net))
+
+    found = {
+        (one.step, one.phase, one.module, one.line)
+        for one in seen(trace)
+        if one.op == "aten::addmm"
+    }
+    call = line_of("torch.tanh(self.linear(x)) + x")
+    assert found == {
+        (step, "forward", f"layers.{layer}.linear", call) for step in (0, 1) for layer in range(3)
+    }
+
+
+def test_ops_of_a_module_itself_carry_its_path(net: Net, recorded: Recorder) -> None:
+    """What a module computes itself, and not by a child, is its own."""
+    trace = recorded(lambda: train(net, steps=1))
+
+    modules = [one.module for one in seen(trace) if one.op == "aten::tanh"]
+    assert modules == [f"layers.{layer}" for layer in range(3)]
+
+
+def test_backward_ops_have_the_module_and_line_of_the_forward_op(
+    net: Net, recorded: Recorder
+) -> None:
+    """A gradient's op belongs where the op is whose gradient it computes."""
+    trace = recorded(lambda: train(net, steps=1))
+
+    found = [one for one in seen(trace) if one.op == "aten::tanh_backward"]
+    assert [one.module for one in found] == [f"layers.{layer}" for layer in (2, 1, 0)]
+    assert {one.phase for one in found} == {"backward"}
+    assert {one.line for one in found} == {line_of("torch.tanh(self.linear(x)) + x")}
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_the_optimizers_ops_are_its_phase_and_have_the_line_of_its_step(
+    net: Net, recorded: Recorder, foreach: bool
+) -> None:
+    """What an optimizer does is recorded as the optimizer's, where the program called it."""
+    trace = recorded(lambda: train(net, foreach=foreach))
+
+    found = [one for one in seen(trace) if one.phase == "optimizer"]
+    assert found
+    assert {one.line for one in found} == {line_of("optimizer.step()")}
+    if not foreach:
+        assert {one.module for one in found} == {f"layers.{layer}.linear" for layer in range(3)}
+
+
+def test_a_step_ends_with_the_optimizers(net: Net, recorded: Recorder) -> None:
+    """Steps are counted from 0; a step's last record is the optimizer's."""
+    trace = recorded(lambda: train(net, steps=3))
+
+    assert list(trace.steps) == [0, 1, 2]
+    assert all(step.finished for step in trace.steps.values())
+    for step in trace.steps:
+        last = trace.records(step)[-1]
+        assert trace.sites[last.site].phase == "optimizer"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_ops_and_their_gradients_keep_their_module(
+    net: Net, recorded: Recorder, reentrant: bool
+) -> None:
+    """Under activation checkpointing the second forward is in the backward phase, in place."""
+
+    def program() -> None:
+        x = torch.ones(2, 4, requires_grad=True)
+        for layer in net.layers:
+            x = checkpoint(layer, x, use_reentrant=reentrant)
+        x.sum().backward()
+
+    net(torch.ones(2, 4))  # the model's own call is what names its modules
+    found = seen(recorded(lambda: (net(torch.ones(2, 4)), program())))
+    backward = [one for one in found if one.phase == "backward"]
+    for op in ("aten::tanh", "aten::tanh_backward"):
+        modules = [one.module for one in backward if one.op == op]
+        assert modules == [f"layers.{layer}" for layer in (2, 1, 0)]
+
+
+def test_wrappers_leave_no_trace_in_names(net: Net, recorded: Recorder) -> None:
+    """A model inside of another that only passes on is called as it is by itself."""
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module: torch.nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.module(x)
+
+    bare = seen(recorded(lambda: train(net, steps=1)))
+    wrapped = seen(recorded(lambda: train(Wrapper(net), steps=1)))
+
+    assert [one.module for one in bare] == [one.module for one in wrapped]
+
+
+def test_a_second_model_is_told_apart(recorded: Recorder) -> None:
+    """Modules of two models have different names."""
+    one, two = torch.nn.Sequential(torch.nn.ReLU()), torch.nn.Sequential(torch.nn.ReLU())
+    x = torch.ones(3)
+    found = seen(recorded(lambda: (one(x), two(x))))
+
+    assert len({record.module for record in found if record.op == "aten::relu"}) == 2
+
+
+def test_a_closure_runs_as_forward_and_backward(net: Net, recorded: Recorder) -> None:
+    """What an optimizer's closure computes is no op of the optimizer."""
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=2)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = net(torch.ones(2, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    found = seen(recorded(lambda: optimizer.step(closure)))
+    assert {one.phase for one in found if one.op == "aten::tanh"} == {"forward"}
+    assert {one.phase for one in found if one.op == "aten::tanh_backward"} == {"backward"}
+
+
+def test_batches_are_recorded_where_they_enter_the_program(recorded: Recorder) -> None:
+    """A loader's batch is one record of the data phase, at the line of the loop."""
+    data = torch.utils.data.TensorDataset(torch.arange(12.0).reshape(6, 2), torch.arange(6))
+
+    def program() -> None:
+        for batch, targets in torch.utils.data.DataLoader(data, batch_size=3):
+            (batch.sum() + targets.sum()).item()
+
+    found = [one for one in seen(recorded(program)) if one.op == "DataLoader"]
+    assert [(one.phase, one.shapes) for one in found] == [
+        ("data", "float32[3, 2], int64[3]"),
+        ("data", "float32[3, 2], int64[3]"),
+    ]
+    source = HERE.read_text(encoding="utf-8").splitlines()
+    assert {source[one.line - 1].strip()[:9] for one in found} == {"for batch"}
+
+
+@pytest.mark.slow
+def test_workers_change_nothing_but_the_making_of_batches(recorded: Recorder) -> None:
+    """With workers a batch is the same record, and when it arrived is not recorded."""
+    data = torch.utils.data.TensorDataset(torch.arange(12.0).reshape(6, 2))
+
+    def batches(workers: int) -> list[tuple[bytes, ...]]:
+        def program() -> None:
+            loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=workers)
+            for (batch,) in loader:
+                batch.sum()
+
+        found = seen(recorded(program))
+        assert workers == 0 or not [one for one in found if one.phase == "data"][3:]
+        return [one.outputs for one in found if one.op == "DataLoader"]
+
+    assert len(batches(0)) == 3
+    assert batches(2) == batches(0)
+
+
+def test_threads_started_while_recording_are_recorded(recorded: Recorder) -> None:
+    """A thread's ops carry the thread's number; those of the first thread carry 0."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def program() -> None:
+        torch.ones(3).sin()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(lambda: torch.ones(3).cos()).result()
+
+    found = seen(recorded(program))
+    assert {one.thread for one in found if one.op == "aten::sin"} == {0}
+    assert {one.thread for one in found if one.op == "aten::cos"} == {1}
+
+
+def test_threads_end_with_the_recording(recorded: Recorder) -> None:
+    """A thread that outlives the recording runs on, unrecorded."""
+    import threading
+
+    begun, go, done = (threading.Event() for _ in range(3))
+    values: list[float] = []
+
+    def work() -> None:
+        torch.ones(3).sin()
+        begun.set()
+        go.wait(30)
+        values.append(torch.ones(3).sum().item())
+        done.set()
+
+    started: list[threading.Thread] = []
+
+    def program() -> None:
+        started.append(threading.Thread(target=work))
+        started[0].start()
+        assert begun.wait(30)
+
+    trace = recorded(program)
+    go.set()
+    started[0].join(30)
+
+    assert done.is_set()
+    assert values == [3.0]
+    assert "aten::sum" not in {one.op for one in seen(trace)}

@@ -1,0 +1,239 @@
+"""What a record holds: fingerprints of what was written, digests of what was read."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import torchrepro
+from torchrepro.trace.fingerprint import fingerprint
+from torchrepro.trace.reading import UNINITIALISED
+
+from .conftest import Net, Recorder, seen, train
+
+
+def test_outputs_are_fingerprints_of_results(recorded: Recorder) -> None:
+    """The output of an op's record is the fingerprint of what the op returned."""
+    results = []
+    found = seen(recorded(lambda: results.append(torch.arange(5.0).sin())))
+
+    assert found[-1].outputs == (fingerprint(results[0]),)
+
+
+def test_inputs_are_what_was_written_last(recorded: Recorder) -> None:
+    """An input carries the first half of the fingerprint that its last writer left."""
+
+    def program() -> None:
+        x = torch.arange(4.0)
+        x.mul_(3)
+        x.cos()
+
+    arange, mul, cos = seen(recorded(program))
+    assert mul.inputs == (arange.outputs[0][:8],)
+    assert cos.inputs == (mul.outputs[0][:8],)
+
+
+WRITING = {
+    "in place": lambda x, y: x.mul_(y),
+    "out": lambda x, y: torch.add(x, y, out=torch.empty(4)),
+    "foreach": lambda x, y: torch._foreach_add_([x, y], 1.0),
+    "view": lambda x, y: x[1:3].add_(1),
+    "index": lambda x, y: x.index_put_((torch.tensor([0]),), torch.tensor(9.0)),
+    "slice": lambda x, y: x.__setitem__(slice(0, 2), 7.0),
+    "sort": lambda x, y: torch.sort(x, out=(torch.empty(4), torch.empty(4, dtype=torch.long))),
+}
+
+
+@pytest.mark.parametrize("kind", WRITING)
+def test_whatever_is_written_is_fingerprinted(recorded: Recorder, kind: str) -> None:
+    """Another value written in any way leaves another fingerprint."""
+
+    def outputs(value: float) -> list[bytes]:
+        def program() -> None:
+            x, y = torch.arange(4.0), torch.full((4,), value)
+            WRITING[kind](x * value, y)
+
+        return [one.outputs for one in seen(recorded(program))][-1]
+
+    assert outputs(2.0) == outputs(2.0)
+    assert outputs(2.0) != outputs(3.0) or kind == "slice"
+
+
+def test_running_statistics_are_outputs_of_batch_norm(recorded: Recorder) -> None:
+    """What an op writes without its schema saying so is among its outputs."""
+    norm = torch.nn.BatchNorm1d(3)
+    found = seen(recorded(lambda: norm(torch.randn(4, 3))))
+
+    (one,) = [one for one in found if one.op == "aten::native_batch_norm"]
+    assert {fingerprint(norm.running_mean), fingerprint(norm.running_var)} <= set(one.outputs)
+
+
+def test_what_changed_outside_torch_is_another_input(net: Net, recorded: Recorder) -> None:
+    """A weight written through numpy between steps is another input of the op that reads it."""
+
+    def inputs(change: float) -> list[tuple[bytes, ...]]:
+        torch.manual_seed(0)
+        model = Net()
+
+        def program() -> None:
+            train(model, steps=1)
+            model.layers[1].linear.weight.detach().numpy()[0, 0] += change
+            train(model, steps=1)
+
+        found = seen(recorded(program))
+        return [one.inputs for one in found if one.op == "aten::t" and one.step == 1]
+
+    before, after = inputs(0.0), inputs(0.5)
+    assert [a == b for a, b in zip(before, after, strict=True)].index(False) == 1
+
+
+def test_memory_that_nothing_wrote_is_said_to_be_so(recorded: Recorder) -> None:
+    """What `empty` returns has no fingerprint, and an op that reads it says that it did."""
+    found = seen(recorded(lambda: torch.empty(3) + 1))
+
+    assert found[0].outputs == ()
+    assert found[1].inputs == (UNINITIALISED,)
+
+
+def test_views_have_no_fingerprint_but_an_identity(recorded: Recorder) -> None:
+    """A view is not read again; two views of one tensor are different inputs."""
+
+    def program() -> None:
+        x = torch.arange(6.0).reshape(2, 3)
+        x[0].sin()
+        x[1].sin()
+
+    found = seen(recorded(program))
+    assert all(one.outputs == () for one in found if one.op == "aten::select.int")
+    first, second = (one.inputs for one in found if one.op == "aten::sin")
+    assert first != second
+
+
+@given(st.floats(allow_nan=False), st.integers(-(2**60), 2**60), st.booleans())
+def test_arguments_are_written_exactly(value: float, number: int, flag: bool) -> None:
+    """Every scalar argument is in the record as Python writes it, to the last bit."""
+    from torchrepro.trace.arguments import call_text
+
+    assert call_text((value, number, flag), {}) == f"({value!r}, {number!r}, {flag!r})"
+
+
+def test_negative_zero_and_one_are_told_from_zero_and_true(recorded: Recorder) -> None:
+    """Arguments that Python takes for equal are different where torch does not."""
+    x = torch.ones(2)
+    found = seen(recorded(lambda: [x.add(value) for value in (0.0, -0.0, 1, 1.0)]))
+
+    assert [one.argument for one in found] == [f"(_, {v!r})" for v in (0.0, -0.0, 1, 1.0)]
+
+
+def test_states_of_generators_are_recorded_at_each_step(net: Net, recorded: Recorder) -> None:
+    """A number drawn between two steps shows in the state of its generator, and in no other."""
+
+    def states(draw: bool) -> list[dict[str, str]]:
+        torch.manual_seed(0)
+        np.random.seed(0)
+        model = Net()
+
+        def program() -> None:
+            train(model, steps=1)
+            if draw:
+                np.random.rand()
+            train(model, steps=1)
+
+        trace = recorded(program)
+        return [dict(step.random) for step in trace.steps.values()]
+
+    without, with_draw = states(draw=False), states(draw=True)
+    assert without[0] == with_draw[0]
+    assert {key for key, value in without[1].items() if value != with_draw[1][key]} == {"numpy"}
+
+
+def test_losses_are_recorded_with_their_value_and_line(net: Net, recorded: Recorder) -> None:
+    """Each backward pass leaves what it began from."""
+    trace = recorded(lambda: train(net, steps=3))
+
+    assert [loss.step for loss in trace.losses] == [0, 1, 2]
+    assert all(loss.value is not None and loss.value > 0 for loss in trace.losses)
+
+
+def test_statistics_are_recorded_where_asked(net: Net, recorded: Recorder) -> None:
+    """With statistics, each output has its mean, norm and range."""
+    results = []
+    trace = recorded(lambda: results.append(torch.arange(5.0).mul(2)), statistics=True)
+
+    ((position, count, mean, _, low, high),) = trace.statistics(2)
+    assert (position, count, mean, low, high) == (0, 5, 4.0, 0.0, 8.0)
+
+
+def test_tensors_of_named_modules_are_kept_whole(net: Net, recorded: Recorder) -> None:
+    """What a kept module reads and writes can be read back; nothing else is kept."""
+    trace = recorded(lambda: train(net, steps=1), keep=("layers.1",))
+
+    kept = {}
+    for record in trace.records(0):
+        for role, _, dtype, _, data in trace.tensors(record.id):
+            kept.setdefault(trace.sites[record.site].module, []).append((role, dtype, len(data)))
+    assert set(kept) == {"layers.1", "layers.1.linear"}
+    assert ("output", "float32", 5 * 4 * 4) in kept["layers.1"]
+
+
+def test_only_the_steps_asked_for_are_recorded(net: Net, recorded: Recorder) -> None:
+    """Steps outside of the range are counted and not written."""
+    trace = recorded(lambda: train(net, steps=5), steps=(2, 3))
+
+    assert list(trace.steps) == [2, 3]
+
+
+def test_level_step_records_gradients_and_parameters(net: Net, recorded: Recorder) -> None:
+    """At level `step` each parameter has a record of its gradient and one of its value."""
+    trace = recorded(lambda: train(net), level="step")
+
+    found = [one for one in seen(trace) if one.step == 1]
+    assert [one.op for one in found] == ["gradient"] * 6 + ["parameter"] * 6
+    names = [(f"layers.{n}.linear", p) for n in range(3) for p in ("weight", "bias")]
+    assert [(one.module, one.argument) for one in found] == names * 2
+
+
+def test_level_module_records_what_modules_return(net: Net, recorded: Recorder) -> None:
+    """At level `module` each call of a module is a record, and each gradient that comes back."""
+    trace = recorded(lambda: train(net, steps=1), level="module")
+
+    found = [one for one in seen(trace) if one.op == "module"]
+    forward = [one.module for one in found if one.phase == "forward"]
+    backward = [one.module for one in found if one.phase == "backward"]
+    assert forward == [f"layers.{n}{part}" for n in range(3) for part in (".linear", "")] + ["Net"]
+    assert sorted(backward) == sorted(forward)
+
+
+def test_all_levels_agree_on_what_a_step_comes_to(net: Net, recorded: Recorder) -> None:
+    """Parameters and losses have the same fingerprints at every level."""
+
+    def summary(level: str) -> list[bytes]:
+        torch.manual_seed(0)
+        trace = recorded(lambda: train(Net()), level=level)
+        parameters = [step.parameters for step in trace.steps.values()]
+        return parameters + [loss.fingerprint for loss in trace.losses]
+
+    assert summary("op") == summary("module") == summary("step")
+
+
+def test_a_program_without_an_optimizer_ends_its_own_steps(recorded: Recorder) -> None:
+    """`torchrepro.end_step` ends a step, and does nothing where nothing is recorded."""
+    torchrepro.end_step()
+
+    def program() -> None:
+        for _ in range(3):
+            torch.ones(2).sin()
+            torchrepro.end_step()
+
+    trace = recorded(program)
+    assert [step.records for step in trace.steps.values()] == [2, 2, 2]
+
+
+def test_a_step_that_did_not_end_is_kept_and_said_to_be_open(recorded: Recorder) -> None:
+    """What follows the last finished step is in the trace, as a step that has not finished."""
+    trace = recorded(lambda: torch.ones(2).sin())
+
+    assert [(step.records, step.finished) for step in trace.steps.values()] == [(2, False)]
