@@ -125,17 +125,19 @@ def compare_runs(  # noqa: PLR0913, PLR0917 - see above
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
     """Say whether two recorded runs are the same, and where they part; exit 1 if they do."""
-    from torchrepro.verdict.comparing import compare
+    from torchrepro.verdict.as_json import verdict_json
+    from torchrepro.verdict.comparing import compare, next_rung
 
     found = compare(left, right, rtol=rtol, atol=atol)
-    write_page(found, None, report)
+    rung = next_rung(found)
+    write_page(found, rung, report)
     if as_json:
-        print_json(found.to_json())
+        print_json(verdict_json(found, rung))
     else:
         from torchrepro.tables import show
         from torchrepro.verdict.told import verdict_parts
 
-        show(*verdict_parts(found))
+        show(*verdict_parts(found, rung))
     leave(same=found.same)
 
 

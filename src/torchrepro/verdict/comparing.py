@@ -1,0 +1,209 @@
+"""Whether two recorded runs were the same, and where they parted if not."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torchrepro.trace.reading import read_run
+from torchrepro.verdict import asked as questions
+from torchrepro.verdict.causes import advice
+from torchrepro.verdict.ends import ended, missing
+from torchrepro.verdict.ladder import rung_above_recording
+from torchrepro.verdict.pair import ALONE, INDEPENDENT, NAMES, PROPAGATED, Pair, StepFound
+from torchrepro.verdict.surroundings import losses, notes, replicas, settings
+from torchrepro.verdict.value import Cell, Compared, Divergence, Kind, Verdict
+from torchrepro.verdict.words import are, counted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from torchrepro.trace.reading import Trace
+    from torchrepro.verdict.asked import Asked, Comparison
+    from torchrepro.verdict.ladder import Rung
+
+LEVELS = ("step", "module", "op")
+"""From the coarsest to the finest."""
+
+
+def compare(
+    run_a: Path | str, run_b: Path | str, *, rtol: float | None = None, atol: float | None = None
+) -> Verdict:
+    """Compare two recorded runs, by their bits or, with a tolerance, by statistics of tensors.
+
+    Returns a `Verdict`: the same, or the first divergence. Raises `TraceError` for a folder that
+    holds no trace, and for recordings that cannot be compared in this way.
+    """
+    if rtol is None and atol is None:
+        return answer(run_a, run_b, questions.bits)
+    return answer(run_a, run_b, questions.tolerance(rtol or 0.0, atol or 0.0))
+
+
+def answer(run_a: Path | str, run_b: Path | str, asked: Asked) -> Verdict:
+    """Return what a comparison of two runs says to what is asked of them."""
+    with ExitStack() as stack:
+        stack.enter_context(_no_garbage_sought())
+        left, right = (_opened(run, stack) for run in (run_a, run_b))
+        verdict = _answer((str(run_a), str(run_b)), (left, right), asked)
+        return replace(verdict, advice=advice(verdict, next(iter(left.values())).meta))
+
+
+def next_rung(verdict: Verdict) -> Rung | None:
+    """Return what to add to the profile of the left run where two runs part; None at the top.
+
+    Raises `TraceError` if its recording is gone.
+    """
+    if verdict.first is None:
+        return None
+    with ExitStack() as stack:
+        meta = next(iter(_opened(verdict.left, stack).values())).meta
+        return rung_above_recording(meta, verdict.first)
+
+
+@contextmanager
+def _no_garbage_sought() -> Iterator[None]:
+    """Leave the garbage collector out of it: rows are no garbage, and many enough to call it."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _opened(run: Path | str, stack: ExitStack) -> dict[tuple[int, int], Trace]:
+    """Return the traces of a run by rank and process, each as it is at this moment."""
+    found = {}
+    for trace in read_run(run):
+        stack.callback(trace.close)
+        trace.connection.execute("begin")  # a run that still goes on adds to what is read
+        found[trace.rank, int(trace.meta.get("ordinal", 0))] = trace
+    return found
+
+
+def _answer(
+    runs: tuple[str, str],
+    traces: tuple[dict[tuple[int, int], Trace], dict[tuple[int, int], Trace]],
+    asked: Asked,
+) -> Verdict:
+    left, right = traces
+    pairs = [Pair(left[which], right[which], runs) for which in sorted(left) if which in right]
+    found = [PairFound.of(pair, asked.comparison(pair)) for pair in pairs]
+    absent = missing(left, right)
+    first = _first(found)
+    tally = sum((one.tally for one in found), Counter[str]())
+    if first is not None:
+        tally[first.sort] -= 1
+    parting = first.first if first else next((divergence for divergence in absent), None)
+    return Verdict(
+        same=parting is None,
+        left=runs[0],
+        right=runs[1],
+        compared=_compared(pairs, asked.level),
+        first=parting,
+        tolerance=asked.tolerance,
+        propagated=tally[PROPAGATED],
+        independent=tally[INDEPENDENT],
+        by_module=tuple(sum((one.by_module for one in found), Counter[str]()).items()),
+        map=tuple(_cells(found)),
+        losses=losses(pairs[0]) if pairs else (),
+        settings=settings(pairs[0]) if pairs else (),
+        across_ranks=tuple(
+            sentence
+            for name, side in zip(NAMES, traces, strict=True)
+            for sentence in replicas(name, list(side.values()))
+        ),
+        notes=tuple(_notes(found, absent, tally[ALONE])),
+    )
+
+
+@dataclass(frozen=True)
+class PairFound:
+    """What the comparison of two traces found."""
+
+    pair: Pair
+    steps: dict[int, StepFound]
+    first: Divergence | None
+    sort: str
+    """How the first record differs."""
+    notes: Sequence[str]
+
+    @classmethod
+    def of(cls, pair: Pair, comparison: Comparison) -> PairFound:
+        """Compare two traces."""
+        steps, first, sort = {}, None, INDEPENDENT
+        for number in pair.steps:
+            found = steps[number] = comparison.step(number)
+            if first is None and found.first is not None:
+                first, sort = found.first(), found.sort
+            found.first = None  # it holds the records of the step
+        if first is None:
+            first, sort = comparison.otherwise() or ended(pair), ""
+        return cls(pair, steps, first, sort, comparison.notes())
+
+    @property
+    def tally(self) -> Counter[str]:
+        """Records that differ, by how they do."""
+        return sum((step.tally for step in self.steps.values()), Counter[str]())
+
+    @property
+    def by_module(self) -> Counter[str]:
+        """Records that differ, by module, in the order in which modules first differ."""
+        total: Counter[str] = Counter()
+        for step in self.steps.values():
+            total.update(step.differing)
+        return total
+
+    @property
+    def order(self) -> tuple[int, bool, int]:
+        """What comes first: of one step, what a rank did itself before what others sent it."""
+        first = self.first
+        if first is None:
+            raise ValueError("the traces do not part")
+        sent = first.phase == "collective" and first.kind is Kind.OUTPUTS
+        return first.step, sent or first.kind is Kind.ENDED, first.rank
+
+
+def _first(found: Iterable[PairFound]) -> PairFound | None:
+    parted = [one for one in found if one.first is not None]
+    return min(parted, key=lambda one: one.order, default=None)
+
+
+def _cells(found: Sequence[PairFound]) -> Iterable[Cell]:
+    steps = sorted({number for one in found for number in one.steps})
+    for number in steps:
+        both = [one.steps[number] for one in found if number in one.steps]
+        whole = both[0]
+        for other in both[1:]:
+            whole.add(other)
+        for module, total in whole.totals.items():
+            differing = whole.differing.get(module, 0)
+            yield Cell(number, module, total - differing, differing)
+
+
+def _compared(pairs: Sequence[Pair], level: str) -> Compared:
+    rows = [pair.left.steps[step] for pair in pairs for step in pair.steps]
+    levels = [str(trace.meta.get("level", "op")) for pair in pairs for trace in pair.traces]
+    return Compared(
+        ranks=len({pair.left.rank for pair in pairs}),
+        steps=len({row.step for row in rows}),
+        ops=sum(row.records for row in rows),
+        bytes=sum(row.bytes for row in rows),
+        level=level or min(levels, key=LEVELS.index, default=LEVELS[0]),
+    )
+
+
+def _notes(found: Sequence[PairFound], absent: Sequence[Divergence], alone: int) -> Iterable[str]:
+    said: dict[str, None] = {}
+    for one in found:
+        rank = f"rank {one.pair.left.rank}: " if len(found) > 1 else ""
+        said |= dict.fromkeys(f"{rank}{note}" for note in (*notes(one.pair), *one.notes))
+    said |= dict.fromkeys(divergence.what for divergence in absent)
+    if alone:
+        said[f"{counted(alone, 'more op')} {are(alone)} in one of the runs only"] = None
+    return said

@@ -1,0 +1,78 @@
+"""Runs of which one has less than the other: fewer steps, fewer processes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchrepro.verdict.columns import MAIN
+from torchrepro.verdict.digests import at_step
+from torchrepro.verdict.pair import NAMES
+from torchrepro.verdict.value import Divergence, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torchrepro.trace.reading import Trace
+    from torchrepro.verdict.pair import Pair
+
+
+def ended(pair: Pair) -> Divergence | None:
+    """Return where one of two runs ended that were the same up to there."""
+    last = [_last_step(trace) for trace in pair.traces]
+    if pair.steps and last[0] == last[1]:
+        return None
+    if not pair.steps:
+        return at_step(pair, max(min(last), 0), Kind.ENDED, _nothing_in_common(pair, last))
+    short = last.index(min(last))
+    shorter, longer = pair.names[short], pair.names[1 - short]
+    killed = "" if pair.traces[short].meta.get("finished") else " (killed, or it still runs)"
+    what = f"{shorter} ended after step {last[short]}{killed}; {longer} goes on to {max(last)}"
+    return at_step(pair, last[short] + 1, Kind.ENDED, what)
+
+
+def _last_step(trace: Trace) -> int:
+    """Return the number of the last step; what only other threads did after it is none."""
+    steps = list(trace.steps.values())
+    if steps and not steps[-1].finished and steps[-1].records:
+        its = steps[-1]
+        of_main = trace.connection.execute(
+            "select 1 from record where id >= ? and id < ? and thread = ? limit 1",
+            (its.first, its.first + its.records, MAIN),
+        ).fetchone()
+        steps = steps if of_main else steps[:-1]
+    return steps[-1].step if steps else -1
+
+
+def _nothing_in_common(pair: Pair, last: list[int]) -> str:
+    empty = [name for name, step in zip(pair.names, last, strict=True) if step < 0]
+    if empty:
+        return f"no step was recorded in {' and '.join(empty)}"
+    return "no step was recorded in both runs"
+
+
+def missing(
+    left: Mapping[tuple[int, int], Trace],
+    right: Mapping[tuple[int, int], Trace],
+) -> list[Divergence]:
+    """Return the processes that only one of two runs has."""
+    return [
+        Divergence(
+            rank=rank,
+            step=0,
+            phase="",
+            module="",
+            op="",
+            source="",
+            kind=Kind.ENDED,
+            thread="",
+            left=None,
+            right=None,
+            what=f"only {NAMES[(rank, ordinal) not in left]} has "
+            f"{_process(ordinal)} of rank {rank}",
+        )
+        for rank, ordinal in sorted(left.keys() ^ right.keys())
+    ]
+
+
+def _process(ordinal: int) -> str:
+    return f"process {ordinal}" if ordinal else "a recording"

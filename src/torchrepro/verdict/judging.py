@@ -1,0 +1,253 @@
+"""When a record of one run is the same as the one it goes with: by its bits, or nearly."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from operator import and_, eq, ne, or_
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torchrepro.errors import Problem, TraceError
+from torchrepro.verdict.digests import FIELDS, Digests
+from torchrepro.verdict.explaining import described, divergence
+from torchrepro.verdict.history import seen
+from torchrepro.verdict.value import Kind
+from torchrepro.verdict.words import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torchrepro.trace.reading import Trace
+    from torchrepro.verdict.columns import Columns
+    from torchrepro.verdict.explaining import Parting
+    from torchrepro.verdict.matching import Matched, Names
+    from torchrepro.verdict.pair import Pair
+    from torchrepro.verdict.value import Divergence
+
+RERECORD = (
+    "record both again with --statistics, or under a profile whose guarantee is aligned, "
+    "and compare them with --rtol and --atol"
+)
+
+Statistics = tuple[int, float | None, float | None, float | None, float | None]
+"""Count, mean, norm, low and high of an output."""
+
+
+class Judge(Protocol):
+    """Decides which records are the same."""
+
+    rounds: Sequence[Names]
+    """By which columns records are matched, from the finest to the coarsest."""
+    needs_partner: bool
+    """Whether a record that only one run has is a difference."""
+
+    def differing(self, left: Columns, right: Columns, matched: Matched) -> list[bool]:
+        """Say of each pair whether it differs."""
+
+    def described(self, parting: Parting) -> Divergence:
+        """Return what the first difference is."""
+
+    def otherwise(self) -> Divergence | None:
+        """Return what differs although no record does."""
+
+    def notes(self) -> list[str]:
+        """Return what a reader has to know of how records were judged."""
+
+
+def picked(column: Sequence[Any], places: Sequence[int]) -> Sequence[Any]:
+    """Return the values of a column at some places."""
+    return column if isinstance(places, range) else list(map(column.__getitem__, places))
+
+
+def both(
+    name: str, left: Columns, right: Columns, matched: Matched
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Return a column of both runs, matched."""
+    return picked(left.column(name), matched.left), picked(right.column(name), matched.right)
+
+
+@dataclass(slots=True)
+class Bits:
+    """Records are the same if their fingerprints are."""
+
+    pair: Pair
+    incomparable: int = 0
+    """Pairs whose fingerprints were not taken in the same way."""
+    rounds: Sequence[Names] = (
+        ("keys", "arguments", "shapes", "inputs", "outputs"),
+        ("keys", "arguments", "shapes", "inputs"),
+        ("keys", "arguments", "shapes"),
+        ("keys",),
+    )
+    needs_partner: bool = True
+
+    def differing(self, left: Columns, right: Columns, matched: Matched) -> list[bool]:
+        """Say of each pair whether outputs, their shapes or the arguments differ."""
+        found = list(map(ne, *both("outputs", left, right, matched)))
+        one, other = both("algorithms", left, right, matched)
+        if one != other:
+            found = list(map(and_, found, map(eq, one, other)))
+            self.incomparable += sum(map(ne, one, other))
+        for name in ("arguments", "shapes"):
+            one, other = both(name, left, right, matched)
+            if one != other:
+                found = list(map(or_, found, map(ne, one, other)))
+        return found
+
+    def described(self, parting: Parting) -> Divergence:
+        """Return what the first difference is, and where it came from."""
+        return described(self.pair, parting)
+
+    def otherwise(self) -> Divergence | None:
+        """Return what the steps as a whole differ in: something that no op computed."""
+        return None if self.incomparable else Digests(self.pair, FIELDS).otherwise()
+
+    def notes(self) -> list[str]:
+        """Say what could not be compared."""
+        if not self.incomparable:
+            return []
+        return [
+            f"{counted(self.incomparable, 'op')} ran on another kind of device in the other run, "
+            "where fingerprints are taken in another way: no outputs of such an op were compared"
+        ]
+
+
+@dataclass(slots=True)
+class Tolerance:
+    """Records are the same if the statistics of their outputs are nearly so.
+
+    If every element of a tensor is within ``atol + rtol * |right|``, so is every statistic that
+    is looked at: what is out of tolerance here has elements that are.
+    """
+
+    pair: Pair
+    rtol: float
+    atol: float
+    worst: dict[int, str] = field(default_factory=dict)
+    """What the first record of each part that differs is out of, by the left record's id."""
+    unmatched: int = 0
+    rounds: Sequence[Names] = (
+        ("keys", "arguments", "sizes"),
+        ("keys", "sizes"),
+        ("keys",),
+        ("spots", "sizes"),  # devices have ops of their own for the same module
+    )
+    needs_partner: bool = False
+
+    def differing(self, left: Columns, right: Columns, matched: Matched) -> list[bool]:
+        """Say of each pair whether statistics of its outputs are too far apart."""
+        self.unmatched += len(matched.only_left) + len(matched.only_right)
+        one, other = _statistics(self.pair.left, left), _statistics(self.pair.right, right)
+        found = {
+            place: self._apart(one.get(left.ids[place], []), other.get(right.ids[partner], []))
+            for place, partner, unequal in zip(
+                matched.left,
+                matched.right,
+                map(ne, *both("outputs", left, right, matched)),
+                strict=True,
+            )
+            if unequal
+        }
+        first = next((place for place, what in found.items() if what), None)
+        if first is not None:
+            self.worst[left.ids[first]] = found[first]
+        return [bool(found.get(place)) for place in matched.left]
+
+    def described(self, parting: Parting) -> Divergence:
+        """Return which statistic is out of tolerance first."""
+        if parting.left is None or parting.right is None:
+            raise ValueError("only what has a partner can be out of tolerance")
+        left, right = seen(self.pair.left, parting.left), seen(self.pair.right, parting.right)
+        kind = Kind.DATA if left.site.op == "DataLoader" else Kind.OUTPUTS
+        return divergence(self.pair, left, right, kind, self.worst[parting.left])
+
+    def otherwise(self) -> Divergence | None:
+        """Return nothing: all that has statistics was compared."""
+        return None
+
+    def notes(self) -> list[str]:
+        """Say what could not be compared."""
+        if not self.unmatched:
+            return []
+        have = "has" if self.unmatched == 1 else "have"
+        ops = counted(self.unmatched, "op")
+        return [f"{ops} {have} no counterpart in the other run: not compared"]
+
+    def _apart(self, left: Sequence[Statistics], right: Sequence[Statistics]) -> str:
+        """Return what of some outputs is out of tolerance, in words; nothing if all are within."""
+        for place, (one, other) in enumerate(zip(left, right, strict=False)):
+            what = out_of_tolerance(one, other, self.rtol, self.atol)
+            if what:
+                return f"output {place}: {what}"
+        return ""
+
+
+def out_of_tolerance(left: Statistics, right: Statistics, rtol: float, atol: float) -> str:
+    """Return which statistic shows that elements are further apart than they may be.
+
+    With elements within ``atol + rtol * |right|``, means are at most ``atol + rtol * rms`` apart,
+    rms likewise (Minkowski), and extremes at most ``atol + rtol * max|right|``. The mean is held
+    to the rms because values around zero cancel in it.
+    """
+    if left[0] != right[0]:
+        return f"{left[0]} and {right[0]} numbers besides NaN"
+    rms = [_rms(one) for one in (left, right)]
+    sizes = [abs(value) for value in right[3:] if value is not None and math.isfinite(value)]
+    largest = max(sizes, default=0.0)
+    rows: tuple[tuple[str, float | None, float | None, float | None], ...] = (
+        ("mean", left[1], right[1], rms[1]),
+        ("root mean square", rms[0], rms[1], rms[1]),
+        ("lowest", left[3], right[3], largest),
+        ("highest", left[4], right[4], largest),
+    )
+    for name, one, other, scale in rows:
+        if not _near(one, other, atol + rtol * (scale or 0.0)):
+            return f"{name} {_shown(one)} and {_shown(other)}"
+    return ""
+
+
+def refuse_unequal_algorithms(used: tuple[frozenset[str], frozenset[str]]) -> None:
+    """Raise `TraceError` if the bits of two runs cannot be compared at all."""
+    if used[0] and used[1] and used[0] != used[1]:
+        raise TraceError(
+            Problem(
+                "the two runs computed on other kinds of device, whose fingerprints differ",
+                found=" and ".join(", ".join(sorted(names)) for names in used),
+                todo=RERECORD,
+            )
+        )
+
+
+def refuse_missing_statistics(pair: Pair) -> None:
+    """Raise `TraceError` if a tolerance has nothing to work on."""
+    for trace, run in zip(pair.traces, pair.runs, strict=True):
+        if not trace.meta.get("statistics"):
+            raise TraceError(Problem("has no statistics of tensors", found=run, todo=RERECORD))
+
+
+def _statistics(trace: Trace, columns: Columns) -> dict[int, list[Statistics]]:
+    found: dict[int, list[Statistics]] = {}
+    if columns.ids:
+        rows = trace.connection.execute(
+            "select record, count, mean, norm, low, high from statistics"
+            " where record between ? and ? order by record, position",
+            (min(columns.ids), max(columns.ids)),
+        )
+        for record, *row in rows:
+            found.setdefault(record, []).append(tuple(row))
+    return found
+
+
+def _rms(statistics: Statistics) -> float | None:
+    count, _, norm, *_ = statistics
+    return None if norm is None or not count else norm / math.sqrt(count)
+
+
+def _near(left: float | None, right: float | None, most: float) -> bool:
+    if left is None or right is None or left == right:  # SQLite has no NaN: it is None as well
+        return left is right or left == right
+    return math.isfinite(left) and math.isfinite(right) and abs(left - right) <= most
+
+
+def _shown(value: float | None) -> str:
+    return "none" if value is None else f"{value:.6g}"

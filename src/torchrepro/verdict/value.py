@@ -1,0 +1,174 @@
+"""What a comparison of two runs says."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+
+class Kind(StrEnum):
+    """How two runs can part."""
+
+    OUTPUTS = "equal inputs, unequal outputs"
+    ARGUMENT = "another argument"
+    INPUT = "an input changed outside torch"
+    DATA = "other data"
+    ONLY_ONE = "only one run has it"
+    RANDOM = "another state of a random generator"
+    ENDED = "one run ended earlier"
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What one of two runs has at the place where they part."""
+
+    run: str
+    """The folder of the recording."""
+    source: str
+    outputs: str
+    """Dtype and shape of each output, as in ``float32[32, 64], int64[]``."""
+    argument: str
+    """The arguments that are not tensors, as Python writes them."""
+    input_fingerprints: tuple[str, ...]
+    output_fingerprints: tuple[str, ...]
+    """In hexadecimal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """One element in which a kept tensor differs."""
+
+    tensor: str
+    """``output 0`` or ``input 1``."""
+    index: tuple[int, ...]
+    left: str
+    right: str
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far apart two tensors are."""
+
+    tensor: str
+    max_abs: float | None
+    max_rel: float | None
+    cosine: float | None
+    """Cosine similarity; None where only statistics were recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Where two runs part: the first record in which they differ."""
+
+    rank: int
+    step: int
+    phase: str
+    """``forward``, ``backward``, ``optimizer``, ``data`` or ``collective``."""
+    module: str
+    op: str
+    source: str
+    """``file:line`` of the user's code, in the run that has it."""
+    kind: Kind
+    thread: str
+    left: Side | None
+    right: Side | None
+    """None for the run that does not have the op at all."""
+    elements: tuple[Element, ...] = ()
+    """The first wrong elements, where tensors were kept."""
+    distances: tuple[Distance, ...] = ()
+    what: str = ""
+    """One more sentence, where there is more to say: which input, which generator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """How much a verdict rests on."""
+
+    ranks: int
+    steps: int
+    ops: int
+    bytes: int
+    level: str
+    """``step``, ``module`` or ``op``, the coarser of the two recordings; or ``streams``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Agreement of one module in one step: how many of its records are the same, and are not."""
+
+    step: int
+    module: str
+    same: int
+    differing: int
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A knob, a version or a piece of hardware in which the two runs differ."""
+
+    name: str
+    left: str | None
+    right: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What to make of a divergence."""
+
+    cause: str
+    """The likely cause, in words."""
+    knob: str
+    """The knob that would fix it, as `torchrepro explain` takes it; empty if there is none."""
+    setting: str
+    """The override that sets it, as in ``backends.torch.deterministic_algorithms=error``."""
+    closer: str
+    """The exact command to look closer; empty where nothing more is to be seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer: the same, or the first divergence."""
+
+    same: bool
+    left: str
+    right: str
+    """The folders of the two recordings."""
+    compared: Compared
+    first: Divergence | None = None
+    tolerance: tuple[float, float] | None = None
+    """rtol and atol, where statistics were compared and not bits."""
+    propagated: int = 0
+    """Later records that differ because their inputs do."""
+    independent: int = 0
+    """Later records that differ although their inputs are the same: more than one cause."""
+    by_module: tuple[tuple[str, int], ...] = ()
+    """Differing records of each module, in the order in which they first differ."""
+    map: tuple[Cell, ...] = ()
+    losses: tuple[tuple[int, float | None, float | None], ...] = ()
+    """Step, loss of the left run, loss of the right one; None where a run has no such step."""
+    settings: tuple[Setting, ...] = ()
+    across_ranks: tuple[str, ...] = ()
+    """What ranks of one run do not share although replicas should, one sentence each."""
+    notes: tuple[str, ...] = ()
+    """What a reader has to know of the comparison itself, one sentence each."""
+    advice: Advice | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the verdict as plain JSON values; NaN and infinities, which JSON lacks, as text.
+
+        Of the map only cells in which something differs are listed.
+        """
+        differing = tuple(cell for cell in self.map if cell.differing)
+        return {key: _plain(each) for key, each in asdict(replace(self, map=differing)).items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value

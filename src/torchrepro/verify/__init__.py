@@ -1,0 +1,1 @@
+"""Running a command several times to find out whether its runs are the same."""

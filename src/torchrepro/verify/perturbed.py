@@ -1,0 +1,139 @@
+"""What a process does to itself as it starts, when a run is perturbed.
+
+It imports neither torch nor anything else that the program might not, draws no random number from
+a generator of the program, and lives as long as the process: there is nothing to undo.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from functools import wraps
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+VARIABLE = "TORCHREPRO_STRESS"
+"""Variable that carries what is to be perturbed, as JSON, to every process of a run."""
+
+_LONGEST = 0.02
+"""Seconds that a worker of a loader waits at most before it hands over a batch."""
+
+_kept: list[Any] = []
+_calls = count()
+
+
+def perturb(environment: Mapping[str, str]) -> None:
+    """Do what `VARIABLE` in `environment` says, if it is there; changes this process."""
+    text = environment.get(VARIABLE)
+    if text:
+        for name, value in json.loads(text).items():
+            INSIDE[name](value)
+
+
+def _litter_the_heap(number: int) -> None:
+    """Have objects lie at other addresses and free memory hold other bytes."""
+    sizes = [16 + index * number * 7919 % 65536 for index in range(512)]
+    blocks = [bytes([1 + number % 255]) * size for size in sizes]
+    _kept.append(blocks[::2])
+    _kept.append([object() for _ in range(number * 7919 % 977)])
+
+
+def _switch_threads_often(seconds: float) -> None:
+    sys.setswitchinterval(seconds)
+
+
+def _leave_some_cpus_alone(cpus: Mapping[str, Sequence[int]]) -> None:
+    """Keep to some of the CPUs once torch has counted them all.
+
+    The number of threads has to stay, because another one adds up in another order, which is no
+    fault of a program. So a process that inherits the few gets all of them back until then.
+    """
+    from torchrepro.imports import AfterImport
+
+    os.sched_setaffinity(0, cpus["all"])
+
+    def keep_to_some(module: str) -> None:
+        sys.modules[module].get_num_threads()  # torch counts the CPUs when it is asked first
+        os.sched_setaffinity(0, cpus["some"])
+
+    if "torch" in sys.modules:
+        keep_to_some("torch")
+    else:
+        AfterImport(["torch"], keep_to_some).watch()
+
+
+def _delay_batches(number: int) -> None:
+    """Have each worker of a DataLoader wait, now shorter and now longer, with every batch."""
+    from torchrepro.imports import AfterImport
+
+    AfterImport(["multiprocessing.queues"], lambda module: _delay(module, number)).watch()
+
+
+def _delay(module: str, number: int) -> None:
+    queue = sys.modules[module].Queue
+    put = queue.put
+
+    @wraps(put)
+    def late(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _loads_data():
+            time.sleep(_LONGEST * _share(number))
+        return put(self, *args, **kwargs)
+
+    queue.put = late
+
+
+def _loads_data() -> bool:
+    """Whether this process is a worker of a DataLoader."""
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and data.get_worker_info() is not None
+
+
+def _share(number: int) -> float:
+    """Return another number between 0 and 1 at every call, and in every process."""
+    return (os.getpid() * 40503 + next(_calls) * 2654435761 + number * 97) % 1000 / 1000
+
+
+def _move_the_clock(seconds: float) -> None:
+    """Have Python's `time` tell another time of day; intervals are measured as before."""
+    moved = int(seconds * 1e9)
+    now, now_in_ns = time.time, time.time_ns
+    time.time = lambda: now() + seconds
+    time.time_ns = lambda: now_in_ns() + moved
+    for name in ("gmtime", "localtime", "ctime"):
+        setattr(time, name, _of_now(getattr(time, name)))
+    for name in ("asctime", "strftime"):
+        setattr(time, name, _of_today(getattr(time, name), name == "strftime"))
+
+
+def _of_now(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def told(seconds: float | None = None) -> Any:
+        return original(time.time() if seconds is None else seconds)
+
+    return told
+
+
+def _of_today(original: Callable[..., Any], required: int) -> Callable[..., Any]:
+    """Return a function whose last argument, the time, may be left out."""
+
+    @wraps(original)
+    def told(*arguments: Any) -> Any:
+        left_out = len(arguments) == required
+        return original(*arguments, *([time.localtime()] if left_out else []))
+
+    return told
+
+
+INSIDE: Mapping[str, Callable[[Any], None]] = {
+    "allocation": _litter_the_heap,
+    "thread scheduling": _switch_threads_often,
+    "affinity": _leave_some_cpus_alone,
+    "loader timing": _delay_batches,
+    "clock": _move_the_clock,
+}
+"""What can be done within a process, by the name of the perturbation."""

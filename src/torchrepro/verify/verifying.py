@@ -1,0 +1,157 @@
+"""Runs a command several times, and says whether its runs are the same."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.errors import Problem, ProfileError
+from torchrepro.profile.load import resolve
+from torchrepro.trace.reading import read_run
+from torchrepro.trace.request import Request
+from torchrepro.verdict.causes import accelerator
+from torchrepro.verdict.ladder import next_rung
+from torchrepro.verify.climbing import climb as climbed
+from torchrepro.verify.closer import looked_closer
+from torchrepro.verify.culprit import Search, with_culprit
+from torchrepro.verify.judging import (
+    failed_alike,
+    failure,
+    refuse_one_that_recorded_nothing,
+    verdict_of,
+)
+from torchrepro.verify.question import Question, question_of
+from torchrepro.verify.runner import Runner
+from torchrepro.verify.storm import Storm
+from torchrepro.verify.value import Run, Verification
+from torchrepro.verify.workplace import workplace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torchrepro.profile.resolved import Resolved
+    from torchrepro.verify.surroundings import Surroundings
+    from torchrepro.verify.workplace import Workplace
+
+FEWEST = 2
+"""Runs that it takes to compare anything."""
+
+
+def _nothing(text: str) -> None:
+    """Say nothing."""
+
+
+def verify(  # noqa: PLR0913 - each is an option of the command
+    profile: Any,
+    command: Sequence[str],
+    *,
+    overrides: Sequence[str] = (),
+    runs: int = FEWEST,
+    stress: Sequence[str] = (),
+    climb: bool = False,
+    closer: bool = True,
+    folder: str | os.PathLike[str] = "",
+    level: str = "op",
+    keep: Sequence[str] = (),
+    rtol: float | None = None,
+    atol: float | None = None,
+    say: Callable[[str], object] = _nothing,
+) -> Verification:
+    """Run `command` under `profile` in fresh processes and say whether all runs are the same.
+
+    The profile's guarantee decides what is asked: `seeded` the same random numbers, `repeatable`
+    the same bits, `aligned` the same within a tolerance; `rtol` and `atol` ask for that whatever
+    the guarantee. Every run after the first is perturbed by the perturbations that `stress` names
+    (`storm.EVERYTHING` are all). Where runs part, two more look closer at the first divergence
+    unless `closer` is false, and `climb` tries the rungs of the ladder. Recordings go into
+    `folder`, which is new or empty; without one into a temporary folder that stays only if runs
+    part. `say` takes the progress as text. Raises `ProfileError` for a wrong request, `ApplyError`
+    where the profile cannot be put in force, `TraceError` if the command fails in all runs or
+    nothing is recorded of it, and `process.Stopped` if a signal ends it.
+    """
+    if runs < FEWEST:
+        raise ProfileError(
+            Problem("too few to compare", key="runs", found=str(runs), legal=f"{FEWEST} or more")
+        )
+    resolved = resolve(profile, overrides)
+    question = question_of(resolved.guarantee, rtol, atol)
+    storm = Storm.of(stress, resolved)
+    request = Request("", level=level, keep=tuple(keep), statistics=question.statistics)
+    with workplace(os.fspath(folder), say) as place:
+        runner = Runner(tuple(command), place.folder, request, say)
+        found = _Verifying(runner, resolved, question, storm)
+        return _finished(found.verification(runs, closer=closer, climb=climb), place)
+
+
+def _finished(found: Verification, place: Workplace) -> Verification:
+    return replace(found, folder=place.clear() if found.same else str(place.folder))
+
+
+@dataclass(frozen=True, slots=True)
+class _Verifying:
+    """A verification that is under way."""
+
+    runner: Runner
+    resolved: Resolved
+    question: Question
+    storm: Storm
+
+    def verification(self, count: int, *, closer: bool, climb: bool) -> Verification:
+        """Run, compare, and find out more where runs part."""
+        done = self._runs(count)
+        command = self.runner.command
+        verdicts = [verdict_of(self.question, done[0], run, command) for run in done[1:]]
+        parted = next((at for at, verdict in enumerate(verdicts) if not verdict.same), None)
+        stressed = self.storm.used
+        found = Verification(self.question.name, done, tuple(verdicts), "", stressed)
+        if parted is None:
+            return found
+        around = self._around(parted + FEWEST)
+        verdict = verdicts[parted]
+        if closer:
+            ends = (around[0], around[-1])
+            verdict = looked_closer(self.runner, self.resolved, self.question, verdict, ends)
+        if self.storm.names:
+            search = Search(
+                self.runner, self.resolved, self.question, self.storm, done[0], parted + 1
+            )
+            stressed = search.culprits()
+            verdict = with_culprit(verdict, stressed, self.storm, self.resolved)
+        verdicts[parted] = verdict
+        found = replace(found, verdicts=tuple(verdicts), stressed=stressed)
+        return self._on_the_ladder(found, done, around, climb=climb)
+
+    def _runs(self, count: int) -> tuple[Run, ...]:
+        done: list[Run] = []
+        for number, around in enumerate(self._around(count)):
+            self.runner.say(f"run {number + 1} of {count} ...")
+            perturbed = self.storm.names if number else ()
+            done.append(self.runner.run(self.resolved, f"run-{number + 1}", around, perturbed))
+            refuse_one_that_recorded_nothing(done[0], self.runner.command)
+            if number and failed_alike(done):
+                raise failure(done, self.runner.command)
+        return tuple(done)
+
+    def _around(self, count: int) -> list[Surroundings]:
+        """Return what surrounds each run: the first is calm, each other stormy in its own way."""
+        storm = self.storm
+        stormy = (storm.around(number, storm.names) for number in range(1, count))
+        return [storm.calm, *stormy]
+
+    def _on_the_ladder(
+        self,
+        found: Verification,
+        done: Sequence[Run],
+        around: Sequence[Surroundings],
+        *,
+        climb: bool,
+    ) -> Verification:
+        """Climb the ladder if that is asked for, or say which rung is next."""
+        recorded = next(run for run in done if run.steps)
+        device = accelerator(read_run(recorded.folder)[0].meta)
+        first = found.verdict.first
+        if not climb:
+            return replace(found, next_rung=next_rung(self.resolved.values, first, device))
+        tried = climbed(self.runner, self.resolved, self.question, first, device, around)
+        return replace(found, climbed=tuple(tried))

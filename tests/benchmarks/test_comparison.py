@@ -1,0 +1,133 @@
+"""What it takes to compare two traces of a million ops each, measured in a fresh process."""
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from torchrepro.tables import as_text, table
+from torchrepro.trace.store import FORMAT, StepRow, Store
+
+pytestmark = pytest.mark.benchmark
+
+STEPS, OPS, MODULES = 1000, 1000, 100
+SECONDS, MEGABYTES = 3.0, 500
+
+CHILD = """
+import json, re, sys, time
+began = time.perf_counter()
+from torchrepro.verdict.comparing import compare
+verdict = compare(*sys.argv[1:3])
+took = time.perf_counter() - began
+peak = int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
+first = verdict.first and [verdict.first.step, verdict.first.op]
+later = verdict.propagated + verdict.independent
+print(json.dumps([took, peak, verdict.same, first, later, verdict.compared.ops, len(verdict.map)]))
+"""
+
+Row = tuple[int, int, int, bytes, bytes]
+Change = Callable[[int, list[Row]], list[Row]]
+
+
+def _write(path: Path, change: Change, steps: int = STEPS) -> Path:
+    """Write a trace whose last 300 of a thousand ops run on two other threads, by turns."""
+    path.mkdir(exist_ok=True)
+    store = Store(path / "rank0.sqlite")
+    store.write_meta({"format": FORMAT, "level": "op", "rank": 0, "ordinal": 0, "finished": True})
+    store.add_threads([(0, "MainThread"), (1, "first"), (2, "second")])
+    store.add_sites(
+        (number, ("forward", f"layers.{number % MODULES}", f"aten::op{number}", "m.py:1", "f[2]"))
+        for number in range(1, OPS + 1)
+    )
+    numbers, first = random.Random(5), 1
+    for step in range(steps):
+        rows = change(
+            step,
+            [
+                (
+                    1 + number % 2 if number >= OPS * 7 // 10 else 0,
+                    number + 1,
+                    0,
+                    numbers.randbytes(16),
+                    numbers.randbytes(16),
+                )
+                for number in range(OPS)
+                for _ in range(STEPS // steps)
+            ],
+        )
+        digest = random.Random(repr(rows)).randbytes(16)
+        store.add_records(step, rows)
+        store.end_step(StepRow(step, first, len(rows), 0, digest, b"", b"", {}, finished=True))
+        first += len(rows)
+    store.close()
+    return path
+
+
+def _same(_step: int, rows: list[Row]) -> list[Row]:
+    return rows
+
+
+def _other_values(step: int, rows: list[Row]) -> list[Row]:
+    """Every op after the first one of step 1 reads and writes something else."""
+    if step == 0 and len(rows) == OPS:
+        return rows
+    return [(*row[:3], row[3] if row is rows[0] else row[3][::-1], row[4][::-1]) for row in rows]
+
+
+def _another_order(_step: int, rows: list[Row]) -> list[Row]:
+    """The two other threads take turns the other way round."""
+    return [*rows[:-2], rows[-1], rows[-2]]
+
+
+def _an_op_more(step: int, rows: list[Row]) -> list[Row]:
+    """Every step has an op more, and all after it differs."""
+    return [*rows[:10], (0, 7, 0, b"", bytes(16)), *_other_values(step + 1, rows[10:])]
+
+
+def _measured(left: Path, right: Path) -> list[object]:
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, left, right], stdout=subprocess.PIPE, text=True, check=True
+    )
+    result: list[object] = json.loads(done.stdout)
+    return result
+
+
+def test_a_million_ops_are_compared_in_three_seconds_and_500_megabytes(tmp_path: Path) -> None:
+    """Whether two runs are the same, part at once, or take turns in another order in every step.
+
+    A program that never ends a step takes no more memory, though perhaps more time.
+    """
+    left = _write(tmp_path / "left", _same)
+    rows = []
+    for name, change, same, first in (
+        ("equal", _same, True, None),
+        ("all differs from step 1 on", _other_values, False, [1, "aten::op1"]),
+        ("another order across threads in every step", _another_order, True, None),
+        ("an op more in every step, and all differs", _an_op_more, False, [0, "aten::op7"]),
+    ):
+        right = _write(tmp_path / "right", change)
+        took, peak, *found = _measured(left, right)
+        rows.append((name, f"{took:.2f} s", f"{peak:.0f} MB", took, peak))
+        (right / "rank0.sqlite").unlink()
+        right.rmdir()
+
+        assert found[:2] == [same, first]
+        assert found[3:] == [STEPS * OPS, STEPS * MODULES]
+    for name, change in (("all differs", _other_values), ("an op more, and all", _an_op_more)):
+        for path in (left, right):
+            (path / "rank0.sqlite").unlink(missing_ok=True)
+        _write(left, _same, steps=1)
+        took, peak, *found = _measured(left, _write(right, change, steps=1))
+        rows.append((f"a single step: {name}", f"{took:.2f} s", f"{peak:.0f} MB", took, peak))
+
+        assert found[0] is False
+        assert found[3] == STEPS * OPS
+    shown = [row[:3] for row in rows]
+    print(f"\n{as_text('two traces of 1,000,000 ops', table(('', 'time', 'peak memory'), shown))}")
+
+    assert all(peak <= MEGABYTES for *_, peak in rows)
+    assert all(took <= SECONDS for *_, took, _ in rows[:3])

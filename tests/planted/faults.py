@@ -1,0 +1,225 @@
+"""Faults to plant in a program: each acts once, and its healthy twin runs the same code."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from .programs import Plant, Training
+
+aten = torch.ops.aten
+Alter = Callable[[torch.Tensor], None]
+Fault = Callable[[bool], Plant]
+"""What plants a fault, or with False its healthy twin."""
+
+
+def one_ulp(tensor: torch.Tensor) -> None:
+    """Move one element to the next float, without an op."""
+    flat = tensor.detach().numpy().reshape(-1)
+    flat[5] = np.nextafter(flat[5], np.float32(np.inf))
+
+
+def halved(tensor: torch.Tensor) -> None:
+    """Halve one element, without an op."""
+    tensor.detach().numpy().reshape(-1)[5] /= 2
+
+
+def another_sign(tensor: torch.Tensor) -> None:
+    """Turn the sign of one element, without an op."""
+    flat = tensor.detach().numpy().reshape(-1)
+    flat[5] = -flat[5]
+
+
+def zero_of_another_sign(tensor: torch.Tensor) -> None:
+    """Turn the sign of one zero, without an op."""
+    flat = tensor.detach().numpy().reshape(-1)
+    place = int(np.flatnonzero(flat == 0.0)[0])
+    flat[place] = -flat[place]
+
+
+def permuted(tensor: torch.Tensor) -> None:
+    """Swap two unequal elements, without an op."""
+    flat = tensor.detach().numpy().reshape(-1)
+    one, other = np.unique(flat, return_index=True)[1][:2]
+    flat[[one, other]] = flat[[other, one]]
+
+
+def swapped_rows(tensor: torch.Tensor, first: int = 0) -> None:
+    """Swap two unequal rows, without an op."""
+    rows = tensor.detach().numpy()
+    assert (rows[first] != rows[first + 1]).any()
+    rows[[first, first + 1]] = rows[[first + 1, first]]
+
+
+def _gelu(hidden: Any, *, approximate: str = "none") -> Any:
+    return aten.gelu.out(hidden, approximate=approximate, out=torch.empty_like(hidden))
+
+
+def _gelu_backward(gradient: Any, hidden: Any, *, approximate: str = "none") -> Any:
+    result = torch.empty_like(hidden)
+    return aten.gelu_backward.grad_input(
+        gradient, hidden, approximate=approximate, grad_input=result
+    )
+
+
+def _softmax_backward(gradient: Any, output: Any, dim: int, dtype: Any) -> Any:
+    result = torch.empty_like(output)
+    return aten._softmax_backward_data.out(gradient, output, dim, dtype, grad_input=result)
+
+
+def _mean(items: Any, dim: Any, keepdim: Any = False, *, dtype: Any = None) -> Any:
+    result = aten.sum.dim_IntList(items, dim, keepdim, dtype=dtype)
+    return result.div_(items.numel() // result.numel())
+
+
+def _threshold_backward(gradient: Any, hidden: Any, threshold: Any) -> Any:
+    result = torch.empty_like(hidden)
+    return aten.threshold_backward.grad_input(gradient, hidden, threshold, grad_input=result)
+
+
+def _relu(hidden: Any) -> Any:
+    return aten.clamp_min.out(hidden, 0, out=torch.empty_like(hidden))
+
+
+def _foreach_add(tensors: Any, others: Any, *, alpha: Any = 1) -> None:
+    for tensor, other in zip(tensors, others, strict=True):
+        tensor.add_(other, alpha=alpha)
+
+
+def _foreach_addcdiv(tensors: Any, numbers: Any, others: Any, scalars: Any) -> None:
+    for tensor, number, other, value in zip(tensors, numbers, others, scalars, strict=True):
+        tensor.addcdiv_(number, other, value=value)
+
+
+KERNELS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "gelu": ("CPU", _gelu),
+    "gelu_backward": ("CPU", _gelu_backward),
+    "_softmax_backward_data": ("CPU", _softmax_backward),
+    "mean.dim": ("CPU", _mean),
+    "relu": ("CPU", _relu),
+    "threshold_backward": ("CPU", _threshold_backward),
+    "_foreach_add_.List": ("CPU", _foreach_add),
+    "_foreach_addcdiv_.ScalarList": ("CPU", _foreach_addcdiv),
+}
+"""Op -> a kernel of our own for it, which computes what the op's own does, by other ops."""
+
+
+def kernel(op: str, step: int, call: int, alter: Alter) -> Fault:
+    """Return the fault of a kernel that alters its output in one call of one step."""
+
+    def fault(harmful: bool) -> Plant:
+        @contextmanager
+        def plant(training: Training) -> Iterator[None]:
+            key, computed = KERNELS[op]
+
+            def altered(*args: Any, **kwargs: Any) -> Any:
+                result = computed(*args, **kwargs)
+                if harmful and (training.step, training.call) == (step, call):
+                    alter(args[0][1] if isinstance(args[0], tuple | list) else result)
+                training.call += 1
+                return result
+
+            library = torch.library.Library("aten", "IMPL")
+            library.impl(op, altered, key)
+            try:
+                yield
+            finally:
+                library._destroy()
+
+        return plant
+
+    return fault
+
+
+def in_memory(find: Callable[[Training], torch.Tensor], step: int, alter: Alter) -> Fault:
+    """Return the fault of memory that something other than torch writes before a step."""
+
+    def fault(harmful: bool) -> Plant:
+        def act(training: Training, now: int) -> None:
+            if harmful and now == step:
+                alter(find(training))
+
+        return at_each_step(act)
+
+    return fault
+
+
+def changed(change: Callable[[Training], None], step: int) -> Fault:
+    """Return the fault of an attribute that has another value from a step on."""
+
+    def fault(harmful: bool) -> Plant:
+        def act(training: Training, now: int) -> None:
+            if harmful and now == step:
+                change(training)
+
+        return at_each_step(act)
+
+    return fault
+
+
+def at_each_step(act: Callable[[Training, int], None]) -> Plant:
+    """Return what has `act` called before each step."""
+
+    @contextmanager
+    def plant(training: Training) -> Iterator[None]:
+        training.before_step = lambda now: act(training, now)
+        yield
+
+    return plant
+
+
+def in_batch(part: int | None, step: int, alter: Alter) -> Fault:
+    """Return the fault of a batch that is altered on its way to the model."""
+
+    def fault(harmful: bool) -> Plant:
+        @contextmanager
+        def plant(training: Training) -> Iterator[None]:
+            def door(now: int, batch: Any) -> Any:
+                if harmful and now == step:
+                    alter(batch if part is None else batch[part])
+                return batch
+
+            training.batch = door
+            yield
+
+        return plant
+
+    return fault
+
+
+def in_dataset(first: int) -> Fault:
+    """Return the fault of two samples that stand in another order in the dataset."""
+
+    def fault(harmful: bool) -> Plant:
+        @contextmanager
+        def plant(training: Training) -> Iterator[None]:
+            if harmful:
+                swapped_rows(training.data.tensors[0], first)
+            yield
+
+        return plant
+
+    return fault
+
+
+def before_module(name: str, step: int, alter: Alter) -> Fault:
+    """Return the fault of an operand that is altered as it enters a module, with no op added."""
+
+    def fault(harmful: bool) -> Plant:
+        @contextmanager
+        def plant(training: Training) -> Iterator[None]:
+            def hook(_module: Any, args: Any) -> None:
+                if harmful and training.step == step:
+                    alter(args[0])
+
+            handle = training.model.get_submodule(name).register_forward_pre_hook(hook)
+            try:
+                yield
+            finally:
+                handle.remove()
+
+        return plant
+
+    return fault

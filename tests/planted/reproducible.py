@@ -1,0 +1,36 @@
+"""Programs that compute the same bits in every run, each with something that could look unequal."""
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from . import reproducible_tensors, reproducible_training
+from .programs import Training, conv_net, transformer
+from .small_models import Tensors
+
+
+def _of(program: Callable[..., Any]) -> Tensors:
+    """Run a program that faults are planted in elsewhere, and return its model's parameters."""
+    seen: list[Training] = []
+
+    @contextlib.contextmanager
+    def nothing(training: Training):
+        seen.append(training)
+        yield
+
+    program(nothing)
+    return [*seen[0].model.parameters(), *seen[0].model.buffers()]
+
+
+PROGRAMS: dict[str, Callable[[], Tensors]] = {
+    "transformer, AdamW foreach": partial(_of, transformer("foreach")),
+    "transformer, AdamW fused": partial(_of, transformer("fused")),
+    "convolutions, SGD": partial(_of, conv_net(foreach=False)),
+    "convolutions, SGD foreach": partial(_of, conv_net(foreach=True)),
+    "checkpoints, reentrant": partial(reproducible_training.checkpointed, reentrant=True),
+    "checkpoints, not reentrant": partial(reproducible_training.checkpointed, reentrant=False),
+} | {
+    program.__name__.replace("_", " "): program
+    for program in (*reproducible_training.PROGRAMS, *reproducible_tensors.PROGRAMS)
+}

@@ -1,0 +1,126 @@
+"""A process that is killed at any moment leaves a trace of whole steps behind."""
+
+import random
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import torchrepro
+from torchrepro import TraceError
+from torchrepro.trace.reading import Trace, read_run
+from torchrepro.trace.store import SCHEMA, SUFFIX
+from torchrepro.verdict.value import Kind
+
+KILLS = 20
+LONGEST = 0.5
+ZYGOTE = """
+import os, random, signal, sys, time
+import torch, torchrepro
+import torchrepro.trace.recording
+
+torch.set_num_threads(1)
+
+def train(folder, steps=10**9):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with torchrepro.record(folder):
+        for _ in range(steps):
+            model(torch.ones(16, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+train(os.path.join(sys.argv[1], "first"), 2)  # imports what a first step imports
+for number, delay in enumerate(map(float, sys.argv[2:])):
+    child = os.fork()
+    if not child:
+        train(os.path.join(sys.argv[1], str(number)))
+    time.sleep(delay)
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
+"""
+
+
+def _killed(folder: Path, delays: list[float]) -> list[Path]:
+    """Train in one process per delay, kill each after its delay; return their folders."""
+    words = [sys.executable, "-c", ZYGOTE, str(folder), *map(str, delays)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return [folder / str(number) for number in range(len(delays))]
+
+
+def _opened(folder: Path) -> Trace | None:
+    """Open a trace; None if the process was killed before it had begun one."""
+    if not folder.is_dir():
+        return None
+    try:
+        (trace,) = read_run(folder)
+    except TraceError as error:
+        if "holds no trace" in str(error):
+            return None
+        raise
+    return trace
+
+
+def _assert_whole_steps(trace: Trace) -> int:
+    """Return how many steps a trace has; all of them are whole, and nothing follows them."""
+    ask = trace.connection.execute
+    assert ask("pragma integrity_check").fetchall() == [("ok",)]
+    assert "finished" not in trace.meta
+    rows = dict(ask("select step, count(*) from record group by step").fetchall())
+    steps = {row.step: row.records for row in trace.steps.values()}
+    assert rows == steps
+    assert list(steps) == list(range(len(steps)))
+    assert all(row.finished for row in trace.steps.values())
+    for column, table in (("site", "site"), ("thread", "thread")):
+        assert not ask(
+            f"select 1 from record where {column} not in (select id from {table}) limit 1"
+        ).fetchall()
+    return len(steps)
+
+
+@pytest.mark.parametrize("begun", ["an empty file", "half of the tables", "all tables, no words"])
+def test_a_process_that_is_killed_as_it_begins_its_trace_leaves_none(
+    begun: str, tmp_path: Path
+) -> None:
+    """What a process has left that was killed while it made its file is no trace, and said so."""
+    with closing(sqlite3.connect(tmp_path / f"rank0{SUFFIX}")) as store:
+        if begun != "an empty file":
+            tables = SCHEMA.split(";") if "all" in begun else SCHEMA.split(";")[1:4]
+            store.executescript(";".join(tables))
+
+    with pytest.raises(TraceError, match="holds no trace"):
+        read_run(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_whole_steps(tmp_path: Path) -> None:
+    """After SIGKILL at random moments every trace opens, ends at a whole step, and compares."""
+    seed = random.SystemRandom().randrange(2**32)
+    print("seed", seed)
+    draw = random.Random(seed)
+    delays = [draw.uniform(0.0, LONGEST) for _ in range(KILLS)]
+    lengths = {}
+    for folder in _killed(tmp_path, delays):
+        trace = _opened(folder)
+        if trace is not None:
+            lengths[folder] = _assert_whole_steps(trace)
+            trace.connection.close()
+    print(sorted(lengths.values()))
+    assert max(lengths.values()) > 10
+
+    folders = sorted(lengths, key=lengths.__getitem__)
+    for shorter, longer in pairwise(folders):
+        verdict = torchrepro.compare(shorter, longer)
+        assert verdict.compared.steps == lengths[shorter]
+        assert verdict.same == (lengths[shorter] == lengths[longer] > 0)
+        if not verdict.same:
+            assert verdict.first is not None
+            assert verdict.first.kind is Kind.ENDED
+            assert verdict.propagated == verdict.independent == 0

@@ -1,0 +1,134 @@
+"""The commands that record, compare and verify, as a shell sees them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from .conftest import CONSOLE_SCRIPT, TIMEOUT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+Ended = subprocess.CompletedProcess[str]
+PROFILE = "schema: 1\nname: plain\nguarantee: repeatable\nseed: 1\n"
+PROGRAM = """
+import sys, torch
+net = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    optimizer.zero_grad()
+    x = torch.ones(2, 3)
+    if "fault" in sys.argv and step == 1:
+        x = -x
+    net(x).sum().backward()
+    optimizer.step()
+print("trained")
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, clean_environment: dict[str, str]) -> Callable[..., Ended]:
+    """Run the console script in a folder that holds a program and a plain profile."""
+    (tmp_path / "plain.yaml").write_text(PROFILE, encoding="utf-8")
+    (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
+
+    def start(*words: str) -> Ended:
+        return subprocess.run(
+            [CONSOLE_SCRIPT, *words],
+            cwd=tmp_path,
+            env=clean_environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            check=False,
+        )
+
+    return start
+
+
+@pytest.fixture
+def record(run: Callable[..., Ended]) -> Callable[..., Ended]:
+    """Record the program into a folder."""
+
+    def start(folder: str, *words: str, options: tuple[str, ...] = ()) -> Ended:
+        command = ["--", sys.executable, "train.py", *words]
+        return run("run", "./plain.yaml", "--record", folder, *options, *command)
+
+    return start
+
+
+def test_two_recorded_runs_compare(run: Callable[..., Ended], record: Callable[..., Ended]) -> None:
+    """The same run twice is the same with status 0; another one differs with status 1."""
+    for folder, words in (("a", ()), ("b", ()), ("c", ("fault",))):
+        done = record(folder, *words)
+        assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
+
+    same = run("compare", "a", "b")
+    assert (same.returncode, same.stderr) == (0, "")
+    assert same.stdout.startswith("the same: 3 steps, ")
+    differs = run("compare", "a", "c", "--json", "--report", "verdict.html")
+    assert differs.returncode == 1
+    answer = json.loads(differs.stdout)
+    assert answer["same"] is False
+    first = answer["first"]
+    found = {key: first[key] for key in ("rank", "step", "phase", "module", "op")}
+    assert found == {"rank": 0, "step": 1, "phase": "forward", "module": "", "op": "aten::neg"}
+    assert first["source"].endswith("train.py:9")
+
+
+def test_verify_runs_and_compares(run: Callable[..., Ended]) -> None:
+    """`verify` answers on standard output alone, and what the program says is not in it."""
+    done = run("verify", "./plain.yaml", "--json", "--", sys.executable, "train.py")
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["same"] is True
+    assert "run 2 of 2" in done.stderr
+
+
+WRONG = {
+    "a folder that is not there": (("compare", "nowhere", "nowhere"), "no such folder"),
+    "a folder without a trace": (("compare", ".", "."), "holds no trace"),
+    "a file": (("compare", "train.py", "train.py"), "no such folder"),
+    "an occupied folder": (
+        ("run", "./plain.yaml", "--record", ".", "--", "true"),
+        "a recording goes into a new or empty folder",
+    ),
+    "no steps": (
+        ("run", "./plain.yaml", "--record", "x", "--steps", "a:b", "--", "true"),
+        "legal: 7 or 5:8",
+    ),
+    "no command to record": (("run", "./plain.yaml", "--record", "x"), "write it after `--`"),
+    "no command to verify": (("verify", "./plain.yaml"), "torchrepro verify ./plain.yaml -- "),
+    "an unknown profile": (("verify", "debug-strickt", "--", "true"), "did you mean"),
+    "a command that is not there": (("verify", "./plain.yaml", "--", "no-such"), "no such command"),
+    "a command that computes nothing": (("verify", "./plain.yaml", "--", "true"), "recorded"),
+    "a command that fails": (("verify", "./plain.yaml", "--", "false"), "status 1"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_request_is_told_without_a_traceback(run: Callable[..., Ended], what: str) -> None:
+    """What is wrong with a request is said on standard error, with status 2."""
+    words, said = WRONG[what]
+    done = run(*words)
+
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_recording_needs_no_profile_in_the_program(
+    record: Callable[..., Ended], run: Callable[..., Ended]
+) -> None:
+    """Every level is recorded of an unchanged program, and equal runs compare at each."""
+    for level in ("step", "module"):
+        for side in ("a", "b"):
+            assert record(f"{level}-{side}", options=("--level", level)).returncode == 0
+        assert run("compare", f"{level}-a", f"{level}-b").returncode == 0

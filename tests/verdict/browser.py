@@ -1,0 +1,115 @@
+"""A browser driven over its own pipes, so that the tests need no further package.
+
+https://chromedevtools.github.io/devtools-protocol/
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+PROGRAM = next(filter(None, map(shutil.which, NAMES)), "")
+OPTIONS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *("--hide-scrollbars", "--remote-debugging-pipe"),
+)
+# The browser reads commands from descriptor 3 and answers on descriptor 4.
+STARTER = (
+    "import fcntl, os, sys; r, w = (fcntl.fcntl(int(n), fcntl.F_DUPFD, 50) for n in sys.argv[1:3]);"
+    "os.dup2(r, 3); os.dup2(w, 4); os.execv(sys.argv[3], sys.argv[3:])"
+)
+LOUD = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
+
+
+class Tab:
+    """One page in a browser, with all that it complains of and asks the network for."""
+
+    def __init__(self, read: int, write: int) -> None:
+        self._read, self._write = read, write
+        self._buffer = b""
+        self._number = 0
+        self._session = ""
+        self.complaints: list[Any] = []
+        self.requests: list[str] = []
+        target = self.ask("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.ask("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.ask(f"{domain}.enable")
+
+    def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """Send a command and return its result."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": parameters}
+        message |= {"sessionId": self._session} if self._session else {}
+        os.write(self._write, json.dumps(message).encode() + b"\0")
+        while (answer := self._next()).get("id") != self._number:
+            self._note(answer)
+        assert "error" not in answer, answer
+        result: dict[str, Any] = answer["result"]
+        return result
+
+    def open(self, page: Path) -> None:
+        """Load a file and wait until it is loaded."""
+        self.ask("Page.navigate", url=page.as_uri())
+        while (event := self._next()).get("method") != "Page.loadEventFired":
+            self._note(event)
+
+    def value(self, expression: str) -> Any:
+        """Return what an expression of JavaScript comes to."""
+        found = self.ask("Runtime.evaluate", expression=expression, returnByValue=True)["result"]
+        return found.get("value")
+
+    def press(self, key: str) -> None:
+        """Press a key and let it go."""
+        for kind in ("keyDown", "keyUp"):
+            self.ask("Input.dispatchKeyEvent", type=kind, key=key)
+
+    def _note(self, event: dict[str, Any]) -> None:
+        if event.get("method") in LOUD:
+            self.complaints.append(event)
+        if event.get("method") == "Network.requestWillBeSent":
+            self.requests.append(event["params"]["request"]["url"])
+
+    def _next(self) -> dict[str, Any]:
+        while b"\0" not in self._buffer:
+            part = os.read(self._read, 1 << 16)
+            assert part, "the browser has ended"
+            self._buffer += part
+        text, _, self._buffer = self._buffer.partition(b"\0")
+        message: dict[str, Any] = json.loads(text)
+        return message
+
+
+@contextmanager
+def tab(profile: Path) -> Iterator[Tab]:
+    """Start a browser with a fresh profile in the folder `profile`; give its one page."""
+    commands, write = os.pipe()
+    read, answers = os.pipe()
+    command = [sys.executable, "-c", STARTER, str(commands), str(answers), PROGRAM]
+    process = subprocess.Popen(
+        [*command, *OPTIONS, f"--user-data-dir={profile}"],
+        pass_fds=(commands, answers),
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    os.close(commands)
+    os.close(answers)
+    try:
+        yield Tab(read, write)
+    finally:
+        os.close(write)  # the browser ends with the pipe that it reads from
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(20)
+        os.close(read)

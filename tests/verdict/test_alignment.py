@@ -1,0 +1,105 @@
+"""Items of two sequences find each other again, whatever was added, left out or moved."""
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrepro.verdict.alignment import FREE, as_multiset, in_sequence
+
+Item = tuple[str, int]
+
+ITEMS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3)), max_size=30)
+UNIQUE = st.lists(st.integers(), unique=True, min_size=1, max_size=40)
+
+
+def _rounds(items: list[Item]) -> list[list[object]]:
+    """Say all of an item, then only its name."""
+    return [list(items), [name for name, _ in items]]
+
+
+def _pairs(partners: list[int]) -> list[tuple[int, int]]:
+    return [(left, right) for left, right in enumerate(partners) if right != FREE]
+
+
+@given(ITEMS, ITEMS)
+def test_partners_are_alike_and_nobody_has_two(left: list[Item], right: list[Item]) -> None:
+    """In a sequence and in a multiset, an item goes with at most one other, of its own name."""
+    for align in (in_sequence, as_multiset):
+        pairs = _pairs(align(_rounds(left), _rounds(right)))
+
+        assert all(left[one][0] == right[other][0] for one, other in pairs)
+        assert len({other for _, other in pairs}) == len(pairs)
+
+
+@given(ITEMS, ITEMS)
+def test_a_multiset_matches_as_many_as_can_be(left: list[Item], right: list[Item]) -> None:
+    """Equal items go together first, then all that have a namesake."""
+    pairs = _pairs(as_multiset(_rounds(left), _rounds(right)))
+
+    assert len(pairs) == sum(
+        (Counter(name for name, _ in left) & Counter(name for name, _ in right)).values()
+    )
+    equal = [left[one] for one, other in pairs if left[one] == right[other]]
+    assert Counter(equal) == Counter(left) & Counter(right)
+
+
+@given(UNIQUE, st.data())
+def test_what_was_added_has_no_partner_and_all_else_has(
+    items: list[int], data: st.DataObject
+) -> None:
+    """Items added anywhere, of a name that others have as well, are exactly those left over."""
+    left = [("ab"[item % 2], item) for item in items]
+    right, added = list(left), data.draw(st.integers(0, 5))
+    for number in range(added):
+        place = data.draw(st.integers(0, len(right)))
+        right.insert(place, ("ab"[number % 2], 2**70 + number))
+
+    partners = in_sequence(_rounds(left), _rounds(right))
+
+    assert [right[partner] for partner in partners] == left
+
+
+@given(UNIQUE, st.data())
+def test_what_moved_is_found_again(items: list[int], data: st.DataObject) -> None:
+    """A block of items goes with its like wherever it went."""
+    left = [("a", item) for item in items]
+    start = data.draw(st.integers(0, len(left)))
+    end = data.draw(st.integers(start, len(left)))
+    rest = left[:start] + left[end:]
+    place = data.draw(st.integers(0, len(rest)))
+    right = rest[:place] + left[start:end] + rest[place:]
+
+    partners = in_sequence(_rounds(left), _rounds(right))
+
+    assert [right[partner] for partner in partners] == left
+
+
+@given(st.integers(1, 30), st.data())
+def test_an_item_more_is_found_though_all_after_it_differs(size: int, data: st.DataObject) -> None:
+    """Names alone tell which item was added if its neighbours have other names."""
+    place = data.draw(st.integers(0, size))
+    names = "abcdefg"
+    left = [(names[number % 7], number) for number in range(size)]
+    later = [(name, -number - 1) for name, number in left[place:]]
+    right = [*left[:place], ("new", 0), *later]
+
+    partners = in_sequence(_rounds(left), _rounds(right))
+
+    assert partners == [*range(place), *range(place + 1, size + 1)]
+
+
+def test_a_coarse_round_does_not_reach_across_what_is_matched() -> None:
+    """An item left out here is not the one of the same name that was added there."""
+    left = [("x", 1), ("a", 1), ("b", 1), ("c", 1)]
+    right = [("a", 1), ("b", 1), ("c", 1), ("x", 2)]
+
+    assert in_sequence(_rounds(left), _rounds(right)) == [FREE, 0, 1, 2]
+
+
+def test_the_first_of_a_longer_run_of_alike_items_is_the_one_more() -> None:
+    """An item that was added before one of its name has no partner, though all after it differs."""
+    left = [("a", 1), ("b", 1), ("c", 1)]
+    right = [("a", 1), ("b", 2), ("b", 3), ("c", 2)]
+
+    assert in_sequence(_rounds(left), _rounds(right)) == [0, 2, 3]

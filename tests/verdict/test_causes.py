@@ -1,0 +1,382 @@
+"""Laws of advice: every part of it can be used, and it fits what is known of the runs."""
+
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrepro.knobs.catalogue import knobs_by_name
+from torchrepro.knobs.explain import explanations
+from torchrepro.profile.load import load
+from torchrepro.trace.reading import UNINITIALISED
+from torchrepro.verdict.cause_rows import CAUSES
+from torchrepro.verdict.causes import _fits, advice, case_of
+from torchrepro.verdict.op_families import DRAWING, DROPPING, DROPPING_INSIDE
+from torchrepro.verdict.value import Kind, Setting, Verdict
+
+from .verdicts import divergence, equal, parted, side
+
+CPU = {"hardware": {"cpu": "AVX2"}, "profile": "seed-only"}
+CUDA = {**CPU, "hardware": {"cpu": "AVX2", "accelerator": "cuda x1"}}
+NPU = {**CPU, "hardware": {"accelerator": "npu x8"}}
+SEEDED = {"seed.torch": "1234", "dataloader.seeding": "auto"}
+NOT_SET = {"input_fingerprints": (UNINITIALISED.hex(),)}
+COLLECTIVE = {"op": "c10d::allreduce_", "phase": "collective", "thread": "MainThread"}
+OTHER_TORCH = (Setting("version of torch", "2.6.0", "2.13.0"),)
+THREADS = (Setting("env.OMP_NUM_THREADS", "2", "4"),)
+
+
+def both(**values: Any) -> dict[str, Any]:
+    """Return both sides of a divergence with the same values."""
+    return {"left": side(**values), "right": side(**values)}
+
+
+# What parts, the settings in which the runs differ, what one trace's meta says, and then the
+# override that is proposed and a word of the cause.
+CASES = {
+    "shorter": (divergence("", Kind.ENDED), (), CPU, "", "shorter"),
+    "other seeds": (
+        *(divergence("", Kind.RANDOM), (Setting("seed.torch", "1", "2"),), CPU),
+        *("seed=1", "seeded alike"),
+    ),
+    "generator": (divergence("", Kind.RANDOM), (), CPU, "seed=1234", "generator"),
+    "generator, seeded": (
+        *(divergence("", Kind.RANDOM), (), {**CPU, "knobs": {"seed.torch": "1234"}}),
+        *("dataloader.seeding=auto", "generator"),
+    ),
+    "level step": (divergence("gradient", phase="backward"), (), CPU, "", "op by op"),
+    "drawn from other seeds": (
+        *(divergence("aten::normal_"), (Setting("seed", "1", "2"),), CPU),
+        *("seed=1", "seeded alike"),
+    ),
+    "dropout": (divergence("aten::native_dropout"), (), CPU, "seed=1234", "mask"),
+    "dropout, seeded": (
+        *(divergence("aten::native_dropout"), (), {**CPU, "knobs": SEEDED}),
+        *("dropout=zero", "mask"),
+    ),
+    "dropout on the CPU": (
+        *(divergence("aten::bernoulli_.float"), (), {**CPU, "knobs": SEEDED}),
+        *("dropout=zero", "mask"),
+    ),
+    "dropout in attention": (
+        divergence(
+            "aten::_scaled_dot_product_flash_attention_for_cpu", **both(argument="(_, _, _, 0.1)")
+        ),
+        *((), {**CPU, "knobs": SEEDED}, "dropout=zero", "mask"),
+    ),
+    "drawn on a device": (
+        *(divergence("aten::uniform_"), (), {**CUDA, "knobs": SEEDED}),
+        *("device.rng=host", "draws"),
+    ),
+    "drawn": (
+        *(divergence("aten::randn", **both(**NOT_SET)), (), {**CPU, "knobs": {}}),
+        *("seed=1234", "draws"),
+    ),
+    "uninitialised": (
+        *(divergence("aten::add.Tensor", **both(**NOT_SET)), (), CPU),
+        *("backends.torch.deterministic_algorithms=error", "nothing has written"),
+    ),
+    "uninitialised, deterministic": (
+        divergence("aten::add.Tensor", **both(**NOT_SET)),
+        (),
+        {**CPU, "knobs": {"backends.torch.deterministic_algorithms": "error"}},
+        *("backends.torch.fill_uninitialized_memory=true", "nothing has written"),
+    ),
+    "batch": (
+        *(divergence("DataLoader", Kind.DATA, phase="data"), (), {**CPU, "knobs": SEEDED}),
+        *("dataloader.num_workers=0", "batch"),
+    ),
+    "batch, unseeded": (
+        *(divergence("DataLoader", Kind.DATA, phase="data"), (), {"knobs": {"seed.torch": "1"}}),
+        *("dataloader.seeding=auto", "batch"),
+    ),
+    "data of another rank": (divergence(kind=Kind.DATA, **COLLECTIVE), (), CPU, "", "rank"),
+    "data of the program": (divergence(kind=Kind.DATA), (), CPU, "seed=1234", "clock"),
+    "race": (divergence("aten::add_.Tensor", thread="Thread-3"), (), CPU, "", "race"),
+    "race seen as a changed input": (
+        *(divergence("aten::add_.Tensor", Kind.INPUT, thread="Thread-3"), (), CPU),
+        *("", "race"),
+    ),
+    "numpy": (divergence(kind=Kind.INPUT), (), CPU, "", "numpy"),
+    "all-reduce on Ascend": (
+        *(divergence(**COLLECTIVE), (), NPU),
+        *('env.HCCL_DETERMINISTIC="true"', "rank"),
+    ),
+    "all-reduce on CUDA": (divergence(**COLLECTIVE), (), CUDA, "env.NCCL_ALGO=Ring", "rank"),
+    "all-reduce on CPUs": (divergence(**COLLECTIVE), (), CPU, "", "rank"),
+    "one op more under other settings": (
+        *(divergence("aten::native_dropout", Kind.ONLY_ONE, right=None),),
+        *((Setting("dropout", "zero", "keep"),), CPU, "dropout=zero", "settings"),
+    ),
+    "one op more in another torch": (
+        *(divergence("aten::gelu", Kind.ONLY_ONE, left=None), OTHER_TORCH, CPU),
+        *("", "version of torch 2.6.0 and 2.13.0"),
+    ),
+    "argument": (divergence("aten::mul", Kind.ARGUMENT), (), CPU, "env.PYTHONHASHSEED=0", "clock"),
+    "one op more": (
+        *(divergence("aten::mul", Kind.ONLY_ONE, right=None), (), CPU),
+        *("env.PYTHONHASHSEED=0", "path"),
+    ),
+    "other types": (
+        *(divergence(right=side(outputs="bfloat16[16, 128, 1024]")), (), CPU),
+        *("backends.torch.default_dtype=float32", "types"),
+    ),
+    "threads": (divergence("aten::addmm"), THREADS, CPU, "env.OMP_NUM_THREADS=2", "threads"),
+    "threads, as found": (
+        *(divergence("aten::sum"), (Setting("hardware: threads", "2", "1"),), CPU),
+        *("env.OMP_NUM_THREADS=2", "threads"),
+    ),
+    "processor": (
+        *(divergence("aten::sum"), (Setting("hardware: cpu", "AVX2", "AVX512"),), CPU),
+        *("env.ATEN_CPU_CAPABILITY=default", "AVX512"),
+    ),
+    "precision": (
+        divergence("aten::convolution"),
+        (Setting("backends.cudnn.conv_fp32_precision", "tf32", "ieee"),),
+        *(CUDA, "backends.cudnn.conv_fp32_precision=tf32", "precision"),
+    ),
+    "other settings": (
+        *(divergence("aten::gelu"), (Setting("backends.cudnn.enabled", "true", "false"),), CPU),
+        *("backends.cudnn.enabled=true", "settings"),
+    ),
+    "another torch": (divergence("aten::gelu"), OTHER_TORCH, CPU, "", "2.13.0"),
+    "torch's list": (
+        *(divergence("aten::scatter_add_"), (), CUDA),
+        *("backends.torch.deterministic_algorithms=error", "index_put"),
+    ),
+    "torch's list, under the flag": (
+        divergence("aten::cumsum"),
+        (),
+        {**CUDA, "knobs": {"backends.torch.deterministic_algorithms": "error"}},
+        *("device.fallback=cpu", "list"),
+    ),
+    "atomics": (
+        *(divergence("aten::index_add_"), (), CUDA),
+        *("backends.torch.deterministic_algorithms=error", "atomics"),
+    ),
+    "compiled": (
+        *(divergence("compiled region"), (), CPU),
+        *("backends.torch.inductor_deterministic=true", "inductor"),
+    ),
+    "convolution on CUDA": (
+        *(divergence("aten::cudnn_convolution"), (), CUDA),
+        *("backends.cudnn.benchmark=false", "cuDNN"),
+    ),
+    "attention on CUDA": (
+        *(divergence("aten::_scaled_dot_product_efficient_attention_backward"), (), CUDA),
+        *("backends.torch.deterministic_algorithms=error", "attention"),
+    ),
+    "product on CUDA": (
+        *(divergence("aten::mm"), (), CUDA),
+        *("env.CUBLAS_WORKSPACE_CONFIG=:4096:8", "cuBLAS"),
+    ),
+    "product on Ascend": (
+        divergence("aten::mm"),
+        (),
+        {**NPU, "knobs": {"backends.torch.deterministic_algorithms": "error"}},
+        *("env.CLOSE_MATMUL_K_SHIFT=1", "Ascend"),
+    ),
+    "convolution on the CPU": (
+        *(divergence("aten::convolution"), (), CPU),
+        *("backends.cpu.mkldnn_deterministic=true", "oneDNN"),
+    ),
+    "product on the CPU": (
+        *(divergence("aten::addmm"), (), CPU),
+        *("env.MKL_CBWR=COMPATIBLE", "alignment"),
+    ),
+    "sum on the CPU": (
+        *(divergence("aten::sum.dim_IntList"), (), CPU),
+        *("env.OMP_NUM_THREADS=1", "threads"),
+    ),
+    "custom op": (divergence("mylab::fused"), (), CPU, "", "custom"),
+    "anything on CUDA": (
+        *(divergence("aten::gelu"), (), CUDA),
+        *("backends.torch.deterministic_algorithms=error", "cuda"),
+    ),
+    "nothing known": (divergence("aten::gelu"), (), CPU, "", "No known cause"),
+}
+TOLERANCE = {
+    "cuda": (CUDA, "backends.cuda.matmul_fp32_precision=ieee"),
+    "npu": (NPU, "backends.npu.cube_math_type=KEEP_DTYPE"),
+}
+
+
+def verdict_on(first: Any, settings: tuple[Setting, ...], **values: Any) -> Verdict:
+    """Return the verdict of two runs that part at `first`."""
+    return parted(first, settings=settings, advice=None, **values)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_kind_of_divergence_is_told_its_cause_and_the_knob_against_it(name: str) -> None:
+    """The cause fits the divergence, and the setting is one that is not in force yet."""
+    first, settings, meta, setting, word = CASES[name]
+
+    found = advice(verdict_on(first, settings), meta)
+
+    assert found is not None
+    assert found.setting == setting
+    assert word in found.cause
+    assert found.knob == setting.partition("=")[0]
+
+
+@pytest.mark.parametrize("device", TOLERANCE)
+def test_what_lies_beyond_a_tolerance_is_told_the_precision_of_the_device(device: str) -> None:
+    """Where statistics are compared, precision is suspected before the order of sums."""
+    meta, setting = TOLERANCE[device]
+
+    found = advice(verdict_on(divergence("aten::mm"), (), tolerance=(1e-3, 1e-5)), meta)
+
+    assert found is not None
+    assert found.setting == setting
+
+
+def test_no_cause_is_out_of_reach() -> None:
+    """Every row is the first to fit for some divergence above."""
+    told = [(case[0], case[1], case[2], None) for case in CASES.values()]
+    told += [(divergence("aten::mm"), (), meta, (1.0, 1.0)) for meta, _ in TOLERANCE.values()]
+
+    first_to_fit = {
+        next(number for number, row in enumerate(CAUSES) if _fits(row, case))
+        for first, settings, meta, tolerance in told
+        for case in [case_of(verdict_on(first, settings, tolerance=tolerance), meta)]
+    }
+
+    assert first_to_fit == set(range(len(CAUSES)))
+
+
+FIXES = sorted({(fix.key, fix.value) for row in CAUSES for fix in row.fixes})
+
+
+@pytest.mark.parametrize(("key", "value"), FIXES)
+def test_every_setting_proposed_is_one_that_a_profile_takes(key: str, value: str) -> None:
+    """An override out of an advice is legal, and its knob can be explained."""
+    assert load("seed-only", [f"{key}={value}"]).resolved.settings()
+    assert explanations(key)
+
+
+@pytest.mark.parametrize("name", knobs_by_name())
+def test_a_knob_in_which_the_runs_differ_is_proposed_as_a_legal_override(name: str) -> None:
+    """What follows from any knob that differs names that knob's key, or another cause."""
+    settings = (Setting(name, "true", "false"),)
+
+    found = advice(verdict_on(divergence("aten::addmm"), settings), CPU)
+
+    assert found is not None
+    assert not found.knob or explanations(found.knob)
+    if found.setting.startswith("env.") and found.knob == name:
+        assert found.setting == f'{name}="true"'
+
+
+def test_a_knob_that_is_in_force_already_is_not_proposed_but_named() -> None:
+    """When everything that usually helps is in force, the advice says so instead."""
+    knobs = {"backends.torch.deterministic_algorithms": "error", "device.fallback": "cpu"}
+
+    found = advice(verdict_on(divergence("aten::cumsum"), ()), {**CUDA, "knobs": knobs})
+
+    assert found is not None
+    assert not found.setting
+    assert "Already in force" in found.cause
+
+
+def test_a_knob_with_two_values_is_in_force_in_neither_run() -> None:
+    """A fix that only one of the runs had is proposed for both."""
+    settings = (Setting("dropout", "zero", "keep"),)
+    meta = {**CPU, "knobs": {**SEEDED, "dropout": "zero"}}
+
+    found = advice(verdict_on(divergence("aten::native_dropout"), settings), meta)
+
+    assert found is not None
+    assert found.setting == "dropout=zero"
+
+
+def test_runs_that_are_the_same_need_no_advice() -> None:
+    """Without a divergence there is nothing to advise."""
+    assert advice(equal()) is None
+
+
+@given(
+    op=st.text(max_size=12) | st.sampled_from(sorted(DRAWING | DROPPING_INSIDE)),
+    kind=st.sampled_from(Kind),
+    phase=st.sampled_from(["forward", "backward", "optimizer", "data", "collective", ""]),
+    module=st.text(max_size=8),
+    step=st.integers(0, 10**6),
+    profile=st.text(min_size=1, max_size=8),
+)
+def test_every_divergence_gets_an_advice_that_a_shell_takes(  # noqa: PLR0913, PLR0917 - what varies
+    op: str, kind: Kind, phase: str, module: str, step: int, profile: str
+) -> None:
+    """Whatever parts, a cause is told, and the command to look closer names what it is about."""
+    first = divergence(op, kind, phase=phase, module=module, step=step)
+
+    found = advice(verdict_on(first, ()), {"profile": profile}, "python train.py --lr 1")
+
+    assert found is not None
+    assert found.cause
+    assert "{" not in found.cause.replace(op, "").replace(module, "")
+    if found.closer:
+        words = shlex.split(found.closer)
+        assert words[:3] == ["torchrepro", "run", profile]
+        assert words[words.index("--steps") + 1] == f"{max(step - 1, 0)}:{step + 1}"
+        assert not module or words[words.index("--keep") + 1] == module
+        assert words[-4:] == ["python", "train.py", "--lr", "1"]
+
+
+@pytest.mark.parametrize(
+    ("op", "meta", "said"),
+    [
+        ("aten::mm", {**CPU, "detail": False}, True),
+        ("aten::mm", {**CPU, "detail": True}, False),
+        ("aten::normal_", {**CPU, "detail": False}, False),
+    ],
+)
+def test_what_a_recording_has_not_read_may_have_changed(
+    op: str, meta: dict[str, Any], *, said: bool
+) -> None:
+    """Without detail, equal inputs are what torch last wrote: the command reads them anew."""
+    found = advice(parted(divergence(op), settings=()), meta)
+
+    assert found is not None
+    assert ("an input was changed outside torch in mid-step" in found.cause) == said
+    assert (" --detail -- " in found.closer) == said
+
+
+def test_nothing_is_proposed_to_look_closer_at_where_all_is_seen() -> None:
+    """With elements at hand, or a run that has ended, there is nothing more to record."""
+    seen = verdict_on(replace(divergence(), elements=parted().first.elements), ())  # type: ignore[union-attr]
+    ended = verdict_on(divergence("", Kind.ENDED), ())
+
+    assert [advice(each, CPU).closer for each in (seen, ended)] == ["", ""]  # type: ignore[union-attr]
+
+
+def test_every_op_that_torch_tags_as_random_is_known_by_name() -> None:
+    """The names that are kept here, so as not to need torch, are those of this torch and more."""
+    tag = torch.Tag.nondeterministic_seeded
+    tagged = set()
+    for schema in torch._C._jit_get_all_schemas():
+        namespace, _, name = schema.name.partition("::")
+        found = getattr(getattr(torch.ops, namespace), name, None) if namespace == "aten" else None
+        overloads = found.overloads() if hasattr(found, "overloads") else ()
+        if any(tag in getattr(found, each).tags for each in overloads):
+            tagged.add(name)
+
+    assert len(tagged) > 50
+    assert tagged <= DRAWING | DROPPING | DROPPING_INSIDE
+
+
+def test_a_verdict_is_told_without_torch() -> None:
+    """Advice, page and terminal work where torch is not loaded."""
+    code = (
+        "import sys, torchrepro.verdict.causes, torchrepro.verdict.ladder, torchrepro.verdict.page,"
+        " torchrepro.verdict.told, torchrepro.verdict.as_json; print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,365 @@
+"""Runs as a whole: their ranks, their ends, their settings, and what can be asked of them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from torchrepro import TraceError
+from torchrepro.verdict.asked import streams
+from torchrepro.verdict.comparing import answer, compare, next_rung
+from torchrepro.verdict.value import Kind, Setting
+from torchrepro.verdict.words import headline
+
+from .traces import META, Op, Run, Step, chain, computed, value, write
+
+
+def _run(steps: int = 3) -> Run:
+    return [Step(chain(4, step=step), losses=(0.5, 1.5)) for step in range(steps)]
+
+
+def _rank(number: int, *, batch: object = "batch", other: object = "batch") -> Run:
+    """Return the run of a rank that sums its gradients with those of another one."""
+    run = []
+    for step in range(3):
+        mine, theirs = (
+            computed(Op("aten::mm", "fc", "backward"), value(which, rank, step))
+            for which, rank in ((batch, number), (other, 1 - number))
+        )
+        both = sorted(mine.outputs + theirs.outputs)
+        reduced = replace(
+            Op("c10d::allreduce_", phase="collective"),
+            inputs=mine.outputs,
+            outputs=(value(both),),
+        )
+        run.append(Step((mine, reduced), parameters=value(both)))
+    return run
+
+
+def test_what_a_rank_did_comes_before_what_others_sent(tmp_path: Path) -> None:
+    """The rank that got another batch is named, not the one that its gradients reached."""
+    for rank in (0, 1):
+        write(tmp_path / "a", _rank(rank), {"rank": rank})
+    write(tmp_path / "b", _rank(0, other="another"), {"rank": 0})
+    write(tmp_path / "b", _rank(1, batch="another"), {"rank": 1})
+
+    verdict = compare(tmp_path / "a", tmp_path / "b")
+
+    assert verdict.first is not None
+    assert (verdict.first.rank, verdict.first.op) == (1, "aten::mm")
+    assert verdict.compared.ranks == 2
+    assert (verdict.propagated, verdict.independent) == (8, 0)
+
+
+def test_a_collective_that_itself_differs_is_named(tmp_path: Path) -> None:
+    """Where all ranks gave it the same, a collective with other results is the first difference."""
+    for rank in (0, 1):
+        run = _rank(rank)
+        write(tmp_path / "a", run, {"rank": rank})
+        last = replace(run[2].ops[1], outputs=(value("another order"),))
+        write(tmp_path / "b", [*run[:2], Step((run[2].ops[0], last))], {"rank": rank})
+
+    verdict = compare(tmp_path / "a", tmp_path / "b")
+
+    assert verdict.first is not None
+    assert (verdict.first.step, verdict.first.op) == (2, "c10d::allreduce_")
+    assert verdict.first.kind is Kind.OUTPUTS
+
+
+def test_a_rank_that_is_missing_is_said(tmp_path: Path) -> None:
+    """Ranks that both runs have are compared; one that only one has makes them differ."""
+    for rank in (0, 1):
+        write(tmp_path / "a", _rank(rank), {"rank": rank})
+    write(tmp_path / "b", _rank(0), {"rank": 0})
+
+    verdict = compare(tmp_path / "a", tmp_path / "b")
+
+    assert verdict.first is not None
+    assert (verdict.first.kind, verdict.first.rank) == (Kind.ENDED, 1)
+    assert verdict.compared.ranks == 1
+    assert verdict.compared.steps == 3
+
+
+def test_processes_of_a_rank_go_by_their_order(tmp_path: Path) -> None:
+    """A second process of a rank is compared with the second process of the other run."""
+    for folder in ("a", "b"):
+        write(tmp_path / folder, _run(), {"ordinal": 0})
+    write(tmp_path / "a", _run(2), {"ordinal": 1})
+    write(tmp_path / "b", [Step(chain(4, weights="v")), *_run(2)[1:]], {"ordinal": 1})
+
+    verdict = compare(tmp_path / "a", tmp_path / "b")
+
+    assert verdict.first is not None
+    assert verdict.first.step == 0
+    assert verdict.compared.ops == 12 + 8
+
+
+def test_replicas_that_stopped_agreeing_are_told(tmp_path: Path) -> None:
+    """Ranks whose parameters agreed and no longer do are named, and in which run."""
+    for folder in ("a", "b"):
+        for rank in (0, 1):
+            run = [
+                replace(step, parameters=value("parted", rank) if at == 2 else step.parameters)
+                for at, step in enumerate(_rank(rank))
+            ]
+            write(tmp_path / folder, _rank(rank) if folder == "a" else run, {"rank": rank})
+
+    verdict = compare(tmp_path / "a", tmp_path / "b")
+
+    assert verdict.across_ranks == (
+        "B: the parameters of ranks 0 and 1 agree at step 1 and no longer at step 2",
+    )
+
+
+def test_shards_are_no_replicas(tmp_path: Path) -> None:
+    """Ranks that never agreed hold parts of a model, and nothing is said of them."""
+    for folder in ("a", "b"):
+        for rank in (0, 1):
+            run = [replace(step, parameters=value(rank, at)) for at, step in enumerate(_run())]
+            write(tmp_path / folder, run, {"rank": rank})
+
+    verdict = compare(tmp_path / "a", tmp_path / "b")
+
+    assert verdict.same
+    assert verdict.across_ranks == ()
+
+
+@pytest.mark.parametrize("finished", [True, None])
+def test_a_run_that_ended_earlier_is_not_the_same(tmp_path: Path, finished: object) -> None:
+    """Runs are compared as far as both go, and the verdict says where and how one stops."""
+    longer, shorter = write(tmp_path / "long", _run(5)), tmp_path / "short"
+    write(shorter, _run(3), {"finished": finished})
+
+    for verdict, name in ((compare(longer, shorter), "B"), (compare(shorter, longer), "A")):
+        assert verdict.first is not None
+        assert (verdict.first.kind, verdict.first.step) == (Kind.ENDED, 3)
+        assert f"{name} ended after step 2" in verdict.first.what
+        assert ("killed" in verdict.first.what) == (finished is None)
+        assert verdict.compared.steps == 3
+
+
+def test_a_run_that_ended_within_a_step_is_told(tmp_path: Path) -> None:
+    """An exception in the middle of a step is the end of the run, not an op that others have."""
+    run = _run()
+    cut = [*run[:2], replace(run[2], ops=run[2].ops[:2], finished=False)]
+    verdict = compare(write(tmp_path / "a", run), write(tmp_path / "b", cut))
+
+    assert verdict.first is not None
+    assert (verdict.first.kind, verdict.first.step) == (Kind.ENDED, 2)
+    assert verdict.first.op == run[2].ops[2].op
+    assert "B ended in the middle of step 2" in verdict.first.what
+
+
+def test_a_difference_is_told_before_an_earlier_end(tmp_path: Path) -> None:
+    """A run that computed something else and stopped early differs where it did."""
+    other = [_run()[0], Step(chain(4, step=1, weights="v"))]
+    verdict = compare(write(tmp_path / "a", _run()), write(tmp_path / "b", other))
+
+    assert verdict.first is not None
+    assert verdict.first.step == 1
+    assert verdict.first.kind is not Kind.ENDED
+
+
+@pytest.mark.parametrize(("left", "right"), [(0, 0), (0, 2)])
+def test_nothing_recorded_is_not_the_same(tmp_path: Path, left: int, right: int) -> None:
+    """A run that was killed before its first step ended is the same as none, not even as itself."""
+    runs = [write(tmp_path / name, _run(size)) for name, size in (("a", left), ("b", right))]
+    verdict = compare(*runs)
+
+    assert verdict.first is not None
+    assert verdict.first.kind is Kind.ENDED
+    assert "no step was recorded in A" in verdict.first.what
+    assert verdict.compared.steps == 0
+
+
+def test_steps_that_one_recording_left_out_are_said(tmp_path: Path) -> None:
+    """A recording of some steps is compared with those of a whole one, which a note says."""
+    whole, part = write(tmp_path / "whole", _run(5)), tmp_path / "part"
+    write(part, _run(5)[3:], first=3)
+
+    verdict = compare(whole, part)
+
+    assert verdict.same
+    assert verdict.compared.steps == 2
+    assert verdict.notes == ("3 steps are recorded in A only, from step 0 on",)
+
+
+def test_a_divergence_comes_with_advice(tmp_path: Path) -> None:
+    """What to make of it follows from what the left trace knows; runs that agree need none."""
+    other = [*_run()[:2], replace(_run()[2], ops=chain(4, step=2, weights="v"))]
+    a = write(tmp_path / "a", _run(), {"profile": "mine", "command_hint": "python train.py"})
+    b = write(tmp_path / "b", other)
+
+    found = compare(a, b).advice
+
+    assert found is not None
+    assert found.closer.startswith("torchrepro run mine")
+    assert found.closer.endswith("--steps 1:3 --keep layers.0 -- python train.py")
+    assert compare(a, a).advice is None
+
+
+def test_the_next_rung_is_the_first_that_the_recorded_knobs_are_not_on(tmp_path: Path) -> None:
+    """Knobs in a trace tell which rungs hold; one of no effect where it ran counts as tried."""
+    other = [Step(chain(4, weights="v"))]
+    seeded = {"seed.torch": "7", "seed.cuda": "null", "dataloader.seeding": "auto"}
+    for knobs, name, overrides in (
+        ({}, "seeds", ("seed=1234", "dataloader.seeding=auto", "env.PYTHONHASHSEED=0")),
+        (seeded, "seeds", ("env.PYTHONHASHSEED=0",)),
+        ({**seeded, "env.PYTHONHASHSEED": "null"}, "deterministic kernels", None),
+    ):
+        folder = tmp_path / str(len(knobs))
+        a = write(folder / "a", _run(1), {"knobs": knobs})
+        rung = next_rung(compare(a, write(folder / "b", other)))
+
+        assert rung is not None
+        assert rung.name == name
+        assert overrides in (None, rung.overrides)
+    assert next_rung(compare(a, a)) is None
+
+
+def test_one_op_is_one_op(tmp_path: Path) -> None:
+    """A note counts as one speaks."""
+    ops = chain(6)
+    for number, note in (
+        (1, "1 more op is in one of the runs only"),
+        (2, "2 more ops are in one of the runs only"),
+    ):
+        folder = tmp_path / str(number)
+        more = tuple(Op("aten::tanh", outputs=(value(at),)) for at in range(number + 1))
+        verdict = compare(
+            write(folder / "a", [Step(ops)]), write(folder / "b", [Step((*more, *ops))])
+        )
+
+        assert verdict.notes == (note,)
+
+
+def test_settings_that_differ_are_listed(tmp_path: Path) -> None:
+    """Knobs, versions and hardware in which two runs differ are in the verdict, and no others."""
+    left = {"knobs": {"seed.torch": "1", "env.OMP_NUM_THREADS": "2"}, "versions": {"torch": "2.6"}}
+    right = {"knobs": {"seed.torch": "1", "env.OMP_NUM_THREADS": "8"}, "hardware": {"cpu": "x"}}
+    verdict = compare(
+        write(tmp_path / "a", _run(), {**left, "profile": "mine"}),
+        write(tmp_path / "b", _run(), {**right, "profile": "mine"}),
+    )
+
+    assert verdict.same
+    assert set(verdict.settings) == {
+        Setting("env.OMP_NUM_THREADS", "2", "8"),
+        Setting("version of torch", "2.6", None),
+        Setting("hardware: cpu", None, "x"),
+    }
+
+
+def test_a_loss_of_several_passes_is_their_mean(tmp_path: Path) -> None:
+    """A step that accumulates gradients has one loss, and one that is no number has none."""
+    run = [*_run(1), Step(chain(4, step=1), losses=(0.5, float("nan")))]
+    verdict = compare(write(tmp_path / "a", run), write(tmp_path / "b", _run(1)))
+
+    assert verdict.losses == ((0, 1.0, 1.0), (1, None, None))
+
+
+def test_the_same_nan_is_the_same(tmp_path: Path) -> None:
+    """Runs that compute NaN at the same place are the same: bytes are compared, not numbers."""
+    run = [Step(chain(4), losses=(float("nan"),))]
+
+    assert compare(write(tmp_path / "a", run), write(tmp_path / "b", run)).same
+
+
+def test_other_levels_have_their_steps_in_common(tmp_path: Path) -> None:
+    """Recordings of other levels are compared by parameters, and the verdict says so."""
+    fine = [
+        replace(step, parameters=value(at), gradients=value("view"))
+        for at, step in enumerate(_run())
+    ]
+    coarse = [
+        Step((Op("parameter", outputs=(value(at),)),), value(at), losses=(0.5, 1.5))
+        for at in range(3)
+    ]
+    other = [*coarse[:2], replace(coarse[2], parameters=value("other"))]
+    a = write(tmp_path / "a", fine)
+    b = write(tmp_path / "b", coarse, {"level": "step"})
+    c = write(tmp_path / "c", other, {"level": "step"})
+
+    assert compare(a, b).same
+    assert compare(a, b).compared.level == "step"
+    assert any("levels op and step" in note for note in compare(a, b).notes)
+    first = compare(a, c).first
+    assert first is not None
+    assert (first.step, first.phase, first.op) == (2, "optimizer", "parameters")
+
+
+def test_bits_of_other_kinds_of_device_are_not_compared(tmp_path: Path) -> None:
+    """Fingerprints that were taken in other ways show nothing; the error says what to do."""
+    there = [
+        Step(tuple(replace(op, shapes="float32[2] cuda:0") for op in step.ops)) for step in _run()
+    ]
+    a, b = write(tmp_path / "a", _run()), write(tmp_path / "b", there)
+
+    with pytest.raises(TraceError, match="--statistics"):
+        compare(a, b)
+    assert compare(b, write(tmp_path / "c", there)).same
+
+
+def test_the_number_of_a_device_is_no_difference(tmp_path: Path) -> None:
+    """A run on the second GPU may be the same as one on the first."""
+    a, b = (
+        [Step(tuple(replace(op, shapes=f"float32[2] cuda:{at}") for op in _run(1)[0].ops))]
+        for at in (0, 1)
+    )
+
+    assert compare(write(tmp_path / "a", a), write(tmp_path / "b", b)).same
+
+
+def test_a_module_on_another_device_is_left_out(tmp_path: Path) -> None:
+    """What one run did on the CPU and the other on its GPU is not compared, and that is said."""
+    ops = [replace(op, shapes="float32[2] cuda:0") for op in chain(8)]
+    left = [*ops[:7], replace(ops[7], shapes="float32[2]")]
+    moved = replace(ops[2], shapes="float32[2]", outputs=(value("taken in another way"),))
+    right = [*left[:2], moved, *left[3:]]
+
+    verdict = compare(
+        write(tmp_path / "a", [Step(tuple(left))]), write(tmp_path / "b", [Step(tuple(right))])
+    )
+
+    assert verdict.same
+    assert any("1 op ran on another kind of device" in note for note in verdict.notes)
+
+
+def test_streams_alone_may_be_asked_for(tmp_path: Path) -> None:
+    """With `streams` two runs are the same as long as their generators are."""
+    states = [{"python": str(at), "torch": str(at)} for at in range(3)]
+    a = write(tmp_path / "a", [replace(s, random=r) for s, r in zip(_run(), states, strict=True)])
+    other = [Step(chain(5, weights="v"), random=state) for state in states]
+    b = write(tmp_path / "b", other)
+    c = write(tmp_path / "c", [*other[:1], replace(other[1], random={"torch": "x"}), *other[2:]])
+
+    assert answer(a, b, streams).same
+    assert answer(a, b, streams).compared.level == "streams"
+    assert "by the states of their random generators" in headline(answer(a, b, streams))
+    first = answer(a, c, streams).first
+    assert first is not None
+    assert (first.kind, first.step) == (Kind.RANDOM, 1)
+    assert "torch" in first.what
+    assert "python" not in first.what
+
+
+def test_generators_that_differ_are_noted_where_nothing_else_does(tmp_path: Path) -> None:
+    """Runs that computed the same with other states of a generator are the same, with a note."""
+    a, b = (
+        write(tmp_path / side, [replace(step, random={"numpy": side}) for step in _run()])
+        for side in "ab"
+    )
+    verdict = compare(a, b)
+
+    assert verdict.same
+    assert verdict.notes == ("the states of numpy differ from the end of step 0 on",)
+
+
+def test_a_folder_without_a_trace_is_refused(tmp_path: Path) -> None:
+    """A folder that is not there, or that holds no trace, cannot be compared."""
+    run = write(tmp_path / "a", _run(), META)
+    (tmp_path / "empty").mkdir()
+
+    for folder in ("absent", "empty"):
+        with pytest.raises(TraceError, match=folder):
+            compare(run, tmp_path / folder)

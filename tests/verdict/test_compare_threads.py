@@ -1,0 +1,242 @@
+"""What threads beside the main one do is compared over the whole run, whenever it was done."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchrepro.verdict import columns
+from torchrepro.verdict.comparing import compare
+from torchrepro.verdict.value import Kind, Verdict
+
+from .traces import Op, Run, Step, chain, computed, value, write
+
+STEPS = 5
+
+
+def _compared(left: Run, right: Run, *, first: int = 0) -> Verdict:
+    with TemporaryDirectory() as folder:
+        return compare(
+            write(Path(folder, "left"), left, first=first),
+            write(Path(folder, "right"), right, first=first),
+        )
+
+
+def _work(batches: Iterable[int], thread: int = 1) -> list[Op]:
+    """Return what a thread does that prepares batches: a view, and two ops of each."""
+    done: list[Op] = []
+    for batch in batches:
+        view = Op("aten::view", inputs=(value("raw", batch),))
+        one = computed(Op("aten::stack"), value("raw", batch))
+        done += [view, one, computed(Op("aten::mul", argument="(_, 0.5)"), one.outputs[0])]
+    return [replace(op, thread=thread) for op in done]
+
+
+def _run(*lanes: Sequence[Op], cuts: Sequence[Sequence[int]] = (), steps: int = STEPS) -> Run:
+    """Return a run whose other threads have done so much of their work by the end of each step."""
+    run = []
+    for step in range(steps):
+        beside = []
+        for lane, cut in zip(lanes, cuts, strict=True):
+            ends = [0, *cut[: steps - 1], len(lane)]
+            beside += lane[ends[step] : ends[step + 1]]
+        run.append(Step((*chain(3, step=step), *beside)))
+    return run
+
+
+def _cuts(lane: Sequence[Op]) -> st.SearchStrategy[list[int]]:
+    places = st.integers(0, len(lane))
+    return st.lists(places, min_size=STEPS - 1, max_size=STEPS - 1).map(sorted)
+
+
+LANE = _work(range(4))
+
+
+@given(_cuts(LANE), _cuts(LANE))
+@settings(max_examples=40)
+def test_a_thread_may_be_early_or_late(one: list[int], other: list[int]) -> None:
+    """At which steps of the main thread another one does its work is no difference."""
+    verdict = _compared(_run(LANE, cuts=[one]), _run(LANE, cuts=[other]))
+
+    assert verdict.same
+    assert verdict.notes == ()
+    assert sum(cell.same for cell in verdict.map) == 3 * STEPS + len(LANE)
+
+
+@given(st.data())
+@settings(max_examples=30)
+def test_threads_may_take_turns_as_they_like(data: st.DataObject) -> None:
+    """Another order across threads, or other threads for the same work, is no difference."""
+    lanes = [chain(5, step=thread) for thread in range(3)]
+    order = [lane for lane in range(3) for _ in range(5)]
+
+    def step(names: tuple[int, ...]) -> Step:
+        turns = data.draw(st.permutations(order))
+        places = [iter(replace(op, thread=names[lane]) for op in lanes[lane]) for lane in range(3)]
+        return Step((*chain(4), *(next(places[turn]) for turn in turns)))
+
+    assert _compared([step((1, 2, 3))], [step((2, 3, 1))]).same
+
+
+@given(st.data())
+@settings(max_examples=40)
+def test_threads_may_share_work_as_they_like(data: st.DataObject) -> None:
+    """Which thread of a pool gets which piece of the work, and when, is no difference."""
+    work = [Op("aten::add", inputs=(value(n),), outputs=(value(n, 1),)) for n in range(8)]
+
+    def run() -> Run:
+        pieces = data.draw(st.permutations(work))
+        shared = [replace(op, thread=data.draw(st.integers(1, 3))) for op in pieces]
+        return _run(shared, cuts=[data.draw(_cuts(shared))])
+
+    verdict = _compared(run(), run())
+
+    assert verdict.same
+    assert verdict.notes == ()
+
+
+@given(place=st.integers(0, len(LANE) - 1), one=_cuts(LANE), other=_cuts(LANE), last=st.booleans())
+@settings(max_examples=40)
+def test_another_result_is_found_whenever_it_was_done(
+    place: int, one: list[int], other: list[int], *, last: bool
+) -> None:
+    """What a thread computes otherwise is named, with the step at which the left run recorded it.
+
+    So it is if all that the thread does afterwards differs as well.
+    """
+    wrong = computed(LANE[place], value("other"), salt="other")
+    later = LANE[place + 1 :] if last else [computed(op, value("o")) for op in LANE[place + 1 :]]
+    lane = [*LANE[:place], replace(wrong, thread=1), *later]
+    verdict = _compared(_run(LANE, cuts=[one]), _run(lane, cuts=[other]))
+
+    first = verdict.first
+    assert first is not None
+    assert first.thread == "worker 1"
+    assert first.left is not None
+    assert first.op == LANE[place].op
+    assert first.left.output_fingerprints == tuple(each.hex() for each in LANE[place].outputs)
+    assert first.step == sum(cut <= place for cut in one)
+    counted = verdict.propagated + verdict.independent
+    assert counted == (0 if last else len(LANE) - place - 1)
+
+
+def test_equal_inputs_and_another_result_are_that() -> None:
+    """An op on another thread that computed something else from the same is no other data."""
+    other = [*LANE[:4], replace(LANE[4], outputs=(value("x"),)), *LANE[5:]]
+    verdict = _compared(_run(LANE, cuts=[[3, 6, 9, 9]]), _run(other, cuts=[[6, 9, 9, 12]]))
+
+    assert verdict.first is not None
+    assert (verdict.first.kind, verdict.first.step) == (Kind.OUTPUTS, 1)
+
+
+def test_an_op_that_one_thread_has_more_is_found() -> None:
+    """An op in the midst of what a thread does, in one run only, is a difference."""
+    more = computed(Op("aten::tanh", thread=1), value("x"))
+    longer = [*LANE[:5], more, *LANE[5:]]
+    for left, right, has in ((LANE, longer, "B"), (longer, LANE, "A")):
+        verdict = _compared(_run(left, cuts=[[3, 6, 9, 9]]), _run(right, cuts=[[3, 6, 9, 9]]))
+
+        assert verdict.first is not None
+        assert (verdict.first.kind, verdict.first.op) == (Kind.ONLY_ONE, "aten::tanh")
+        assert verdict.first.what == f"only {has} has it"
+        assert verdict.first.step == 1
+
+
+def test_a_thread_that_only_one_run_has_is_found() -> None:
+    """Work of a thread without a counterpart is a difference, be it ever so little."""
+    verdict = _compared(_run(), _run(LANE[:1], cuts=[[1, 1, 1, 1]]))
+
+    assert verdict.first is not None
+    assert (verdict.first.kind, verdict.first.thread) == (Kind.ONLY_ONE, "worker 1")
+
+
+@given(st.integers(1, len(LANE) - 1), st.integers(1, len(LANE) - 1))
+@settings(max_examples=30)
+def test_threads_that_the_end_of_the_run_cuts_off_are_noted(left: int, right: int) -> None:
+    """What a thread had time for more before the program ended is a note, in both runs alike."""
+    second = [replace(op, thread=2) for op in _work(range(10, 14))]
+    cuts = [[0, 0, 0, 0], [0, 0, 0, 0]]
+    verdict = _compared(_run(LANE, second[:left], cuts=cuts), _run(LANE[:right], second, cuts=cuts))
+
+    assert verdict.same
+    assert len(verdict.notes) == 2
+    ops = len(LANE) - right
+    assert verdict.notes[0].startswith(
+        f"A has {ops} more op{'s' * (ops != 1)} at an end of thread worker 1"
+    )
+    assert verdict.notes[1].startswith(f"B has {len(second) - left} more op")
+
+
+def test_what_threads_did_after_the_last_step_makes_no_step() -> None:
+    """A run whose threads went on after its last step has not gone on longer than another."""
+    whole = _run(LANE, cuts=[[3, 6, 9, 9]])
+    longer = [*_run(LANE[:9], cuts=[[3, 6, 9, 9]]), Step(tuple(LANE[9:]), finished=False)]
+
+    assert _compared(longer, _run(LANE[:9], cuts=[[3, 6, 9, 9]])).same
+    for verdict in (_compared(longer, whole), _compared(whole, longer)):
+        assert verdict.same
+        assert len(verdict.notes) == 1
+
+
+def test_a_pool_that_the_end_of_the_run_cuts_off_is_noted() -> None:
+    """Of work that threads share, what one run got done more is a note."""
+    work = [Op("aten::add", inputs=(value(n),), outputs=(value(n, 1),)) for n in range(8)]
+    left = [replace(op, thread=1 + n % 2) for n, op in enumerate(work)]
+    right = [replace(op, thread=1 + (n // 2) % 2) for n, op in enumerate(work[:7])]
+    verdict = _compared(_run(left, cuts=[[2, 4, 6, 8]]), _run(right, cuts=[[2, 4, 6, 7]]))
+
+    assert verdict.same
+    assert len(verdict.notes) == 1
+
+
+def test_a_thread_that_died_is_no_thread_that_was_cut_off() -> None:
+    """A thread that works on for steps in one run, and has ended in the other, is a difference."""
+    cuts = [[3, 6, 9, 12]]
+    verdict = _compared(_run(LANE, cuts=cuts), _run(LANE[:3], cuts=[[3, 3, 3, 3]]))
+
+    assert verdict.first is not None
+    assert (verdict.first.kind, verdict.first.step) == (Kind.ONLY_ONE, 1)
+    assert "only A has it" in verdict.first.what
+
+
+@given(st.integers(0, 2), st.integers(0, 2))
+@settings(max_examples=20)
+def test_a_recording_may_begin_in_the_midst_of_a_thread(left: int, right: int) -> None:
+    """Where some steps are recorded, half of what they catch of a thread is enough in common."""
+    work = _work(range(8))
+    runs = [_run(work[3 * begin : 3 * begin + 12], cuts=[[6]], steps=2) for begin in (left, right)]
+
+    assert _compared(*runs, first=4).same
+
+
+def test_a_difference_of_the_main_thread_that_came_before_is_named() -> None:
+    """Of what differs in a step, on whatever thread, the first of the left run is named."""
+    ops, other = chain(3), chain(3, weights="v")
+    beside = _work([0])
+    wrong = [replace(op, outputs=(value("x", at),)) for at, op in enumerate(beside)]
+    for left, right, thread in (
+        ((*ops, *beside), (*other, *wrong), "MainThread"),
+        ((*beside, *ops), (*wrong, *other), "worker 1"),
+    ):
+        verdict = _compared([Step(left)], [Step(right)])
+
+        assert verdict.first is not None
+        assert verdict.first.thread == thread
+
+
+@pytest.mark.parametrize("change", [0, 5])
+def test_what_is_held_at_once_has_no_influence(
+    change: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The records of other threads are compared in parts, which the verdict does not show."""
+    wrong = [replace(op, outputs=(value("x", at),)) for at, op in enumerate(LANE)]
+    cuts = [[2, 4, 6, 8]]
+    runs = _run(LANE, cuts=cuts), _run([*LANE[:change], *wrong[change:]], cuts=cuts)
+    whole = replace(_compared(*runs), left="", right="", first=None, advice=None)
+    monkeypatch.setattr(columns, "PART", 2)
+
+    assert replace(_compared(*runs), left="", right="", first=None, advice=None) == whole

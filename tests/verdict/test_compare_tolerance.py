@@ -1,0 +1,199 @@
+"""Runs that ought to be nearly the same: what statistics show, and what kept tensors do."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrepro import TraceError
+from torchrepro.verdict import columns
+from torchrepro.verdict.comparing import compare
+from torchrepro.verdict.judging import out_of_tolerance
+from torchrepro.verdict.kept import DECODERS
+from torchrepro.verdict.value import Kind
+
+from .traces import Op, Statistics, Step, value, write
+
+STATISTICS = {"statistics": True}
+NUMBERS = st.floats(-1e6, 1e6)
+
+
+def _of(numbers: list[float]) -> Statistics:
+    norm = math.sqrt(math.fsum(number * number for number in numbers))
+    return len(numbers), math.fsum(numbers) / len(numbers), norm, min(numbers), max(numbers)
+
+
+def _op(name: str, numbers: list[float], *, op: str = "aten::addmm", side: str = "") -> Op:
+    return Op(op, name, outputs=(value(numbers, side),), statistics=(_of(numbers),))
+
+
+@given(
+    st.lists(st.tuples(NUMBERS, st.floats(-1, 1)), min_size=1, max_size=20),
+    st.floats(1e-6, 0.5),
+    st.floats(1e-6, 10),
+)
+def test_no_alarm_where_every_element_is_within(
+    pairs: list[tuple[float, float]], rtol: float, atol: float
+) -> None:
+    """Tensors whose elements are within a tolerance have statistics that are within it."""
+    right = [number for number, _ in pairs]
+    left = [number + share * 0.999 * (atol + rtol * abs(number)) for number, share in pairs]
+
+    assert out_of_tolerance(_of(left), _of(right), rtol, atol) == ""
+
+
+@given(st.lists(NUMBERS, min_size=1, max_size=20), st.floats(1e-3, 0.1))
+def test_a_shift_beyond_the_tolerance_is_seen(numbers: list[float], rtol: float) -> None:
+    """Elements that are all shifted by twice what their size allows are out of tolerance."""
+    largest = max(map(abs, numbers))
+    left = [number + 2 * rtol * largest + 1e-3 for number in numbers]
+
+    assert out_of_tolerance(_of(left), _of(numbers), rtol, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "same"),
+    [
+        ((2, None, None, None, None), (2, None, None, None, None), True),
+        ((2, None, None, 1.0, 1.0), (2, 1.0, 1.0, 1.0, 1.0), False),
+        ((1, math.inf, math.inf, math.inf, math.inf),) * 2 + (True,),
+        ((1, math.inf, math.inf, math.inf, math.inf), (1, 1.0, 1.0, 1.0, 1.0), False),
+        ((1, 1.0, 1.0, 1.0, 1.0), (1, math.inf, math.inf, math.inf, math.inf), False),
+        ((2, math.inf, math.inf, 1.0, math.inf), (2, math.inf, math.inf, 9.0, math.inf), False),
+        ((0, None, 0.0, None, None), (0, None, 0.0, None, None), True),
+        ((1, 1.0, 1.0, 1.0, 1.0), (2, 1.0, 1.4, 1.0, 1.0), False),
+    ],
+)
+def test_what_is_no_number_is_only_the_same_as_itself(
+    left: Statistics, right: Statistics, *, same: bool
+) -> None:
+    """NaN, infinity and tensors without elements agree with their like, whatever the tolerance."""
+    assert (out_of_tolerance(left, right, 0.5, 0.5) == "") == same
+
+
+def test_the_first_op_that_is_too_far_apart_is_named(tmp_path: Path) -> None:
+    """Ops within the tolerance pass, of other dtypes and bits; the first beyond it is told."""
+    left = [_op("one", [1.0, 2.0]), _op("two", [1.0, 2.0]), _op("three", [1.0, 2.0])]
+    right = [_op("one", [1.001, 2.0]), _op("two", [1.1, 2.0]), _op("three", [9.0, 2.0])]
+    right = [replace(op, shapes="bfloat16[2] npu:0", argument="bfloat16") for op in right]
+    a = write(tmp_path / "a", [Step(tuple(left))], STATISTICS)
+    b = write(tmp_path / "b", [Step(tuple(right))], STATISTICS)
+
+    verdict = compare(a, b, rtol=0.01)
+
+    assert verdict.tolerance == (0.01, 0.0)
+    assert verdict.first is not None
+    assert (verdict.first.module, verdict.first.kind) == ("two", Kind.OUTPUTS)
+    assert verdict.first.what == "output 0: mean 1.5 and 1.55"
+    assert verdict.by_module == (("two", 1), ("three", 1))
+    assert compare(a, b, rtol=0.01, atol=8).same
+
+
+def test_ops_of_other_devices_go_together_by_module(tmp_path: Path) -> None:
+    """Where a device has an op of its own for the same module, its result is compared."""
+    a = [_op("one", [1.0]), _op("attention", [1.0, 2.0], op="aten::flash"), _op("two", [3.0])]
+    b = [_op("one", [1.0]), _op("attention", [1.0, 5.0], op="npu::fusion"), _op("two", [3.0])]
+    extra = Op("aten::_to_copy", "one", shapes="float32[7]", outputs=(value("copy"),))
+    verdict = compare(
+        write(tmp_path / "a", [Step(tuple(a))], STATISTICS),
+        write(tmp_path / "b", [Step((b[0], extra, *b[1:]))], STATISTICS),
+        rtol=0.1,
+    )
+
+    assert verdict.first is not None
+    assert verdict.first.module == "attention"
+    assert "1 op has no counterpart in the other run: not compared" in verdict.notes
+
+
+def test_the_first_op_of_a_long_step_keeps_its_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What later parts of a step differ in does not hide what the first one does."""
+    monkeypatch.setattr(columns, "PART", 2)
+    a, b = (
+        write(
+            tmp_path / str(number),
+            [Step(tuple(_op(f"layers.{at}", [number]) for at in range(6)))],
+            STATISTICS,
+        )
+        for number in (1.0, 2.0)
+    )
+    first = compare(a, b, rtol=0.1).first
+
+    assert first is not None
+    assert (first.module, first.what) == ("layers.0", "output 0: mean 1 and 2")
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_other_threads_are_held_to_the_tolerance_as_well(tmp_path: Path, *, wrong: bool) -> None:
+    """What other threads computed is nearly the same or is named, whenever they did it."""
+    left = [replace(_op("one", [number]), thread=1) for number in (1.0, 2.0, 3.0)]
+    right = [
+        replace(_op("one", [number]), thread=1) for number in (1.01, 2.9 if wrong else 2.02, 3.0)
+    ]
+    verdict = compare(
+        write(tmp_path / "a", [Step(tuple(left[:1])), Step(tuple(left[1:]))], STATISTICS),
+        write(tmp_path / "b", [Step(tuple(right[:2])), Step(tuple(right[2:]))], STATISTICS),
+        rtol=0.1,
+    )
+
+    assert verdict.same is not wrong
+    if verdict.first:
+        assert (verdict.first.step, verdict.first.what) == (1, "output 0: mean 2 and 2.9")
+
+
+def test_without_statistics_there_is_nothing_to_compare(tmp_path: Path) -> None:
+    """A recording without statistics is refused, and the error says how to record them."""
+    a = write(tmp_path / "a", [Step((_op("one", [1.0]),))], STATISTICS)
+    b = write(tmp_path / "b", [Step((_op("one", [1.0]),))])
+
+    with pytest.raises(TraceError, match="--statistics"):
+        compare(a, b, rtol=0.1)
+
+
+VALUES = [0.5, -0.0, 1.75, math.inf, math.nan, -3.0]
+
+
+@pytest.mark.parametrize("name", list(DECODERS))
+def test_kept_tensors_are_read_as_torch_wrote_them(name: str) -> None:
+    """The memory of every type of tensor gives the values that torch has for it."""
+    dtype = getattr(torch, name)
+    numbers = VALUES if dtype.is_floating_point or dtype.is_complex else [0, 1, 3, 100]
+    tensor = torch.tensor(numbers).to(dtype)
+    data = bytes(tensor.view(torch.uint8).numpy())
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+
+    read = torch.from_numpy(DECODERS[name](data).astype(str(wide).removeprefix("torch.")))
+
+    torch.testing.assert_close(read, tensor.to(wide), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_the_first_wrong_elements_are_shown(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Where tensors were kept, a divergence shows where they differ, and by how much."""
+    runs = []
+    for side, wrong in (("a", 0), ("b", 4)):
+        tensor = torch.arange(1, 13).reshape(3, 4).to(dtype)
+        tensor[1:, 2] += wrong
+        data = bytes(tensor.contiguous().view(torch.uint8).reshape(-1).numpy())
+        kept = ("output", 0, str(dtype).removeprefix("torch."), "3,4", data)
+        op = replace(_op("one", [1.0], side=side), tensors=(kept,))
+        runs.append(write(tmp_path / side, [Step((op,))]))
+
+    first = compare(*runs).first
+
+    assert first is not None
+    assert [(each.tensor, each.index) for each in first.elements] == [
+        ("output 0", (1, 2)),
+        ("output 0", (2, 2)),
+    ]
+    assert [float(each.left) for each in first.elements] == [7.0, 11.0]
+    (distance,) = first.distances
+    assert distance.max_abs == 4.0
+    assert distance.max_rel == pytest.approx(4 / 11)
+    assert distance.cosine is not None
+    assert 0.9 < distance.cosine < 1

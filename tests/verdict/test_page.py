@@ -1,0 +1,379 @@
+"""Laws of the page: whole, self-contained, of bounded size, and safe whatever a recording holds."""
+
+import re
+import time
+from base64 import b64encode
+from collections.abc import Iterator
+from dataclasses import replace
+from hashlib import sha256
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrepro.verdict.agreement_map import COLUMNS, ROWS, agreement_map
+from torchrepro.verdict.ladder import next_rung
+from torchrepro.verdict.loss_curves import WIDTH, chart, ticks
+from torchrepro.verdict.page import page
+from torchrepro.verdict.value import Advice, Cell, Element, Kind, Setting, Verdict
+
+from .browser import PROGRAM, Tab, tab
+from .verdicts import MODULES, agreement, divergence, equal, parted, side
+
+SECTIONS = ["first", "advice", "map", "losses", "afterwards", "settings", "compared"]
+HOSTILE = (
+    "</script><script>alert(1)</script>\"'><img src=x onerror=alert(2)><!-- {{ 7*7 }} \x1b[2J\u202e"
+)
+ENDLESS = {"meta", "link", "img", "br", "hr", "input"}
+
+
+class Reader(HTMLParser):
+    """A page's elements, its texts, and whether every element is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.texts: dict[str, list[str]] = {}
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note an element."""
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ENDLESS:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note an element without content, as in SVG."""
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        """Check that the element that is open is the one that is closed."""
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        """Note a text by the element that it is in."""
+        self.texts.setdefault(self.open[-1] if self.open else "", []).append(data)
+
+    @property
+    def shape(self) -> list[str]:
+        """The elements in their order, which no data may change."""
+        return [tag for tag, _ in self.tags]
+
+
+def sections(text: str) -> list[str | None]:
+    """Return the names of the sections of a page."""
+    return [attributes.get("id") for tag, attributes in Reader(text).tags if tag == "section"]
+
+
+def filled(text: str) -> Verdict:
+    """Return a verdict with `text` wherever a recording can put one."""
+    place = divergence(
+        *(text, Kind.OUTPUTS),
+        phase=text,
+        module=text,
+        source=text,
+        thread=text,
+        what=text,
+        left=side(run=text, outputs=text, argument=text, input_fingerprints=(text,)),
+        right=side(outputs=text + "1", argument=text + "1", output_fingerprints=(text,)),
+        elements=(Element(text, (1,), text, text),),
+    )
+    return parted(
+        place,
+        left=text,
+        right=text,
+        by_module=((text, 1),),
+        map=(Cell(7, text, 1, 1), Cell(8, text, 1, 0)),
+        settings=(Setting(text, text, text),),
+        across_ranks=(text,),
+        notes=(text,),
+        advice=Advice(text, text, text, text),
+    )
+
+
+def huge(steps: int = 1000, modules: int = 200) -> Verdict:
+    """Return a verdict on many steps of many modules."""
+    names = tuple(f"encoder.layers.{n // 5}.part{n % 5}.proj" for n in range(modules))
+    return parted(
+        divergence(step=400, module=names[20]), map=agreement(names, steps, 400, modules // 10)
+    )
+
+
+def test_a_page_tells_all_of_a_divergence() -> None:
+    """Every section is there, with what the terminal tells."""
+    verdict = parted()
+    text = page(verdict, "two runs", next_rung({}, verdict.first))
+
+    assert sections(text) == SECTIONS
+    for word in ("layers.2.mlp", "aten::gelu", "train.py:41", "0.12345679", "1.2e-07", "seed=1234"):
+        assert word in text
+    assert "env.OMP_NUM_THREADS" in text
+    assert Reader(text).open == []
+
+
+def test_a_page_of_equal_runs_has_no_section_about_a_divergence() -> None:
+    """What is not there takes no room."""
+    assert sections(page(equal())) == ["map", "losses", "settings", "compared"]
+
+
+def test_a_bare_verdict_has_a_page() -> None:
+    """Without map, losses, advice or divergence the rest is still told."""
+    bare = equal(map=(), losses=())
+    ended = parted(
+        divergence("", Kind.ENDED, left=None, right=None), map=(), losses=(), advice=None
+    )
+
+    assert sections(page(bare)) == ["settings", "compared"]
+    assert sections(page(ended)) == ["first", "settings", "compared"]
+
+
+@given(text=st.text(min_size=1) | st.just(HOSTILE))
+def test_no_text_of_a_recording_becomes_part_of_the_page(text: str) -> None:
+    """Whatever a module, a line or a setting is called, the elements of the page stay the same."""
+    plain, found = Reader(page(filled("plain"))), Reader(page(filled(text), text))
+
+    assert found.shape == plain.shape
+    assert found.open == []
+    assert {name for _, every in found.tags for name in every} == {
+        name for _, every in plain.tags for name in every
+    }
+
+
+def test_hostile_names_are_shown_as_they_are_written() -> None:
+    """A name that looks like a script is text, and one that steers direction is written out."""
+    text = page(filled(HOSTILE), HOSTILE)
+    shown = " ".join(part for parts in Reader(text).texts.values() for part in parts)
+
+    assert "<script>alert" not in text
+    assert "<img" not in text
+    assert "\u202e" not in text
+    assert "\x1b" not in text
+    assert "</script><script>alert(1)</script>" in shown
+    assert "{{ 7*7 }}" in shown
+
+
+def test_a_page_asks_nobody_for_anything_and_runs_only_its_own_script() -> None:
+    """Nothing refers to another file; the policy names exactly the style and script within."""
+    text = page(parted())
+    found = Reader(text)
+
+    assert not re.search(r"https?:|url\(|@import|//[a-z]", text)
+    every_attribute = [pair for _, every in found.tags for pair in every.items()]
+    links = [value for name, value in every_attribute if name in ("src", "href")]
+    assert links == ["data:,"]
+    policy = next(every["content"] or "" for _, every in found.tags if "http-equiv" in every)
+    for kind, code in (("style", found.texts["style"][0]), ("script", found.texts["script"][-1])):
+        digest = b64encode(sha256(code.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+    assert not any("style" in every for _, every in found.tags)
+
+
+def test_a_thousand_steps_of_two_hundred_modules_stay_a_small_page() -> None:
+    """Neighbouring steps and sibling modules are drawn together; the page is made in a second."""
+    verdict = huge()
+    begun = time.perf_counter()
+    text = page(verdict)
+
+    assert time.perf_counter() - begun < 2
+    assert len(text) < 400_000
+    found = agreement_map(verdict.map, verdict.first)
+    assert found is not None
+    assert len(found.columns) <= COLUMNS
+    assert len(found.rows) <= ROWS
+    assert found.marked is not None
+    first, last = found.columns[found.marked[0]]
+    assert first <= 400 <= last
+    assert found.rows[found.marked[1]] == "encoder.layers.4.*"
+
+
+names = st.lists(st.text("ab.", min_size=1, max_size=9), min_size=1, max_size=150, unique=True)
+
+
+@given(modules=names, steps=st.integers(1, 700), data=st.data())
+def test_the_map_counts_every_record_once(
+    modules: list[str], steps: int, data: st.DataObject
+) -> None:
+    """However cells are drawn together, the sums stay those of the verdict, and the map small."""
+    some = st.tuples(st.integers(0, steps), st.sampled_from(modules), *[st.integers(0, 9)] * 2)
+    cells = [Cell(*row) for row in data.draw(st.lists(some, min_size=1, max_size=60))]
+    cells += [Cell(step, modules[step % len(modules)], 1, 0) for step in range(steps)]
+
+    found = agreement_map(cells)
+
+    assert found is not None
+    assert len(found.columns) <= COLUMNS
+    assert len(found.rows) <= ROWS
+    flat = found.flat_counts()
+    assert sum(flat[::2]) == sum(cell.same for cell in cells)
+    assert sum(flat[1::2]) == sum(cell.differing for cell in cells)
+    drawn = sum(int(n) for path in found.outlines() for n in re.findall(r"h(\d+)", path))
+    assert drawn == sum(same + differing > 0 for row in found.counts for same, differing in row)
+
+
+@given(
+    st.lists(st.none() | st.floats(), max_size=30),
+    st.lists(st.none() | st.floats(), max_size=30),
+)
+def test_a_chart_draws_what_is_finite_and_nothing_else(
+    left: list[float | None], right: list[float | None]
+) -> None:
+    """Whatever the losses are, every coordinate is a number; none are drawn where none are."""
+    curves = [[(float(at), loss) for at, loss in enumerate(each)] for each in (left, right)]
+    finite = [y for y in (*left, *right) if y is not None and abs(y) < 1e300]
+
+    found = chart(curves, 100)
+
+    assert (found is None) == (not finite)
+    if found:
+        joined = "".join(found.paths)
+        assert re.fullmatch(r"([ML]-?[\d.]+,-?[\d.]+(h0)?)*", joined)
+        assert len(re.findall(r"[ML]", joined)) == len(finite)
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_highest_and_lowest_point() -> None:
+    """One outlier among a million steps is still seen."""
+    curve = [(float(at), 9.0 if at == 123_457 else 1.0 + at % 3) for at in range(300_000)]
+
+    found = chart([curve], 100)
+
+    assert found is not None
+    points = re.findall(r"[ML]([\d.]+),([\d.]+)", found.paths[0])
+    assert len(points) <= 800
+    highest = min(points, key=lambda point: float(point[1]))
+    assert float(highest[0]) == pytest.approx(WIDTH * 123_457 / 299_999, abs=1)
+
+
+@given(low=st.floats(-1e9, 1e9), room=st.floats(1e-3, 1e9))
+def test_ticks_are_round_and_within(low: float, room: float) -> None:
+    """An axis has two to six marks, none outside."""
+    found = ticks(low, low + room)
+
+    assert 1 <= len(found) <= 6
+    assert all(low - room / 1e6 <= tick.at <= low + room * (1 + 1e-6) for tick in found)
+
+
+needs_browser = pytest.mark.skipif(not PROGRAM, reason="no Chromium or Chrome is installed")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    """Return the page of a real browser."""
+    with tab(tmp_path_factory.mktemp("browser")) as opened:
+        yield opened
+
+
+def opened(browser: Tab, folder: Path, verdict: Verdict, title: str = "two runs") -> Path:
+    """Open the page of a verdict in the browser, and return its file."""
+    file = folder / "page.html"
+    file.write_text(page(verdict, title, next_rung({}, verdict.first)), encoding="utf-8")
+    browser.complaints.clear()
+    browser.requests.clear()
+    browser.open(file)
+    return file
+
+
+@needs_browser
+@pytest.mark.parametrize("kind", ["parted", "equal", "hostile", "huge"])
+def test_a_browser_has_nothing_to_complain_of(browser: Tab, tmp_path: Path, kind: str) -> None:
+    """No error, no warning, no alert, and no request but that for the file itself."""
+    verdict = {"parted": parted, "equal": equal, "huge": huge}.get(kind, lambda: filled(HOSTILE))()
+    file = opened(browser, tmp_path, verdict, HOSTILE)
+
+    here = browser.value("[...document.querySelectorAll('section')].map(each => each.id)")
+    assert here == sections(file.read_text(encoding="utf-8"))
+    assert browser.value("document.querySelectorAll('h1').length") == 1
+    assert browser.complaints == []
+    assert [url for url in browser.requests if url != "data:,"] == [file.as_uri()]
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [320, 768, 1600])
+def test_a_page_fits_a_window_of_any_width(browser: Tab, tmp_path: Path, width: int) -> None:
+    """Nothing sticks out to the side, on a phone or a wide screen."""
+    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+    browser.ask("Emulation.setDeviceMetricsOverride", **size)
+    for verdict in (parted(), huge(50), filled("long" * 60)):
+        opened(browser, tmp_path, verdict, "a_long_title" * 30)
+
+        assert browser.value("document.documentElement.scrollWidth") <= width
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_can_be_read_in_both_schemes(browser: Tab, tmp_path: Path, scheme: str) -> None:
+    """Every text has a contrast of at least 4.5 to what is behind it (WCAG 2, level AA)."""
+    browser.ask(
+        "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}]
+    )
+    opened(browser, tmp_path, parted())
+
+    paper = browser.value("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", paper))) > 384) == (scheme == "light")
+    assert browser.value(CONTRASTS) == []
+
+
+@needs_browser
+def test_the_map_is_read_with_the_keyboard(browser: Tab, tmp_path: Path) -> None:
+    """Tab reaches the map at the first divergence; arrow keys move, and each cell is read out."""
+    verdict = parted()
+    verdict = replace(verdict, map=(*verdict.map, Cell(12, MODULES[0], 0, 3)))
+    opened(browser, tmp_path, verdict)
+
+    def read() -> str:
+        return str(browser.value("document.getElementById('map-said').textContent"))
+
+    browser.value("document.getElementById('cells').focus()")
+    assert read() == "step 7, layers.2.mlp: 8 of 20 records differ"
+    browser.press("ArrowLeft")
+    assert read() == "step 6, layers.2.mlp: all 20 records are the same"
+    for key in ("Home", "PageUp"):
+        browser.press(key)
+    assert read().startswith(f"step 0, {MODULES[0]}:")
+    browser.press("ArrowUp")  # no further than the border
+    assert read().startswith(f"step 0, {MODULES[0]}:")
+    browser.press("End")
+    assert read() == f"step 12, {MODULES[0]}: 3 of 3 records differ"
+    browser.press("PageDown")
+    assert read() == f"step 12, {MODULES[-1]}: no records"
+
+
+@needs_browser
+def test_a_page_can_be_printed(browser: Tab, tmp_path: Path) -> None:
+    """Paper is white, also for who reads in the dark."""
+    dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+    browser.ask("Emulation.setEmulatedMedia", media="print", features=dark)
+    opened(browser, tmp_path, parted())
+
+    assert browser.value("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert browser.value(CONTRASTS) == []
+    browser.ask("Emulation.setEmulatedMedia", media="", features=[])
+
+
+CONTRASTS = """(() => {
+  const parts = (color) => color.match(/[\\d.]+/g).map(Number);
+  const light = (rgb) => rgb.slice(0, 3).map((c) => c / 255)
+    .map((c) => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = (node) => {
+    for (let at = node; at; at = at.parentElement) {
+      const color = parts(getComputedStyle(at).backgroundColor);
+      if (color.length === 3) return color;
+    }
+    return [255, 255, 255];
+  };
+  const poor = [];
+  for (const node of document.querySelectorAll("body *")) {
+    const text = [...node.childNodes].some((each) => each.nodeType === 3 && each.data.trim());
+    if (!text || node.closest("script, style")) continue;
+    const style = getComputedStyle(node);
+    const ink = light(parts(node.closest("svg") ? style.fill : style.color));
+    const paper = light(behind(node));
+    const contrast = (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05);
+    if (contrast < 4.5) poor.push([node.tagName, node.textContent.trim(), contrast]);
+  }
+  return poor;
+})()"""

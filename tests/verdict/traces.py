@@ -1,0 +1,168 @@
+"""Traces of runs that nobody ran: ops and their data flow as a test writes them down."""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torchrepro.trace.store import FORMAT, Row, StepRow, Store
+
+Statistics = tuple[int, float | None, float | None, float | None, float | None]
+
+
+def value(*parts: object) -> bytes:
+    """Return the fingerprint of a tensor that is known by some words."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
+
+
+@dataclass(frozen=True)
+class Op:
+    """A record, in the words of a test."""
+
+    op: str = "aten::add"
+    module: str = ""
+    phase: str = "forward"
+    inputs: tuple[bytes, ...] = ()
+    outputs: tuple[bytes, ...] = ()
+    argument: str = ""
+    source: str = "train.py:1"
+    shapes: str = "float32[2]"
+    thread: int = 0
+    statistics: tuple[Statistics, ...] = ()
+    tensors: tuple[tuple[str, int, str, str, bytes], ...] = ()
+    """Role, position, dtype, shape, data."""
+
+    @property
+    def site(self) -> tuple[str, ...]:
+        """What a trace calls a site."""
+        return self.phase, self.module, self.op, self.source, self.shapes
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step, in the words of a test."""
+
+    ops: tuple[Op, ...] = ()
+    parameters: bytes = b""
+    gradients: bytes = b""
+    random: Mapping[str, str] = field(default_factory=dict)
+    losses: tuple[float | None, ...] = ()
+    finished: bool = True
+
+
+Run = list[Step]
+
+META: Mapping[str, Any] = {
+    "format": FORMAT,
+    "level": "op",
+    "rank": 0,
+    "world_size": 1,
+    "ordinal": 0,
+    "algorithm": {"cpu": "xxh3-128", "others": "torchrepro-1"},
+    "finished": True,
+}
+
+
+class Writer:
+    """Writes a trace as the recorder does, with sites and arguments numbered as they come."""
+
+    def __init__(self, folder: Path, meta: Mapping[str, Any] | None = None) -> None:
+        values = {**META, **(meta or {})}
+        folder.mkdir(parents=True, exist_ok=True)
+        ordinal = f".{values['ordinal']}" if values["ordinal"] else ""
+        self.store = Store(folder / f"rank{values['rank']}{ordinal}.sqlite")
+        self.store.write_meta({key: each for key, each in values.items() if each is not None})
+        self.records = 0
+        self.sites: dict[tuple[str, ...], int] = {}
+        self.arguments: dict[str, int] = {"": 0}
+        self.threads: dict[int, int] = {}
+
+    def step(self, number: int, step: Step) -> None:
+        """Write one step."""
+        for thread in sorted({op.thread for op in step.ops} - self.threads.keys()):
+            self.threads[thread] = thread
+            name = f"worker {thread}" if thread else "MainThread"
+            self.store.add_threads([(thread, name)])
+        rows = [self._row(op) for op in step.ops]
+        first, self.records = self.records + 1, self.records + len(rows)
+        self.store.add_records(number, rows)
+        for position, op in enumerate(step.ops):
+            self.store.add_statistics(
+                (first + position, output, *one) for output, one in enumerate(op.statistics)
+            )
+            self.store.add_tensors((first + position, *one) for one in op.tensors)
+        self.store.add_losses(
+            (number, position, loss, value(repr(loss)), "train.py:9")
+            for position, loss in enumerate(step.losses)
+        )
+        self.store.end_step(
+            StepRow(
+                step=number,
+                first=first,
+                records=len(rows),
+                bytes=8 * len(rows),
+                digest=value(rows),
+                parameters=step.parameters,
+                gradients=step.gradients,
+                random=step.random,
+                finished=step.finished,
+            )
+        )
+
+    def _row(self, op: Op) -> Row:
+        if op.site not in self.sites:
+            self.sites[op.site] = len(self.sites) + 1
+            self.store.add_sites([(self.sites[op.site], op.site)])
+        if op.argument not in self.arguments:
+            self.arguments[op.argument] = len(self.arguments)
+            self.store.add_arguments([(self.arguments[op.argument], op.argument)])
+        return (
+            op.thread,
+            self.sites[op.site],
+            self.arguments[op.argument],
+            b"".join(each[:8] for each in op.inputs),
+            b"".join(op.outputs),
+        )
+
+
+def write(
+    folder: Path, run: Iterable[Step], meta: Mapping[str, Any] | None = None, *, first: int = 0
+) -> Path:
+    """Write a run as one trace into a folder, steps numbered from `first` on."""
+    writer = Writer(folder, meta)
+    for number, step in enumerate(run, start=first):
+        writer.step(number, step)
+    writer.store.close()
+    return folder
+
+
+def chain(ops: int, *, step: int = 0, modules: int = 4, weights: object = "w") -> tuple[Op, ...]:
+    """Return ops each of which reads what the one before wrote, and a weight."""
+    names = ("aten::addmm", "aten::relu", "aten::mul", "aten::add")
+    found: list[Op] = []
+    last = value("batch", step)
+    for place in range(ops):
+        weight = value(weights, step, place)
+        op = Op(names[place % len(names)], f"layers.{place * modules // ops}")
+        found.append(computed(op, last, weight))
+        last = found[-1].outputs[0]
+    return tuple(found)
+
+
+def computed(op: Op, *inputs: bytes, salt: object = "") -> Op:
+    """Return an op with the outputs that follow from its inputs."""
+    return replace(op, inputs=inputs, outputs=(value(op.site, op.argument, inputs, salt),))
+
+
+def follow(ops: Sequence[Op], old: bytes, new: bytes) -> tuple[Op, ...]:
+    """Return ops that read another value in place of one, and all that follows from it."""
+    other = {old: new}
+    found = []
+    for op in ops:
+        inputs = tuple(other.get(each, each) for each in op.inputs)
+        changed = computed(op, *inputs) if inputs != op.inputs and op.outputs else op
+        changed = replace(changed, inputs=inputs)
+        other.update(zip(op.outputs, changed.outputs, strict=True))
+        found.append(changed)
+    return tuple(found)

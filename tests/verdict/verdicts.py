@@ -1,0 +1,116 @@
+"""Verdicts made by hand, for the tests of how a verdict is told."""
+
+from dataclasses import replace
+from typing import Any
+
+from torchrepro.verdict.value import (
+    Advice,
+    Cell,
+    Compared,
+    Distance,
+    Divergence,
+    Element,
+    Kind,
+    Setting,
+    Side,
+    Verdict,
+)
+
+MODULES = ("embed", *(f"layers.{n}.{part}" for n in range(4) for part in ("attn", "mlp")), "head")
+
+
+def side(**values: Any) -> Side:
+    """Return one run's record of an op."""
+    usual = {
+        "run": "runs/a",
+        "source": "train.py:41",
+        "outputs": "float32[16, 128, 1024]",
+        "argument": "",
+        "input_fingerprints": ("9f0b64a1c2d3e4f5",),
+        "output_fingerprints": ("3f1c0000aaaabbbb3f1c0000aaaabbbb",),
+    }
+    return Side(**{**usual, **values})
+
+
+def divergence(op: str = "aten::gelu", kind: Kind = Kind.OUTPUTS, **values: Any) -> Divergence:
+    """Return a place where two runs part: `op` at step 7 in layers.2.mlp, unless told otherwise."""
+    other = ("9a020000ccccdddd9a020000ccccdddd",)
+    usual = {
+        "rank": 0,
+        "step": 7,
+        "phase": "forward",
+        "module": "layers.2.mlp",
+        "op": op,
+        "source": "train.py:41",
+        "kind": kind,
+        "thread": "MainThread",
+        "left": side(),
+        "right": side(run="runs/b", output_fingerprints=other),
+    }
+    return Divergence(**{**usual, **values})
+
+
+def parted(first: Divergence | None = None, **values: Any) -> Verdict:
+    """Return the verdict on two runs of 12 steps that part at step 7."""
+    found = first or replace(
+        divergence(),
+        elements=(Element("output 0", (0, 3, 17), "0.12345678", "0.12345679"),),
+        distances=(Distance("output 0", 1.2e-7, 3.1e-6, 0.99999999),),
+        what="Both runs gave it the same tensor.",
+    )
+    usual = {
+        "same": False,
+        "left": "runs/a",
+        "right": "runs/b",
+        "compared": Compared(1, 12, 11436, 14160000000, "op"),
+        "first": found,
+        "propagated": 1204,
+        "independent": 0,
+        "by_module": (("layers.2.mlp", 210), ("layers.3.attn", 400), ("head", 12)),
+        "map": agreement(MODULES, 12, 7, 5),
+        "losses": losses(12, 7),
+        "settings": (
+            Setting("env.OMP_NUM_THREADS", "2", "4"),
+            Setting("version of torch", "2.6.0", "2.13.0"),
+        ),
+        "notes": ("B was killed in step 12.",),
+        "advice": Advice(
+            "aten::gelu gave two results.",
+            "backends.cpu.num_threads",
+            "backends.cpu.num_threads=1",
+            "torchrepro run p --record runs/a-closer --steps 6:8 -- python train.py",
+        ),
+    }
+    return Verdict(**{**usual, **values})
+
+
+def equal(**values: Any) -> Verdict:
+    """Return the verdict on two runs that are the same."""
+    usual = {
+        "same": True,
+        "left": "runs/a",
+        "right": "runs/b",
+        "compared": Compared(2, 100, 95300, 118000000000, "op"),
+        "map": agreement(MODULES, 100, 1000, 0),
+        "losses": losses(100, 1000),
+    }
+    return Verdict(**{**usual, **values})
+
+
+def agreement(modules: tuple[str, ...], steps: int, step: int, module: int) -> tuple[Cell, ...]:
+    """Return a map in which the modules from `module` on differ in `step`, and all do later."""
+    return tuple(
+        Cell(at, name, 20 - bad, bad)
+        for at in range(steps)
+        for position, name in enumerate(modules)
+        for bad in [0 if at < step or (at == step and position < module) else 8]
+    )
+
+
+def losses(steps: int, step: int) -> tuple[tuple[int, float | None, float | None], ...]:
+    """Return losses that agree before `step` and drift apart from there on."""
+    found = []
+    for at in range(steps):
+        loss = 2.3 * 0.97**at
+        found.append((at, loss, loss + max(0, at - step) * 0.02))
+    return tuple(found)

@@ -1,0 +1,76 @@
+"""Small real programs, and a profile that puts little in force, so that they start quickly."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from torchrepro.verify.verifying import verify
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchrepro.verify.value import Verification
+
+PLAIN = """
+schema: 1
+name: plain
+guarantee: repeatable
+seed: 1
+"""
+TRAINING = """
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    batch = torch.randn(16, 4)
+    {}
+    loss = model(batch).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+_OURS = ("TORCHREPRO_", "PYTHONHASHSEED", "MALLOC_", "TZ")
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in a folder of its own, without any variable that has a say in the result."""
+    place = tmp_path / "place"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    for name in os.environ:
+        if name.startswith(_OURS):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def plain() -> str:
+    """The path of a profile that seeds, and asks for the same bits."""
+    Path("plain.yaml").write_text(PLAIN, encoding="utf-8")
+    return "./plain.yaml"
+
+
+@pytest.fixture
+def training() -> Callable[[str], list[str]]:
+    """Write a training program with one line of its own in each step; return its command."""
+
+    def write(line: str = "pass", before: str = "") -> list[str]:
+        Path("train.py").write_text(f"{before}\n{TRAINING.format(line)}", encoding="utf-8")
+        return [sys.executable, "train.py"]
+
+    return write
+
+
+@pytest.fixture
+def verified(plain: str, tmp_path: Path) -> Callable[..., Verification]:
+    """Verify a command under the plain profile, into a folder of this test."""
+
+    def verified(command: list[str], **options: Any) -> Verification:
+        return verify(plain, command, **{"folder": tmp_path / "out", **options})
+
+    return verified

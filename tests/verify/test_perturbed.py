@@ -1,0 +1,163 @@
+"""What a process does to itself when it is perturbed, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from torchrepro.profile.load import resolve
+from torchrepro.verify.elsewhere import mirrored, too_large
+from torchrepro.verify.perturbed import INSIDE, VARIABLE
+from torchrepro.verify.storm import EVERYTHING, Storm
+
+START = "import os; from torchrepro.verify.perturbed import perturb; perturb(os.environ)\n"
+LOADER = """
+import json, torch
+arrived = [[], []]
+class Data(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from [torch.utils.data.get_worker_info().id] * 20
+if __name__ == "__main__":
+    import time
+    begun = time.monotonic()
+    for batch in torch.utils.data.DataLoader(Data(), num_workers=2, batch_size=None):
+        pass
+    print(json.dumps(time.monotonic() - begun))
+"""
+
+
+def perturbed(values, program):
+    """Return what a program prints, as JSON, in a process that was perturbed first."""
+    done = subprocess.run(
+        [sys.executable, "-c", START + program],
+        env={**os.environ, VARIABLE: json.dumps(values)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_process_of_a_calm_run_is_left_alone():
+    """Without the variable nothing is changed, and nothing is imported that was not there."""
+    program = "import sys, time; print([sys.getswitchinterval(), 'torch' in sys.modules, "
+    program += "type(time.time).__name__ == 'builtin_function_or_method'])"
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    done = subprocess.run(
+        [sys.executable, "-c", START + program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert done.stdout == "[0.005, False, True]\n"
+
+
+def test_the_clock_tells_another_day_in_all_its_forms_and_time_passes_as_before():
+    """Every function of `time` tells the same moved moment; what measures intervals is as it was.
+
+    A moment that is given is not moved.
+    """
+    moved = 40 * 24 * 60 * 60
+    program = (
+        "import json, time\n"
+        "print(json.dumps([time.time(), time.time_ns() / 1e9, time.mktime(time.localtime()),\n"
+        "    time.mktime(time.strptime(time.ctime())),\n"
+        "    time.mktime(time.strptime(time.asctime())),\n"
+        "    float(time.strftime('%s')), time.gmtime(0)[0], time.monotonic()]))"
+    )
+    *told, epoch, monotonic = perturbed({"clock": moved}, program)
+
+    assert [abs(moment - time.time() - moved) < 30 for moment in told] == [True] * 6
+    assert epoch == 1970
+    assert abs(monotonic - time.monotonic()) < 30
+
+
+def test_threads_take_turns_more_often():
+    """The interval after which a thread makes way is the one asked for."""
+    program = "import json, sys; print(json.dumps(sys.getswitchinterval()))"
+
+    assert perturbed({"thread scheduling": 1e-5}, program) == pytest.approx(1e-5)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one CPU")
+def test_fewer_cpus_leave_the_number_of_threads_as_it_is():
+    """Torch counts all CPUs, in a child of a perturbed process as well, and then uses fewer."""
+    whole = sorted(os.sched_getaffinity(0))
+    program = (
+        "import json, os, subprocess, sys, torch\n"
+        "mine = [torch.get_num_threads(), sorted(os.sched_getaffinity(0))]\n"
+        "again = 'child' not in os.environ and subprocess.check_output(\n"
+        "    [sys.executable, '-c', os.environ['PROGRAM']], env={**os.environ, 'child': '1'})\n"
+        "print(json.dumps([*mine, json.loads(again) if again else None]))"
+    )
+    os.environ["PROGRAM"] = START + program
+    try:
+        threads, cpus, child = perturbed({"affinity": {"all": whole, "some": whole[:1]}}, program)
+    finally:
+        del os.environ["PROGRAM"]
+
+    plain = "import torch; print(torch.get_num_threads())"
+    expected = int(subprocess.check_output([sys.executable, "-c", plain]))
+    assert (threads, cpus) == (expected, whole[:1])
+    assert child[:2] == [expected, whole[:1]]
+
+
+def test_batches_of_workers_are_delayed(tmp_path):
+    """Workers of a loader take longer to hand over their batches, and no random number is drawn."""
+    Path("loader.py").write_text(LOADER)
+    seconds = [perturbed(values, LOADER) for values in ({}, {"loader timing": 1})]
+
+    assert seconds[1] > seconds[0] + 0.05
+
+
+def test_the_heap_is_another_one():
+    """Objects that the program did not make lie between its own for as long as it runs."""
+    program = "import sys; print(sys.getallocatedblocks())"
+
+    assert perturbed({"allocation": 3}, program) > perturbed({}, program) + 500
+
+
+def test_every_name_that_a_storm_sends_is_known_within():
+    """No perturbation asks a process for what it cannot do, and none is left unused."""
+    storm = Storm.of(EVERYTHING, resolve("seed-only"))
+    sent = {name for row in storm.rows for name in row.around(1).inside}
+
+    assert sent <= set(INSIDE)
+    assert set(INSIDE) - sent <= set(dict(storm.skipped))
+
+
+def test_a_mirror_has_everything_at_another_path_and_leaves_nothing(tmp_path):
+    """Relative paths lead to the same files from the mirror, upward too; what is new vanishes."""
+    place = tmp_path / "project" / "run"
+    place.mkdir(parents=True)
+    (place / "here.txt").write_text("here")
+    (tmp_path / "project" / "data.txt").write_text("data")
+    program = (
+        "import json, os; open('new.txt', 'w'); os.makedirs('out/deep')\n"
+        "print(json.dumps([os.getcwd(), open('here.txt').read(), open('../data.txt').read(),\n"
+        "    os.path.exists('../../../..' + os.environ['HOME'])]))"
+    )
+    with mirrored(place) as mirror:
+        told = json.loads(subprocess.check_output([sys.executable, "-c", program], cwd=mirror))
+
+    assert told[0] == str(mirror) != str(place)
+    assert told[1:3] == ["here", "data"]
+    assert not mirror.exists()
+    assert [path.name for path in place.iterdir()] == ["here.txt"]
+    assert (place / "here.txt").read_text() == "here"
+
+
+def test_a_folder_with_too_much_in_it_is_not_mirrored(tmp_path, monkeypatch):
+    """Where linking would take too long the perturbation is skipped with the reason."""
+    assert too_large(tmp_path) == ""
+    monkeypatch.setattr("torchrepro.verify.elsewhere.MOST", 1)
+    assert "files to link" in too_large(tmp_path)

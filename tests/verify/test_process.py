@@ -1,0 +1,139 @@
+"""A command that is ended: it and all that it started go, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from torchrepro.verify.process import busy, run_to_end
+
+SLEEPER = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+print(os.getpid(), child.pid, flush=True)
+time.sleep(300)
+"""
+STUBBORN = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n" + SLEEPER
+DRIVER = """
+import sys
+from torchrepro.verify.process import Stopped
+from torchrepro.verify.verifying import verify
+try:
+    verify(sys.argv[1], sys.argv[2:], say=sys.stderr.write, folder="recorded")
+except Stopped as stopped:
+    sys.exit(stopped.exit_status)
+"""
+
+
+def lives(pid):
+    """Whether a process is there and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, seconds=60):
+    """Wait for something to become true, and fail if it does not."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def started(plain):
+    """Start to verify a program; return the process and those of the program."""
+    running = []
+
+    def start(program):
+        Path("program.py").write_text(program)
+        command = [sys.executable, "-c", DRIVER, plain, sys.executable, "program.py"]
+        driver = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        running.append(driver)
+        log = Path("recorded/run-1.log")
+        wait_until(lambda: log.exists() and len(log.read_text().split()) == 2)
+        return driver, [int(pid) for pid in log.read_text().split()]
+
+    yield start
+    for driver in running:
+        driver.kill()
+        driver.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_command_and_its_children(started, number):
+    """What ends us ends the command with its children; the folder is told, the status is usual."""
+    driver, pids = started(SLEEPER)
+    driver.send_signal(number)
+    _, said = driver.communicate(timeout=60)
+
+    assert driver.returncode == 128 + number
+    assert str(Path("recorded").absolute()) in said
+    wait_until(lambda: not any(map(lives, pids)), 5)
+
+
+def test_a_command_that_does_not_want_to_end_is_killed_at_the_second_signal(started):
+    """A second Ctrl-C does not wait."""
+    driver, pids = started(STUBBORN)
+    driver.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert lives(pids[0])
+    driver.send_signal(signal.SIGINT)
+    driver.communicate(timeout=10)
+
+    assert driver.returncode == 130
+    wait_until(lambda: not any(map(lives, pids)), 5)
+
+
+def test_signals_are_handled_as_before_afterwards(tmp_path):
+    """The handlers of the process are those that it had, after a run and after an error."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    status = run_to_end("/bin/sh", ["sh", "-c", "exit 3"], os.environ, tmp_path, tmp_path / "log")
+
+    assert status == 3
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_command_reads_nothing():
+    """Standard input is empty in every run, so that all of them have the same."""
+    program = (
+        "import os; from pathlib import Path; from torchrepro.verify.process import run_to_end\n"
+        "command = ['sh', '-c', 'wc -c; echo to-stderr >&2']\n"
+        "run_to_end('/bin/sh', command, os.environ, Path.cwd(), Path('log'))"
+    )
+    subprocess.run([sys.executable, "-c", program], input="words", text=True, check=True)
+
+    assert Path("log").read_text().split() == ["0", "to-stderr"]
+
+
+def test_the_load_ends_with_the_block_and_with_us():
+    """Busy processes are gone after the block, and after the process that started them is."""
+
+    def children():
+        mine = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        return {int(pid) for pid in mine}
+
+    before = children()
+    with busy(2):
+        assert len(children() - before) == 2
+    assert children() <= before
+
+    program = (
+        "import os, signal, time; from pathlib import Path\n"
+        "from torchrepro.verify.process import busy\n"
+        "with busy(1):\n"
+        "    print(Path(f'/proc/self/task/{os.getpid()}/children').read_text(), flush=True)\n"
+        "    time.sleep(300)"
+    )
+    driver = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    load = int(driver.stdout.readline())
+    driver.kill()
+    driver.communicate()
+    wait_until(lambda: not lives(load), 20)

@@ -1,0 +1,119 @@
+"""Perturbed runs: what a result must not depend on is found, and named."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrepro.errors import ProfileError
+from torchrepro.profile.load import resolve
+from torchrepro.verify.culprit import halved
+from torchrepro.verify.perturbation import PERTURBATIONS
+from torchrepro.verify.storm import EVERYTHING, Storm
+from torchrepro.verify.told import verification_json
+
+DEPENDENT = {
+    "hash seed": "batch[0, 0] = hash('word') % 1009",
+    "memory contents": "batch[0] = torch.empty(1 << 24)[:4].nan_to_num(0, 0, 0)",
+    "clock": "batch[0, 0] = __import__('time').time() // 86400 % 1009",
+    "time zone": "batch[0, 0] = __import__('datetime').datetime.now().day",
+    "working directory": "batch[0, 0] = len(__import__('os').getcwd())",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_what_a_program_depends_on_is_named(name, training, verified):
+    """A program that is the same in calm runs parts under stress, and the one cause is named."""
+    found = verified(training(DEPENDENT[name]), stress=[*DEPENDENT], closer=False)
+
+    assert not found.same
+    assert found.stressed.culprits == (name,)
+    assert name in found.verdict.notes[0]
+    assert name in found.verdict.advice.cause
+    assert verification_json(found)["stress"]["culprits"] == [name]
+
+
+@pytest.mark.slow
+def test_a_reproducible_program_bears_all_perturbations(training, verified):
+    """A program that depends on none of it is the same in three runs of all perturbations."""
+    before = (
+        "import torch, glob\n"
+        "data = torch.utils.data.DataLoader(range(9), batch_size=3, num_workers=2, shuffle=True)\n"
+        "batches = iter(data)\n"
+        "assert glob.glob('*.py') == ['train.py']"
+    )
+    found = verified(training("batch[0, :3] = next(batches)", before), stress=EVERYTHING, runs=4)
+
+    assert found.same
+    assert found.stressed.culprits == ()
+    assert [run.perturbed for run in found.runs] == [(), *[found.stressed.perturbed] * 3]
+
+
+@pytest.mark.slow
+def test_what_varies_by_itself_is_not_blamed_on_a_perturbation(training, verified):
+    """Where calm runs part as well no perturbation is named, and that is said."""
+    line = "batch[0, 0] = __import__('random').SystemRandom().random()"
+    found = verified(training(line), stress=EVERYTHING, closer=False)
+
+    assert not found.same
+    assert found.stressed.culprits == ()
+    assert "without any perturbation" in found.verdict.notes[0]
+
+
+def test_what_the_profile_sets_is_left_alone():
+    """A perturbation of a variable that the profile sets is skipped, and the reason is said."""
+    storm = Storm.of(EVERYTHING, resolve("seed-only"))
+
+    assert dict(storm.skipped)["hash seed"] == "the profile sets PYTHONHASHSEED"
+    assert "PYTHONHASHSEED" not in storm.around(1, storm.names).variables
+    assert set(storm.names) | set(dict(storm.skipped)) == set(EVERYTHING)
+
+
+def test_an_unknown_perturbation_is_refused_with_a_near_one():
+    """A name that is no perturbation is an error that names one close to it."""
+    with pytest.raises(ProfileError, match="hash seed"):
+        Storm.of(["hash sed"], resolve("seed-only"))
+
+
+@pytest.mark.parametrize("row", PERTURBATIONS, ids=lambda row: row.name)
+def test_a_perturbation_acts_alone(row):
+    """Each row changes something, other rows nothing of it, and no two runs are perturbed alike
+    by those that can vary.
+    """
+    others = Storm(tuple(each for each in PERTURBATIONS if each is not row))
+
+    assert row.around(1) != row.calm
+    assert Storm(PERTURBATIONS).around(1, others.names) == others_and_calm(others, row)
+
+
+def others_and_calm(others: Storm, row):
+    """Return what surrounds a run that is perturbed by all rows but one."""
+    from torchrepro.verify.surroundings import together
+
+    return together([others.around(1, others.names), row.calm])
+
+
+@given(st.integers(1, 12), st.data())
+def test_one_culprit_is_found_by_halving(count, data):
+    """A single cause is found among any number, in at most two runs for each halving."""
+    names = [str(number) for number in range(count)]
+    guilty = data.draw(st.sampled_from(names))
+    asked = []
+
+    def parts(some):
+        asked.append(some)
+        return guilty in some
+
+    assert halved(names, parts) == (guilty,)
+    assert len(asked) <= 2 * (count - 1).bit_length()
+
+
+@given(st.integers(2, 12), st.data())
+def test_causes_that_act_together_are_kept_together(count, data):
+    """What takes two perturbations is told as a group that holds both, and never as one."""
+    names = [str(number) for number in range(count)]
+    pair = set(data.draw(st.lists(st.sampled_from(names), min_size=2, max_size=2, unique=True)))
+
+    assert pair <= set(halved(names, lambda some: pair <= set(some)))

@@ -1,0 +1,225 @@
+"""Verifying a command: the same, or where its runs part, or an honest word on why neither."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchrepro.errors import ApplyError, ProfileError, TraceError
+from torchrepro.tables import as_text
+from torchrepro.trace.reading import read_run
+from torchrepro.verdict.value import Kind
+from torchrepro.verify.told import verification_json, verification_parts
+from torchrepro.verify.verifying import verify
+
+ANOTHER_EACH_TIME = "batch[0, 0] = __import__('random').SystemRandom().random() if step == 1 else 1"
+
+
+def test_a_reproducible_program_is_the_same_and_leaves_nothing_behind(
+    training, plain, tmp_path, monkeypatch
+):
+    """Runs that are the same, NaN included, are said to be, and their recordings are removed."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    said = []
+    found = verify(
+        plain, training("batch[0, 0] = float('nan') if step == 2 else 0"), say=said.append
+    )
+
+    assert found.same
+    assert found.verdict.compared.ops > 50
+    assert [run.status for run in found.runs] == [0, 0]
+    assert (found.folder, list(tmp_path.glob("torchrepro-*"))) == ("", [])
+    assert "".join(said).count("3 steps\n") == 2
+    assert verification_json(found)["same"] is True
+
+
+@pytest.mark.slow
+def test_runs_that_part_are_looked_at_more_closely(training, verified, tmp_path):
+    """The first divergence comes with its place, elements of the tensors, and all recordings."""
+    found = verified(training(ANOTHER_EACH_TIME))
+    first = found.verdict.first
+
+    assert not found.same
+    assert (first.step, first.phase, first.kind) == (1, "forward", Kind.DATA)
+    assert Path(first.source.rpartition(":")[0]).name == "train.py"
+    assert first.elements
+    assert first.distances
+    assert [len(read_run(run.folder)) for run in found.runs] == [1, 1]
+    assert set(read_run(tmp_path / "out" / "closer-1")[0].steps) == {0, 1, 2}
+    assert found.next_rung is not None
+
+
+@pytest.mark.slow
+def test_a_divergence_that_does_not_come_back_is_said_to_vary(training, verified):
+    """Where a closer look shows the runs part elsewhere the verdict stays, and says that."""
+    chance = "batch[0, 0] = __import__('random').SystemRandom().random() if once(step) else 1"
+    before = (
+        "import os\n"
+        "def once(step):\n"
+        "    if step != 1 or os.path.exists('done'): return False\n"
+        "    os.path.exists('first') and open('done', 'w')\n"
+        "    open('first', 'w')\n"
+        "    return True"
+    )
+    found = verified(training(chance, before))
+
+    assert not found.same
+    assert found.verdict.first.step == 1
+    assert not found.verdict.first.elements
+    assert "it varies from run to run" in found.verdict.notes[0]
+
+
+def test_without_a_closer_look_there_are_no_more_runs(training, verified, tmp_path):
+    """A closer look that is not wanted is not taken; the answer is the same."""
+    found = verified(training(ANOTHER_EACH_TIME), closer=False)
+
+    assert found.verdict.first.step == 1
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "run-1",
+        "run-1.log",
+        "run-2",
+        "run-2.log",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("print('gone wrong'); raise SystemExit(7)", ["exit status 7", "gone wrong"]),
+        ("import os; os.kill(os.getpid(), 9)", ["signal SIGKILL", "printed nothing"]),
+    ],
+)
+def test_a_command_that_fails_every_time_is_told_with_its_last_lines(verified, program, told):
+    """A command that fails alike in every run is an error, and no answer."""
+    with pytest.raises(TraceError) as raised:
+        verified([sys.executable, "-c", program])
+
+    assert raised.value.exit_status == 2
+    assert all(words in str(raised.value) for words in told)
+
+
+def test_runs_that_end_differently_are_not_the_same(training, verified):
+    """Another exit status is a difference, whatever was recorded."""
+    command = training(before="import atexit, os\ncount = len(os.listdir())\nopen('x', 'w')")
+    text = Path("train.py").read_text()
+    Path("train.py").write_text(f"{text}\nimport sys; sys.exit(count - 2)")
+    found = verified(command)
+
+    assert not found.same
+    assert found.verdict.first.kind is Kind.ENDED
+    assert "run-1 with exit status 0 and run-2 with exit status 1" in found.verdict.first.what
+    json.dumps(verification_json(found), allow_nan=False)
+
+
+def test_a_run_that_ends_before_its_first_step_is_not_the_same(training, verified):
+    """A run that crashed at once differs from one that trained, and both statuses are told."""
+    before = "import os, sys\nos.path.exists('x') and sys.exit(4)\nopen('x', 'w')"
+    found = verified(training(before=before))
+
+    assert not found.same
+    assert "run-2 ended before its first step" in found.verdict.first.what
+    assert "exit status 4" in found.verdict.first.what
+
+
+@pytest.mark.parametrize("program", ["print(1)", "import torch"])
+def test_a_command_of_which_nothing_is_recorded_is_never_the_same(verified, program):
+    """Without torch, or without anything computed by it, there is an error and no answer."""
+    with pytest.raises(TraceError, match="nothing was recorded") as raised:
+        verified([sys.executable, "-c", program])
+
+    assert raised.value.exit_status == 2
+
+
+def test_a_wrong_request_runs_nothing(plain, training, tmp_path, monkeypatch):
+    """One run, an unknown perturbation, command or guarantee, a full folder: errors at once."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    command = training("open('ran', 'w')")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for words, options in (
+        (command, {"runs": 1}),
+        (command, {"stress": ["hash sed"]}),
+        (command, {"folder": tmp_path / "full"}),
+        (command, {"level": "atom"}),
+        (command, {"overrides": ["guarantee=sure"]}),
+        (["no-such-command-here"], {}),
+        ([sys.executable, "-S", "-c", "print(1)"], {}),
+    ):
+        with pytest.raises((ProfileError, TraceError, ApplyError)):
+            verify(plain, words, **options)
+
+    assert not Path("ran").exists()
+    assert list(tmp_path.glob("torchrepro-*")) == []
+
+
+@pytest.mark.slow
+def test_the_guarantee_decides_what_is_asked(training, tmp_path, plain):
+    """`seeded` asks for the same random numbers; other bits are noted, and are no difference."""
+    command = training("batch[0, 0] = int(__import__('os').path.getmtime('train.py') % 7)")
+    Path("train.py").write_text(
+        Path("train.py").read_text().replace("import torch\n", "import os, time, torch\n", 1)
+        + "\nos.utime('train.py', (0, os.path.getmtime('train.py') + 1))"
+    )
+    seeded = verify(plain, command, overrides=["guarantee=seeded"], folder=tmp_path / "seeded")
+    within = verify(plain, command, rtol=1e3, atol=1e3, folder=tmp_path / "within", closer=False)
+
+    assert (seeded.asked, seeded.same) == ("streams", True)
+    assert "bit for bit they part at step 0" in seeded.verdict.notes[0]
+    assert (within.asked, within.same) == ("tolerance", True)
+
+
+@pytest.mark.slow
+def test_random_numbers_that_differ_break_what_seeded_promises(training, plain, tmp_path):
+    """A generator in another state is a difference under `seeded`, whatever the bits are."""
+    command = training("torch.manual_seed(int.from_bytes(__import__('os').urandom(4)))")
+    found = verify(plain, command, overrides=["guarantee=seeded"], folder=tmp_path / "out")
+
+    assert not found.same
+    assert (found.verdict.first.kind, found.verdict.first.step) == (Kind.RANDOM, 0)
+
+
+@pytest.mark.slow
+def test_where_no_rung_helps_that_is_said(training, verified):
+    """A command whose runs part on every rung has none named, and each was tried."""
+    found = verified(training(ANOTHER_EACH_TIME), climb=True, closer=False)
+    answer = verification_json(found)["climb"]
+
+    assert found.equal_on is None
+    assert answer["equal_on"] is None
+    assert len(answer["tried"]) > 2
+    assert not any(tried["same"] for tried in answer["tried"])
+    assert "no rung of the ladder" in as_text(*verification_parts(found))
+
+
+@pytest.mark.slow
+def test_an_unseeded_program_is_the_same_on_the_rung_of_seeds(training, tmp_path):
+    """A profile without a seed, over a program without one, becomes equal on the first rung."""
+    Path("bare.yaml").write_text("schema: 1\nname: bare\nguarantee: repeatable\n")
+    found = verify("./bare.yaml", training(), climb=True, closer=False, folder=tmp_path / "out")
+
+    assert not found.same
+    assert found.equal_on.name == "seeds"
+    assert [tried.same for tried in found.climbed] == [True]
+
+
+@pytest.mark.slow
+def test_loader_workers_that_vary_are_found_on_their_rung(training, verified):
+    """Workers that give other data each time are equal on the rung without workers."""
+    before = (
+        "import os, torch\n"
+        "class Data(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 3\n"
+        "    def __getitem__(self, at):\n"
+        "        inside = torch.utils.data.get_worker_info()\n"
+        "        return torch.full((16, 4), float(os.getpid() if inside else 1))\n"
+        "batches = iter(torch.utils.data.DataLoader(Data(), batch_size=None, num_workers=2))"
+    )
+    found = verified(training("batch = next(batches)", before), climb=True, closer=False)
+
+    assert not found.same
+    assert found.equal_on.name == "no loader workers"
+    assert [tried.same for tried in found.climbed][-1:] == [True]
+    assert len(found.climbed) > 1
