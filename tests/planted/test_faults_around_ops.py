@@ -73,6 +73,8 @@ def test_a_worker_that_nobody_seeded_is_found_at_its_first_batch(tmp_path: Path)
             optimizer.step()
         return model.weight.tolist()[0]
 
+    # The first optimizer of a process imports parts of torch, which in older torch run ops.
+    torch.optim.SGD([torch.ones(1, requires_grad=True)])
     _, first = _parted(tmp_path, program)
 
     assert (first.step, first.phase, first.op) == (2, "data", "DataLoader")

@@ -94,7 +94,7 @@ def test_verify_runs_and_compares(run: Callable[..., Ended]) -> None:
 WRONG = {
     "a folder that is not there": (("compare", "nowhere", "nowhere"), "no such folder"),
     "a folder without a trace": (("compare", ".", "."), "holds no trace"),
-    "a file": (("compare", "train.py", "train.py"), "no such folder"),
+    "a file": (("compare", "train.py", "train.py"), "is a file"),
     "an occupied folder": (
         ("run", "./plain.yaml", "--record", ".", "--", "true"),
         "a recording goes into a new or empty folder",

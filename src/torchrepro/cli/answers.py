@@ -19,6 +19,13 @@ Report = Annotated[
 ]
 
 
+def check_page(report: str) -> None:
+    """Raise `TraceError` if a page cannot be written, before hours are spent on what is in it."""
+    place = Path(report)
+    if report and (place.is_dir() or not place.absolute().parent.is_dir()):
+        raise TraceError(Problem("the page cannot be written there", found=report))
+
+
 def write_page(verdict: Verdict, rung: Rung | None, report: str) -> None:
     """Write the page of a verdict where one is asked for, and say so."""
     if not report:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from torchrepro.cli.answers import Report, leave, tell, write_page
+from torchrepro.cli.answers import Report, check_page, leave, tell, write_page
 from torchrepro.cli.app import (
     Json,
     Overrides,
@@ -89,6 +89,14 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
         )
         request.prepare_folder()
         more[VARIABLE] = request.to_variable()
+    elif steps or keep or statistics or detail:
+        raise TraceError(
+            Problem(
+                "nothing is recorded",
+                key="--steps, --keep, --statistics and --detail",
+                todo="say where to: --record DIR",
+            )
+        )
     start(resolved, command, more)
 
 
@@ -128,9 +136,9 @@ def compare_runs(  # noqa: PLR0913, PLR0917 - see above
     from torchrepro.verdict.as_json import verdict_json
     from torchrepro.verdict.comparing import compare, next_rung
 
+    check_page(report)
     found = compare(left, right, rtol=rtol, atol=atol)
     rung = next_rung(found)
-    write_page(found, rung, report)
     if as_json:
         print_json(verdict_json(found, rung))
     else:
@@ -138,6 +146,7 @@ def compare_runs(  # noqa: PLR0913, PLR0917 - see above
         from torchrepro.verdict.told import verdict_parts
 
         show(*verdict_parts(found, rung))
+    write_page(found, rung, report)
     leave(same=found.same)
 
 
@@ -177,6 +186,7 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
     from torchrepro.verify.verifying import verify
 
     command = given_command(context, f"verify {profile}")
+    check_page(report)
     resolved_profile(profile, overrides)  # says what is wrong with it before anything is started
     try:
         found = verify(
@@ -196,11 +206,11 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
         )
     except Stopped as stopped:
         raise typer.Exit(stopped.exit_status) from None
-    write_page(found.verdict, found.next_rung, report)
     if as_json:
         print_json(verification_json(found))
     else:
         from torchrepro.tables import show
 
         show(*verification_parts(found))
+    write_page(found.verdict, found.next_rung, report)
     leave(same=found.same)

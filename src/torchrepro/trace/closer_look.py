@@ -25,6 +25,7 @@ class CloserLook:
         self._recording = recording
         self._statistics: list[tuple[Any, ...]] = []
         self._kept: list[tuple[Any, ...]] = []
+        self._met: set[str] = set()
 
     @classmethod
     def of(cls, recording: Recording) -> CloserLook | None:
@@ -37,7 +38,9 @@ class CloserLook:
         request = self._recording.request
         if request.detail:
             self._recording.known.distrust()  # the next op reads its inputs anew
-        if not self._recording.wants_step or not _matches(place.module, request.keep):
+        fitting = [pattern for pattern in request.keep if _fits(place.module, pattern)]
+        self._met.update(fitting)
+        if not self._recording.wants_step or not fitting:
             return None
         unset = self._recording.known.is_unset
         return [None if unset(tensor) else _copied(tensor) for tensor in tensors_in((args, kwargs))]
@@ -56,6 +59,10 @@ class CloserLook:
             self._keep(position, "input", before)
             self._keep(position, "output", map(_copied, outputs))
 
+    def unmet(self) -> list[str]:
+        """Return the patterns that no module fitted."""
+        return [pattern for pattern in self._recording.request.keep if pattern not in self._met]
+
     def write(self, store: Store, first: int) -> None:
         """Write all that was seen in a step whose first record has the id `first`."""
         store.add_statistics((first + row[0], *row[1:]) for row in self._statistics)
@@ -70,14 +77,16 @@ class CloserLook:
                 self._kept.append((position, role, number, kind, shape, _bytes(tensor)))
 
 
-def _matches(module: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(module, p) or fnmatchcase(module, f"{p}.*") for p in patterns)
+def _fits(module: str, pattern: str) -> bool:
+    return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
 
 
 def _copied(tensor: Any) -> Any:
     """Return a copy on the CPU; None for a layout that has no plain memory."""
-    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+    if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.is_nested:
         return None
+    if tensor.is_quantized:
+        tensor = tensor.int_repr()
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 

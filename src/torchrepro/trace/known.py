@@ -103,6 +103,11 @@ class Known:
         """Forget all that may change without torch by the next step, but for large data."""
         self.entries = {key: entry for key, entry in self.entries.items() if _outlives(entry)}
 
+    def forget_what_is_gone(self) -> None:
+        """Forget tensors that no longer are."""
+        alive = {k: entry for k, entry in self.entries.items() if entry[0]() is not None}
+        self.entries = alive
+
     def distrust(self) -> None:
         """Forget everything but which memory nothing has written."""
         self.entries = {k: entry for k, entry in self.entries.items() if is_unset(entry[2])}

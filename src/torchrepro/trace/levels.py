@@ -76,6 +76,10 @@ class Level:
     def write(self, store: Store, first: int) -> None:
         """Write what belongs to the records of a step, the first of which has this id."""
 
+    def unmet(self) -> Iterable[str]:
+        """Return the patterns of modules to keep that none fitted."""
+        return self.recording.request.keep
+
     def end_step(self) -> None:
         """Forget the step that has ended."""
 
@@ -226,6 +230,9 @@ class OpLevel(Level):
         self.now.loading = 0
         self.now.pause(0)
         super().batch_ends(batch, place)
+
+    def unmet(self) -> Iterable[str]:
+        return () if self._closer is None else self._closer.unmet()
 
     def write(self, store: Store, first: int) -> None:
         if self._closer is not None:

@@ -22,9 +22,12 @@ TRANSPARENT = frozenset(
 
 ALLOCATING = frozenset(
     {
+        "aten::_empty_affine_quantized",
+        "aten::_empty_per_channel_affine_quantized",
         "aten::empty",
         "aten::empty_like",
         "aten::empty_permuted",
+        "aten::empty_quantized",
         "aten::empty_strided",
         "aten::new_empty",
         "aten::new_empty_strided",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from itertools import count
+from multiprocessing import current_process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,8 @@ def open_store(request: Request, about: Mapping[str, Any]) -> Store:
             "world_size": its.size,
             "ordinal": ordinal,
             "program": sys.argv[0] if sys.argv else "",
-            "process": os.getpid(),
+            "process": current_process().name,
+            "steps": request.steps,
             "algorithm": _algorithms(),
             "statistics": request.statistics,
             "detail": request.detail,

@@ -89,7 +89,11 @@ class Trace:
             rows = self.connection.execute("select key, value from meta").fetchall()
         except sqlite3.Error as error:
             raise TraceError(Problem(f"not a trace: {error}", str(path))) from None
-        self.meta: Mapping[str, Any] = {key: json.loads(value) for key, value in rows}
+        try:
+            self.meta: Mapping[str, Any] = {key: json.loads(value) for key, value in rows}
+            self._check_records()
+        except (ValueError, sqlite3.Error) as error:
+            raise TraceError(Problem(f"a damaged trace: {error}", str(path))) from None
         if self.meta.get("format") != FORMAT:
             raise TraceError(
                 Problem(
@@ -100,6 +104,15 @@ class Trace:
                     todo="read it with the version of torchrepro that wrote it",
                 )
             )
+
+    def _check_records(self) -> None:
+        """Raise `ValueError` if there are not as many records as the steps say."""
+        steps = self.connection.execute("select json(random), first + records from step").fetchall()
+        (last,) = self.connection.execute("select coalesce(max(id), 0) from record").fetchone()
+        (sites,) = self.connection.execute("select count(*) from site").fetchone()
+        expected = max((end for _, end in steps), default=1) - 1
+        if last != expected or (last and not sites):
+            raise ValueError(f"{last} records, and {sites} sites, where steps say {expected}")
 
     def close(self) -> None:
         """Let go of the file."""
@@ -192,6 +205,10 @@ def read_run(folder: Path | str) -> list[Trace]:
     Raises `TraceError` for a folder that is not there or holds no trace.
     """
     place = Path(folder)
+    if place.is_file():
+        raise TraceError(
+            Problem("is a file", found=str(folder), todo="name the folder of the recording")
+        )
     if not place.is_dir():
         raise TraceError(Problem("no such folder", found=str(folder)))
     files = sorted(filter(_begun, place.glob(f"rank*{SUFFIX}")), key=_order)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -41,20 +42,30 @@ def record(  # noqa: PLR0913 - one for each thing that can be asked of a recordi
     request = Request(
         *(os.fspath(folder), level, steps, tuple(keep), statistics, detail, on_unwritable)
     )
-    if _running():
-        raise TraceError(
-            Problem(
-                "is being recorded already",
-                found=_running()[-1].request.folder,
-                todo="end that recording first",
-            )
-        )
-    request.prepare_folder()
-    recording = _begin(request)
+    with _starting:
+        _refuse_a_second()
+        request.prepare_folder()
+        recording = _begin(request)
     try:
         yield recording
     finally:
         recording.stop()
+
+
+_starting = threading.Lock()
+_of_process: list[Recording] = []  # what `run --record` asks for goes on beside a program's own
+
+
+def _refuse_a_second() -> None:
+    others = [recording for recording in _running() if recording not in _of_process]
+    if others:
+        raise TraceError(
+            Problem(
+                "is being recorded already",
+                found=others[-1].request.folder,
+                todo="end that recording first",
+            )
+        )
 
 
 def end_step() -> None:
@@ -73,6 +84,7 @@ def record_process(request: Request, refuse: Callable[[TraceError], None]) -> No
     """
     recording = _begin(request)
     recording.refuse = refuse
+    _of_process.append(recording)
     atexit.register(recording.finish)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
-from torchrepro.errors import TraceError
+from torchrepro.errors import Problem, TraceError
 from torchrepro.trace import passes
 from torchrepro.trace.about import about_this_process
 from torchrepro.trace.frames import ModuleNames, place_of_user, source_of
@@ -47,6 +47,7 @@ class Recording:
         self._gradients: list[Any] = []
         self._lock = threading.RLock()
         self._failed = False
+        self.ended = False
         self.refuse: Callable[[TraceError], None] = _raise
         """What is done where the trace cannot be written and the program is not to go on."""
 
@@ -70,12 +71,25 @@ class Recording:
     def finish(self) -> None:
         """Write what is left, and that the trace is whole; for a process that ends."""
         self.level.abandon()
+        self.ended = True
         if self.tape.taken or self.tape.moved or self._losses:
             self._write_step((), finished=False)
+        self._say_what_was_in_vain()
         if self._store is not None:
             with self._told():
                 self._store.write_meta({"finished": True})
                 self._store.close()
+                self._store.must_exist()
+
+    def _say_what_was_in_vain(self) -> None:
+        """Say which requests met nothing: a misspelt module, a step that was never reached."""
+        request, said = self.request, []
+        if request.steps is not None and self._store is None and self.step:
+            said.append(f"none of the steps {request.steps[0]} to {request.steps[1]} was reached")
+        if self._store is not None:
+            said += [f"no module fits `{pattern}`" for pattern in self.level.unmet()]
+        for sentence in said:
+            sys.stderr.write(f"torchrepro: {request.folder}: {sentence}\n")
 
     def abandon(self) -> None:
         """Take no more records and leave the store alone: it is another process's."""
@@ -90,9 +104,18 @@ class Recording:
                 return
             with self._told():
                 self.tape.move(self._store or self._opened(), self.step)
+            self.known.forget_what_is_gone()
 
     def end_step(self, parameters: Iterable[Any] = ()) -> None:
         """End a step: what belongs to it is written as a whole."""
+        if self.ended:
+            raise TraceError(
+                Problem(
+                    "has ended: no step of it can end any more",
+                    found=self.request.folder,
+                    todo="call end_step inside of the `with` block",
+                )
+            )
         with self._lock, self.level.paused():
             self._write_step(parameters, finished=True)
             self.step += 1
@@ -108,9 +131,9 @@ class Recording:
         with self.level.paused():
             for loss in (losses,) if isinstance(losses, torch.Tensor) else losses:
                 if isinstance(loss, torch.Tensor):
-                    # Read when the step ends: asking a device now would wait for it.
-                    taken = loss.detach().clone()
-                    self._losses.append((taken, fingerprint_of(taken), source))
+                    # Its value is read when the step ends: asking a device now would wait for it.
+                    value = loss.detach().clone() if loss.numel() == 1 else None
+                    self._losses.append((value, fingerprint_of(loss.detach()), source))
         self.level.backward_begins()
 
     def backward_ends(self) -> None:
@@ -212,6 +235,4 @@ def _combined(digests: Iterable[Any]) -> bytes:
 
 def _number(value: Any) -> float | None:
     """Return a loss as a number; None for one that is not a single real number."""
-    if value.numel() != 1 or value.is_complex():
-        return None
-    return float(value)
+    return None if value is None or value.is_complex() else float(value)

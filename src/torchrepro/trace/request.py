@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import Problem, TraceError, near
 
@@ -40,6 +40,15 @@ class Request:
     def __post_init__(self) -> None:
         _check("level", self.level, LEVELS)
         _check("on_unwritable", self.on_unwritable, UNWRITABLE)
+        if self.steps is not None and not _is_range(self.steps):
+            raise TraceError(
+                Problem(
+                    "names no steps",
+                    key="steps",
+                    found=str(self.steps),
+                    legal="the first and the last, counted from 0, as in (5, 8)",
+                )
+            )
 
     def to_variable(self) -> str:
         """Return the request as the value of `VARIABLE`."""
@@ -83,6 +92,16 @@ class Request:
                     todo=f"name another one, or remove what is in it ({occupied.name}, ...)",
                 )
             )
+
+
+def _is_range(steps: Any) -> bool:
+    """Whether `steps` are two whole numbers, the second no less than the first."""
+    return (
+        isinstance(steps, tuple | list)
+        and len(steps) == 2  # noqa: PLR2004 - the first and the last
+        and all(isinstance(step, int) for step in steps)
+        and 0 <= steps[0] <= steps[1]
+    )
 
 
 def _check(key: str, found: str, legal: tuple[str, ...]) -> None:

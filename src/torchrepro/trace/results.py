@@ -45,11 +45,12 @@ def plain_result(tensor: Any) -> tuple[bytes, Any, int] | None:
             and tensor.device == _CPU
             and tensor.is_contiguous()  # raises for sparse ones
             and (size := tensor.nbytes)
+            and (start := tensor.data_ptr())  # none for zeros that autograd only imagines
         ):
             array = _arrays.get(size)
             if array is None:
                 array = _arrays[size] = ctypes.c_char * size
-            digest = _digest(array.from_address(tensor.data_ptr()))
+            digest = _digest(array.from_address(start))
             return digest, (shape, tensor.dtype), size
     except RuntimeError:
         return None

@@ -155,6 +155,11 @@ class Store:
             self._connection.execute("pragma journal_mode = delete")
         self._connection.close()
 
+    def must_exist(self) -> None:
+        """Raise `TraceError` if somebody has taken the file away while it was written."""
+        if not self.path.exists():
+            raise TraceError(Problem("the trace was removed while it was written", str(self.path)))
+
     def discard(self) -> None:
         """Close without what was written since the last commit."""
         with suppress(sqlite3.Error):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from torchrepro.errors import Problem, TraceError
 from torchrepro.trace.reading import read_run
 from torchrepro.verdict import asked as questions
 from torchrepro.verdict.causes import advice
@@ -38,6 +40,7 @@ def compare(
     Returns a `Verdict`: the same, or the first divergence. Raises `TraceError` for a folder that
     holds no trace, and for recordings that cannot be compared in this way.
     """
+    _check_tolerance(rtol=rtol, atol=atol)
     if rtol is None and atol is None:
         return answer(run_a, run_b, questions.bits)
     return answer(run_a, run_b, questions.tolerance(rtol or 0.0, atol or 0.0))
@@ -50,6 +53,14 @@ def answer(run_a: Path | str, run_b: Path | str, asked: Asked) -> Verdict:
         left, right = (_opened(run, stack) for run in (run_a, run_b))
         verdict = _answer((str(run_a), str(run_b)), (left, right), asked)
         return replace(verdict, advice=advice(verdict, next(iter(left.values())).meta))
+
+
+def _check_tolerance(**given: float | None) -> None:
+    for name, value in given.items():
+        if value is not None and not 0 <= value < math.inf:
+            raise TraceError(
+                Problem("no tolerance", key=name, found=str(value), legal="0 or more, and finite")
+            )
 
 
 def next_rung(verdict: Verdict) -> Rung | None:
@@ -78,12 +89,23 @@ def _no_garbage_sought() -> Iterator[None]:
 
 def _opened(run: Path | str, stack: ExitStack) -> dict[tuple[int, int], Trace]:
     """Return the traces of a run by rank and process, each as it is at this moment."""
-    found = {}
-    for trace in read_run(run):
+    traces = read_run(run)
+    for trace in traces:
         stack.callback(trace.close)
         trace.connection.execute("begin")  # a run that still goes on adds to what is read
-        found[trace.rank, int(trace.meta.get("ordinal", 0))] = trace
+    # Which of several processes of a rank was there first is a matter of time; its name is not.
+    traces.sort(key=lambda trace: (trace.rank, _name(trace), int(trace.meta.get("ordinal", 0))))
+    found: dict[tuple[int, int], Trace] = {}
+    for trace in traces:
+        before = sum(rank == trace.rank for rank, _ in found)
+        found[trace.rank, before] = trace
     return found
+
+
+def _name(trace: Trace) -> tuple[bool, str, str]:
+    """Return what a process is called: the main one comes first."""
+    name = str(trace.meta.get("process", ""))
+    return name != "MainProcess", name, str(trace.meta.get("program", ""))
 
 
 def _answer(
@@ -93,6 +115,14 @@ def _answer(
 ) -> Verdict:
     left, right = traces
     pairs = [Pair(left[which], right[which], runs) for which in sorted(left) if which in right]
+    if pairs and not any(pair.steps for pair in pairs) and _all_have_steps(pairs):
+        raise TraceError(
+            Problem(
+                "no step was recorded in both runs",
+                found=" and ".join(runs),
+                todo="record the same steps of both",
+            )
+        )
     found = [PairFound.of(pair, asked.comparison(pair)) for pair in pairs]
     absent = missing(left, right)
     first = _first(found)
@@ -100,11 +130,20 @@ def _answer(
     if first is not None:
         tally[first.sort] -= 1
     parting = first.first if first else next((divergence for divergence in absent), None)
+    compared = _compared(pairs, asked.level)
+    if parting is None and compared.level != "streams" and not compared.ops:
+        raise TraceError(
+            Problem(
+                "nothing was recorded that could be compared",
+                found=" and ".join(runs),
+                todo=f"record at a finer level than `{compared.level}`",
+            )
+        )
     return Verdict(
         same=parting is None,
         left=runs[0],
         right=runs[1],
-        compared=_compared(pairs, asked.level),
+        compared=compared,
         first=parting,
         tolerance=asked.tolerance,
         propagated=tally[PROPAGATED],
@@ -120,6 +159,10 @@ def _answer(
         ),
         notes=tuple(_notes(found, absent, tally[ALONE])),
     )
+
+
+def _all_have_steps(pairs: Sequence[Pair]) -> bool:
+    return all(trace.steps for pair in pairs for trace in pair.traces)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,9 @@ def ended(pair: Pair) -> Divergence | None:
     if not pair.steps:
         return at_step(pair, max(min(last), 0), Kind.ENDED, _nothing_in_common(pair, last))
     short = last.index(min(last))
+    asked = pair.traces[short].meta.get("steps")
+    if asked and last[short] >= asked[1]:
+        return None  # more of it was not to be recorded
     shorter, longer = pair.names[short], pair.names[1 - short]
     killed = "" if pair.traces[short].meta.get("finished") else " (killed, or it still runs)"
     what = f"{shorter} ended after step {last[short]}{killed}; {longer} goes on to {max(last)}"

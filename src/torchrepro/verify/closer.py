@@ -59,24 +59,8 @@ def _merged(verdict: Verdict, closer: Verdict) -> Verdict:
             f"two more runs, recorded in detail, part {place(closer.first)}: it varies from run "
             "to run",
         )
-    seen = closer.first
-    sides = {
-        name: replace(getattr(verdict.first, name), input_fingerprints=side.input_fingerprints)
-        for name in ("left", "right")
-        if (side := getattr(seen, name)) and getattr(verdict.first, name)
-    }
-    first = replace(
-        verdict.first,
-        kind=seen.kind,
-        what=seen.what or verdict.first.what,
-        elements=seen.elements,
-        distances=seen.distances,
-        **sides,
-    )
-    merged = replace(verdict, first=first, advice=closer.advice)
-    if not seen.elements:
-        return merged
-    return _with_note(merged, "the elements are those of two more runs, recorded in detail")
+    merged = replace(verdict, first=closer.first, advice=closer.advice)
+    return _with_note(merged, "where they part is shown as two more runs have it, in detail")
 
 
 def _spot(first: Divergence) -> tuple[object, ...]:

@@ -1,0 +1,175 @@
+"""A recording never changes what a program does, however odd its tensors or its habits."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import subprocess
+import sys
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import torchrepro
+from torchrepro import TraceError
+from torchrepro.trace.reading import read_run
+
+from .conftest import Net, Recorder, seen, train
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ODD = {
+    "zeros that autograd imagines": partial(torch._efficientzerotensor, (2,)),
+    "forward-mode derivatives": lambda: torch.func.jacfwd(torch.nn.Linear(2, 2))(torch.ones(2)),
+    "quantised": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8).dequantize(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]) * 2,
+    "sparse": lambda: torch.eye(3).to_sparse() + torch.eye(3).to_sparse(),
+    "empty": lambda: torch.ones(0, 3).sum(),
+    "meta": lambda: torch.ones(3, device="meta") + 1,
+    "conjugated": lambda: torch.ones(3, dtype=torch.complex64).conj().imag + 0,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_tensors_are_recorded_in_every_way(recorded: Recorder, kind: str) -> None:
+    """Tensors without plain memory are recorded, also with statistics, kept, and in detail."""
+    ODD[kind]()  # the first call imports parts of torch, which run ops of their own
+    trace = recorded(ODD[kind])
+    closer = recorded(ODD[kind], keep=("*",), statistics=True, detail=True)
+
+    assert [one.op for one in seen(trace)] == [one.op for one in seen(closer)]
+
+
+def test_memory_that_nothing_wrote_is_no_output_when_quantised(recorded: Recorder) -> None:
+    """What an allocation returns has no fingerprint, of quantised numbers either."""
+    found = seen(
+        recorded(
+            lambda: torch._empty_affine_quantized([3], scale=0.1, zero_point=0, dtype=torch.qint8)
+        )
+    )
+
+    assert [one.outputs for one in found] == [()]
+
+
+def test_what_a_backward_pass_began_from_is_not_kept(recorded: Recorder) -> None:
+    """A large root of a backward pass is freed as without a recording; a loss has its value."""
+    import weakref
+
+    gone = []
+
+    def program() -> None:
+        root = torch.ones(1000, requires_grad=True) * 2
+        root.backward(torch.ones(1000))
+        gone.append(weakref.ref(root.untyped_storage()))
+        del root
+        assert gone[0]() is None
+        (torch.ones(1, requires_grad=True) * 3).backward()
+
+    assert [loss.value for loss in recorded(program).losses] == [None, 3.0]
+
+
+def test_a_recording_that_has_ended_says_so(tmp_path: Path) -> None:
+    """Ending a step after the block is refused for what it is."""
+    with torchrepro.record(tmp_path / "run") as recording:
+        torch.ones(2).sin()
+
+    with pytest.raises(TraceError, match="has ended"):
+        recording.end_step()
+
+
+def test_a_second_recording_is_refused(tmp_path: Path) -> None:
+    """One recording of a process at a time, and the first goes on."""
+    with torchrepro.record(tmp_path / "one"):
+        with (
+            pytest.raises(TraceError, match="recorded already"),
+            torchrepro.record(tmp_path / "two"),
+        ):
+            pass
+        torch.ones(2).sin()
+
+    assert len(seen(read_run(tmp_path / "one")[0])) == 2
+
+
+@pytest.mark.parametrize("steps", [(5, 2), "3", (1,), (-1, 2), (0.5, 2)])
+def test_steps_that_are_none_are_refused(tmp_path: Path, steps: object) -> None:
+    """A range of steps is two whole numbers, the second no less than the first."""
+    with (
+        pytest.raises(TraceError, match="names no steps"),
+        torchrepro.record(tmp_path / "run", steps=steps),
+    ):
+        pass
+
+
+def test_a_trace_that_was_taken_away_is_missed(net: Net, tmp_path: Path) -> None:
+    """A folder removed in the middle of a recording does not pass without a word."""
+
+    def program() -> None:
+        with torchrepro.record(tmp_path / "run"):
+            train(net, steps=1)
+            shutil.rmtree(tmp_path / "run")
+            train(net, steps=1)
+
+    with pytest.raises(TraceError, match="removed"):
+        program()
+
+
+DAMAGE = {
+    "its description": "update meta set value = '{' where key = 'level'",
+    "a step": "update step set random = '{'",
+    "its records": "delete from record where id > 3",
+    "its sites": "delete from site",
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_trace_is_refused(net: Net, tmp_path: Path, what: str) -> None:
+    """A trace that lost a part is never compared as if it were whole."""
+    for name in ("one", "two"):
+        torch.manual_seed(0)
+        with torchrepro.record(tmp_path / name):
+            train(net, steps=2)
+    with sqlite3.connect(tmp_path / "two" / "rank0.sqlite") as connection:
+        connection.execute(DAMAGE[what])
+    connection.close()
+
+    with pytest.raises(TraceError, match="damaged"):
+        torchrepro.compare(tmp_path / "one", tmp_path / "two")
+
+
+def test_a_misspelt_module_is_told(
+    net: Net, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pattern that fits no module is named at the end of the recording."""
+    with torchrepro.record(tmp_path / "run", keep=("layers.9",)):
+        train(net, steps=1)
+
+    assert "no module fits `layers.9`" in capsys.readouterr().err
+
+
+def test_a_program_that_records_itself_can_be_recorded(tmp_path: Path) -> None:
+    """Under `run --record`, a program's own recording goes on as without."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch, torchrepro\n"
+        "with torchrepro.record('own'):\n"
+        "    print(torch.ones(3).sin().sum().item())\n"
+    )
+    run = [sys.executable, "-m", "torchrepro", "run", "seed-only", "--record", "outer", "--"]
+    done = subprocess.run(
+        [*run, sys.executable, str(program)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+
+    assert done.stdout == "2.5244128704071045\n"
+    own, outer = (
+        {one.op for one in seen(read_run(tmp_path / name)[0])} for name in ("own", "outer")
+    )
+    assert "aten::sin" in own & outer
