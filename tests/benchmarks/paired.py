@@ -57,7 +57,7 @@ def compare(
     bound: float,
     *,
     by: Callable[[float, float], float] = operator.truediv,
-    seconds: float = 20,
+    seconds: float = 12,
 ) -> Comparison:
     """Time `plain` and `other` in turn until it is clear on which side of `bound` they compare.
 

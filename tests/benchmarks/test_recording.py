@@ -131,7 +131,7 @@ def test_recording_costs_a_fraction_of_a_step(
     """A recorded step takes at most so many times as long as a plain one."""
     step = make()
     plain = timed(step, contextlib.nullcontext, 1)
-    measured = compare(plain, timed(step, lambda: recorded(level=level), 1), bound, seconds=60)
+    measured = compare(plain, timed(step, lambda: recorded(level=level), 1), bound, seconds=20)
 
     show(
         f"{make.__name__}, level {level}, {measured.plain * 1e3:.0f} ms a step",
@@ -158,7 +158,7 @@ def test_other_recorders_cost_more(recorded: Any, make: Callable[[], Step]) -> N
 
 
 def _ratio(plain: Callable[[], float], other: Callable[[], float]) -> Comparison:
-    return compare(plain, other, bound=1.0, seconds=15)
+    return compare(plain, other, bound=1.0, seconds=6)
 
 
 def _words(measured: Comparison) -> str:
@@ -178,8 +178,8 @@ def test_recording_tiny_ops_costs_microseconds_each(recorded: Any) -> None:
         return (other - plain) / ops.ops
 
     plain = timed(step, contextlib.nullcontext, count)
-    bare = compare(plain, timed(step, counting, count), bound, by=per_op, seconds=10)
-    measured = compare(plain, timed(step, recorded, count), bound, by=per_op, seconds=60)
+    bare = compare(plain, timed(step, counting, count), bound, by=per_op, seconds=5)
+    measured = compare(plain, timed(step, recorded, count), bound, by=per_op, seconds=20)
     show(
         f"{ops.ops} ops, {measured.plain * 1e3:.2f} ms a step",
         bare.cells("a mode that counts ops, an op", bound, 1e6, " us"),
