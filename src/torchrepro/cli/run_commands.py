@@ -58,10 +58,14 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
     keep: Keep = None,
     statistics: Annotated[  # noqa: FBT002
         bool,
-        typer.Option(help="Record what comparing within a tolerance needs; so does `aligned`."),
+        typer.Option(
+            "--statistics",
+            help="Record what comparing within a tolerance needs; so does `aligned`.",
+        ),
     ] = False,
     detail: Annotated[  # noqa: FBT002
-        bool, typer.Option(help="Read every input anew: sees what changed outside torch.")
+        bool,
+        typer.Option("--detail", help="Read every input anew: sees what changed outside torch."),
     ] = False,
     on_unwritable: Annotated[
         Unwritable, typer.Option(help="What to do where the trace cannot be written.")
