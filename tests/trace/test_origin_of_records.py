@@ -160,6 +160,16 @@ def test_batches_are_recorded_where_they_enter_the_program(recorded: Recorder) -
     assert {source[one.line - 1].strip()[:9] for one in found} == {"for batch"}
 
 
+def test_loaders_of_torchdata_are_watched_as_well(recorded: Recorder) -> None:
+    """Each batch is recorded once, of torch's loader and of torchdata's, when both are there."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    data = torch.utils.data.TensorDataset(torch.arange(6.0))
+    for kind in (torch.utils.data.DataLoader, StatefulDataLoader):
+        found = seen(recorded(lambda kind=kind: [batch.sum() for (batch,) in kind(data, 3)]))
+        assert len([one for one in found if one.op == "DataLoader"]) == 2
+
+
 @pytest.mark.slow
 def test_workers_change_nothing_but_the_making_of_batches(recorded: Recorder) -> None:
     """With workers a batch is the same record, and when it arrived is not recorded."""

@@ -67,14 +67,15 @@ def watch(listener: Listener) -> ExitStack:
     )
     doors.callback(after.remove)
     _wrap(doors, torch.autograd, "backward", _announced(listener))
+    watched: set[type] = set()  # both modules may hold the same class
     waiting = AfterImport(
-        BATCHES, lambda module: _watch_batches(doors, listener, import_module(module))
+        BATCHES, lambda module: _watch_batches(doors, listener, import_module(module), watched)
     )
     waiting.watch()
     doors.callback(waiting.unwatch)
     for module in BATCHES:
         if module in sys.modules:
-            _watch_batches(doors, listener, sys.modules[module])
+            _watch_batches(doors, listener, sys.modules[module], watched)
     return doors
 
 
@@ -104,7 +105,7 @@ def _announced(listener: Listener) -> Callable[[Any], Any]:
     return wrapping
 
 
-def _watch_batches(doors: ExitStack, listener: Listener, module: Any) -> None:
+def _watch_batches(doors: ExitStack, listener: Listener, module: Any, watched: set[type]) -> None:
     def wrapping(following: Any) -> Any:
         def announced(iterator: Any) -> Any:
             listener.batch_begins(getattr(iterator, "_num_workers", 0))
@@ -117,5 +118,7 @@ def _watch_batches(doors: ExitStack, listener: Listener, module: Any) -> None:
 
         return announced
 
-    if hasattr(module, BATCHES[module.__name__]):
-        _wrap(doors, getattr(module, BATCHES[module.__name__]), "__next__", wrapping)
+    iterators = getattr(module, BATCHES[module.__name__], None)
+    if iterators is not None and iterators not in watched:
+        watched.add(iterators)
+        _wrap(doors, iterators, "__next__", wrapping)
