@@ -17,12 +17,12 @@ from torchrepro.trace.mode import RecordingMode, Shared
 from torchrepro.trace.module_hook import on_modules_called
 from torchrepro.trace.origin import Now
 from torchrepro.trace.reading import INPUT
-from torchrepro.trace.results import fingerprint_of
+from torchrepro.trace.results import fingerprint_of, fingerprints_of
 from torchrepro.trace.run_state import parameters_of
 from torchrepro.trace.threads_started import on_threads_started
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torchrepro.trace.recording import Recording
     from torchrepro.trace.store import Store
@@ -84,23 +84,26 @@ class Level:
         """Forget the step that has ended."""
 
     def take(
-        self, phase: str, place: Place, op: str, tensors: Iterable[Any], text: str = ""
+        self, phase: str, place: Place, op: str, tensors: Sequence[Any], text: str = ""
     ) -> None:
         """Take a record of tensors that no single op stands for."""
-        tape, known = self.recording.tape, self.recording.known
-        outputs, shapes = [], []
         with self.paused():
-            for tensor in tensors:
-                digest = fingerprint_of(tensor)
-                short = digest[:INPUT] if digest.__class__ is bytes else digest
-                known.read(tensor, short)
-                known.bytes_read += size_of(tensor)
-                outputs.append(digest)
-                shapes.append(shape_of(tensor))
+            digests = [fingerprint_of(tensor) for tensor in tensors]
+        self.take_read(phase, place, op, list(zip(tensors, digests, strict=True)), text)
+
+    def take_read(
+        self, phase: str, place: Place, op: str, read: Sequence[tuple[Any, Any]], text: str = ""
+    ) -> None:
+        """Take a record of tensors whose fingerprints are there."""
+        tape, known = self.recording.tape, self.recording.known
+        for tensor, digest in read:
+            known.read(tensor, digest[:INPUT] if digest.__class__ is bytes else digest)
+            known.bytes_read += size_of(tensor)
+        shapes = [shape_of(tensor) for tensor, _ in read]
         key = (op, phase, place, *shapes)
         site = tape.sites.get(key) or tape.new_site(key, phase, place, op, shapes)
         argument = tape.arguments.get(text) or tape.new_argument(text, text)
-        tape.take_later(0, site, argument, (), outputs)
+        tape.take_later(0, site, argument, (), [digest for _, digest in read])
 
 
 class StepLevel(Level):
@@ -131,11 +134,12 @@ class StepLevel(Level):
         self._take_each("optimizer", "parameter", place_of_user(), parameters)
 
     def _take_each(
-        self, phase: str, op: str, place: Place, tensors: Iterable[tuple[Any, Any]]
+        self, phase: str, op: str, place: Place, tensors: Sequence[tuple[Any, Any]]
     ) -> None:
-        for number, (parameter, tensor) in enumerate(tensors):
+        digests = fingerprints_of([tensor for _, tensor in tensors])
+        for number, ((parameter, tensor), digest) in enumerate(zip(tensors, digests, strict=True)):
             module, name = self.recording.names.of_parameter(parameter) or ("", str(number))
-            self.take(phase, place.within(module), op, [tensor], name)
+            self.take_read(phase, place.within(module), op, [(tensor, digest)], name)
 
 
 class ModuleLevel(StepLevel):
