@@ -17,7 +17,7 @@ from torchrepro.trace.mode import RecordingMode, Shared
 from torchrepro.trace.module_hook import on_modules_called
 from torchrepro.trace.origin import Now
 from torchrepro.trace.reading import INPUT
-from torchrepro.trace.results import fingerprint_of, fingerprints_of
+from torchrepro.trace.results import fingerprint_of
 from torchrepro.trace.run_state import parameters_of
 from torchrepro.trace.threads_started import on_threads_started
 
@@ -87,23 +87,17 @@ class Level:
         self, phase: str, place: Place, op: str, tensors: Sequence[Any], text: str = ""
     ) -> None:
         """Take a record of tensors that no single op stands for."""
+        tape, known = self.recording.tape, self.recording.known
         with self.paused():
             digests = [fingerprint_of(tensor) for tensor in tensors]
-        self.take_read(phase, place, op, list(zip(tensors, digests, strict=True)), text)
-
-    def take_read(
-        self, phase: str, place: Place, op: str, read: Sequence[tuple[Any, Any]], text: str = ""
-    ) -> None:
-        """Take a record of tensors whose fingerprints are there."""
-        tape, known = self.recording.tape, self.recording.known
-        for tensor, digest in read:
+        for tensor, digest in zip(tensors, digests, strict=True):
             known.read(tensor, digest[:INPUT] if digest.__class__ is bytes else digest)
             known.bytes_read += size_of(tensor)
-        shapes = [shape_of(tensor) for tensor, _ in read]
+        shapes = [shape_of(tensor) for tensor in tensors]
         key = (op, phase, place, *shapes)
         site = tape.sites.get(key) or tape.new_site(key, phase, place, op, shapes)
         argument = tape.arguments.get(text) or tape.new_argument(text, text)
-        tape.take_later(0, site, argument, (), [digest for _, digest in read])
+        tape.take_later(0, site, argument, (), digests)
 
 
 class StepLevel(Level):
@@ -136,10 +130,9 @@ class StepLevel(Level):
     def _take_each(
         self, phase: str, op: str, place: Place, tensors: Sequence[tuple[Any, Any]]
     ) -> None:
-        digests = fingerprints_of([tensor for _, tensor in tensors])
-        for number, ((parameter, tensor), digest) in enumerate(zip(tensors, digests, strict=True)):
+        for number, (parameter, tensor) in enumerate(tensors):
             module, name = self.recording.names.of_parameter(parameter) or ("", str(number))
-            self.take_read(phase, place.within(module), op, [(tensor, digest)], name)
+            self.take(phase, place.within(module), op, [tensor], name)
 
 
 class ModuleLevel(StepLevel):

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xxhash
 
 from torchrepro.trace.device_fingerprint import device_fingerprint
 from torchrepro.trace.fingerprint import fingerprint
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _NOT_A_DEVICE = ("cpu", "meta")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -27,12 +23,6 @@ def fingerprint_of(tensor: Any) -> Any:
     if tensor.device.type in _NOT_A_DEVICE:
         return fingerprint(tensor)
     return device_fingerprint(tensor)
-
-
-def fingerprints_of(tensors: Sequence[Any]) -> list[Any]:
-    """Return the fingerprints of many tensors, read by two threads: memory feeds more than one."""
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(fingerprint_of, tensors))
 
 
 def fingerprint_of_result(tensor: Any) -> Any:
