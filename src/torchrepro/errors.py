@@ -94,30 +94,25 @@ class LateError(ApplyError):
     """A knob is past its phase and the profile asks to stop rather than to go on without it."""
 
 
-class SeedingError(TorchreproError, ValueError):
+class _WrongRequestError(TorchreproError, ValueError):
+    """One thing that is wrong with a request."""
+
+    exit_status = 2
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        super().__init__(str(problem))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.problem,)
+
+
+class SeedingError(_WrongRequestError):
     """A request about random numbers is wrong: an argument, a snapshot; nothing was changed."""
 
-    exit_status = 2
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        super().__init__(str(problem))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.problem,)
-
-
-class TraceError(TorchreproError, ValueError):
+class TraceError(_WrongRequestError):
     """A recording cannot be made or read: its folder, a full disk, another format."""
-
-    exit_status = 2
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        super().__init__(str(problem))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.problem,)
 
 
 for _public in (TorchreproError, ProfileError, ApplyError, LateError, SeedingError, TraceError):

@@ -371,4 +371,4 @@ def test_what_is_remembered_stays_bounded() -> None:
     for size in range(module.MANY + 10):
         fingerprint(torch.zeros(size, dtype=torch.uint8))
 
-    assert len(module._arrays) <= module.MANY
+    assert len(module.arrays) <= module.MANY

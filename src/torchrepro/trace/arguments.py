@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-_CPU = torch.device("cpu")
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor)})
+"""The classes of tensors that have no part of their own in what an op does."""
+
+CPU = torch.device("cpu")
 _WRITTEN_OUT = (
     *(bool, int, float, complex, str),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -42,7 +45,7 @@ def shape_of(tensor: Any) -> tuple[Any, ...]:
     except RuntimeError:  # a nested one of strided parts has no one shape
         shape = ("nested", tensor.numel())
     described = shape, tensor.dtype
-    return described if tensor.device == _CPU else (*described, tensor.device)
+    return described if tensor.device == CPU else (*described, tensor.device)
 
 
 def shapes_text(shapes: Any) -> str:

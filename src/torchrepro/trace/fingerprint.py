@@ -44,7 +44,9 @@ def _order(shape_and_strides: tuple[Any, Any]) -> bytes | None:
     return None if order is None else kind_of_order(order).encode()
 
 
-_arrays = _Remembered(lambda size: ctypes.c_char * size)
+arrays = _Remembered(lambda size: ctypes.c_char * size)
+"""Types that stand for so many bytes of memory."""
+
 _orders = _Remembered(_order)
 _plain_types: set[type] = set()
 _widths: dict[Any, int] = {}
@@ -73,10 +75,10 @@ def fingerprint(tensor: Any) -> bytes:
             # Storage that was freed leaves an address behind where an offset is added to none.
             if (start or not size) and tensor.untyped_storage().nbytes() >= end:
                 if tensor.is_contiguous():
-                    return _digest(_arrays[size].from_address(start))
+                    return _digest(arrays[size].from_address(start))
                 order = _orders[tensor.shape, tensor.stride()]
                 if order is not None:
-                    return _digest(order + _digest(_arrays[size].from_address(start)))
+                    return _digest(order + _digest(arrays[size].from_address(start)))
     except RuntimeError:  # no storage to ask: sparse, or inside of a transformed function
         return _of_any_kind(tensor)
     return _of_any_kind(tensor)
@@ -102,7 +104,7 @@ def _of_part(part: Any) -> bytes:
     state = xxhash.xxh3_128()
     for piece in pieces(part):
         here = piece.cpu()
-        state.update(_arrays[here.nbytes].from_address(here.data_ptr()))
+        state.update(arrays[here.nbytes].from_address(here.data_ptr()))
     return state.digest()
 
 

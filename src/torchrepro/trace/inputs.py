@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchrepro.trace.arguments import PLAIN
 from torchrepro.trace.known import InFlight, Known, version_of
 
 if TYPE_CHECKING:
     from torchrepro.trace.op_facts import OpFacts
 
 Tensor = torch.Tensor
-PLAIN = frozenset({Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", Tensor)})
-"""The classes of tensors that have no part of their own in what an op does."""
 
 
 class Inputs:

@@ -11,7 +11,6 @@ from torchrepro.trace.reading import INPUT, PARTLY, UNINITIALISED
 from torchrepro.trace.results import fingerprint_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from weakref import ReferenceType
 
 LARGE = 2**20
@@ -56,28 +55,32 @@ class Known:
     small, are therefore read anew in every step.
     """
 
-    def __init__(self, read: Callable[[Any], Digest] = fingerprint_of) -> None:
+    def __init__(self) -> None:
         self.entries: dict[int, Entry] = {}
         self.bytes_read = 0
         """Bytes of tensors read since `taken_bytes` was called, by whoever takes fingerprints."""
-        self._read = read
 
     def digest(self, tensor: Any) -> Digest:
         """Return the digest of `tensor`, reading its memory if it is not known."""
-        known = self.entries.get(id(tensor))
-        if known is not None and known[0]() is tensor and known[1] == version_of(tensor):
+        known = self._valid(tensor)
+        if known is not None:
             return known[2]
         self.bytes_read += size_of(tensor)
-        digest = self._read(tensor)
+        digest = fingerprint_of(tensor)
         digest = digest[:INPUT] if type(digest) is bytes else digest
         self.entries[id(tensor)] = ref(tensor), version_of(tensor), digest, READ
         return digest
 
+    def _valid(self, tensor: Any) -> Entry | None:
+        """Return what is known of a tensor that torch has not written since."""
+        known = self.entries.get(id(tensor))
+        if known is not None and known[0]() is tensor and known[1] == version_of(tensor):
+            return known
+        return None
+
     def digest_of_base(self, tensor: Any) -> Digest:
         """Return the digest of what a view is taken of, without reading large data for it."""
-        known = self.entries.get(id(tensor))
-        valid = known is not None and known[0]() is tensor and known[1] == version_of(tensor)
-        if valid or _is_parameter(tensor) or size_of(tensor) <= LARGE:
+        if self._valid(tensor) is not None or _is_parameter(tensor) or size_of(tensor) <= LARGE:
             return self.digest(tensor)
         return UNREAD
 

@@ -97,7 +97,7 @@ class Level:
         key = (op, phase, place, *shapes)
         site = tape.sites.get(key) or tape.new_site(key, phase, place, op, shapes)
         argument = tape.arguments.get(text) or tape.new_argument(text, text)
-        tape.take_later(0, site, argument, (), digests)
+        tape.take(0, site, argument, (), digests)
 
 
 class StepLevel(Level):

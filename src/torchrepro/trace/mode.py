@@ -11,8 +11,8 @@ from weakref import ref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchrepro.trace.arguments import call_text, value_text
-from torchrepro.trace.inputs import PLAIN, Inputs
+from torchrepro.trace.arguments import PLAIN, call_text, value_text
+from torchrepro.trace.inputs import Inputs
 from torchrepro.trace.known import is_unset
 from torchrepro.trace.op_facts import OpFacts, facts_of
 from torchrepro.trace.origin import Now, Origin
@@ -171,12 +171,7 @@ class RecordingMode(TorchDispatchMode):
         if site is None:
             self._leave_workers_alone()
             site = tape.new_site(site_key, phase, place, facts.name, shapes)
-        taken = tape.taken
-        try:
-            taken.append((self.thread, site, argument, b"".join(inputs), b"".join(outputs)))
-        except TypeError:  # a digest is not there yet
-            tape.take_later(self.thread, site, argument, inputs, outputs)
-        if len(taken) >= MANY:
+        if tape.take(self.thread, site, argument, inputs, outputs) >= MANY:
             self.spill()
 
     def _leave_workers_alone(self) -> None:

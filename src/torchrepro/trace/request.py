@@ -16,6 +16,8 @@ VARIABLE = "TORCHREPRO_RECORD"
 """Variable that carries the request, as JSON, to every process below `run`."""
 
 LEVELS = ("step", "module", "op")
+"""How much can be recorded, from the coarsest to the finest."""
+
 UNWRITABLE = ("stop", "warn")
 
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
-import torch
 import xxhash
 
+from torchrepro.trace.arguments import CPU, PLAIN
 from torchrepro.trace.device_fingerprint import device_fingerprint
-from torchrepro.trace.fingerprint import fingerprint
+from torchrepro.trace.fingerprint import arrays, fingerprint
 
 _NOT_A_DEVICE = ("cpu", "meta")
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-_CPU = torch.device("cpu")
 _digest = xxhash.xxh3_128_digest
-_arrays: dict[int, Any] = {}
 
 
 def fingerprint_of(tensor: Any) -> Any:
@@ -41,17 +37,13 @@ def plain_result(tensor: Any) -> tuple[bytes, Any, int] | None:
     try:
         shape = tensor.shape  # raises for nested tensors
         if (
-            tensor.__class__ in _PLAIN
-            and tensor.device == _CPU
+            tensor.__class__ in PLAIN
+            and tensor.device == CPU
             and tensor.is_contiguous()  # raises for sparse ones
             and (size := tensor.nbytes)
             and (start := tensor.data_ptr())  # none for zeros that autograd only imagines
         ):
-            array = _arrays.get(size)
-            if array is None:
-                array = _arrays[size] = ctypes.c_char * size
-            digest = _digest(array.from_address(start))
-            return digest, (shape, tensor.dtype), size
+            return _digest(arrays[size].from_address(start)), (shape, tensor.dtype), size
     except RuntimeError:
         return None
     return None

@@ -26,6 +26,12 @@ class Fix:
     enough: tuple[str, ...] = ()
     """Other values that are as good."""
 
+    def is_met_by(self, value: str | None, *otherwise: str) -> bool:
+        """Whether `value` is the one that helps, or as good, or one of `otherwise`."""
+        if value is None:
+            return False
+        return self.enough == ANY_VALUE or value in (self.value, *self.enough, *otherwise)
+
 
 @dataclass(frozen=True, slots=True)
 class Cause:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.policies.fallback.nondeterministic_ops import row_of
 from torchrepro.verdict.case import NO_VALUE, Case
-from torchrepro.verdict.cause import ANY_VALUE, Cause, Fix
+from torchrepro.verdict.cause import Cause, Fix
 from torchrepro.verdict.cause_rows import CAUSES
 from torchrepro.verdict.kernel_cause_rows import KERNEL_CAUSES
 from torchrepro.verdict.value import Advice, Kind
@@ -105,7 +105,7 @@ def _holds(fix: Fix, case: Case) -> bool:
     if any(setting.name == fix.key for setting in case.differing_knobs):
         return False  # in force in one run only, or with two values
     value = case.value(fix.key)
-    return value is not None and (fix.enough == ANY_VALUE or value in (fix.value, *fix.enough))
+    return fix.is_met_by(value)
 
 
 def _sentence(row: Cause, case: Case) -> str:

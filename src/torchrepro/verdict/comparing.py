@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from torchrepro.errors import Problem, TraceError
 from torchrepro.trace.reading import read_run
+from torchrepro.trace.request import LEVELS
 from torchrepro.verdict import asked as questions
 from torchrepro.verdict.causes import advice
 from torchrepro.verdict.ends import ended, missing
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
     from torchrepro.trace.reading import Trace
     from torchrepro.verdict.asked import Asked, Comparison
     from torchrepro.verdict.ladder import Rung
-
-LEVELS = ("step", "module", "op")
-"""From the coarsest to the finest."""
 
 
 def compare(

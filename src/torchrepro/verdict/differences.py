@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
 from itertools import compress, count
-from operator import and_, or_
+from operator import and_, ne, or_
 from typing import TYPE_CHECKING
 
 from torchrepro.verdict.explaining import Parting
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torchrepro.verdict.columns import Columns
+    from torchrepro.verdict.judging import Judge
     from torchrepro.verdict.matching import Matched
 
 FEW = 16
@@ -37,6 +38,14 @@ class Differences:
     only_left: Sequence[int]
     only_right: Sequence[int]
     """Places that have no partner and ought to."""
+
+    @classmethod
+    def of(cls, judge: Judge, left: Columns, right: Columns, matched: Matched) -> Differences:
+        """Return what differs of two parts whose records are matched."""
+        lone = (matched.only_left, matched.only_right) if judge.needs_partner else ((), ())
+        differs = judge.differing(left, right, matched)
+        touched = list(map(ne, *both("inputs", left, right, matched)))
+        return cls(left, right, matched, differs, touched, *lone)
 
     def tally(self) -> Counter[str]:
         """Return how many records differ, by how they do."""

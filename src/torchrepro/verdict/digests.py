@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -103,19 +104,9 @@ def at_step(  # noqa: PLR0913, PLR0917 - the parts of a divergence
     sides: tuple[Side | None, ...] = (None, None),
 ) -> Divergence:
     """Return a divergence of a step as a whole."""
-    return Divergence(
-        rank=pair.left.rank,
-        step=number,
-        phase=phase,
-        module="",
-        op=op,
-        source="",
-        kind=kind,
-        thread="",
-        left=sides[0],
-        right=sides[1],
-        what=what,
-    )
+    left, right = sides
+    whole = Divergence.without_op(pair.left.rank, number, kind, what)
+    return replace(whole, phase=phase, op=op, left=left, right=right)
 
 
 def _digests(trace: Trace) -> Mapping[int, Mapping[str, bytes]]:

@@ -59,19 +59,11 @@ def missing(
 ) -> list[Divergence]:
     """Return the processes that only one of two runs has."""
     return [
-        Divergence(
-            rank=rank,
-            step=0,
-            phase="",
-            module="",
-            op="",
-            source="",
-            kind=Kind.ENDED,
-            thread="",
-            left=None,
-            right=None,
-            what=f"only {NAMES[(rank, ordinal) not in left]} has "
-            f"{_process(ordinal)} of rank {rank}",
+        Divergence.without_op(
+            rank,
+            0,
+            Kind.ENDED,
+            f"only {NAMES[(rank, ordinal) not in left]} has {_process(ordinal)} of rank {rank}",
         )
         for rank, ordinal in sorted(left.keys() ^ right.keys())
     ]

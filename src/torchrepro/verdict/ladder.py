@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.profile.compose import flatten
+from torchrepro.verdict.cause import ANY_VALUE, Fix
 from torchrepro.verdict.causes import accelerator
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
     from torchrepro.verdict.value import Divergence
 
-ANY_VALUE = ("*",)
 NO_EFFECT = "null"
 """What a trace has for a knob that was asked for and does not exist where it was recorded."""
 
@@ -28,21 +28,11 @@ _MISREAD = re.compile(r".*_|true|false|null|nan|inf|.*\de[0-9-]+", re.IGNORECASE
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
-    """A key of a profile and the value that a rung gives it."""
-
-    key: str
-    value: str
-    enough: tuple[str, ...] = ()
-    """Values that are as good, or better."""
-
-
-@dataclass(frozen=True, slots=True)
 class Step:
     """A row of the ladder."""
 
     name: str
-    values: tuple[Value, ...]
+    values: tuple[Fix, ...]
     why: str
     """What it means if this makes the runs equal."""
 
@@ -68,49 +58,49 @@ LADDER: tuple[Step, ...] = (
     Step(
         "seeds",
         (
-            Value("seed", "1234", ANY_VALUE),
-            Value("dataloader.seeding", "auto"),
-            Value("env.PYTHONHASHSEED", "0", ANY_VALUE),
+            Fix("seed", "1234", ANY_VALUE),
+            Fix("dataloader.seeding", "auto"),
+            Fix("env.PYTHONHASHSEED", "0", ANY_VALUE),
         ),
         "random numbers differed: something was not seeded",
     ),
     Step(
         "deterministic kernels",
         (
-            Value("backends.torch.deterministic_algorithms", "error"),
-            Value("backends.torch.fill_uninitialized_memory", "true"),
-            Value("backends.torch.inductor_deterministic", "true"),
-            Value("backends.cudnn.benchmark", "false"),
-            Value("backends.cudnn.deterministic", "true"),
-            Value("backends.cpu.mkldnn_deterministic", "true"),
-            Value("env.CUBLAS_WORKSPACE_CONFIG", ":4096:8", (":16:8",)),
-            Value("env.NCCL_ALGO", "Ring", ANY_VALUE),
-            Value("env.NCCL_PROTO", "Simple", ANY_VALUE),
-            Value("env.HCCL_DETERMINISTIC", '"true"', ("true", "strict")),
+            Fix("backends.torch.deterministic_algorithms", "error"),
+            Fix("backends.torch.fill_uninitialized_memory", "true"),
+            Fix("backends.torch.inductor_deterministic", "true"),
+            Fix("backends.cudnn.benchmark", "false"),
+            Fix("backends.cudnn.deterministic", "true"),
+            Fix("backends.cpu.mkldnn_deterministic", "true"),
+            Fix("env.CUBLAS_WORKSPACE_CONFIG", ":4096:8", (":16:8",)),
+            Fix("env.NCCL_ALGO", "Ring", ANY_VALUE),
+            Fix("env.NCCL_PROTO", "Simple", ANY_VALUE),
+            Fix("env.HCCL_DETERMINISTIC", '"true"', ("true", "strict")),
             # An op that raises would end the climb, and one that did not raise needs no other way.
-            Value("device.fallback", "cpu", ("error",)),
+            Fix("device.fallback", "cpu", ("error",)),
         ),
         "a kernel added up in varying order",
     ),
     Step(
         "no loader workers",
-        (Value("dataloader.num_workers", "0"),),
+        (Fix("dataloader.num_workers", "0"),),
         "the loader's workers gave other data",
     ),
     Step(
         "no dropout",
-        (Value("dropout", "zero"),),
+        (Fix("dropout", "zero"),),
         "dropout drew other masks",
     ),
     Step(
         "random numbers from the host",
-        (Value("device.rng", "host"),),
+        (Fix("device.rng", "host"),),
         "the device's own generator gave other numbers",
         of_accelerator=True,
     ),
     Step(
         "the suspect module on the CPU",
-        (Value("device.modules", "cpu"),),
+        (Fix("device.modules", "cpu"),),
         "the device computes that module in varying order",
         of_accelerator=True,
         of_module=True,
@@ -172,7 +162,7 @@ def _overrides(
 
 
 def _of_module(
-    value: Value, given: Mapping[str, Any], divergence: Divergence | None
+    value: Fix, given: Mapping[str, Any], divergence: Divergence | None
 ) -> tuple[str, ...]:
     module = divergence.module if divergence else ""
     if not _can_be_placed(module) or _pattern(module) in (given.get(value.key) or {}):
@@ -191,10 +181,11 @@ def _can_be_placed(module: str) -> bool:
     return bool(module) and ("." in module or not module[:1].isupper())
 
 
-def _holds(each: Value, given: Mapping[str, Any]) -> bool:
+def _holds(each: Fix, given: Mapping[str, Any]) -> bool:
     value = given.get(each.key)
+    if value is None:
+        return False
     if isinstance(value, Mapping):
         return True  # decided op by op: whoever wrote that has decided
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    enough = (each.value, NO_EFFECT, *each.enough)
-    return value is not None and (each.enough == ANY_VALUE or text in enough)
+    return each.is_met_by(text, NO_EFFECT)

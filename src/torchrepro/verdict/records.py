@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from functools import cached_property, partial
-from operator import ne
 from typing import TYPE_CHECKING
 
 from torchrepro.verdict.columns import Reader, Shared
 from torchrepro.verdict.differences import Differences
-from torchrepro.verdict.judging import both
 from torchrepro.verdict.matching import match
 from torchrepro.verdict.pacing import Feed, parts
 from torchrepro.verdict.pair import StepFound
@@ -120,15 +118,7 @@ class Records:
     def _compared(self, left: Columns, right: Columns, matched: Matched) -> StepFound:
         if not self._parted and _are_the_same(left, right):
             return StepFound(totals=Counter(left.structure.modules))
-        lone = (matched.only_left, matched.only_right) if self.judge.needs_partner else ((), ())
-        differences = Differences(
-            left,
-            right,
-            matched,
-            self.judge.differing(left, right, matched),
-            list(map(ne, *both("inputs", left, right, matched))),
-            *lone,
-        )
+        differences = Differences.of(self.judge, left, right, matched)
         found = StepFound(differences.tally(), *differences.modules())
         first = differences.first()
         if first is not None:

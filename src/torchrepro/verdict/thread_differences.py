@@ -6,14 +6,13 @@ from collections import Counter, defaultdict
 from functools import partial
 from importlib import import_module
 from itertools import compress, count
-from operator import itemgetter, ne
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from torchrepro.verdict import columns
 from torchrepro.verdict.columns import MAIN
 from torchrepro.verdict.differences import FEW, Differences
 from torchrepro.verdict.explaining import Parting
-from torchrepro.verdict.judging import both
 from torchrepro.verdict.matching import Matched
 from torchrepro.verdict.other_threads import OtherThreads
 from torchrepro.verdict.pair import ALONE, INDEPENDENT, PROPAGATED, StepFound
@@ -118,20 +117,12 @@ class _Comparison:
         other = self.right.columns(concatenate([right, only[1]]))
         pairs = range(len(left))
         matched = Matched(pairs, pairs, range(len(left), len(one)), range(len(left), len(other)))
-        needed = (matched.only_left, matched.only_right) if self.judge.needs_partner else ((), ())
-        differences = Differences(
-            one,
-            other,
-            matched,
-            self.judge.differing(one, other, matched),
-            list(map(ne, *both("inputs", one, other, matched))),
-            *needed,
-        )
+        differences = Differences.of(self.judge, one, other, matched)
         _, differing = differences.modules()
         found = StepFound(differences.tally(), differing=differing)
         firsts = [
             *self._first_pair(differences, left),
-            *self._first_alone(step, needed, one, other),
+            *self._first_alone(step, (differences.only_left, differences.only_right), one, other),
         ]
         if firsts:
             found.place, found.sort, parting = min(firsts, key=itemgetter(0))

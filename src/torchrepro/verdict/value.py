@@ -81,6 +81,11 @@ class Divergence:
     what: str = ""
     """One more sentence, where there is more to say: which input, which generator."""
 
+    @classmethod
+    def without_op(cls, rank: int, step: int, kind: Kind, what: str) -> Divergence:
+        """Return one that no op of either run stands for."""
+        return cls(rank, step, "", "", "", "", kind, "", None, None, what=what)
+
 
 @dataclass(frozen=True, slots=True)
 class Compared:

@@ -56,19 +56,7 @@ def _not_the_same(first: Run, other: Run, what: str, step: int) -> Verdict:
         left=first.folder,
         right=other.folder,
         compared=Compared(ranks=0, steps=0, ops=0, bytes=0, level="op"),
-        first=Divergence(
-            rank=0,
-            step=step,
-            phase="",
-            module="",
-            op="",
-            source="",
-            kind=Kind.ENDED,
-            thread="",
-            left=None,
-            right=None,
-            what=f"{what}; {_ends(first, other)}",
-        ),
+        first=Divergence.without_op(0, step, Kind.ENDED, f"{what}; {_ends(first, other)}"),
     )
 
 
