@@ -13,19 +13,21 @@ import torchrepro
 PACKAGE = Path(torchrepro.__file__).parent
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
 LAYERS = (  # from the bottom upward; a module imports only from its own layer or one below
-    ("errors",),
+    ("errors", "hidden"),
     ("imports", "callers"),
     ("policies", "seeding"),
     ("knobs",),
     ("profile",),
-    ("report", "tables"),
+    ("report", "tables", "display"),
     ("process", "threads"),
     ("planner",),
     ("manifest",),
     ("agreement",),
+    ("guard",),
     ("applier", "launch", "doctor"),
     ("trace",),
     ("started",),
+    ("lock",),
     ("verdict",),
     ("verify",),
     ("integrations",),

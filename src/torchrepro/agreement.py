@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torchrepro.errors import ApplyError, shown
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.collective_rows import ORDER_OF_SUMS
-from torchrepro.manifest import versions
+from torchrepro.manifest.versions import versions
 from torchrepro.report import Outcome
 from torchrepro.seeding import seed_plan
 from torchrepro.seeding.mesh import seed_as_this_rank

@@ -15,8 +15,8 @@ from torchrepro.knobs.npu_limits import cann_too_old, compiled_ops_unheard
 from torchrepro.knobs.refused import WITHOUT_EFFECT
 from torchrepro.planner import Plan, make_plan, observe
 from torchrepro.process import closed_doors
-from torchrepro.profile.compose import flatten
-from torchrepro.profile.find import SHIPPED
+from torchrepro.profile.composition import flatten
+from torchrepro.profile.folder import SHIPPED
 from torchrepro.report import Outcome
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from torchrepro.report import Report
+    from torchrepro.report import Drift, Report
 
 WIDE = 80  # characters of a value that a message shows
 MANY = 12  # above this a list of legal names helps nobody without a near match
@@ -41,20 +41,24 @@ class Problem:
     """What to do about it."""
 
     def __str__(self) -> str:
-        subject = (
-            f"{self.key} = {self.found}" if self.key and self.found else self.key or self.found
-        )
-        if self.where.startswith("override "):  # the override already shows key and value
+        from torchrepro.hidden import HIDDEN, sounds_secret
+
+        where, found = self.where, self.found
+        if sounds_secret(self.key.rpartition(".")[2]):
+            where, found = where.partition("=")[0], found and HIDDEN
+        subject = f"{self.key} = {found}" if self.key and found else self.key or found
+        if where.startswith("override "):  # the override already shows key and value
             subject = ""
-        head = printable(": ".join(part for part in (self.where, subject) if part))
-        lines = [f"{head}: {self.what}" if head else self.what]
+        head = printable(": ".join(part for part in (where, subject) if part))
+        what = "\n".join(map(printable, self.what.split("\n")))
+        lines = [f"{head}: {what}" if head else what]
         for label, text in (
             ("did you mean", self.near),
             ("legal", self.legal),
             ("to do", self.todo),
         ):
             if text:
-                lines.append(f"    {label}: {text}")
+                lines.append(f"    {label}: {printable(text)}")
         return "\n".join(lines)
 
 
@@ -90,6 +94,25 @@ class ApplyError(TorchreproError, RuntimeError):
         return type(self), (*self.args, self.report)
 
 
+class DriftError(TorchreproError, RuntimeError):
+    """A knob is no longer what the profile in force has set: later code changed it."""
+
+    exit_status = 1
+
+    def __init__(self, drift: Sequence[Drift]) -> None:
+        self.drift = tuple(drift)
+        lines = [str(drift.problem) for drift in self.drift]
+        head = "knobs have changed since the profile was put in force (guard: error):"
+        todo = (
+            "    to do: let that code run before the profile is put in force, take the write out, "
+            "or have the profile ask for the value"
+        )
+        super().__init__("\n".join([head, *lines, todo]))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.drift,)
+
+
 class LateError(ApplyError):
     """A knob is past its phase and the profile asks to stop rather than to go on without it."""
 
@@ -115,7 +138,10 @@ class TraceError(_WrongRequestError):
     """A recording cannot be made or read: its folder, a full disk, another format."""
 
 
-for _public in (TorchreproError, ProfileError, ApplyError, LateError, SeedingError, TraceError):
+for _public in (
+    *(TorchreproError, ProfileError, ApplyError, LateError),
+    *(DriftError, SeedingError, TraceError),
+):
     _public.__module__ = "torchrepro"  # tracebacks show the name that a caller imports
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrepro.errors import ApplyError, Problem, ProfileError
+from torchrepro.hidden import secret_values
+from torchrepro.manifest.command_line import told
 from torchrepro.planner import Plan, make_plan, observe, refusal
 from torchrepro.process import PROFILE
 
@@ -53,7 +55,7 @@ def environment_for(plan: Plan, environment: Mapping[str, str]) -> dict[str, str
         **environment,
         **plan.variables,
         "PYTHONPATH": python_path,
-        PROFILE: json.dumps(dict(plan.resolved.values), sort_keys=True, default=dict),
+        PROFILE: json.dumps(plan.resolved.to_json(), sort_keys=True),
         FIRST: str(os.getpid()),
     }
 
@@ -87,7 +89,8 @@ def prepared(resolved: Resolved, command: Sequence[str]) -> tuple[str, dict[str,
         )
     barrier = unreachable(program, command)
     if barrier:
-        raise ApplyError(f"the profile cannot reach `{' '.join(command)}`: {barrier}")
+        shown = " ".join(told(command, secret_values(os.environ)))
+        raise ApplyError(f"the profile cannot reach `{shown}`: {barrier}")
     before_python_starts = make_plan(resolved, observe(resolved, closed={}))
     return program, environment_for(before_python_starts, os.environ)
 

@@ -19,7 +19,7 @@ RELAUNCHED = "TORCHREPRO_RELAUNCHED"
 """Variable that marks a process as relaunched: its id, which exec keeps, and the digest."""
 
 PROFILE = "TORCHREPRO_PROFILE"
-"""Variable that carries the resolved profile, as JSON, to every process below `run`."""
+"""Variable that carries the resolved profile and its origins to every process below `run`."""
 
 
 def _initialised(device: str) -> bool:
@@ -85,8 +85,8 @@ def inherited() -> Resolved | None:
 @lru_cache(maxsize=4)
 def _parsed(text: str) -> Resolved:
     try:
-        return Resolved.of(json.loads(text))
-    except (ValueError, AttributeError):
+        return Resolved.from_json(json.loads(text))
+    except (ValueError, AttributeError, KeyError, TypeError):
         raise ApplyError(f"{PROFILE} does not hold what `torchrepro run` writes there") from None
 
 

@@ -17,7 +17,7 @@ from torchrepro.knobs.explain import explanations
 from torchrepro.knobs.knob import Knob, Missing, Phase
 from torchrepro.knobs.refused import WITHOUT_EFFECT, refusal
 from torchrepro.process import DOORS
-from torchrepro.profile.compose import WHOLE
+from torchrepro.profile.composition import WHOLE
 from torchrepro.profile.resolved import knobs_for_key
 from torchrepro.profile.schema import Profile
 from torchrepro.report import Outcome

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrepro.manifest import RECORDED
+from torchrepro.manifest.contents import RECORDED
 
 TIMEOUT = 120
 _FOREIGN = ("TORCHREPRO_", "PYTEST_", "CUBLAS_", "HYDRA_", "COV_")

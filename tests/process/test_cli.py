@@ -17,7 +17,7 @@ from torchrepro.cli import main
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
 from torchrepro.knobs.explain import explanations
 from torchrepro.knobs.knob import Missing
-from torchrepro.manifest import RECORDED
+from torchrepro.manifest.contents import RECORDED
 
 CONSOLE_SCRIPT = Path(sysconfig.get_path("scripts")) / "torchrepro"
 SHIPPED = ["debug-strict", "npu-align", "seed-only", "train-fast"]
@@ -244,25 +244,27 @@ def test_doctor_finds_a_value_that_ascend_refuses(torchrepro):
 def test_diff_answers_by_its_status(command, answer):
     """diff ends with 0 for the same values and with 1 for others, and names each that differs."""
     code, document = answer("diff", "seed-only", "train-fast")
-    benchmark = {"key": "backends.cudnn.benchmark", "left": None, "right": True}
+    benchmark = ("backends.cudnn.benchmark", None, True)
 
     assert answer("diff", "npu-align", "npu-align") == (0, {"same": True, "differences": []})
     assert (code, document["same"]) == (1, False)
-    assert benchmark in document["differences"]
+    assert benchmark in [tuple(row.values())[:3] for row in document["differences"]]
     assert command("diff", "seed-only", "train-fast")[::2] == (1, "")
     assert "backends.cudnn.benchmark" in command("diff", "seed-only", "train-fast")[1]
 
 
 def test_diff_reads_a_manifest(answer, tmp_path):
     """diff compares a manifest with the profile that it was written for, key by key."""
-    from torchrepro.manifest import write_manifest
+    from torchrepro.manifest.contents import write_manifest
 
     path = tmp_path / "run" / "repro.json"
     plan = library.plan("debug-strict", ["seed=7"])
     write_manifest(path, plan.resolved, plan.report)
     status, document = answer("diff", path, "debug-strict")
 
-    assert (status, document["differences"]) == (1, [{"key": "seed", "left": 7, "right": 1234}])
+    (seed,) = document["differences"]
+
+    assert (status, seed["key"], seed["left"], seed["right"]) == (1, "seed", 7, 1234)
     assert answer("diff", path, path)[0] == 0
 
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 from torchrepro import load
-from torchrepro.manifest import RECORDED
+from torchrepro.manifest.contents import RECORDED
 
 TWICE = """
 import contextlib, json, os, sys

@@ -228,3 +228,13 @@ def test_the_app_runs_when_nothing_is_wrong(hydra_app, arguments):
     ended = hydra_app(*arguments)
 
     assert (ended.status, ended.out) == (0, "RAN\n")
+
+
+def test_a_refused_secret_is_not_shown(refusal):
+    """A value whose key sounds secret is left out of the message that refuses it."""
+    in_a_file = refusal("env_extra: {MY_API_KEY: hunter8}\n")
+    in_an_override = refusal("seed: 1\n", "env_extra.MY_API_KEY=hunter8")
+
+    for words in (in_a_file, in_an_override):
+        assert "MY_API_KEY" in words
+        assert "hunter8" not in words

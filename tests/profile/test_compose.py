@@ -8,13 +8,15 @@ import pytest
 import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import torchrepro
-from torchrepro.profile.compose import NOT_INHERITED, compose, flatten
-from torchrepro.profile.find import SHIPPED
+from torchrepro.errors import printable
+from torchrepro.profile.compose import compose
+from torchrepro.profile.composition import NOT_INHERITED, flatten
+from torchrepro.profile.folder import SHIPPED
 
 SHIPPED_NAMES = ("debug-strict", "npu-align", "seed-only", "train-fast")
 KEYS = {  # a few keys at several depths, with values that differ from each other
@@ -60,6 +62,15 @@ def chains(draw):
     return files
 
 
+def _accepted(path, overrides=()):
+    """Compose a chain, unless one file of it comes twice and would undo another's value."""
+    try:
+        return compose(path, overrides)
+    except torchrepro.ProfileError as error:
+        assume("is undone by a file" not in str(error))
+        raise
+
+
 def _written(folder, files):
     for name, values in files.items():
         text = yaml.safe_dump(values, sort_keys=False)
@@ -92,19 +103,19 @@ def test_hydra_composes_a_shipped_profile_as_we_do(tmp_path, group, name):
 @settings(max_examples=40)
 @given(files=chains())
 def test_hydra_composes_a_chain_as_we_do(tmp_path_factory, group, files):
-    """For any chain of files Hydra, by its own rules alone too, gives the values that we give."""
+    """For any chain that we accept Hydra, by its own rules alone too, gives the values we give."""
     folder = tmp_path_factory.mktemp("chain")
     (folder / group).mkdir()
     path = _written(folder / group, files)
 
-    assert _asked(compose(path).values) == _asked(_by_hydra(folder, group, list(files)[-1]))
+    assert _asked(_accepted(path).values) == _asked(_by_hydra(folder, group, list(files)[-1]))
 
 
 @given(files=chains())
 def test_every_value_knows_the_line_that_set_it(tmp_path_factory, files):
     """The place of every leaf is a file and the line in it that holds the key and the value."""
     path = _written(tmp_path_factory.mktemp("chain"), files)
-    composition = compose(path)
+    composition = _accepted(path)
 
     for key, value in flatten(composition.values).items():
         file, _, line = composition.place(key).rpartition(":")
@@ -120,7 +131,7 @@ def test_a_file_is_called_what_it_calls_itself(tmp_path_factory, files):
     """Name and description are the last file's own, wherever its `_self_` stands."""
     path = _written(tmp_path_factory.mktemp("chain"), files)
     own = list(files.values())[-1]
-    values = compose(path).values
+    values = _accepted(path).values
 
     assert own.get("name", Path(path).stem) == values["name"]
     assert own.get("description") == values.get("description")
@@ -129,7 +140,7 @@ def test_a_file_is_called_what_it_calls_itself(tmp_path_factory, files):
 @given(files=chains(), overrides=st.lists(st.sampled_from(["seed=71", "~seed", "++seed=72"])))
 def test_the_last_override_wins(tmp_path_factory, files, overrides):
     """A value is what the last override of it says, and null after a deletion; it says so."""
-    composition = compose(_written(tmp_path_factory.mktemp("chain"), files), overrides)
+    composition = _accepted(_written(tmp_path_factory.mktemp("chain"), files), overrides)
 
     if overrides:
         meant = {"seed=71": 71, "++seed=72": 72, "~seed": None}
@@ -265,7 +276,7 @@ def test_a_name_that_means_no_file_is_refused(name):
     with pytest.raises(torchrepro.ProfileError) as caught:
         torchrepro.load(name)
 
-    assert name.rpartition("/")[2][:40] in str(caught.value)
+    assert printable(name.rpartition("/")[2])[:40] in str(caught.value)
 
 
 @pytest.mark.parametrize("case", REFUSED_DEFAULTS.values(), ids=REFUSED_DEFAULTS)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro.profile.compose import compose
-from torchrepro.profile.find import SHIPPED
+from torchrepro.profile.folder import SHIPPED
 from torchrepro.profile.json_schema import json_schema
 from torchrepro.profile.resolved import Resolved
 

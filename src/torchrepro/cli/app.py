@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,7 +23,7 @@ app = typer.Typer(
 
 
 def _complete(incomplete: str) -> list[str]:
-    from torchrepro.profile.find import search_path
+    from torchrepro.profile.packs import search_path
 
     names = {name for folder in search_path() for name in folder.names()}
     return sorted(name for name in names if name.startswith(incomplete))
@@ -48,7 +49,7 @@ def print_json(value: Any) -> None:
 
 
 def resolved_profile(profile: str, overrides: list[str] | None) -> Resolved:
-    from torchrepro.profile.load import load
+    from torchrepro.profile.load import ProfileNote, load
 
     for text in overrides or ():
         if "=" not in text and not text.startswith("~"):
@@ -60,4 +61,8 @@ def resolved_profile(profile: str, overrides: list[str] | None) -> Resolved:
                     f"defaults: [{profile}, {text}, _self_]",
                 )
             )
-    return load(profile, overrides or ()).resolved
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ProfileNote)
+        resolved = load(profile, overrides or ()).resolved
+    sys.stderr.writelines(f"torchrepro: note: {note}\n" for note in resolved.notes)
+    return resolved

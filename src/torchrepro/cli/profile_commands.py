@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from enum import StrEnum
 from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from torchrepro.cli.app import Json, Overrides, ProfileName, app, print_json, resolved_profile
-from torchrepro.errors import shown
+from torchrepro.errors import Problem, ProfileError, shown
+from torchrepro.profile.resolved import plain
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import Resolved
 
 
 @app.command("list")
-def list_profiles(as_json: Json = False) -> None:  # noqa: FBT002 - an option of the command line
+def list_profiles(
+    as_json: Json = False,  # noqa: FBT002 - an option of the command line
+    only_pieces: Annotated[  # noqa: FBT002
+        bool, typer.Option("--pieces", help="Show what can be laid on top of profiles instead.")
+    ] = False,
+) -> None:
     """Show the profiles on the search path, with their guarantee and origin."""
-    from torchrepro.profile.listing import listed
+    from torchrepro.profile.listing import PIECE, PROFILE, listed
+    from torchrepro.profile.packs import VARIABLE, missing_folders
 
-    entries = listed()
+    kind = PIECE if only_pieces else PROFILE
+    entries = [entry for entry in listed() if entry.kind == kind]
     if as_json:
         print_json([entry.to_json() for entry in entries])
-        return
-    from torchrepro.tables import show, table
+    else:
+        from torchrepro.tables import show, table
 
-    rows = [(e.name, e.guarantee, e.origin, e.description) for e in entries]
-    show(table(("profile", "guarantee", "origin", "what it is for"), rows))
+        rows = [(e.name, e.guarantee, e.origin, e.description) for e in entries]
+        show(table((kind, "guarantee", "origin", "what it is for"), rows))
+    for folder in missing_folders():
+        words = f"{VARIABLE} names {shown(folder)}, which is no folder"
+        sys.stderr.write(f"torchrepro: note: {words}\n")
 
 
 @app.command("show")
@@ -45,32 +54,36 @@ def show_profile(
     """Show the resolved profile."""
     resolved = resolved_profile(profile, overrides)
     if origin:
-        _show_origins(profile, overrides or [], resolved, as_json=as_json)
+        _show_origins(resolved, as_json=as_json)
     elif as_json:
-        print_json(json.loads(json.dumps(dict(resolved.values), default=dict)))
+        print_json(plain(resolved.values))
     else:
         import yaml
 
-        plain = json.loads(json.dumps(dict(resolved.values), default=dict))
         sys.stdout.write(f"# {resolved.digest}\n")
-        sys.stdout.write(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+        dumped = yaml.safe_dump(plain(resolved.values), sort_keys=False, allow_unicode=True)
+        sys.stdout.write(dumped)
 
 
-def _show_origins(profile: str, overrides: list[str], resolved: Resolved, *, as_json: bool) -> None:
-    from torchrepro.profile.compose import compose, flatten
+def _show_origins(resolved: Resolved, *, as_json: bool) -> None:
+    from torchrepro.profile.composition import flatten
 
-    composition = compose(profile, overrides)
-    rows = [
-        {"key": key, "value": value, "origin": composition.place(key) or "the file's name"}
-        for key, value in flatten(resolved.values).items()
-    ]
+    rows = []
+    for key, value in flatten(resolved.values).items():
+        origin = resolved.origins[key].to_json()
+        rows.append({"key": key, "value": plain(value), "origin": origin.pop("set_by"), **origin})
     if as_json:
         print_json(rows)
         return
     from torchrepro.tables import show, table
 
-    cells = [(row["key"], shown(row["value"]), row["origin"]) for row in rows]
-    show(table(("key", "value", "set by"), cells))
+    cells = [(r["key"], shown(r["value"]), r["origin"], r["package"], _replaced(r)) for r in rows]
+    show(table(("key", "value", "set by", "package", "replaced"), cells))
+
+
+def _replaced(row: dict[str, Any]) -> str:
+    others = [each for each in row["replaced"] if each["value"] != row["value"]]
+    return ", ".join(f"{shown(each['value'])} ({each['set_by']})" for each in others)
 
 
 @app.command("plan")
@@ -134,7 +147,25 @@ def show_environment(
         if form is EnvFormat.SH:
             sys.stdout.write(f"export {name}={shlex.quote(value)}\n")
         else:
-            sys.stdout.write(f"{name}={json.dumps(value)}\n")
+            sys.stdout.write(f"{name}={_in_dotenv(name, value)}\n")
+
+
+def _in_dotenv(name: str, value: str) -> str:
+    """Return `value` in quotes in which no reader of such files, a shell too, replaces anything.
+
+    Raises `ProfileError` for one that cannot be written so that all of them read the same.
+    """
+    if any(letter in value for letter in "'\\") or not value.isprintable():
+        raise ProfileError(
+            Problem(
+                "a character that programs which read .env files take differently",
+                key=name,
+                found=shown(value),
+                todo="use --format sh or --format json",
+            )
+        )
+    plain = all(letter.isalnum() or letter in "_-.,:;/+@%=[]" for letter in value)
+    return f'"{value}"' if plain else f"'{value}'"
 
 
 @app.command("explain")
@@ -187,40 +218,6 @@ def examine_machine(
             if finding.todo:
                 sys.stdout.write(f"      to do: {finding.todo}\n")
     raise typer.Exit(1 if serious else 0)
-
-
-@app.command("diff")
-def show_differences(
-    left: Annotated[str, typer.Argument(metavar="A", help="A profile or a manifest.")],
-    right: Annotated[str, typer.Argument(metavar="B", help="A profile or a manifest.")],
-    as_json: Json = False,  # noqa: FBT002
-) -> None:
-    """Compare two profiles or manifests value by value; exit 1 if they differ."""
-    from torchrepro.profile.difference import differences
-
-    found = differences(_profile_or_manifest(left), _profile_or_manifest(right))
-    if left.endswith(".json") and right.endswith(".json"):
-        from torchrepro.manifest import differing_seeding_calls
-
-        found += differing_seeding_calls(Path(left), Path(right))
-    if as_json:
-        rows = [{"key": d.key, "left": d.left, "right": d.right} for d in found]
-        print_json({"same": not found, "differences": rows})
-    elif not found:
-        sys.stdout.write("the same\n")
-    else:
-        from torchrepro.tables import show, table
-
-        show(table(("key", left, right), [(d.key, shown(d.left), shown(d.right)) for d in found]))
-    raise typer.Exit(1 if found else 0)
-
-
-def _profile_or_manifest(name: str) -> Resolved:
-    if not name.endswith(".json"):
-        return resolved_profile(name, None)
-    from torchrepro.manifest import read_manifest
-
-    return read_manifest(Path(name))
 
 
 @app.command("schema")

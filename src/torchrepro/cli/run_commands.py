@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,8 +16,12 @@ from torchrepro.cli.app import (
     print_json,
     resolved_profile,
 )
+from torchrepro.cli.lock_commands import locked_profile
 from torchrepro.errors import Problem, ProfileError, TraceError
 from torchrepro.trace.request import VARIABLE, Request
+
+if TYPE_CHECKING:
+    from torchrepro.profile.resolved import Resolved
 
 
 class Level(StrEnum):
@@ -50,8 +54,11 @@ Keep = Annotated[
 @app.command("run", options_metavar="[OPTIONS]", epilog="The command stands after `--`.")
 def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
     context: typer.Context,
-    profile: ProfileName,
+    profile: ProfileName = "",
     overrides: Overrides = None,
+    lock: Annotated[
+        str, typer.Option(metavar="FILE", help="Start only if this lock is met; names the profile.")
+    ] = "",
     record: Record = "",
     level: Annotated[Level, typer.Option(help="How much is recorded.")] = Level.OP,
     steps: Steps = "",
@@ -78,8 +85,8 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
     """
     from torchrepro.launch import start
 
-    resolved = resolved_profile(profile, overrides)
-    command = given_command(context, f"run {profile}")
+    command = given_command(context, f"run {profile or 'PROFILE'}")
+    resolved = _to_run(profile, overrides, lock)
     more = {}
     if record:
         request = Request(
@@ -102,6 +109,17 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
             )
         )
     start(resolved, command, more)
+
+
+def _to_run(profile: str, overrides: list[str] | None, lock: str) -> Resolved:
+    """Return the profile to run, which is a lock's if one is given; it must be met."""
+    if lock:
+        return locked_profile(lock, profile, overrides)
+    if not profile:
+        raise ProfileError(
+            Problem("names no profile", todo="write one: torchrepro run PROFILE -- COMMAND")
+        )
+    return resolved_profile(profile, overrides)
 
 
 def given_command(context: typer.Context, words: str) -> list[str]:

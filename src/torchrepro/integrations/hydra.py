@@ -20,9 +20,13 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
 from torchrepro.errors import ProfileError
-from torchrepro.profile.compose import Composition, compose
-from torchrepro.profile.find import Folder, find, package_folders, search_path
+from torchrepro.profile.choice import Choice
+from torchrepro.profile.compose import compose
+from torchrepro.profile.composition import NOT_INHERITED
+from torchrepro.profile.find import UnknownProfileError, find
+from torchrepro.profile.folder import PIECES, Folder, is_piece, piece_named
 from torchrepro.profile.load import REFUSED
+from torchrepro.profile.packs import package, search_path
 
 if TYPE_CHECKING:
     from hydra.core.config_search_path import ConfigSearchPath
@@ -34,9 +38,10 @@ _ALWAYS_ON = "hydra/env/default"  # the one group that Hydra's own defaults list
 _CALLBACK_ON = {"hydra": {"callbacks": {GROUP: {"_target_": CALLBACK}}}}
 _SEPARATOR = "|"
 
-composed: dict[str, Composition] = {}
-"""The profiles in Hydra's last composition, by name: where each of their values came from."""
+chosen = Choice()
+"""The profiles and pieces in Hydra's last composition."""
 
+_profiles: dict[str, DictConfig] = {}
 _latest: list[ReproConfigSource] = []
 
 
@@ -88,7 +93,7 @@ class ReproConfigSource(ConfigSource):
         if group in ("", "hydra", "hydra/env", GROUP):
             return True
         inner = group.removeprefix(f"{GROUP}/")
-        return inner != group and any((f.path / inner).is_dir() for f in self._folders())
+        return inner != group and any(f.has_group(inner) for f in self._everywhere())
 
     def is_config(self, config_path: str) -> bool:
         """Return whether `config_path` names a profile that can be read, well-formed or not."""
@@ -98,9 +103,11 @@ class ReproConfigSource(ConfigSource):
         if name is None:
             return False
         try:
-            find(name, (*self._folders(), *search_path()))
-        except ProfileError:
+            find(name, self._folders())
+        except UnknownProfileError:
             return False
+        except ProfileError:
+            return True  # there is something, and `load_config` says what is wrong with it
         return True
 
     def load_config(self, config_path: str) -> ConfigResult:
@@ -115,22 +122,42 @@ class ReproConfigSource(ConfigSource):
         name = _profile_name(config_path)
         if name is None:
             raise ConfigLoadError(f"Config not found: {config_path}")
-        try:
-            composition = compose(name, folders=self._folders())
-        except ProfileError as error:
-            composition = Composition({REFUSED: str(error)})
-        composed[name] = composition
+        chosen.add(name, self._folders())
         # The callback comes with the profile as well: an app may replace the group `hydra/env`.
-        config = OmegaConf.create({GROUP: composition.values, **_CALLBACK_ON})
+        config = OmegaConf.create({GROUP: self._values(name), **_CALLBACK_ON})
         # An open section: every key can be overridden, set or not, and a wrong one is judged by
         # the schema, whose message says what was meant.
         OmegaConf.set_struct(config[GROUP], value=False)
+        if is_piece(name):
+            self._lay_on_top()
+        else:
+            _profiles[name] = config
         return self._result(config)
+
+    def _values(self, name: str) -> dict[str, Any]:
+        """Return the values of a profile with the pieces that are known so far, or of a piece."""
+        try:
+            pieces = () if is_piece(name) else chosen.overrides
+            values = compose(name, pieces, self._folders()).values
+        except ProfileError as error:
+            return {REFUSED: str(error)}
+        # A piece does not say what the profile is called that it is laid on.
+        return {k: v for k, v in values.items() if not is_piece(name) or k not in NOT_INHERITED}
+
+    def _lay_on_top(self) -> None:
+        """Have pieces lie on top of the profile, wherever they stand in a defaults list.
+
+        Hydra loads every config of a composition, the last one first, before it merges them.
+        """
+        for name, config in _profiles.items():
+            for key, value in self._values(name).items():
+                config[GROUP][key] = value
 
     def _notice_new_composition(self) -> None:
         # Hydra copies its sources for every composition: another copy means another one began.
         if _latest[-1:] != [self]:
-            composed.clear()
+            chosen.clear()
+            _profiles.clear()
             _latest[:] = [self]
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
@@ -138,15 +165,21 @@ class ReproConfigSource(ConfigSource):
         group = config_path.strip("/")
         if group == "":
             return [GROUP] if results_filter is not ObjectType.CONFIG else []
-        if group != GROUP or results_filter is ObjectType.GROUP:
+        if group.partition("/")[0] != GROUP or results_filter is ObjectType.GROUP:
             return []
-        folders = (*self._folders(), *search_path())
-        return sorted({name for folder in folders for name in folder.names()})
+        names = {name for folder in self._everywhere() for name in folder.names()}
+        if group == GROUP:
+            return sorted(name for name in names if not is_piece(name))
+        inner = f"{group.removeprefix(f'{GROUP}/')}/"
+        return sorted(name.removeprefix(inner) for name in names if name.startswith(inner))
 
     def _result(self, config: DictConfig) -> ConfigResult:
         path = f"{SCHEME}://"
         header: dict[str, str | None] = {"package": "_global_"}
         return ConfigResult(provider=self.provider, path=path, config=config, header=header)
+
+    def _everywhere(self) -> tuple[Folder, ...]:
+        return (*self._folders(), *search_path())
 
     def _folders(self) -> tuple[Folder, ...]:
         """Return the folder of profiles in every other place on Hydra's search path."""
@@ -154,8 +187,8 @@ class ReproConfigSource(ConfigSource):
         for entry in self.path.split(_SEPARATOR):
             scheme, _, rest = entry.rpartition("://")
             if scheme == "pkg":
-                package, _, inner = rest.partition("/")
-                roots = [root / inner for root in package_folders(package)]
+                name, _, inner = rest.partition("/")
+                roots = [root / inner for root in package(name).folders]
             else:
                 roots = [Path(rest)] if scheme in ("", "file") and rest else []
             folders += [Folder(root / GROUP, entry) for root in roots]
@@ -163,6 +196,12 @@ class ReproConfigSource(ConfigSource):
 
 
 def _profile_name(config_path: str) -> str | None:
-    """Return what stands after ``repro/``: the name of a profile, or a path or ``pkg://`` one."""
+    """Return what stands after ``repro/``: the name of a profile, or a path or ``pkg://`` one.
+
+    What stands after ``repro/with/`` is a piece, of a pack too: ``repro/with/team/zero``.
+    """
     name = config_path.removeprefix(f"{GROUP}/")
-    return None if name == config_path or not name else name
+    if name == config_path or not name:
+        return None
+    piece = name.removeprefix(f"{PIECES}/")
+    return name if piece == name else piece_named(piece)

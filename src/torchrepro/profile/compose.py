@@ -1,4 +1,4 @@
-"""Lay a profile's defaults list, its own values and the overrides on top of each other.
+"""Lay a profile's defaults list, its own values, pieces and overrides on top of each other.
 
 The rules are Hydra's (https://hydra.cc/docs/advanced/defaults_list): the entries of a defaults
 list in order, the file itself where `_self_` stands, sections merged key by key. They are applied
@@ -8,41 +8,23 @@ profile in force from code must not pay for importing Hydra.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from torchrepro.errors import Problem, ProfileError
-from torchrepro.profile.document import (
-    MAX_DEPTH,
-    Document,
-    read_document,
-    refuse_instructions,
-    refuse_interpolation,
-)
-from torchrepro.profile.find import SHIPPED, Folder, Found, find, search_path
+from torchrepro.errors import Problem, ProfileError, shown
+from torchrepro.profile.composition import NOT_INHERITED, Composition, flatten
+from torchrepro.profile.document import Document, read_document
+from torchrepro.profile.find import find
+from torchrepro.profile.folder import PIECES, SHIPPED, Folder, Found, is_piece, piece_named
+from torchrepro.profile.migration import migrated
+from torchrepro.profile.origin import Origin
+from torchrepro.profile.overrides import Override, parsed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
 MAX_DOCUMENTS = 64
-NOT_INHERITED = ("name", "description")  # what a file calls itself, not what it asks for
-
-
-@dataclass(slots=True)
-class Composition:
-    """The merged values of a profile and, for every dotted key, the place that set it."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)
-    only_shipped: bool = True
-    """No file but torchrepro's own took part, and no override."""
-
-    def place(self, key: str) -> str:
-        """Return where `key`, something in it, or the nearest section around it was set."""
-        inside = [name for name in self.origins if name.startswith(f"{key}.")]
-        if key not in self.origins and inside:
-            return self.origins[inside[-1]]
-        while key and key not in self.origins:
-            key = key.rpartition(".")[0]
-        return self.origins.get(key, "")
 
 
 def compose(
@@ -50,50 +32,54 @@ def compose(
 ) -> Composition:
     """Compose the profile `name` with `overrides` such as ``backends.cudnn.benchmark=true``.
 
-    Bare names are looked up in `folders`, then on the search path. Raises `ProfileError`.
+    Bare names are looked up in `folders` and on the search path. Raises `ProfileError`.
     """
     composition = Composition()
-    _Chain(composition, (*folders, *search_path())).add_named(name)
-    override(composition, overrides)
+    chain = _Chain(composition, folders)
+    chain.add_named(name)
+    _finish(composition, chain, overrides)
     return composition
 
 
-def compose_document(document: Document, folders: tuple[Folder, ...] = ()) -> Composition:
+def compose_document(
+    document: Document, overrides: Sequence[str] = (), folders: tuple[Folder, ...] = ()
+) -> Composition:
     """Compose values that were not read from a file of the search path."""
     composition = Composition(only_shipped=False)
-    _Chain(composition, (*folders, *search_path())).add(document, folders)
+    chain = _Chain(composition, folders)
+    chain.add(document, None)
+    _finish(composition, chain, overrides)
     return composition
 
 
-def override(composition: Composition, overrides: Sequence[str]) -> None:
-    """Lay `overrides`, written in Hydra's grammar, on top of `composition`."""
-    for text in overrides:
-        key, value = _parse_override(text)
+def _finish(composition: Composition, chain: _Chain, overrides: Sequence[str]) -> None:
+    """Lay the pieces among `overrides` on top, then all others, as they are written."""
+    given = [parsed(text) for text in overrides]
+    for override in given:
+        if override.key == PIECES:
+            for piece in _pieces(override):
+                chain.add_piece(piece, override.place)
+    for override in given:
+        if override.key != PIECES:
+            composition.override(override)
+    if given:
         composition.only_shipped = False
-        place = f"override {text}"
-        check_values(value, place, key)
-        for part in reversed(key.split(".")):
-            value = {part: value}
-        lines = dict.fromkeys(flatten(value), place)
-        _merge(composition.values, value)
-        _forget_sections(composition.origins, key)
-        composition.origins.update(lines)
+    chain.refuse_what_was_taken_back()
 
 
-WHOLE = ("device.fallback", "device.modules", "streams", "ranks")
-"""One value each: their keys are not a profile's."""
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of nested `values` under dotted keys; an empty section is a leaf."""
-    leaves: dict[str, Any] = {}
-    for key, value in values.items():
-        dotted = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value and dotted not in WHOLE:
-            leaves |= flatten(value, f"{dotted}.")
-        else:
-            leaves[dotted] = value
-    return leaves
+def _pieces(override: Override) -> Iterable[str]:
+    named = [override.value] if isinstance(override.value, str) else override.value
+    if not isinstance(named, list) or not all(isinstance(each, str) for each in named):
+        raise ProfileError(
+            Problem(
+                "pieces are named in a list",
+                override.place,
+                PIECES,
+                shown(override.value),
+                legal=f"{PIECES}=[dropout-zero,host-rng]",
+            )
+        )
+    return named
 
 
 class _Chain:
@@ -103,15 +89,12 @@ class _Chain:
         self.composition = composition
         self.folders = folders
         self.open: list[Found] = []
+        self.seen: set[Path] = set()
         self.read = 0
+        self.taken_back: dict[str, Problem] = {}
 
-    def add_named(self, name: str, beside: tuple[Folder, ...] = (), asked_by: str = "") -> None:
-        found = find(name, (*beside, *self.folders), asked_by)
-        if found.path in [other.path for other in self.open]:
-            chain = " -> ".join([*(other.name for other in self.open), found.name])
-            raise ProfileError(
-                Problem("a profile inherits from itself", asked_by, "defaults", chain)
-            )
+    def add_named(self, name: str, asked_by: str = "") -> None:
+        found = self._found(name, asked_by)
         self.read += 1
         if self.read > MAX_DOCUMENTS:
             raise ProfileError(
@@ -120,101 +103,72 @@ class _Chain:
         if not found.path.is_relative_to(SHIPPED):
             self.composition.only_shipped = False
         self.open.append(found)
-        self.add(read_document(found.path, found.where), (_beside(found),))
+        self.add(read_document(found.path, found.where), found)
         self.open.pop()
-        if not self.open:
-            self.composition.values.setdefault("name", found.name)
+        if not self.open and not is_piece(found.name):
+            self.composition.call(found.name, Origin(found.where, found.folder.package))
 
-    def add(self, document: Document, beside: tuple[Folder, ...]) -> None:
+    def add_piece(self, name: str, asked_by: str) -> None:
+        """Lay the piece `name` on top; what it calls itself is not what the profile is called."""
+        own = self.composition.take(NOT_INHERITED)
+        self.add_named(piece_named(name), asked_by)
+        self.composition.take(NOT_INHERITED)
+        self.composition.put_back(own)
+
+    def add(self, document: Document, found: Found | None) -> None:
+        document, notes = migrated(document)
+        self.composition.notes += notes
         for entry in document.defaults:
             if entry == "_self_":
-                self._add_values(document)
+                self._add_values(document, found)
             else:
-                own = self._take_names()
-                self.add_named(entry, beside, document.place("defaults"))
-                self._take_names()
-                self.composition.values |= own[0]
-                self.composition.origins |= own[1]
+                own = self.composition.take(NOT_INHERITED)
+                self.add_named(entry, document.place("defaults"))
+                self.composition.take(NOT_INHERITED)
+                self.composition.put_back(own)
 
-    def _take_names(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Take out, and return, what the files so far call themselves, and where they say it."""
-        values, origins = self.composition.values, self.composition.origins
-        return (
-            {key: values.pop(key) for key in NOT_INHERITED if key in values},
-            {key: origins.pop(key) for key in NOT_INHERITED if key in origins},
-        )
+    def _found(self, name: str, asked_by: str) -> Found:
+        """Return the file that `name` means; one that is being read already is passed by.
 
-    def _add_values(self, document: Document) -> None:
-        _merge(self.composition.values, document.values)
-        keys = document.lines or flatten(document.values)
-        self.composition.origins |= {key: document.place(key) for key in keys}
+        So that a profile may inherit from another one of its own name, and only from another.
+        """
+        beside = [replace(one.folder, prefix="") for one in self.open[-1:]]
+        being_read = [other.path for other in self.open]
+        try:
+            return find(name, self.folders, asked_by, beside, being_read)
+        except ProfileError:
+            again = find(name, self.folders, asked_by, beside) if being_read else None
+            if again is None or again.path not in being_read:
+                raise
+        chain = " -> ".join([*(other.name for other in self.open), again.name])
+        raise ProfileError(Problem("a profile inherits from itself", asked_by, "defaults", chain))
 
+    def _add_values(self, document: Document, found: Found | None) -> None:
+        package = found.folder.package if found else ""
+        before = dict(self.composition.origins)
+        self.composition.add(document, package)
+        again = found is not None and found.path in self.seen
+        for key, value in flatten(document.values).items():
+            # A file that comes twice must not undo what another one has set in between.
+            self.taken_back.pop(key, None)
+            earlier = before.get(key)
+            if again and earlier and earlier.value != value and key not in NOT_INHERITED:
+                self.taken_back[key] = _taken_back(key, earlier, self.composition.origins[key])
+        if found is not None:
+            self.seen.add(found.path)
 
-def _beside(found: Found) -> Folder:
-    """Return the folder in which a defaults list looks first: the one its own file is in.
-
-    A profile called ``team/strict`` finds ``team/base`` by that name, as Hydra does.
-    """
-    inside = found.name.count("/")
-    return Folder(found.path.parents[inside], str(found.path.parents[inside]))
-
-
-def _merge(onto: dict[str, Any], values: Mapping[str, Any]) -> None:
-    for key, value in values.items():
-        below = onto.get(key)
-        if isinstance(value, Mapping):
-            section = below if isinstance(below, dict) else {}
-            onto[key] = section
-            _merge(section, value)
-        else:
-            onto[key] = value
-
-
-def _forget_sections(origins: dict[str, str], key: str) -> None:
-    """Drop the origins of what `key` lies in: a value that was there is a section now."""
-    while "." in key:
-        key = key.rpartition(".")[0]
-        origins.pop(key, None)
+    def refuse_what_was_taken_back(self) -> None:
+        for key, problem in self.taken_back.items():
+            if self.composition.origins[key].set_by == problem.where:
+                raise ProfileError(problem)
 
 
-def _parse_override(text: str) -> tuple[str, Any]:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    place = f"override {text}"
-    todo = "write key=value, as in seed=7 or backends.cudnn.benchmark=false"
-    try:
-        parsed = OverridesParser.create().parse_override(text)
-    except (HydraException, RecursionError, ValueError):
-        raise ProfileError(Problem("not an override", place, todo=todo)) from None
-    if parsed.is_sweep_override():
-        raise ProfileError(
-            Problem("a sweep needs Hydra's --multirun; here one value is set", place)
-        )
-    depth = parsed.key_or_group.count(".")
-    if parsed.package is not None or not parsed.key_or_group or depth > MAX_DEPTH:
-        raise ProfileError(Problem("not an override", place, todo=todo))
-    value = None if parsed.is_delete() else _plain(parsed.value())
-    return parsed.key_or_group.replace("/", "."), value
-
-
-def _plain(value: Any) -> Any:
-    """Return a parsed override value with Hydra's quoted keys as plain text."""
-    if isinstance(value, dict):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_plain(entry) for entry in value]
-    return value
-
-
-def check_values(value: Any, place: str, key: str) -> None:
-    """Raise `ProfileError` for an instruction or an interpolation anywhere in `value`."""
-    refuse_instructions(key.rpartition(".")[2], place, key)
-    if isinstance(value, str):
-        refuse_interpolation(value, place, key)
-    elif isinstance(value, dict):
-        for inner, entry in value.items():
-            check_values(entry, place, f"{key}.{inner}" if key else str(inner))
-    elif isinstance(value, list):
-        for entry in value:
-            check_values(entry, place, key)
+def _taken_back(key: str, earlier: Origin, later: Origin) -> Problem:
+    return Problem(
+        f"{earlier.set_by} sets {key} to {shown(earlier.value)}, and is undone by a file that was "
+        "there before it and is inherited once more",
+        later.set_by,
+        key,
+        shown(later.value),
+        todo="inherit that file in one place only, or set the value in the profile itself",
+    )

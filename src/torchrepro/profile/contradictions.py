@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.errors import shown
 from torchrepro.knobs.catalogue import knobs_by_name, other_names
 from torchrepro.policies.fallback.value import waits_for_refusal
-from torchrepro.profile.compose import flatten
+from torchrepro.profile.composition import flatten
 from torchrepro.profile.resolved import STRICT
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.profile.compose import NOT_INHERITED, flatten
+from torchrepro.profile.composition import NOT_INHERITED, flatten
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import Resolved

@@ -14,6 +14,11 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from torchrepro.errors import Problem, ProfileError, shown
+from torchrepro.profile.plain_text import (
+    refuse_characters,
+    refuse_instructions,
+    refuse_interpolation,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,10 +26,14 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 16
+MAX_NODES = 2000  # keys and values
 LONGEST_NUMBER = 64  # characters; nothing that a profile sets needs more
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is optional in PyYAML's builds
 _PACKAGE_HEADER = re.compile(r"^\s*#\s*@(\w+)")
+_WHOLE = re.compile(r"[-+]?([0-9]|[1-9][0-9_]*|0x[0-9a-fA-F_]+)")
+"""Whole numbers that everybody reads alike: 010 and 1:30 are others in YAML 1.1 than in 1.2."""
+
 _SCALARS = {  # every other tag, a date say, stays the text that was written
     "tag:yaml.org,2002:null",
     "tag:yaml.org,2002:bool",
@@ -105,7 +114,8 @@ def _text(path: Path, where: str) -> str:
                     todo="a profile is a page of settings: is this the right file?",
                 )
             )
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ProfileError(Problem(f"cannot be read: {error.strerror}", where)) from None
     try:
@@ -136,9 +146,10 @@ def _refuse_headers(text: str, where: str) -> None:
 
 
 def _judge_events(text: str, where: str) -> None:
-    depth = documents = 0
+    depth = documents = nodes = 0
     event: Any  # the stubs know only the common base of events
     for event in yaml.parse(text, Loader=_Loader):
+        nodes += isinstance(event, yaml.NodeEvent)
         line = f"{where}:{event.start_mark.line + 1}"
         if isinstance(event, yaml.DocumentStartEvent):
             documents += 1
@@ -151,6 +162,14 @@ def _judge_events(text: str, where: str) -> None:
                     line,
                     found=f"{'*' if isinstance(event, yaml.AliasEvent) else '&'}{event.anchor}",
                     todo="write the value out, or inherit it through `defaults`",
+                )
+            )
+        if nodes > MAX_NODES:
+            raise ProfileError(
+                Problem(
+                    f"more than {MAX_NODES:,} keys and values",
+                    line,
+                    todo="a profile is a page of settings: is this the right file?",
                 )
             )
         tag = getattr(event, "tag", None)
@@ -229,6 +248,7 @@ class _Builder:
             found = node.value if isinstance(node, yaml.ScalarNode) else "a list or mapping"
             raise ProfileError(Problem("a key is a word", self._place(node), found=shown(found)))
         key: str = node.value
+        refuse_characters(key, self._place(node), "")
         refuse_instructions(key, self._place(node), key)
         return key
 
@@ -242,35 +262,12 @@ class _Builder:
     def _scalar(self, node: yaml.Node, dotted: str) -> Any:
         text: str = node.value
         refuse_interpolation(text, self._place(node), dotted)
+        refuse_characters(text, self._place(node), dotted)
         if node.tag not in _SCALARS or len(text) > LONGEST_NUMBER:
+            return text
+        if node.tag.endswith(":int") and not _WHOLE.fullmatch(text):
             return text
         try:
             return yaml.constructor.SafeConstructor().construct_object(node)
         except (ValueError, OverflowError):  # 0x without digits, say
             return text
-
-
-def refuse_instructions(word: str, where: str, key: str) -> None:
-    """Raise `ProfileError` if `word` is a key such as ``_target_``, which tells Hydra to act."""
-    if len(word) > 1 and word.startswith("_") and word.endswith("_"):
-        raise ProfileError(
-            Problem("a profile is data and runs no code", where, key, todo=f"remove `{word}`")
-        )
-
-
-def refuse_interpolation(text: str, where: str, key: str) -> None:
-    """Raise `ProfileError` if `text` asks for something outside the profile."""
-    if "${" in text:
-        raise ProfileError(
-            Problem(
-                "a profile is data: it interpolates nothing and calls no resolver",
-                where,
-                key,
-                shown(text),
-                todo="write the value itself, or override it where the program is started",
-            )
-        )
-    if text == "???":
-        raise ProfileError(
-            Problem("a value is missing here", where, key, text, todo="write it, or remove the key")
-        )

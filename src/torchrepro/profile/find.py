@@ -1,144 +1,138 @@
-"""Where profiles live, and which file a name means."""
+"""Which file a name means."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
-from importlib.util import find_spec
+from itertools import combinations
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torchrepro.errors import Problem, ProfileError, near, shown, some
+from torchrepro.profile.folder import SUFFIXES, Folder, Found, is_name
+from torchrepro.profile.packs import (
+    VARIABLE,
+    folders_for,
+    missing_folders,
+    package,
+    search_path,
+)
 
-SHIPPED = Path(__file__).parent.parent / "conf" / "repro"
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*")
-_SUFFIXES = (".yaml", ".yml")
-
-
-@dataclass(frozen=True, slots=True)
-class Folder:
-    """A folder of profiles on the search path, and how messages call it."""
-
-    path: Path
-    origin: str
-
-    def file(self, name: str) -> Path | None:
-        """Return the file that holds the profile `name`, if this folder has it."""
-        stem = name.removesuffix(".yaml").removesuffix(".yml")
-        candidates = (self.path / f"{stem}{suffix}" for suffix in _SUFFIXES)
-        return next((path for path in candidates if path.is_file()), None)
-
-    def names(self) -> list[str]:
-        """Return the names of the profiles in this folder, sorted."""
-        files = (path for path in self.path.rglob("*") if path.suffix in _SUFFIXES)
-        return sorted(path.relative_to(self.path).with_suffix("").as_posix() for path in files)
+PACKAGE = "pkg://"
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The file that a name means."""
-
-    name: str
-    path: Path
-    origin: str
-
-    @property
-    def where(self) -> str:
-        """The file as messages show it: relative to the working directory if it is below it."""
-        if self.path.is_relative_to(SHIPPED):
-            return f"torchrepro:{self.path.relative_to(SHIPPED)}"
-        try:
-            return str(self.path.relative_to(Path.cwd()))
-        except (ValueError, OSError):
-            return str(self.path)
+class UnknownProfileError(ProfileError):
+    """A name means no file."""
 
 
-def search_path() -> tuple[Folder, ...]:
-    """Return the folders in which a bare name is looked up, first match wins."""
-    return (Folder(SHIPPED, "torchrepro"),)
-
-
-def find(name: str, folders: tuple[Folder, ...], asked_by: str = "") -> Found:
+def find(
+    name: str,
+    folders: Sequence[Folder] = (),
+    asked_by: str = "",
+    beside: Sequence[Folder] = (),
+    without: Iterable[Path] = (),
+) -> Found:
     """Return the file that `name` means, without importing or running anything.
 
-    `name` is a name in one of `folders`, a path to a YAML file, or ``pkg://package.path/name``;
-    `asked_by` is the ``file:line`` of a defaults list, in which paths are refused.
-    Raises `ProfileError` for a name that means no file.
+    `name` is a name in one of `folders` or on the search path, a path to a YAML file, or
+    ``pkg://package.path/name``. `asked_by` is the ``file:line`` of a defaults list, in which paths
+    are refused; such a list looks first in the folders `beside` its own file, and past the files
+    `without` it: a profile may inherit from another one of its own name. Raises `ProfileError`
+    for a name that means no file, or two.
     """
     try:
-        return _found(name, folders, asked_by)
+        if name.startswith(PACKAGE):
+            return _in_package(name, asked_by)
+        if is_name(name):
+            found = _in(beside, name, set(without)) or _one_of_all(name, folders, set(without))
+            if found:
+                return found
+        if not asked_by and name:
+            path = Path(name).expanduser()
+            if _looks_like_a_path(name) or path.exists():
+                return _at_path(name, path)
     except ProfileError:
         raise
     except (OSError, RuntimeError, ValueError) as error:
         # Too long for the file system, the home of nobody, an impossible character.
         what = f"unknown profile '{shown(name)}': no file can have that name ({error})"
-        raise ProfileError(Problem(what, asked_by)) from None
+        raise UnknownProfileError(Problem(what, asked_by)) from None
+    raise _unknown(name, (*beside, *folders, *search_path()), asked_by)
 
 
-def _found(name: str, folders: tuple[Folder, ...], asked_by: str) -> Found:
-    if name.startswith("pkg://"):
-        return _in_package(name, asked_by)
-    if _NAME.fullmatch(name) and ".." not in name:
-        for folder in folders:
-            file = folder.file(name)
-            if file:
-                return Found(name, file, folder.origin)
-    if not asked_by and name:
-        path = Path(name).expanduser()
-        if _looks_like_a_path(name) or path.exists():
-            return _at_path(name, path)
-    raise _unknown(name, folders, asked_by)
+def _in(folders: Iterable[Folder], name: str, without: set[Path]) -> Found | None:
+    for folder in folders:
+        file = folder.file(name)
+        if file and file not in without:
+            return Found(name, file, folder)
+    return None
+
+
+def _one_of_all(name: str, folders: Sequence[Folder], without: set[Path]) -> Found | None:
+    """Return the file that is called `name`; raises `ProfileError` if there are two of them."""
+    everywhere = (*folders, *folders_for(name))
+    found = [one for folder in everywhere if (one := _in([folder], name, without))]
+    for one, two in combinations(found, 2):
+        if not _are_the_same(one.path, two.path):
+            raise ProfileError(
+                Problem(
+                    f"two profiles are called '{name}'",
+                    legal=f"{one.path} ({one.folder.origin}), or {two.path} ({two.folder.origin})",
+                    todo="name the one you mean by its path, or rename one of them",
+                )
+            )
+    return found[0] if found else None
+
+
+def _are_the_same(one: Path, two: Path) -> bool:
+    """Whether two files are one, or a copy of each other."""
+    return one.samefile(two) or (
+        one.stat().st_size == two.stat().st_size and one.read_bytes() == two.read_bytes()
+    )
 
 
 def _looks_like_a_path(name: str) -> bool:
-    return name.endswith(_SUFFIXES) or name.startswith(("/", "./", "../", "~"))
+    return name.endswith(SUFFIXES) or name.startswith(("/", "./", "../", "~"))
 
 
 def _at_path(name: str, path: Path) -> Found:
     if not path.exists():
         siblings = path.parent.glob("*") if path.parent.is_dir() else ()
         close = near(path.name, (entry.name for entry in siblings))
-        raise ProfileError(
+        raise UnknownProfileError(
             Problem("no such file", found=name, near=str(path.parent / close) if close else "")
         )
-    return Found(path.stem, path.absolute(), str(path.parent))
+    return Found(path.stem, path.absolute(), Folder(path.absolute().parent, str(path.parent)))
 
 
 def _in_package(name: str, asked_by: str) -> Found:
-    package, _, rest = name.removeprefix("pkg://").partition("/")
-    roots = package_folders(package)
-    if not roots:
-        raise ProfileError(Problem("no such package is installed here", asked_by, found=name))
-    folders = tuple(Folder(root, f"package {package}") for root in roots)
-    if _NAME.fullmatch(rest) and ".." not in rest:
-        for folder in folders:
-            file = folder.file(rest)
-            if file:
-                return Found(file.stem, file, folder.origin)
-    raise _unknown(name, folders, asked_by)
+    where, _, rest = name.removeprefix(PACKAGE).partition("/")
+    its = package(where)
+    if asked_by and not its.regular:
+        # A folder of the working directory looks like a package too, and may hold anything.
+        its = package("")
+    if not its.folders:
+        raise UnknownProfileError(
+            Problem("no such package is installed here", asked_by, found=name)
+        )
+    folders = tuple(Folder(root, f"package {where}") for root in its.folders)
+    found = _in(folders, rest, set()) if is_name(rest) else None
+    if found is None:
+        raise _unknown(name, folders, asked_by)
+    return Found(found.path.stem, found.path, found.folder)
 
 
-def package_folders(package: str) -> list[Path]:
-    """Return the folders of `package` without importing it or a parent of it."""
-    top, *inner = package.replace("/", ".").split(".")
-    try:
-        spec = find_spec(top) if top.isidentifier() else None
-    except (ImportError, ValueError):
-        return []
-    roots = [
-        Path(root).joinpath(*inner) for root in (spec and spec.submodule_search_locations) or ()
-    ]
-    return [root for root in roots if root.is_dir()]
-
-
-def _unknown(name: str, folders: tuple[Folder, ...], asked_by: str) -> ProfileError:
+def _unknown(name: str, folders: Sequence[Folder], asked_by: str) -> UnknownProfileError:
     names = sorted({known for folder in folders for known in folder.names()})
-    return ProfileError(
+    missing = [f"{VARIABLE} names {shown(text)}, which is no folder" for text in missing_folders()]
+    todo = "`torchrepro list` shows what is on the search path; a file is named by its path"
+    return UnknownProfileError(
         Problem(
-            f"unknown profile '{name}'",
+            f"unknown profile '{shown(name)}'",
             asked_by,
             legal=some(names),
             near=near(name, names),
-            todo="`torchrepro list` shows what is on the search path; a file is named by its path",
+            todo="; ".join([*missing, todo]),
         )
     )

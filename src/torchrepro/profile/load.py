@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import Problem, ProfileError
-from torchrepro.profile.compose import (
-    Composition,
-    check_values,
-    compose,
-    compose_document,
-    override,
-)
+from torchrepro.profile.compose import compose, compose_document
 from torchrepro.profile.document import Document
+from torchrepro.profile.overrides import check_values
 from torchrepro.profile.resolved import Resolved
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torchrepro.profile.composition import Composition
     from torchrepro.profile.schema import Profile
 
 
@@ -31,7 +28,18 @@ def load(profile: str, overrides: Sequence[str] = ()) -> Profile:
     (``seed=7``, ``backends.cudnn.benchmark=false``). Raises `ProfileError`; changes nothing.
     """
     _refuse_other_types(profile, overrides)
-    return validate(compose(str(profile), overrides))
+    composition = compose(str(profile), overrides)
+    _tell(composition)
+    return validate(composition)
+
+
+class ProfileNote(UserWarning):
+    """What a reader should know of how a profile was read: it was written for an older schema."""
+
+
+def _tell(composition: Composition) -> None:
+    for note in composition.notes:
+        warnings.warn(note, ProfileNote, stacklevel=3)
 
 
 def validate(composition: Composition) -> Profile:
@@ -45,6 +53,7 @@ def validate(composition: Composition) -> Profile:
         profile = Profile.model_validate(composition.values)
     except ValidationError as error:
         raise ProfileError(problems(error, composition)) from None
+    profile.remember(composition)
     from torchrepro.profile.requirements import check_requirements
 
     wanted = {package: text for package, text in profile.requires.items() if text is not None}
@@ -64,13 +73,11 @@ def resolve(source: Any, overrides: Sequence[str] = ()) -> Resolved:
         if not overrides:
             return given
         source = given.values
-    if isinstance(source, Mapping) or _is_dictconfig(source):
-        composition = from_mapping(source)
-        override(composition, overrides)
-        return validate(composition).resolved
-    composition = compose(str(source), overrides)
+    mapping = isinstance(source, Mapping) or _is_dictconfig(source)
+    composition = from_mapping(source, overrides) if mapping else compose(str(source), overrides)
+    _tell(composition)
     if composition.only_shipped:
-        return Resolved.of(composition.values)
+        return Resolved.of(composition.values, composition)
     return validate(composition).resolved
 
 
@@ -86,7 +93,7 @@ def _refuse_other_types(source: Any, overrides: Any) -> None:
         raise ProfileError(Problem("not a list of overrides", found=str(overrides), legal=legal))
 
 
-def from_mapping(source: Any, where: str = "") -> Composition:
+def from_mapping(source: Any, overrides: Sequence[str] = (), where: str = "") -> Composition:
     """Compose a dict or a DictConfig, whose interpolations are resolved first.
 
     Raises `ProfileError` for a resolver call such as ``${oc.env:HOME}``: what a profile asks for
@@ -105,7 +112,7 @@ def from_mapping(source: Any, where: str = "") -> Composition:
     entries = tuple(defaults or ())
     if "_self_" not in entries:
         entries = (*entries, "_self_")
-    return compose_document(Document(where, values, entries))
+    return compose_document(Document(where, values, entries), overrides)
 
 
 REFUSED = "refused"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from torchrepro.errors import Problem, near, shown, some
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name, other_names
 from torchrepro.knobs.refused import refusal
+from torchrepro.profile.folder import PIECES
 from torchrepro.profile.schema import Profile
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
     from pydantic_core import ErrorDetails
 
-    from torchrepro.profile.compose import Composition
+    from torchrepro.profile.composition import Composition
 
 
 MAPPINGS = {  # keys whose value is a mapping of the profile's own words
@@ -24,6 +25,11 @@ MAPPINGS = {  # keys whose value is a mapping of the profile's own words
     "ranks": knobs_by_name()["ranks"].legal.words,
     "requires": 'a mapping such as {torch: ">=2.6"}',
 }
+
+_HOW_TO_LAY_PIECES = (
+    "choose them with +repro/with=[dropout-zero] under Hydra, with=[dropout-zero] among overrides, "
+    "or name them in `defaults`: [debug-strict, with/dropout-zero, _self_]"
+)
 
 
 def problems(error: ValidationError, composition: Composition) -> list[Problem]:
@@ -100,6 +106,8 @@ def _unknown_key(path: list[str], found: str, place: str) -> Problem:
     if known:
         what = "unknown key: another name of the state behind the one below"
     todo = "write it nested, a section per line" if "." in word else ""
+    if key == PIECES:
+        what, todo = "unknown key: pieces are no value of a profile", _HOW_TO_LAY_PIECES
     return Problem(what, place, key, found, some(legal), meant, todo)
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion
 
-from torchrepro.errors import Problem, ProfileError
+from torchrepro.errors import Problem, ProfileError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torchrepro.profile.compose import Composition
+    from torchrepro.profile.composition import Composition
 
 
 def check_requirements(requires: Mapping[str, str], composition: Composition) -> None:
@@ -22,19 +24,21 @@ def check_requirements(requires: Mapping[str, str], composition: Composition) ->
         key = f"requires.{package}"
         place = composition.place(key)
         try:
-            specifier = SpecifierSet(wanted)
+            specifier = _specifier(wanted)
         except InvalidSpecifier:
-            problems.append(Problem("not a version range", place, key, wanted, legal='">=2.6"'))
+            problems.append(
+                Problem("not a version range", place, key, shown(wanted), legal='">=2.6"')
+            )
             continue
         try:
             installed = version(package)
         except (PackageNotFoundError, ValueError):  # ValueError: not the name of a package
             problems.append(Problem("the package is not installed", place, key, wanted))
             continue
-        if not specifier.contains(installed, prereleases=True):
+        if not _contains(specifier, installed):
             problems.append(
                 Problem(
-                    f"{package} {installed} is installed",
+                    f"{package} {shown(installed)} is installed",
                     place,
                     key,
                     wanted,
@@ -43,3 +47,25 @@ def check_requirements(requires: Mapping[str, str], composition: Composition) ->
             )
     if problems:
         raise ProfileError(problems)
+
+
+LONGEST = 200
+_ORDINARY = re.compile(r"[\w.,<>=!~*+\- ]*", re.ASCII)
+
+
+def _specifier(wanted: str) -> SpecifierSet:
+    """Return the version range `wanted`; raises `InvalidSpecifier`.
+
+    The operator === takes any text, and a number of thousands of digits is none to Python.
+    """
+    if len(wanted) > LONGEST or not _ORDINARY.fullmatch(wanted):
+        raise InvalidSpecifier(wanted)
+    return SpecifierSet(wanted)
+
+
+def _contains(specifier: SpecifierSet, installed: str | None) -> bool:
+    """Whether a version lies in the range; one that is none, as metadata may hold, does not."""
+    try:
+        return installed is not None and specifier.contains(installed, prereleases=True)
+    except InvalidVersion:
+        return False

@@ -5,19 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name, other_names
 from torchrepro.knobs.variable import variable
-from torchrepro.profile.compose import NOT_INHERITED, flatten
+from torchrepro.profile.composition import NOT_INHERITED, flatten
+from torchrepro.profile.origin import Origin
 
 if TYPE_CHECKING:
     from torchrepro.knobs.knob import Knob
+    from torchrepro.profile.composition import Composition
 
 STRICT = ("repeatable", "aligned")
-NOT_A_KNOB = (*NOT_INHERITED, "schema", "guarantee", "on_late", "requires")
+NOT_ASKED = (*NOT_INHERITED, "schema")
+NOT_A_KNOB = (*NOT_ASKED, "guarantee", "on_late", "requires")
 _POSITION = {knob.name: position for position, knob in enumerate(CATALOGUE)}
 
 
@@ -26,11 +29,34 @@ class Resolved:
     """The values that a valid profile sets, without the keys it leaves alone."""
 
     values: Mapping[str, Any]
+    origins: Mapping[str, Origin] = field(default_factory=dict, compare=False, repr=False)
+    """Dotted key -> where its value comes from, as far as that is known."""
+
+    notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """What a reader should be told of how the values were read."""
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Resolved:
-        """Return `values` without every null and every empty section."""
-        return cls(MappingProxyType(_without_null(values)))
+    def of(cls, values: Mapping[str, Any], composition: Composition | None = None) -> Resolved:
+        """Return `values` without every null and every empty section, as they were composed."""
+        kept = _without_null(values)
+        if composition is None:
+            return cls(MappingProxyType(kept))
+        origins = {k: o for k in flatten(kept) if (o := composition.origins.get(k)) is not None}
+        return cls(MappingProxyType(kept), MappingProxyType(origins), composition.notes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the values with their origins as plain JSON values, for a process below."""
+        return {
+            "values": plain(self.values),
+            "origins": {key: origin.to_json() for key, origin in self.origins.items()},
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Resolved:
+        """Return what `to_json` wrote."""
+        origins = {k: Origin.from_json(each) for k, each in content["origins"].items()}
+        values = _without_null(content["values"])
+        return cls(MappingProxyType(values), MappingProxyType(origins))
 
     @property
     def name(self) -> str:
@@ -56,9 +82,11 @@ class Resolved:
     def digest(self) -> str:
         """SHA-256 of what the profile asks for, equal on every machine and Python.
 
-        Name and description take no part: they change nothing in a process.
+        It is that of the values as JSON with sorted keys, without spaces, in ASCII (the canonical
+        form of https://www.rfc-editor.org/rfc/rfc8785 for the integers and texts of a profile).
+        Name, description and schema take no part: they change nothing in a process.
         """
-        asked = {key: value for key, value in self.values.items() if key not in NOT_INHERITED}
+        asked = {key: value for key, value in self.values.items() if key not in NOT_ASKED}
         text = json.dumps(asked, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
@@ -74,6 +102,15 @@ class Resolved:
     def environment(self) -> dict[str, str]:
         """Return the variables that the profile sets, for a process that has not started yet."""
         return {knob.variable: value for knob, value in self.settings() if knob.variable}
+
+
+def plain(value: Any) -> Any:
+    """Return a value of a profile as plain JSON values, frozen sections as dicts."""
+    if isinstance(value, Mapping):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    return value
 
 
 def knobs_for_key(key: str) -> tuple[Knob, ...]:

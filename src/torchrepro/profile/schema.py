@@ -5,11 +5,12 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StrictStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, StrictStr, model_validator
 from pydantic_core import PydanticCustomError
 
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.legal import SEED, OneOf, SchemaVersion
+from torchrepro.profile.composition import Composition  # noqa: TC001 - pydantic reads it
 from torchrepro.profile.contradictions import contradictions
 from torchrepro.profile.resolved import STRICT, Resolved
 from torchrepro.profile.sections import (
@@ -88,6 +89,8 @@ class Profile(BaseModel):
     requires: TextByName = Field(default_factory=lambda: MappingProxyType({}))
     """Package -> versions that the profile needs, as in ``torch: ">=2.6"``."""
 
+    _composition: Composition | None = PrivateAttr(None)
+
     @model_validator(mode="after")
     def _without_contradictions(self) -> Profile:
         found = contradictions(self.resolved)
@@ -97,7 +100,7 @@ class Profile(BaseModel):
 
     def __reduce__(self) -> tuple[Any, ...]:
         values = self.model_dump(by_alias=True, mode="json", exclude_none=True)
-        return type(self).model_validate, (values,)
+        return _as_it_was, (type(self), values, self._composition)
 
     def __deepcopy__(self, memo: Any = None) -> Profile:
         return self  # frozen all the way down
@@ -111,9 +114,21 @@ class Profile(BaseModel):
     @property
     def resolved(self) -> Resolved:
         """The plain values that the profile sets."""
-        return Resolved.of(self.model_dump(by_alias=True, mode="json", exclude_none=True))
+        values = self.model_dump(by_alias=True, mode="json", exclude_none=True)
+        return Resolved.of(values, self._composition)
+
+    def remember(self, composition: Composition) -> None:
+        """Keep where each value comes from; equality and digest take no notice of it."""
+        self._composition = composition
 
     @property
     def digest(self) -> str:
         """SHA-256 of what the profile asks for; name and description take no part."""
         return self.resolved.digest
+
+
+def _as_it_was(kind: type[Profile], values: Any, composition: Composition | None) -> Profile:
+    profile = kind.model_validate(values)
+    if composition is not None:
+        profile.remember(composition)
+    return profile

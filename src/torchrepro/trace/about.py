@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.applier import in_force
 from torchrepro.errors import shown
-from torchrepro.manifest import versions
+from torchrepro.hidden import knob_value
+from torchrepro.manifest.hardware import cpu_model
+from torchrepro.manifest.versions import versions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,9 +26,9 @@ def about_this_process() -> Mapping[str, Any]:
         its["profile"] = resolved.name
         its["digest"] = resolved.digest
         its["guarantee"] = resolved.guarantee
-        its["knobs"] = {
-            row.knob: shown(row.after) for applied in profiles for row in applied.report
-        }
+        rows = [row for applied in profiles for row in applied.report]
+        its["knobs"] = {row.knob: shown(knob_value(row.knob, row.after)) for row in rows}
+        its["outcomes"] = {row.knob: str(row.outcome) for row in rows}
     return its
 
 
@@ -34,6 +36,7 @@ def _hardware() -> Mapping[str, str]:
     torch: Any = import_module("torch")
     found = {
         "machine": platform.machine(),
+        "cpu model": cpu_model() or "unknown",
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "cpus": str(os.cpu_count()),
         "threads": str(torch.get_num_threads()),

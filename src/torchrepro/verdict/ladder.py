@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.catalogue import CATALOGUE
-from torchrepro.profile.compose import flatten
+from torchrepro.profile.composition import flatten
 from torchrepro.verdict.cause import ANY_VALUE, Fix
 from torchrepro.verdict.causes import accelerator
 

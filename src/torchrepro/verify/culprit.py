@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from torchrepro.profile.compose import flatten
+from torchrepro.profile.composition import flatten
 from torchrepro.verify.judging import verdict_of
 from torchrepro.verify.value import Run, Stressed
 

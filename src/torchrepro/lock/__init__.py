@@ -1,0 +1,1 @@
+"""Holding later runs to what one run was: locks, and what differs between any two descriptions."""

@@ -1,0 +1,202 @@
+"""A profile, a manifest, a lock or a run directory as one value that can be compared."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.errors import Problem, ProfileError, shown
+from torchrepro.manifest.reading import read_contents
+from torchrepro.profile.composition import flatten
+from torchrepro.profile.load import resolve
+from torchrepro.report import Outcome
+from torchrepro.trace.store import SUFFIX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torchrepro.profile.resolved import Resolved
+    from torchrepro.trace.reading import Trace
+
+    Section = Mapping[str, Any]
+
+WHOLE = ("profile", "knobs", "seeding calls", "environment")
+"""Sections in which a key that is not there was not set; in others nobody looked."""
+
+UNTOLD = "(nothing)"
+"""Key of a section of which there is nothing to tell."""
+
+IN_FORCE = (str(Outcome.APPLIED), str(Outcome.UNCHANGED))
+_MANIFEST = "repro.json"
+_OF_TRACES = {"cpu": "instruction set", "cpu model": "cpu"}
+"""What a trace calls otherwise than a manifest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What one of two sides was, section by section; it has only the sections that it tells of."""
+
+    name: str
+    kind: str
+    """``profile``, ``manifest``, ``lock`` or ``recording``."""
+
+    sections: Mapping[str, Section]
+
+
+def describe(name: str) -> Described:
+    """Return what `name` was: a profile, or the path of a manifest, a lock or a run directory.
+
+    A name that is both a profile and a folder is the profile; ./NAME is the folder. Raises
+    `ProfileError` or `TraceError` for what cannot be read.
+    """
+    place = Path(name)
+    if place.suffix in (".yaml", ".yml") or name.startswith("pkg://"):
+        return of_profile(name, resolve(name))
+    if os.path.isdir(name) and not _is_profile(name):  # noqa: PTH112 - never raises
+        return _of_folder(name, place)
+    if place.suffix in (".json", ".lock") or os.path.isfile(name):  # noqa: PTH113 - see above
+        return of_contents(name, *read_contents(place))
+    return of_profile(name, resolve(name))
+
+
+def _is_profile(name: str) -> bool:
+    try:
+        resolve(name)
+    except ProfileError:
+        return False
+    return True
+
+
+def of_profile(name: str, resolved: Resolved) -> Described:
+    """Return a profile, which tells of nothing but its values."""
+    values = json.loads(json.dumps(dict(resolved.values), default=dict))
+    asked = {"digest": resolved.digest, "guarantee": resolved.guarantee}
+    return Described(name, "profile", {"profile": flatten(values), "asked": asked})
+
+
+def of_contents(name: str, kind: str, contents: Mapping[str, Any]) -> Described:
+    """Return what a manifest or a lock holds; raises `ProfileError` for one that is damaged."""
+    sections: dict[str, Section] = {}
+    for section, (key, read) in READERS.items():
+        if key not in contents:
+            continue
+        try:
+            its = read(contents[key])
+            sections |= {} if UNTOLD in its else {section: its}
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
+            raise ProfileError(Problem("damaged: not what is written there", name, key)) from None
+    digest = contents.get("digest")
+    if isinstance(digest, str):
+        sections["asked"] = {"digest": digest}
+    return Described(name, kind, sections)
+
+
+def _pairs(value: Any) -> Section:
+    if not isinstance(value, dict):
+        raise TypeError(value)
+    return value
+
+
+def _profile(value: Any) -> Section:
+    return flatten(_pairs(value))
+
+
+def _knobs(report: Any) -> Section:
+    rows = _pairs(report)["knobs"]
+    return {str(row["knob"]): _state(row["outcome"], row["after"]) for row in rows}
+
+
+def _state(outcome: Any, after: Any) -> str:
+    """Return the value that a knob has in force, or what became of it instead."""
+    return shown(after) if outcome in IN_FORCE else str(outcome)
+
+
+def _seeding_calls(calls: Any) -> Section:
+    return {f"{call['function']} at {call['where']}": call["value"] for call in calls}
+
+
+def _versions(value: Any) -> Section:
+    found = dict(_pairs(value))
+    if isinstance(found.get("python"), str):
+        major, _, rest = found["python"].partition(".")
+        minor, _, patch = rest.partition(".")
+        found |= {"python": f"{major}.{minor}", "python patch": patch}
+    return found
+
+
+def _source(value: Any) -> Section:
+    its = _pairs(value)
+    return {UNTOLD: None} if "unknown" in its else its
+
+
+def _started(words: Any) -> Section:
+    return {"command line": " ".join(str(word) for word in words)}
+
+
+READERS: Mapping[str, tuple[str, Callable[[Any], Section]]] = {
+    "profile": ("profile", _profile),
+    "knobs": ("report", _knobs),
+    "seeding calls": ("seeding_calls", _seeding_calls),
+    "environment": ("environment", _pairs),
+    "versions": ("versions", _versions),
+    "hardware": ("hardware", _pairs),
+    "source": ("repository", _source),
+    "started": ("command_line", _started),
+}
+"""Section -> the key of a manifest that holds it, and how it is read."""
+
+
+def _of_folder(name: str, folder: Path) -> Described:
+    """Return a recording, or the job whose output Hydra has put into `folder`."""
+    from torchrepro.trace.reading import read_run
+
+    manifests = [folder / ".hydra" / _MANIFEST, *sorted(folder.glob(f"*/{_MANIFEST}"))]
+    found = next((path for path in manifests if path.is_file()), None)
+    if found is not None:
+        return of_contents(name, *read_contents(found))
+    jobs = sorted(folder.glob(f"*/.hydra/{_MANIFEST}"))
+    if jobs:
+        job = jobs[0].parent.parent
+        raise ProfileError(
+            Problem("holds the jobs of a sweep", found=name, todo=f"name one of them: {job}")
+        )
+    if not any(folder.glob(f"rank*{SUFFIX}")):
+        raise ProfileError(
+            Problem(
+                "holds neither a manifest nor a recording",
+                found=name,
+                todo="name the output folder of a Hydra job, or of torchrepro run --record",
+            )
+        )
+    traces = read_run(folder)
+    try:
+        return _of_trace(name, traces[0])
+    finally:
+        for trace in traces:
+            trace.close()
+
+
+def _of_trace(name: str, trace: Trace) -> Described:
+    """Return what a trace says of the process that it was taken in."""
+    meta = trace.meta
+    outcomes = _meta(meta, "outcomes")
+    sections: dict[str, Section] = {
+        "versions": _versions(_meta(meta, "versions")),
+        "hardware": {_OF_TRACES.get(k, k): its for k, its in _meta(meta, "hardware").items()},
+        "started": {"program": str(meta.get("program", ""))},
+    }
+    if meta.get("digest"):
+        sections["asked"] = {key: meta.get(key) for key in ("digest", "guarantee")}
+        sections["knobs"] = {
+            knob: _state(outcomes.get(knob, str(Outcome.APPLIED)), after)
+            for knob, after in _meta(meta, "knobs").items()
+        }
+    return Described(name, "recording", sections)
+
+
+def _meta(meta: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    its = meta.get(key)
+    return its if isinstance(its, dict) else {}

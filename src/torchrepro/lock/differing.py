@@ -1,0 +1,172 @@
+"""In what two descriptions differ, and what could not be compared."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.hidden import HIDDEN
+from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
+from torchrepro.lock.described import WHOLE, Described
+from torchrepro.lock.ranks import ORDER, Rank, rank_of
+from torchrepro.manifest.rows import UNKNOWN
+from torchrepro.profile.composition import NOT_INHERITED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+THREADS = ("backends.cpu.num_threads", "env.OMP_NUM_THREADS", "env.MKL_NUM_THREADS")
+"""Knobs that settle how many threads there are, which a lock is taken before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A key with another value on each side; None where it is not set or not there."""
+
+    section: str
+    key: str
+    left: Any
+    right: Any
+
+    @property
+    def rank(self) -> Rank:
+        """How likely it changes numbers."""
+        return rank_of(self.section, self.key)
+
+    def to_json(self, left: str = "left", right: str = "right") -> dict[str, Any]:
+        """Return the difference as plain JSON values, the two sides under these names."""
+        its = {"key": self.key, left: self.left, right: self.right}
+        return {**its, "section": self.section, "rank": str(self.rank)}
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """What one side does not tell of although the other one does, so that nobody compared it."""
+
+    side: str
+    section: str
+    key: str = ""
+    """Empty for the whole section."""
+
+    def __str__(self) -> str:
+        return f"{self.section}: {self.key}" if self.key else self.section
+
+    def to_json(self) -> dict[str, str]:
+        """Return it as plain JSON values."""
+        return {"side": self.side, "what": str(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What comparing two descriptions came to, the likeliest to change numbers first."""
+
+    differences: tuple[Difference, ...]
+    missing: tuple[Missing, ...]
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs but how the two were started."""
+        return not self._differing
+
+    @property
+    def _differing(self) -> tuple[Difference, ...]:
+        return tuple(each for each in self.differences if each.rank is not Rank.TOLD)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the answer as plain JSON values; what is empty beside it is left out."""
+        aside = {
+            "told": [each.to_json() for each in self.having(Rank.TOLD)],
+            "not_compared": [each.to_json() for each in self.missing],
+        }
+        differences = [each.to_json() for each in self._differing]
+        its = {"same": self.same, "differences": differences}
+        return its | {key: rows for key, rows in aside.items() if rows}
+
+    def having(self, *ranks: Rank) -> tuple[Difference, ...]:
+        """Return the differences with one of `ranks`."""
+        return tuple(each for each in self.differences if each.rank in ranks)
+
+
+def compare(left: Described, right: Described) -> Comparison:
+    """Compare what both sides tell of; a difference that follows from another one is left out."""
+    both = [name for name in left.sections if name in right.sections]
+    if "profile" in both:
+        both = [name for name in both if name != "asked"]  # the values themselves say more
+    every = [each for name in both for each in _in_section(name, left, right)]
+    differ = {(each.section, each.key) for each in every}
+    kept = [each for each in every if not _follows(each, left, right, differ)]
+    kept.sort(key=lambda each: (ORDER[each.rank], both.index(each.section), each.key))
+    return Comparison(tuple(kept), tuple(_missing(left, right)))
+
+
+def _in_section(section: str, left: Described, right: Described) -> Iterator[Difference]:
+    one, two = left.sections[section], right.sections[section]
+    for key in sorted({*one, *two}):
+        if not _told(section, key, left, right) or (section == "profile" and key in NOT_INHERITED):
+            continue
+        if _text(one.get(key)) != _text(two.get(key)):
+            yield Difference(section, key, one.get(key), two.get(key))
+
+
+def _told(section: str, key: str, left: Described, right: Described) -> bool:
+    """Whether both sides say what `key` is; how a run was started is shown as it is."""
+    if section == "started":
+        return True
+    sides = (left.sections[section], right.sections[section])
+    if section not in WHOLE and not all(key in side for side in sides):
+        return False
+    return not any(is_unknown(side.get(key)) for side in sides)
+
+
+def is_unknown(value: Any) -> bool:
+    """Whether a value is only the reason why there is none."""
+    return isinstance(value, str) and (value.startswith(UNKNOWN) or HIDDEN in value)
+
+
+def _text(value: Any) -> Any:
+    """Return a value as it is compared: a recording tells every number as text."""
+    if isinstance(value, str) or value is None:
+        return value
+    return json.dumps(value, sort_keys=True)
+
+
+def _missing(left: Described, right: Described) -> Iterator[Missing]:
+    for mine, other in ((left, right), (right, left)):
+        for section, its in other.sections.items():
+            if section in ("asked", "started"):
+                continue
+            if section not in mine.sections:
+                yield Missing(mine.name, section)
+            elif section not in WHOLE:
+                absent = its.keys() - mine.sections[section].keys()
+                yield from (Missing(mine.name, section, key) for key in sorted(absent))
+        for section, its in mine.sections.items():
+            shown = section == "started"
+            unknown = [key for key, value in its.items() if not shown and is_unknown(value)]
+            yield from (Missing(mine.name, section, key) for key in sorted(unknown))
+
+
+def _follows(
+    found: Difference, left: Described, right: Described, differ: set[tuple[str, str]]
+) -> bool:
+    """Whether another difference, or a knob that the profile sets, already says it."""
+    if found.section == "knobs":
+        return ("profile", _profile_key(found.key)) in differ
+    knobs = {*left.sections.get("knobs", {}), *right.sections.get("knobs", {})}
+    if found.section == "environment":
+        name = f"env.{found.key}"
+        setting = {knob.name for knob in CATALOGUE if name in (knob.name, *knob.aliases)}
+        return not knobs.isdisjoint(setting)
+    if (found.section, found.key) == ("hardware", "threads"):
+        return not knobs.isdisjoint(THREADS)
+    return (found.section, FOLLOWS.get(found.key, "")) in differ
+
+
+FOLLOWS = {"python patch": "python", "torch commit": "torch", "cpu family": "cpu"}
+"""A version or a piece of hardware, and another one that says it better."""
+
+
+def _profile_key(knob: str) -> str:
+    known = knobs_by_name().get(knob)
+    return known.profile_key if known else knob.replace("env.", "env_extra.", 1)

@@ -1,0 +1,97 @@
+"""What differs, as people read it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.errors import printable, shown, some
+from torchrepro.lock.ranks import HELD, HELD_STRICTLY, Rank
+from torchrepro.tables import table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from rich.table import Table
+
+    from torchrepro.lock.differing import Comparison, Difference, Missing
+    from torchrepro.lock.locking import Checked
+
+_NONE = {
+    "profile": "not set",
+    "knobs": "not set",
+    "environment": "not set",
+    "seeding calls": "not seeded",
+}
+
+
+def difference_parts(found: Comparison, left: str, right: str) -> tuple[Table | str, ...]:
+    """Return what a reader is shown of a comparison: the table, then what could not be compared."""
+    differing = [each for each in found.differences if each.rank is not Rank.TOLD]
+    aside = found.having(Rank.TOLD)
+    parts: list[Table | str] = [_table(differing, left, right)] if differing else ["the same"]
+    parts += [
+        f"{each.key}: {_value(each, each.left)} | {_value(each, each.right)}" for each in aside
+    ]
+    return (*parts, *_missing(found.missing))
+
+
+def checked_parts(found: Checked) -> tuple[Table | str, ...]:
+    """Return what a reader is shown of a check: what breaks the lock, then the verdict."""
+    parts: list[Table | str] = [_table(found.broken, "locked", "here")] if found.broken else []
+    parts.append(_verdict(found))
+    held = HELD_STRICTLY if found.strict else HELD
+    for rank in (rank for rank in Rank if rank not in held):
+        names = [f"{_name(each)} ({_change(each)})" for each in found.comparison.having(rank)]
+        if names:
+            parts.append(f"not held, {rank}: {some(names)}")
+    return (*parts, *_missing(found.missing))
+
+
+def _verdict(found: Checked) -> str:
+    if found.met:
+        return f"{found.lock} is met: nothing differs that it holds"
+    counts = [
+        f"{number} that {rank.value if number == 1 else _PLURAL[rank]}"
+        for rank in HELD_STRICTLY
+        if (number := sum(each.rank is rank for each in found.broken))
+    ]
+    return f"{found.lock} is not met: {', '.join(counts)}"
+
+
+_PLURAL = {
+    Rank.CHANGES: "change numbers",
+    Rank.MAY: "may change numbers",
+    Rank.SHOULD_NOT: "should not change numbers",
+}
+
+
+def _table(rows: Sequence[Difference], left: str, right: str) -> Table:
+    cells = [
+        (str(each.rank), _name(each), _value(each, each.left), _value(each, each.right))
+        for each in rows
+    ]
+    return table(("how likely", "what differs", left, right), cells)
+
+
+def _name(found: Difference) -> str:
+    """Return a key as it is called where sections are not named."""
+    prefix = {"versions": "version of ", "environment": "exported "}.get(found.section, "")
+    return prefix + printable(found.key)
+
+
+def _change(found: Difference) -> str:
+    return f"{_value(found, found.left)} -> {_value(found, found.right)}"
+
+
+def _value(found: Difference, value: Any) -> str:
+    return _NONE.get(found.section, "none") if value is None else shown(value)
+
+
+def _missing(missing: Iterable[Missing]) -> list[str]:
+    """Return a line for each side that does not tell of something."""
+    sides = dict.fromkeys(each.side for each in missing)
+    return [
+        f"not compared, {side} does not tell: "
+        + some([printable(str(each)) for each in missing if each.side == side])
+        for side in sides
+    ]

@@ -1,0 +1,112 @@
+"""Values that are laid on top of each other, each with its origin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.profile.origin import Origin
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torchrepro.profile.document import Document
+    from torchrepro.profile.overrides import Override
+
+NOT_INHERITED = ("name", "description")  # what a file calls itself, not what it asks for
+WHOLE = ("device.fallback", "device.modules", "streams", "ranks")
+"""One value each: their keys are not a profile's."""
+
+
+@dataclass(slots=True)
+class Composition:
+    """The merged values of a profile and, for every dotted key, the place that set it."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, Origin] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    """What a reader should be told of how the values were read."""
+
+    only_shipped: bool = True
+    """No file but torchrepro's own took part, and no override."""
+
+    def add(self, document: Document, package: str) -> None:
+        """Lay the values of `document`, which belongs to the distribution `package`, on top."""
+        before = dict(self.origins)
+        leaves = flatten(document.values)
+        _merge(self.values, document.values)
+        for key in leaves:
+            self._forget(key)
+        for key in document.lines or leaves:
+            # The keys of sections have their lines as well, for problems with the section itself.
+            place = document.place(key)
+            self.origins[key] = Origin(place, package, leaves.get(key), before.get(key))
+
+    def override(self, override: Override) -> None:
+        """Lay the value of `override` on top."""
+        before = dict(self.origins)
+        leaves = flatten(override.nested())
+        _merge(self.values, override.nested())
+        for key, value in leaves.items():
+            self._forget(key)
+            self.origins[key] = Origin(override.place, "", value, before.get(key))
+
+    def call(self, name: str, origin: Origin) -> None:
+        """Give the profile a name, unless it has one."""
+        if "name" not in self.values:
+            self.values["name"] = name
+            self.origins["name"] = origin
+
+    def take(self, keys: Iterable[str]) -> dict[str, tuple[Any, Origin | None]]:
+        """Take out top-level `keys`, and return them with where they were set."""
+        return {
+            k: (self.values.pop(k), self.origins.pop(k, None)) for k in keys if k in self.values
+        }
+
+    def put_back(self, taken: Mapping[str, tuple[Any, Origin | None]]) -> None:
+        """Put back what `take` has taken out."""
+        for key, (value, origin) in taken.items():
+            self.values[key] = value
+            if origin is not None:
+                self.origins[key] = origin
+
+    def place(self, key: str) -> str:
+        """Return where `key`, something in it, or the nearest section around it was set."""
+        inside = [name for name in self.origins if name.startswith(f"{key}.")]
+        if key not in self.origins and inside:
+            return self.origins[inside[-1]].set_by
+        while key and key not in self.origins:
+            key = key.rpartition(".")[0]
+        return self.origins[key].set_by if key else ""
+
+    def _forget(self, key: str) -> None:
+        """Drop the origins of what `key` lies in, and of what lay in it: that is gone."""
+        for name in [name for name in self.origins if name.startswith(f"{key}.")]:
+            del self.origins[name]
+        while "." in key:
+            key = key.rpartition(".")[0]
+            self.origins.pop(key, None)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested `values` under dotted keys; an empty section is a leaf."""
+    leaves: dict[str, Any] = {}
+    for key, value in values.items():
+        dotted = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value and dotted not in WHOLE:
+            leaves |= flatten(value, f"{dotted}.")
+        else:
+            leaves[dotted] = value
+    return leaves
+
+
+def _merge(onto: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        below = onto.get(key)
+        if isinstance(value, Mapping):
+            section = below if isinstance(below, dict) else {}
+            onto[key] = section
+            _merge(section, value)
+        else:
+            onto[key] = value

@@ -1,0 +1,78 @@
+"""Overrides of a profile, written in Hydra's grammar."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torchrepro.errors import Problem, ProfileError
+from torchrepro.profile.document import MAX_DEPTH
+from torchrepro.profile.plain_text import refuse_instructions, refuse_interpolation
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """A dotted key and the value it is given; null for one that is deleted."""
+
+    text: str
+    key: str
+    value: Any
+
+    @property
+    def place(self) -> str:
+        """How messages call it."""
+        return f"override {self.text}"
+
+    def nested(self) -> dict[str, Any]:
+        """Return the value under its key, a mapping per section."""
+        value = self.value
+        for part in reversed(self.key.split(".")):
+            value = {part: value}
+        nested: dict[str, Any] = value
+        return nested
+
+
+def parsed(text: str) -> Override:
+    """Parse an override such as ``seed=7``; raises `ProfileError` for one that is not plain."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    place = f"override {text}"
+    todo = "write key=value, as in seed=7 or backends.cudnn.benchmark=false"
+    try:
+        found = OverridesParser.create().parse_override(text)
+    except (HydraException, RecursionError, ValueError):
+        raise ProfileError(Problem("not an override", place, todo=todo)) from None
+    if found.is_sweep_override():
+        raise ProfileError(
+            Problem("a sweep needs Hydra's --multirun; here one value is set", place)
+        )
+    depth = found.key_or_group.count(".")
+    if found.package is not None or not found.key_or_group or depth > MAX_DEPTH:
+        raise ProfileError(Problem("not an override", place, todo=todo))
+    value = None if found.is_delete() else _plain(found.value())
+    key = found.key_or_group.replace("/", ".")
+    check_values(value, place, key)
+    return Override(text, key, value)
+
+
+def _plain(value: Any) -> Any:
+    """Return a parsed override value with Hydra's quoted keys as plain text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    return str(value) if isinstance(value, str) else value
+
+
+def check_values(value: Any, place: str, key: str) -> None:
+    """Raise `ProfileError` for an instruction or an interpolation anywhere in `value`."""
+    refuse_instructions(key.rpartition(".")[2], place, key)
+    if isinstance(value, str):
+        refuse_interpolation(value, place, key)
+    elif isinstance(value, dict):
+        for inner, entry in value.items():
+            check_values(entry, place, f"{key}.{inner}" if key else str(inner))
+    elif isinstance(value, list):
+        for entry in value:
+            check_values(entry, place, key)

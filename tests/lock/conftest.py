@@ -1,0 +1,111 @@
+"""Commands in this process, locks, and the folders of runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchrepro.cli import main
+from torchrepro.manifest.contents import RECORDED
+
+APP = """
+import hydra, torch
+
+@hydra.main(version_base=None, config_path=None)
+def main(config):
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+
+if __name__ == "__main__":
+    main()
+"""
+SCRIPT = str(Path(sys.executable).with_name("torchrepro"))
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch):
+    for name in (*RECORDED, "FORCE_COLOR", "TORCHREPRO_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def command(capsys):
+    """Run a command in this process; returns its status, stdout and stderr."""
+
+    def command(*words):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([str(word) for word in words])
+        streams = capsys.readouterr()
+        return ended.value.code or 0, streams.out, streams.err
+
+    return command
+
+
+@pytest.fixture
+def answer(command):
+    """Run a command with --json; returns its status and the one document on stdout."""
+
+    def answer(*words):
+        status, out, err = command(*words, "--json")
+
+        assert err == ""
+        return status, json.loads(out)
+
+    return answer
+
+
+@pytest.fixture
+def lock(command, tmp_path):
+    """A lock of debug-strict with seed 7, in a file of its own."""
+    path = tmp_path / "repro.lock"
+    status, _, err = command("lock", "debug-strict", "seed=7", "-o", path)
+
+    assert (status, err) == (0, "")
+    return path
+
+
+@pytest.fixture
+def edit():
+    """Change values of a lock or a manifest in its file: ``edit(path, seed=3)`` by dotted keys."""
+
+    def edit(path, changes):
+        contents = json.loads(path.read_text(encoding="utf-8"))
+        for key, value in changes.items():
+            *sections, last = key.split("/")
+            inner = contents
+            for section in sections:
+                inner = inner[section]
+            inner[last] = value
+        path.write_text(json.dumps(contents), encoding="utf-8")
+
+    return edit
+
+
+@pytest.fixture(scope="session")
+def job(tmp_path_factory):
+    """The folder of a Hydra job that was recorded, which holds ``out`` and ``recorded``."""
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "app.py").write_text(APP, encoding="utf-8")
+    done = subprocess.run(
+        [
+            *(SCRIPT, "run", "debug-strict", "seed=7", "--record", "recorded", "--"),
+            *(sys.executable, "app.py", "+repro=debug-strict", "repro.seed=7"),
+            "hydra.run.dir=out",
+        ],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    return folder

@@ -1,0 +1,122 @@
+"""Locks and manifests that somebody has edited: a message, never a traceback."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrepro.errors import TorchreproError
+from torchrepro.lock.described import describe
+from torchrepro.lock.differing import compare
+from torchrepro.lock.locking import check, write_lock
+from torchrepro.lock.told import checked_parts, difference_parts
+from torchrepro.tables import as_text
+
+NONSENSE = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The contents of a lock, as text."""
+    path = tmp_path_factory.mktemp("lock") / "repro.lock"
+    write_lock(path, "seed-only", ())
+    return path.read_text(encoding="utf-8")
+
+
+@cache
+def _places(text):
+    """Return the path of every value in a JSON document."""
+
+    def below(value, path):
+        yield path
+        if isinstance(value, list):
+            value = dict(enumerate(value))
+        for key, entry in value.items() if isinstance(value, dict) else ():
+            yield from below(entry, (*path, key))
+
+    return [path for path in below(json.loads(text), ()) if path]
+
+
+@given(data=st.data())
+def test_a_lock_with_nonsense_in_it_is_refused_or_read(whole, tmp_path, data):
+    """Any value of a lock may be replaced by any other: check and diff answer or refuse."""
+    contents = json.loads(whole)
+    for _ in range(data.draw(st.integers(1, 2))):
+        *sections, last = data.draw(st.sampled_from(_places(whole)))
+        with suppress(KeyError, TypeError, IndexError):  # the first nonsense took the place away
+            inner = contents
+            for key in sections:
+                inner = inner[key]
+            inner[last] = data.draw(NONSENSE)
+    _answers(tmp_path, json.dumps(contents))
+
+
+@given(text=st.one_of(st.text(), NONSENSE.map(json.dumps), st.binary().map(repr)))
+def test_a_file_that_is_no_lock_is_refused(tmp_path, text):
+    """Any text is refused with a message that names the file."""
+    with pytest.raises(TorchreproError, match=r"any\.lock"):
+        check(_written(tmp_path, text))
+
+
+def _written(folder, text):
+    path = folder / "any.lock"
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    return path
+
+
+def _answers(folder, text):
+    path = _written(folder, text)
+    for answer in (
+        lambda: checked_parts(check(path)),
+        lambda: difference_parts(compare(describe(str(path)), describe("seed-only")), "a", "b"),
+    ):
+        with suppress(TorchreproError):
+            assert as_text(*answer()).encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"lock": 2, "manifest": 2, "profile": {}}', "a lock of a newer format"),
+        ('{"lock": 1, "manifest": 9, "profile": {}}', "a manifest of a newer format"),
+        ('{"lock": "x", "manifest": 2, "profile": {}}', "no format"),
+        ('{"manifest": 2, "profile": {}}', "a manifest, not a lock"),
+        ('{"lock": 1, "manifest": 2, "profile": {}}', "does not say of which profile"),
+        ('{"seed": 1}', "neither a manifest nor a lock"),
+        ("[" * 100000, "any.lock"),
+        ('{"profile": ' + '{"a": ' * 200 + "1" + "}" * 201, "nested too deep"),
+        ("seed: 1", "not JSON"),
+        ('{"lock": ' + "9" * 5000 + "}", "not JSON"),
+        ("", "not JSON"),
+    ],
+)
+def test_why_a_file_is_refused_is_said(command, tmp_path, text, words):
+    """check ends with 2 and says what is wrong with the file; a newer format, to upgrade."""
+    path = _written(tmp_path, text)
+    status, out, err = command("check", path)
+
+    assert (status, out) == (2, "")
+    assert words in err
+    assert "upgrade torchrepro" in err or "newer" not in words
+    assert len(err) < 400
+
+
+@pytest.mark.parametrize("place", ["absent.lock", "folder"])
+def test_a_lock_that_is_not_there_is_refused(command, tmp_path, place):
+    """check ends with 2 for a file that is not there, and for a folder."""
+    (tmp_path / "folder").mkdir()
+    status, _, err = command("check", tmp_path / place)
+
+    assert status == 2
+    assert "cannot be read" in err

@@ -1,0 +1,162 @@
+"""Two profiles, manifests, locks or runs are compared by meaning, and only on what both tell."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import torchrepro
+from torchrepro.lock.described import describe, of_contents, of_profile
+from torchrepro.lock.differing import compare
+from torchrepro.manifest.contents import as_text, manifest
+from torchrepro.planner import plan
+
+KINDS = ("seed-only", "repro.lock", "out/.hydra/repro.json", "out", "recorded")
+OVERRIDES = st.fixed_dictionaries(
+    {},
+    optional={
+        "seed": st.integers(0, 2**32 - 1),
+        "dropout": st.sampled_from(["keep", "zero"]),
+        "backends.cudnn.benchmark": st.sampled_from(["true", "false"]),
+        "env.OMP_NUM_THREADS": st.integers(1, 8),
+        "streams": st.just("{split: 3, augment: 4}"),
+        "description": st.from_regex(r"[a-z ]{1,9}", fullmatch=True),
+    },
+).map(lambda chosen: [f"{key}={value}" for key, value in chosen.items()])
+
+
+def _both(overrides):
+    """Return a profile and the manifest of a run of it, as it is read from a file."""
+    resolved = torchrepro.load("seed-only", overrides).resolved
+    text = as_text(manifest(resolved, plan(resolved).report))
+    return of_profile("profile", resolved), of_contents("manifest", "manifest", json.loads(text))
+
+
+@given(overrides=OVERRIDES)
+def test_nothing_differs_from_itself(overrides):
+    """diff(a, a) is empty for every profile and for the manifest of every profile."""
+    profile, its = _both(overrides)
+    again = _both(overrides)
+
+    for one, other in ((profile, again[0]), (its, again[1]), (profile, its)):
+        assert compare(one, other).differences == ()
+    assert compare(its, its).missing == ()
+
+
+@given(left=OVERRIDES, right=OVERRIDES)
+def test_a_difference_is_the_same_from_both_sides(left, right):
+    """diff(a, b) is diff(b, a) with the sides exchanged, and empty only for equal profiles."""
+    one, two = _both(left)[1], _both(right)[1]
+    there, back = compare(one, two), compare(two, one)
+    same = torchrepro.load("seed-only", left).digest == torchrepro.load("seed-only", right).digest
+
+    assert [(d.key, d.left, d.right) for d in there.differences] == [
+        (d.key, d.right, d.left) for d in back.differences
+    ]
+    assert there.same == same
+
+
+@pytest.fixture
+def five(job, command, monkeypatch):
+    """In the folder of a job, with a lock beside it."""
+    monkeypatch.chdir(job)
+    if not (job / "repro.lock").exists():
+        command("lock", "debug-strict", "seed=7")
+    return job
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_the_same_as_itself(five, answer, kind):
+    """diff A A ends with 0 for a profile, a lock, a manifest, a job's folder and a recording."""
+    assert answer("diff", kind, kind) == (0, {"same": True, "differences": []})
+
+
+@pytest.mark.parametrize("left", KINDS[1:])
+@pytest.mark.parametrize("right", KINDS[1:])
+def test_one_run_is_the_same_however_it_is_described(five, command, left, right):
+    """The lock, the manifest and the recording of one profile on one machine do not differ."""
+    status, out, err = command("diff", left, right)
+
+    assert (status, err) == (0, ""), out
+
+
+def test_what_only_one_side_tells_is_said_and_no_difference(five, answer):
+    """A profile tells of its values only: the rest of a manifest is named as not compared."""
+    status, found = answer("diff", "debug-strict", "out")
+    lacking = {row["what"] for row in found["not_compared"] if row["side"] == "debug-strict"}
+
+    assert (status, [row["key"] for row in found["differences"]]) == (1, ["seed"])
+    assert {"knobs", "versions", "hardware", "environment"} <= lacking
+
+
+def test_a_difference_in_the_profile_is_told_once(five, answer):
+    """What follows from a value of the profile, such as its knobs, is not told beside it."""
+    _, found = answer("diff", "repro.lock", "seed-only")
+    status, knobs = answer("diff", "recorded", "out")
+    keys = [row["key"] for row in found["differences"]]
+
+    assert len(keys) == len(set(keys))
+    assert "seed.torch" not in keys
+    assert (status, knobs["differences"]) == (0, [])
+
+
+def test_versions_and_hardware_of_runs_differ_by_meaning(five, answer, edit, tmp_path):
+    """Other software or hardware is named with its rank, a changed format of the file is not."""
+    path = tmp_path / "other.json"
+    text = (five / "out/.hydra/repro.json").read_text(encoding="utf-8")
+    path.write_text(json.dumps(json.loads(text)), encoding="utf-8")
+
+    assert answer("diff", "out", path)[1]["same"]
+    edit(path, {"versions/torch": "2.5.0", "hardware/cpu": "a CPU", "command_line": ["x"]})
+    status, found = answer("diff", "out", path)
+    ranks = [(row["section"], row["key"], row["rank"]) for row in found["differences"]]
+
+    assert status == 1
+    assert ranks == [
+        ("versions", "torch", "changes numbers"),
+        ("hardware", "cpu", "changes numbers"),
+    ]
+    assert [row["key"] for row in found["told"]] == ["command line"]
+    assert {row["key"] for row in answer("diff", "recorded", path)[1]["differences"]} == {
+        "torch",
+        "cpu",
+    }
+
+
+def test_a_manifest_of_the_first_format_is_read(five, answer, tmp_path):
+    """What an earlier version wrote is compared on what it tells of."""
+    contents = json.loads((five / "out/.hydra/repro.json").read_text(encoding="utf-8"))
+    kept = ("profile", "digest", "report", "streams", "seeding_calls", "environment")
+    old = {"manifest": 1, **{key: contents[key] for key in kept}}
+    old |= {"versions": {"python": contents["versions"]["python"], "torch": "2.5.0"}}
+    old |= {"machine": {"system": "Linux"}, "devices": {"cuda_build": None}}
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(old), encoding="utf-8")
+    _, found = answer("diff", path, "out")
+
+    assert [row["key"] for row in found["differences"]] == ["torch"]
+    assert str(path) in {row["side"] for row in found["not_compared"]}
+
+
+@pytest.mark.parametrize("name", ["nothing-like-it", "no/such/folder", "empty", "notes.json"])
+def test_what_is_none_of_the_four_is_refused_readably(command, tmp_path, monkeypatch, name):
+    """A name that is no profile, no manifest, no lock and no run ends with 2 and a reason."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.json").write_text('{"a": 1}', encoding="utf-8")
+    status, out, err = command("diff", name, "seed-only")
+
+    assert (status, out) == (2, "")
+    assert name in err
+    assert "Traceback" not in err
+
+
+def test_a_profile_is_not_taken_for_a_folder_of_its_name(tmp_path, monkeypatch):
+    """A folder called like a profile is read as a folder only with its path."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "seed-only").mkdir()
+
+    assert describe("seed-only").kind == "profile"

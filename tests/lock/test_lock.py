@@ -1,0 +1,238 @@
+"""A lock is met where it was taken, and names what has changed elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchrepro.lock.ranks import HELD, ROWS, Rank, rank_of
+
+SCRIPT = str(Path(sys.executable).with_name("torchrepro"))
+CHANGED = (
+    ("profile/seed", 8, "seed", Rank.CHANGES),
+    ("profile/name", "another", None, None),
+    ("versions/torch", "2.5.0", "torch", Rank.CHANGES),
+    ("versions/cudnn", "1000", "cudnn", Rank.CHANGES),
+    ("versions/blas", "open", "blas", Rank.CHANGES),
+    ("versions/numpy", "1.26.0", "numpy", Rank.MAY),
+    ("versions/python", "3.9.1", "python", Rank.MAY),
+    ("versions/kernel", "5.4", "kernel", Rank.SHOULD_NOT),
+    ("hardware/cpu", "another", "cpu", Rank.CHANGES),
+    ("hardware/instruction set", "SVE", "instruction set", Rank.CHANGES),
+    ("hardware/threads", 77, "threads", Rank.CHANGES),
+    ("hardware/gpu", "a GPU", "gpu", Rank.CHANGES),
+    ("hardware/gpus", 8, "gpus", Rank.MAY),
+    ("environment/MKL_CBWR", "AVX2", "MKL_CBWR", Rank.CHANGES),
+    ("environment/CUDA_VISIBLE_DEVICES", "1", "CUDA_VISIBLE_DEVICES", Rank.MAY),
+)
+
+
+def test_a_lock_is_met_where_it_was_taken(lock, command, answer):
+    """check ends with 0 on the machine and under the profile of the lock, strictly too."""
+    status, out, err = command("check", lock, "--strict")
+
+    assert (status, err) == (0, "")
+    assert f"{lock} is met" in out
+    assert answer("check", lock) == (
+        0,
+        {
+            "met": True,
+            "lock": str(lock),
+            "strict": False,
+            "differences": [],
+            "not_held": [],
+            "not_compared": [],
+        },
+    )
+
+
+@pytest.mark.parametrize("change", CHANGED, ids=[row[0] for row in CHANGED])
+def test_what_differs_is_named_with_its_rank(lock, answer, edit, change):
+    """One value that differs breaks the lock if its rank is held; otherwise it is told."""
+    key, value, named, rank = change
+    edit(lock, {key: value})
+    status, found = answer("check", lock)
+    strictly = answer("check", lock, "--strict")[0]
+    keys = [(row["key"], row["rank"]) for row in found["differences"] + found["not_held"]]
+
+    assert keys == ([(named, str(rank))] if named else [])
+    assert status == (1 if rank in HELD else 0)
+    assert strictly == (1 if named else 0)
+
+
+def test_the_likeliest_to_change_numbers_comes_first(lock, command, edit):
+    """The table is ordered by rank, and the verdict counts each of them in one line."""
+    changes = {"versions/kernel": "1", "versions/numpy": "1", "hardware/cpu": "x"}
+    edit(lock, {**changes, "profile/seed": 3})
+    status, out, err = command("check", lock)
+    lines = out.splitlines()
+
+    assert (status, err) == (1, "")
+    assert [line.split("  ")[0] for line in lines[1:4]] == [
+        "changes numbers",
+        "changes numbers",
+        "may change numbers",
+    ]
+    assert lines[4] == f"{lock} is not met: 2 that change numbers, 1 that may change numbers"
+    assert lines[5].startswith("not held, should not change numbers: version of kernel (1 -> ")
+
+
+def test_a_commit_and_a_command_line_are_told_and_not_held(lock, answer, edit):
+    """Another commit of the program breaks no lock, not even a strict one."""
+    edit(lock, {"repository": {"commit": "0" * 40, "changed_files": 0, "remotes": []}})
+    status, found = answer("check", lock, "--strict")
+
+    assert (status, found["differences"]) == (0, [])
+    assert {row["rank"] for row in found["not_held"]} <= {str(Rank.PROGRAM)}
+
+
+def test_a_profile_that_changed_underneath_is_seen(command, answer, tmp_path):
+    """The profile is resolved again: a value that its file has now is named; a lost file, too."""
+    profile = tmp_path / "ours.yaml"
+    profile.write_text("seed: 1\n", encoding="utf-8")
+    lock = tmp_path / "repro.lock"
+    command("lock", profile, "-o", lock)
+    profile.write_text("seed: 2\ndropout: zero\n", encoding="utf-8")
+    _, changed = answer("check", lock)
+    profile.unlink()
+    status, lost = answer("check", lock)
+
+    assert [(row["key"], row["locked"], row["here"]) for row in changed["differences"]] == [
+        ("dropout", None, "zero"),
+        ("seed", 1, 2),
+    ]
+    assert status == 1
+    assert [row["key"] for row in lost["differences"]] == ["(the whole)"]
+    assert "ours.yaml" in lost["differences"][0]["here"]
+
+
+def test_a_variable_that_is_exported_against_the_profile_breaks_the_lock(lock, answer, monkeypatch):
+    """A knob that would come out otherwise is named, although the profile is the same."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    status, found = answer("check", lock)
+
+    assert status == 1
+    assert [(row["key"], row["locked"], row["here"]) for row in found["differences"]] == [
+        ("env.CUBLAS_WORKSPACE_CONFIG", ":4096:8", "conflict")
+    ]
+
+
+def test_locking_twice_gives_the_same_bytes(lock, command):
+    """A lock holds nothing that differs from one writing to the next."""
+    before = lock.read_bytes()
+    torch.seed()  # as in a new process, whose generators begin anywhere
+    command("lock", "debug-strict", "seed=7", "-o", lock)
+
+    assert lock.read_bytes() == before
+
+
+def test_a_file_that_is_no_lock_is_not_overwritten(command, tmp_path):
+    """lock refuses to write over another file, and over a folder, and names it."""
+    program = tmp_path / "train.py"
+    program.write_text("print(1)\n", encoding="utf-8")
+    results = [command("lock", "seed-only", "-o", place) for place in (program, tmp_path)]
+
+    assert [status for status, _, _ in results] == [2, 2]
+    assert "train.py: is there already and is no lock" in results[0][2]
+    assert program.read_text(encoding="utf-8") == "print(1)\n"
+
+
+def test_an_override_with_a_secret_is_refused(command, tmp_path, monkeypatch):
+    """A lock is shared, so an override that holds a secret is refused without showing it."""
+    monkeypatch.setenv("SERVICE_TOKEN", "hunter7-4711")
+    for text in ("env_extra.MY_MODE=hunter7-4711", "description=https://a:hunter7@b/c"):
+        status, out, err = command("lock", "seed-only", text, "-o", tmp_path / "a.lock")
+
+        assert status == 2
+        assert "holds none" in err
+        assert "hunter" not in out + err
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_every_rank_has_rows_and_every_row_is_reached():
+    """No row of the ranks is hidden behind an earlier one, and each rank is given to something."""
+    names = [(pattern.replace("*", "x").split("/", 1), rank) for pattern, rank in ROWS]
+
+    assert [rank_of(*name) for name, _ in names] == [rank for _, rank in names]
+    assert {rank for _, rank in names} == set(Rank)
+
+
+def _run(*words, cwd, **variables):
+    return subprocess.run(
+        [SCRIPT, *(str(word) for word in words)],
+        cwd=cwd,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+SHOW = (
+    "import json, os, torch;"
+    "print(json.dumps([torch.initial_seed(), os.environ['CUBLAS_WORKSPACE_CONFIG'],"
+    " sorted(os.environ), len(os.sched_getaffinity(0))]))"
+)
+
+
+def test_run_starts_under_a_lock_as_it_does_under_its_profile(lock, tmp_path):
+    """The profile comes from the lock, and the command sees what it would see without one."""
+    asked = ("--", sys.executable, "-c", SHOW)
+    binding = {"OMP_PROC_BIND": "true"}  # binds the thread that loads OpenMP
+    under_lock = _run("run", "--lock", lock, *asked, cwd=tmp_path, **binding)
+    plain = _run("run", "debug-strict", "seed=7", *asked, cwd=tmp_path, **binding)
+
+    assert under_lock.returncode == 0, under_lock.stderr
+    assert json.loads(under_lock.stdout) == json.loads(plain.stdout)
+    assert json.loads(plain.stdout)[0] == 7
+
+
+def test_run_starts_nothing_where_the_lock_is_not_met(lock, tmp_path, edit, command):
+    """run --lock ends with 1 and says what check says; the command does not start."""
+    edit(lock, {"versions/torch": "2.5.0"})
+    ended = _run("run", "--lock", lock, "--", "touch", "started", cwd=tmp_path)
+    other = _run(
+        "run", "--lock", lock, "seed-only", "seed=7", "--", "touch", "started", cwd=tmp_path
+    )
+
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == command("check", lock)[1]
+    assert other.returncode == 1
+    assert "backends.cudnn.deterministic" in other.stderr
+    assert not (tmp_path / "started").exists()
+
+
+def test_run_needs_a_profile_or_a_lock(command):
+    """run without either is a wrong request, in one readable line."""
+    with_command = _run("run", "--", "true", cwd=".")
+
+    assert with_command.returncode == 2
+    assert "names no profile" in with_command.stderr
+    assert "Traceback" not in with_command.stderr
+
+
+@pytest.mark.benchmark
+def test_check_takes_at_most_a_second_beyond_importing_torch(lock, tmp_path):
+    """`torchrepro check` takes at most 1 s more than `import torch, numpy` in a new process."""
+
+    def took(command):
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=60)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    bare = took([sys.executable, "-c", "import torch, numpy"])
+    whole = took([SCRIPT, "check", str(lock)])
+    print(f"\nimport torch: {bare:.2f} s, torchrepro check: {whole:.2f} s (+{whole - bare:.2f} s)")
+
+    assert whole - bare <= 1.0

@@ -1,0 +1,168 @@
+"""What a manifest says of software, hardware and source, on machines that do not play along."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import torchrepro
+from torchrepro.manifest import repository as module
+from torchrepro.manifest.contents import manifest
+from torchrepro.manifest.hardware import hardware
+from torchrepro.manifest.repository import repository
+from torchrepro.manifest.rows import NotToldError, read_rows
+from torchrepro.manifest.versions import software
+
+ASKED = (
+    "import json, torchrepro.manifest.versions as v, torchrepro.manifest.hardware as h;"
+    "import torchrepro.manifest.repository as r;"
+    "print(json.dumps([v.software(), h.hardware(), r.repository()]))"
+)
+
+
+def _git(folder, *words):
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "init.defaultBranch=main"]
+    subprocess.run(["git", *identity, *words], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    """A repository with one commit and one file that it does not track, which we are in."""
+    _git(tmp_path, "init")
+    (tmp_path / "train.py").write_text("1\n", encoding="utf-8")
+    _git(tmp_path, "add", "train.py")
+    _git(tmp_path, "commit", "-m", "one")
+    (tmp_path / "log.txt").write_text("written by a run\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "_folder", os.getcwd)
+    module._repository.cache_clear()
+    yield tmp_path
+    module._repository.cache_clear()
+
+
+def test_commit_and_changes_of_the_working_tree(source):
+    """A clean tree has a commit and no change; changed files count, and other changes differ."""
+    clean = repository()
+    found = []
+    for text in ("2\n", "3\n"):
+        (source / "train.py").write_text(text, encoding="utf-8")
+        module._repository.cache_clear()
+        found.append(repository())
+
+    assert (len(clean["commit"]), clean["changed_files"], "changes" in clean) == (40, 0, False)
+    assert [each["changed_files"] for each in found] == [1, 1]
+    assert found[0]["changes"] != found[1]["changes"]
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://alice:hunter7@host.example/team/repo.git", "(hidden)@host.example/team/repo.git"),
+        ("https://ghp_0123456789abcdef@host.example/team/repo", "(hidden)@host.example/team/repo"),
+        ("https://host.example/repo?private_token=hunter7", "https://host.example/repo?(hidden)"),
+        ("git@host.example:team/repo.git", "host.example:team/repo.git"),
+        ("hunter7:x@host.example:team/repo.git", "host.example:team/repo.git"),
+    ],
+)
+def test_remotes_are_told_without_credentials(source, url, shown):
+    """A remote is shown as host and path; login, password and query are left out."""
+    _git(source, "remote", "add", "origin", url)
+    (remote,) = repository()["remotes"]
+
+    assert remote.endswith(shown)
+    assert not any(secret in remote for secret in ("hunter7", "ghp_", "alice"))
+
+
+@pytest.mark.parametrize(
+    ("git", "reason"),
+    [
+        (None, "git is not installed"),
+        ("#!/bin/sh\nexec sleep 9\n", "longer than"),
+        ("#!/bin/sh\necho secret >&2; exit 3\n", "git failed (CalledProcessError)"),
+        ("#!/bin/sh\nprintf '\\377\\n'\n", ""),
+    ],
+    ids=["absent", "slow", "broken", "garbage"],
+)
+def test_a_git_that_does_not_answer_is_said_and_fails_nothing(
+    source, monkeypatch, tmp_path_factory, git, reason
+):
+    """Where git is absent, slow or broken, a manifest says so in place of the commit."""
+    folder = tmp_path_factory.mktemp("bin")
+    if git:
+        (folder / "git").write_text(git, encoding="utf-8")
+        (folder / "git").chmod(0o755)
+    path = f"{folder}:/bin:/usr/bin" if git else str(folder)
+    monkeypatch.setenv("PATH", path)
+    monkeypatch.setattr(module, "TIMEOUT", 0.2)
+    found = repository()
+
+    assert reason in found.get("unknown", "")
+    assert "secret" not in str(found)
+
+
+def test_outside_of_a_repository(tmp_path, source):
+    """A folder that no repository holds is said to be in none."""
+    assert module._repository("/proc/self") == {"unknown": "not in a git repository"}
+
+
+def test_a_row_that_fails_is_a_value_and_one_nobody_can_tell_is_left_out():
+    """Reading a machine never raises: what fails is unknown, with the reason."""
+
+    def fails():
+        raise PermissionError(13, "no entry")
+
+    def later():
+        raise NotToldError
+
+    found = read_rows({"a": fails, "b": later, "c": lambda: 3, "d": lambda: None})
+
+    assert found == {"a": "unknown: PermissionError: [Errno 13] no entry", "c": 3, "d": None}
+
+
+def test_software_and_hardware_are_those_of_this_process():
+    """The rows that torch and the system can tell hold what they say."""
+    its, iron = software(), hardware()
+
+    assert its["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
+    assert its["cuda"] == torch.version.cuda
+    assert its["blas"]
+    assert iron["instruction set"] == torch.backends.cpu.get_cpu_capability()
+    assert iron["threads"] == torch.get_num_threads()
+    assert iron["cpu"]
+    assert [v for v in (*its.values(), *iron.values()) if str(v).startswith("unknown")] == []
+
+
+def test_asking_loads_nothing_and_starts_no_device():
+    """What only torch could tell is left out before it is loaded, and it stays unloaded."""
+    code = f"{ASKED}; import sys; assert not {{'torch', 'numpy'}} & set(sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    its, iron, _ = json.loads(done.stdout)
+
+    assert its["torch"] is not None
+    assert "cuda" not in its
+    assert "threads" not in iron
+    assert iron["cpu"]
+    assert not torch.cuda.is_initialized()
+
+
+def test_a_manifest_takes_tens_of_milliseconds():
+    """The first manifest of a process takes at most 0.15 s, git included, and a later one 0.03."""
+    plan = torchrepro.plan("debug-strict")
+    module._repository.cache_clear()
+    took = []
+    for _ in range(4):
+        start = time.perf_counter()
+        manifest(plan.resolved, plan.report)
+        took.append(time.perf_counter() - start)
+    print(f"\nmanifest: first {took[0] * 1e3:.0f} ms, then {min(took[1:]) * 1e3:.0f} ms")
+
+    assert took[0] < 0.15
+    assert min(took[1:]) < 0.03

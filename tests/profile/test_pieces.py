@@ -1,0 +1,115 @@
+"""Pieces are laid on top of a profile, in code, on the command line and under Hydra alike."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+import torchrepro
+from torchrepro.profile.folder import SHIPPED
+
+PIECES = sorted(path.stem for path in (SHIPPED / "with").glob("*.yaml"))
+WITH = "with=[dropout-zero,host-rng]"
+SAYS = (
+    "import hydra\n\n@hydra.main(version_base=None, config_path={path!r}, config_name={name!r})\n"
+)
+SAYS += "def main(config):\n    print('SEEN', config.repro.dropout, config.repro.name)\n\nmain()\n"
+
+
+@pytest.mark.parametrize("piece", PIECES)
+@pytest.mark.parametrize("profile", ["seed-only", "debug-strict", "npu-align"])
+def test_a_shipped_piece_fits_every_profile(profile, piece):
+    """A shipped piece adds its own values to a profile and changes no other."""
+    plain = torchrepro.load(profile).resolved
+    pieced = torchrepro.load(profile, [f"with=[{piece}]"]).resolved
+    own = yaml.safe_load((SHIPPED / "with" / f"{piece}.yaml").read_text(encoding="utf-8"))
+    of_piece = {k for k, o in pieced.origins.items() if f"with/{piece}.yaml" in o.set_by}
+
+    assert pieced.name == plain.name
+    assert {key.partition(".")[0] for key in of_piece} == set(own) - {"description"}
+    for key, origin in pieced.origins.items():
+        assert key in of_piece or origin == plain.origins[key]
+
+
+@pytest.mark.parametrize("order", [("seed=7", WITH, "dropout=keep"), ("dropout=keep", WITH)])
+def test_overrides_lie_on_top_of_pieces(order):
+    """Pieces come before every other override, wherever they are written."""
+    values = torchrepro.load("seed-only", list(order)).resolved.values
+
+    assert values["dropout"] == "keep"
+    assert values["device"] == {"rng": "host"}
+
+
+def test_later_pieces_lie_on_top_of_earlier_ones(write):
+    """Of two pieces that set the same, the one that is named last wins."""
+    for name in ("one", "two"):
+        write(f"env_extra: {{WHO: {name}}}\n", f"with/{name}.yaml")
+    path = write("defaults: [with/one, with/two, _self_]\nseed: 1\n", "mine.yaml")
+
+    assert torchrepro.load(str(path)).resolved.values["env_extra"] == {"WHO": "two"}
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("with=[dropout-zer]", "did you mean: with/dropout-zero"),
+        ("with={a: 1}", "with=[dropout-zero,host-rng]"),
+        ("with=3", "with=[dropout-zero,host-rng]"),
+        ("with=[../../secret]", "unknown profile"),
+        ("with=[/etc/passwd]", "unknown profile"),
+        ("with.dropout=zero", "unknown key"),
+    ],
+)
+def test_what_is_no_piece_is_refused(override, words):
+    """A piece that is not there, or not named in a list, is refused with what would be."""
+    with pytest.raises(torchrepro.ProfileError, match=override.partition("=")[0]) as caught:
+        torchrepro.load("seed-only", [override])
+
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["+repro=debug-strict", f"+repro/{WITH}"],
+        [f"+repro/{WITH}", "+repro=debug-strict"],
+        ["+repro=debug-strict", "+repro/with=dropout-zero"],
+    ],
+)
+def test_pieces_lie_on_top_of_a_profile_in_hydra(tmp_path, arguments):
+    """Under Hydra the app sees, and the manifest holds, profile and pieces merged in any order."""
+    (tmp_path / "app.py").write_text(SAYS.format(path=None, name=None), encoding="utf-8")
+
+    done = _app(tmp_path, *arguments)
+
+    assert done.stdout == "SEEN zero debug-strict\n", done.stderr
+    held = json.loads((tmp_path / "out" / ".hydra" / "repro.json").read_text(encoding="utf-8"))
+    assert held["origins"]["dropout"]["set_by"] == "torchrepro:with/dropout-zero.yaml:4"
+    assert held["origins"]["dropout"]["replaced"][0]["value"] == "keep"
+
+
+def test_an_app_may_choose_pieces_in_its_own_defaults_list(tmp_path):
+    """Pieces of the app's own folder work from its config, and its overrides lie on top."""
+    (tmp_path / "conf" / "repro" / "with").mkdir(parents=True)
+    own = "dropout: zero\nenv_extra: {MINE: piece}\n"
+    (tmp_path / "conf" / "repro" / "with" / "own.yaml").write_text(own, encoding="utf-8")
+    config = "defaults: [{repro: seed-only}, {repro/with: [own]}, _self_]\n"
+    (tmp_path / "conf" / "config.yaml").write_text(config, encoding="utf-8")
+    (tmp_path / "app.py").write_text(SAYS.format(path="conf", name="config"), encoding="utf-8")
+
+    done = _app(tmp_path, "repro.env_extra.MINE=override")
+
+    assert done.stdout == "SEEN zero seed-only\n", done.stderr
+    held = json.loads((tmp_path / "out" / ".hydra" / "repro.json").read_text(encoding="utf-8"))
+    assert held["profile"]["env_extra"] == {"MINE": "override"}
+    replaced = held["origins"]["env_extra.MINE"]["replaced"]
+    assert [one["value"] for one in replaced] == ["piece"]
+
+
+def _app(folder, *arguments):
+    words = [sys.executable, "app.py", f"hydra.run.dir={folder}/out", *arguments]
+    return subprocess.run(
+        words, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )

@@ -1,0 +1,148 @@
+"""Which file a name means: one, or an error that names both."""
+
+import os
+from itertools import permutations
+
+import pytest
+
+import torchrepro
+from torchrepro.profile.folder import SHIPPED
+from torchrepro.profile.packs import VARIABLE
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """Put folders of profiles, each a dict of files, on TORCHREPRO_PATH."""
+
+    def folders(*contents):
+        paths = []
+        for number, files in enumerate(contents):
+            for name, text in files.items():
+                path = tmp_path / str(number) / f"{name}.yaml"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+            paths.append(str(tmp_path / str(number)))
+        monkeypatch.setenv(VARIABLE, os.pathsep.join(paths))
+        return paths
+
+    return folders
+
+
+def test_folders_of_the_variable_hold_profiles(folders):
+    """A profile in a folder of TORCHREPRO_PATH is found by its name, in subfolders too."""
+    folders({"mine": "seed: 3\n"}, {"lab/strict": "defaults: [mine, _self_]\ndropout: zero\n"})
+
+    values = torchrepro.load("lab/strict").resolved.values
+
+    assert (values["name"], values["seed"], values["dropout"]) == ("lab/strict", 3, "zero")
+
+
+def test_two_profiles_of_one_name_are_an_error_that_names_both(folders):
+    """Whatever comes first on the search path, a name that means two files is refused."""
+    files = {"mine": "seed: 1\n"}, {"mine": "seed: 2\n"}
+    for one, two in permutations(files):
+        paths = folders(one, two)
+
+        with pytest.raises(torchrepro.ProfileError, match="two profiles are called 'mine'") as no:
+            torchrepro.load("mine")
+        assert all(path in str(no.value) for path in paths)
+
+
+def test_a_shipped_name_is_taken(folders):
+    """A profile that is called like a shipped one clashes with it, and can be named by its path."""
+    (path,) = folders({"debug-strict": "seed: 1\n"})
+
+    with pytest.raises(torchrepro.ProfileError, match=str(SHIPPED)):
+        torchrepro.load("debug-strict")
+    assert torchrepro.load(f"{path}/debug-strict.yaml").seed == 1
+    assert torchrepro.load("seed-only").seed == 1234
+
+
+def test_a_copy_is_no_clash(folders):
+    """Two files of one name that say the same, byte for byte, are one profile."""
+    folders({"mine": "seed: 5\n"}, {"mine": "seed: 5\n"})
+
+    assert torchrepro.load("mine").seed == 5
+
+
+def test_a_profile_may_inherit_another_of_its_own_name(write):
+    """A file that extends a shipped profile under the same name does not inherit from itself."""
+    path = write("defaults: [seed-only, _self_]\nseed: 9\n", "seed-only.yaml")
+    profile = torchrepro.load(str(path))
+
+    assert (profile.seed, profile.dataloader.seeding) == (9, "auto")
+
+
+def test_a_folder_that_is_not_there_is_said(folders, show, monkeypatch):
+    """A mistake in TORCHREPRO_PATH is named where a profile is not found, and breaks no other."""
+    monkeypatch.setenv(VARIABLE, "/no/such/folder")
+
+    assert show("seed-only").status == 0
+    ended = show("mine")
+
+    assert ended.status == 2
+    assert f"{VARIABLE} names /no/such/folder, which is no folder" in ended.err
+
+
+def test_what_lies_behind_a_link_is_not_read(folders, tmp_path):
+    """A link that leads out of a folder of profiles is refused by every name that means it."""
+    (path,) = folders({"mine": "defaults: [other, _self_]\n"})
+    (tmp_path / "secret.yaml").write_text("description: the secret\n", encoding="utf-8")
+    (tmp_path / "0" / "other.yaml").symlink_to(tmp_path / "secret.yaml")
+
+    for name in ("other", "mine", f"{path}/mine.yaml"):
+        with pytest.raises(torchrepro.ProfileError, match="leads out of the folder") as caught:
+            torchrepro.load(name)
+        assert "the secret" not in str(caught.value)
+
+
+class TestDiamonds:
+    """A file that is inherited twice undoes nothing."""
+
+    BASE = "dropout: keep\nseed: 1\n"
+
+    def test_one_that_would_undo_a_value_is_refused(self, folders):
+        """The refusal names the value, who set it, and who would undo it."""
+        (path,) = folders(
+            {
+                "root": self.BASE,
+                "one": "defaults: [root, _self_]\ndropout: zero\n",
+                "two": "defaults: [root, _self_]\ndevice: {rng: host}\n",
+                "both": "defaults: [one, two, _self_]\n",
+            }
+        )
+
+        with pytest.raises(torchrepro.ProfileError, match="inherited once more") as caught:
+            torchrepro.load("both")
+
+        for words in (f"{path}/one.yaml:2 sets dropout to zero", "root.yaml:1", "dropout = keep"):
+            assert words in str(caught.value)
+
+    def test_one_that_undoes_nothing_is_taken(self, folders):
+        """A common ancestor whose values nobody changed, or the profile sets itself, is fine."""
+        folders(
+            {
+                "root": self.BASE,
+                "one": "defaults: [root, _self_]\ndropout: zero\n",
+                "two": "defaults: [root, _self_]\ndevice: {rng: host}\n",
+                "other": "defaults: [root, _self_]\nenv_extra: {A: b}\n",
+                "decided": "defaults: [one, two, _self_]\ndropout: zero\n",
+                "quiet": "defaults: [two, other, _self_]\n",
+            }
+        )
+
+        assert torchrepro.load("decided").dropout == "zero"
+        assert torchrepro.load("quiet").device.rng == "host"
+
+    def test_an_override_decides_as_well(self, folders):
+        """A value that an override sets cannot be undone by the files below it."""
+        folders(
+            {
+                "root": self.BASE,
+                "one": "defaults: [root, _self_]\ndropout: zero\n",
+                "two": "defaults: [root, _self_]\n",
+                "both": "defaults: [one, two, _self_]\n",
+            }
+        )
+
+        assert torchrepro.load("both", ["dropout=zero"]).dropout == "zero"
