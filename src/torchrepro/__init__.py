@@ -2,6 +2,8 @@
 
 Importing this package imports neither torch nor hydra: every public name is loaded when it is
 first used, so that a profile can still set what is fixed while torch loads.
+
+PYTEST_DONT_REWRITE: under `torchrepro run` it is there before pytest, which would warn about that.
 """
 
 TYPE_CHECKING = False  # type checkers know the name; importing typing would cost 5 ms
@@ -10,11 +12,14 @@ if TYPE_CHECKING:
     from torchrepro.applier import Applied as Applied
     from torchrepro.applier import apply as apply
     from torchrepro.errors import ApplyError as ApplyError
+    from torchrepro.errors import DriftError as DriftError
     from torchrepro.errors import LateError as LateError
     from torchrepro.errors import ProfileError as ProfileError
     from torchrepro.errors import SeedingError as SeedingError
     from torchrepro.errors import TorchreproError as TorchreproError
     from torchrepro.errors import TraceError as TraceError
+    from torchrepro.integrations.destinations.log import Logged as Logged
+    from torchrepro.integrations.destinations.log import log_to as log_to
     from torchrepro.planner import Plan as Plan
     from torchrepro.planner import plan as plan
     from torchrepro.policies.fallback.replacements import (
@@ -54,7 +59,9 @@ _HOME = {
     "Applied": "torchrepro.applier",
     "ApplyError": "torchrepro.errors",
     "Checkpoint": "torchrepro.seeding.resume",
+    "DriftError": "torchrepro.errors",
     "LateError": "torchrepro.errors",
+    "Logged": "torchrepro.integrations.destinations.log",
     "Outcome": "torchrepro.report",
     "Plan": "torchrepro.planner",
     "Profile": "torchrepro.profile.schema",
@@ -72,6 +79,7 @@ _HOME = {
     "end_step": "torchrepro.trace.recorder",
     "isolated_rng": "torchrepro.seeding.scopes",
     "load": "torchrepro.profile.load",
+    "log_to": "torchrepro.integrations.destinations.log",
     "place_modules": "torchrepro.policies.placement.placing",
     "plan": "torchrepro.planner",
     "record": "torchrepro.trace.recorder",

@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import ApplyError, LateError
+from torchrepro.guard.guarding import behind, hold_to, last_look
+from torchrepro.guard.held import Guard, by_a_profile
 from torchrepro.knobs.knob import Missing
 from torchrepro.planner import (
     Plan,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from torchrepro.agreement import Agreement
+    from torchrepro.errors import TorchreproError
     from torchrepro.profile.resolved import Resolved
     from torchrepro.seeding.calls import SeedingCall
 
@@ -57,11 +60,12 @@ class Applied:
         self._before = so_far()
         self._last: Report | None = None
         self._agreement: Agreement | None = None
-        self.refuse: Callable[[ApplyError], None] = _raise
+        self._guard = Guard(self)
+        self.refuse: Callable[[TorchreproError], None] = _raise
         """What is done when a profile in force turns out not to hold, on this rank or for all."""
         self._undo.callback(handle_with(self._refuse))
 
-    def _refuse(self, error: ApplyError) -> None:
+    def _refuse(self, error: TorchreproError) -> None:
         self.refuse(error)  # looked up when it is needed: whoever holds this may have set it since
 
     @property
@@ -76,7 +80,7 @@ class Applied:
 
     @property
     def report(self) -> Report:
-        """One outcome per knob."""
+        """One outcome per knob, and what has drifted up to now if that is guarded."""
         return self._present() if self.active else self._last or self._outcomes()
 
     @property
@@ -97,16 +101,16 @@ class Applied:
     def restore(self) -> None:
         """Put back what was there before; does nothing the second time.
 
-        Every knob is put back even if one of them raises; that error is raised at the end.
+        Every knob is put back even if one of them raises; that error is raised at the end, and so
+        is `DriftError` where knobs have drifted under `guard: error`.
         """
         with _lock, ExitStack() as all_scopes:
-            while self.active:
-                # The stack unwinds last in, first out: push the outermost scope first.
-                position = _in_force.index(self)
-                for scope in _in_force[position:]:
-                    scope._keep_what_was_done()  # noqa: SLF001 - the same class
-                    all_scopes.callback(scope._undo.close)  # noqa: SLF001 - the same class
-                del _in_force[position:]
+            scopes = _in_force[_in_force.index(self) :] if self.active else []
+            all_scopes.callback(last_look([each._guard for each in scopes]))  # noqa: SLF001 - as below
+            for scope in scopes:  # outermost first: the stack unwinds the other way round
+                scope._keep_what_was_done()  # noqa: SLF001 - the same class
+                all_scopes.callback(scope._undo.close)  # noqa: SLF001 - the same class
+            del _in_force[len(_in_force) - len(scopes) :]
 
     def _keep_what_was_done(self) -> None:
         self._calls, self._last = seeding_calls(), self._present()
@@ -114,7 +118,8 @@ class Applied:
     def _present(self) -> Report:
         policies = {row.knob for row in self._rows}
         done = tuple(effect for effect in effects(self._before) if effect.policy in policies)
-        return replace(self._outcomes(), effects=done, unseen=self._unseen())
+        drift = self._guard.seen_so_far()
+        return replace(self._outcomes(), effects=done, unseen=self._unseen(), drift=drift)
 
     def _outcomes(self) -> Report:
         return report_of(self.resolved, tuple(self._rows))
@@ -130,12 +135,14 @@ class Applied:
         """Set the knobs of `steps` in order; raises `ApplyError` for a strict profile, undone."""
         with ExitStack() as until_done:
             until_done.callback(self._abandon)
+            moved = until_done.enter_context(by_a_profile())
             for step in steps:
                 self._rows.append(self._set(step))
             bad = self._outcomes().having(*STOPPING)
             if bad and self.resolved.strict:
                 raise ApplyError(refusal(self.resolved, bad), self._outcomes())
             self._agree_with_other_ranks()
+            self._undo.enter_context(hold_to(self._guard, self.plan, self._rows, moved()))
             until_done.pop_all()
 
     def _agree_with_other_ranks(self) -> None:
@@ -209,7 +216,8 @@ class Applied:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.restore()
+        with behind(error):
+            self.restore()
 
     def __repr__(self) -> str:
         state = "in force" if self.active else "restored"
@@ -273,7 +281,7 @@ def stop_or_relaunch(plan: Plan, obstacle: str) -> None:
     raise LateError(lateness(plan, why), plan.report)
 
 
-def _raise(error: ApplyError) -> None:
+def _raise(error: TorchreproError) -> None:
     raise error
 
 

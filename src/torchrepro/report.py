@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import near, shown
+from torchrepro.errors import Problem, near, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -67,6 +67,48 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Drift:
+    """A knob that later code has changed while its profile was in force."""
+
+    knob: str
+    was: Any
+    """What it read when the profile had set it."""
+
+    now: Any
+    when: str
+    """The first moment at which it was seen, such as `before step 4`; steps count from 0."""
+
+    where: str = ""
+    """``file:line`` of the code that wrote it, where that was seen."""
+
+    def __str__(self) -> str:
+        place = f"; set at {self.where}" if self.where else ""
+        change = f"was {shown(self.was)}, is {shown(self.now)}"
+        return f"{self.knob} {change} ({self.when}{place})"
+
+    @property
+    def problem(self) -> Problem:
+        """What a message says of it."""
+        unseen = "" if self.where else "; the line that wrote it was not seen"
+        return Problem(
+            f"the profile had set {shown(self.was)} (seen {self.when}{unseen})",
+            where=self.where,
+            key=self.knob,
+            found=shown(self.now),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the drift as plain JSON values."""
+        return {
+            "knob": self.knob,
+            "was": _plain(self.was),
+            "now": _plain(self.now),
+            "when": self.when,
+            "where": self.where,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """The outcome of every knob that a profile names, in the order in which they were set."""
 
@@ -82,6 +124,9 @@ class Report:
 
     unseen: tuple[str, ...] = ()
     """Custom ops and Triton kernels, which torch's deterministic flag cannot see."""
+
+    drift: tuple[Drift, ...] = ()
+    """Knobs that later code has changed, where `guard` looks for that."""
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -125,6 +170,7 @@ class Report:
             "knobs": [row.to_json() for row in self.rows],
             "effects": [effect.to_json() for effect in self.effects],
             "unseen": list(self.unseen),
+            "drift": [drift.to_json() for drift in self.drift],
         }
 
     def __str__(self) -> str:

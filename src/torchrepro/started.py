@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +108,15 @@ def _end(error: TorchreproError) -> None:
     os._exit(_NOT_IN_FORCE)
 
 
+def _refuse(error: TorchreproError) -> None:
+    """End a run whose profile turns out not to hold, after what the program has said so far."""
+    with suppress(OSError, ValueError):  # nobody reads it any more
+        sys.stdout.flush()
+    sys.stderr.write(f"torchrepro: {error}\n")
+    sys.stderr.flush()
+    os._exit(error.exit_status)
+
+
 def _applied() -> Applied:
     from torchrepro.applier import begin
 
@@ -115,7 +125,7 @@ def _applied() -> Applied:
         if resolved is None:
             raise ApplyError("no profile came with this process")
         _state["applied"] = begin(resolved, "the process was started by `torchrepro run`")
-        _state["applied"].refuse = _end
+        _state["applied"].refuse = _refuse
         # What all seeds depend on, before the first of them.
         _state["applied"].carry_out(_steps_of(SEED_PLAN, _state["applied"].plan.steps))
     applied: Applied = _state["applied"]

@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import shown, some
+from torchrepro.errors import printable, shown, some
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.report import Outcome
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torchrepro.policies.effects import Effect
-    from torchrepro.report import Report, Row
+    from torchrepro.report import Drift, Report, Row
 
 STYLES = {
     "applied": "green",
@@ -35,6 +35,7 @@ STYLES = {
     "ineffective": "bold red",
     "conflict": "bold red",
     "failed": "bold red",
+    "drifted": "bold red",
 }
 _WIDE = 200  # columns where no terminal says how many there are
 
@@ -46,7 +47,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[Any]], fold: int = -1
     for position, heading in enumerate(headings):
         grid.add_column(heading, no_wrap=position != last, overflow="fold")
     for row in rows:
-        grid.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+        grid.add_row(*(cell if isinstance(cell, Text) else _text(str(cell)) for cell in row))
     return grid
 
 
@@ -56,8 +57,13 @@ def listing(rows: Iterable[Sequence[str]]) -> Table:
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     for row in rows:
-        grid.add_row(*(Text(cell) for cell in row))
+        grid.add_row(*(_text(cell) for cell in row))
     return grid
+
+
+def _text(words: str) -> Text:
+    """Return `words` for a cell: what others wrote must not steer the terminal that shows it."""
+    return Text("\n".join(map(printable, words.split("\n"))))
 
 
 def announce(report: Report) -> None:
@@ -87,7 +93,7 @@ def announce_effects(report: Report) -> None:
     """Tell standard error what the policies of a run have done, if they have done anything."""
     if os.environ.get("RANK", "0") != "0" or not (report.effects or report.unseen):
         return
-    _, _, *parts = report_parts(report)
+    parts = _effects_parts(report)
     title = f"torchrepro: {report.profile}, what its policies did:"
     if sys.stderr.isatty():
         _print(Console(stderr=True), title, *parts)
@@ -96,10 +102,30 @@ def announce_effects(report: Report) -> None:
 
 
 def report_parts(report: Report) -> tuple[Table | str, ...]:
-    """Return all that a report says: its knobs, its summary, what its policies have done."""
+    """Return all that a report says: its knobs, its summary, drift, what its policies have done."""
+    drift = (drift_table(report.drift),) if report.drift else ()
+    return report_table(report), report.summary, *drift, *_effects_parts(report)
+
+
+def _effects_parts(report: Report) -> tuple[Table | str, ...]:
     effects = (effects_table(report.effects),) if report.effects else ()
     unseen = (f"torch's deterministic flag cannot see: {some(report.unseen)}",)
-    return report_table(report), report.summary, *effects, *(unseen if report.unseen else ())
+    return *effects, *(unseen if report.unseen else ())
+
+
+def drift_table(drift: Iterable[Drift]) -> Table:
+    """Return the table of the knobs that later code has changed."""
+    rows = [
+        (
+            Text("drifted", STYLES["drifted"]),
+            each.knob,
+            _change(each.was, each.now),
+            each.when,
+            each.where or "not seen",
+        )
+        for each in drift
+    ]
+    return table(("", "knob", "was -> is", "seen", "written at"), rows)
 
 
 def effects_table(effects: Iterable[Effect]) -> Table:
@@ -158,4 +184,5 @@ def as_html(*parts: Table | str) -> str:
 
 def _print(console: Console, *parts: Table | str) -> None:
     for part in parts:
-        console.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+        cleaned = _text(part) if isinstance(part, str) else part
+        console.print(cleaned, highlight=False, soft_wrap=isinstance(part, str))

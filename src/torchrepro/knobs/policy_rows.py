@@ -7,7 +7,7 @@ from typing import Any
 
 from torchrepro.knobs.fallback import FallbackPolicy
 from torchrepro.knobs.inherited import Inherited
-from torchrepro.knobs.knob import Knob, Missing, Scope
+from torchrepro.knobs.knob import Knob, Scope
 from torchrepro.knobs.legal import Fallback, OneOf, Patterns, RankPolicies, Seeds, Whole
 from torchrepro.knobs.on_demand import OnDemand
 from torchrepro.seeding.loader_hook import SeedingPolicy, WorkersPolicy
@@ -17,30 +17,20 @@ RANDOMNESS = "https://docs.pytorch.org/docs/stable/notes/randomness.html"
 SOURCE = "https://docs.pytorch.org/docs/stable/library.html"
 
 
-@dataclass(frozen=True, slots=True)
-class Declared:
-    """A key that a profile may declare although this version changes nothing for it.
+@dataclass(slots=True)
+class Kept:
+    """A value that is state of torchrepro alone: whoever acts on it reads it here."""
 
-    The value that describes what happens anyway holds; for another the knob is unsupported, so
-    that no report says otherwise.
-    """
-
-    present: Any
+    value: Any
 
     def read(self) -> Any:
-        return self.present
-
-    def refuses(self, value: Any) -> str:
-        acts = value == self.present
-        return "" if acts else f"this version of torchrepro does not act on `{value}` yet"
+        return self.value
 
     def write(self, value: Any) -> None:
-        raise Missing(self.refuses(value))
+        self.value = value
 
     save = read
-
-    def restore(self, saved: Any) -> None:
-        """There is nothing to put back: nothing was written."""
+    restore = write
 
 
 def _policy(  # noqa: PLR0913, PLR0917 - the columns of a row
@@ -163,7 +153,14 @@ POLICIES = (
     _policy(
         "guard",
         OneOf(("none", "warn", "error")),
-        Declared("none"),
-        "Whether knobs are read again during the run, to catch code that flips them back.",
+        Kept("none"),
+        "Whether knobs are read again before every optimizer step, when the profile is taken back "
+        "and at exit, to catch code that changes them. warn names the knob with its old and new "
+        "value on standard error; error stops the run, and names the line that wrote it as well. "
+        "A change that is put back before the next step is none.",
+        "22 us before every optimizer step for the 23 knobs that debug-strict sets; error: as much "
+        "again per write of a flag or a variable, and such a write in compiled code ends the graph",
+        "https://docs.pytorch.org/docs/stable/generated/"
+        "torch.optim.optimizer.register_optimizer_step_pre_hook.html",
     ),
 )

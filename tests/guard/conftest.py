@@ -1,0 +1,85 @@
+"""A training step, and modules of a library that writes what is not its own."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchrepro.knobs.catalogue import knobs_by_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+FOREIGN = ("TORCHREPRO_", "PYTEST_", "HYDRA_", "COV_")
+NAME = "torchrepro_tests_culprit"
+
+
+@pytest.fixture
+def step() -> Callable[[], Any]:
+    """Return a function that makes one step of training."""
+    layer = nn.Linear(2, 2)
+    model = nn.Sequential(layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def once() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2, dtype=layer.weight.dtype)).sum().backward()
+        optimizer.step()
+
+    return once
+
+
+@pytest.fixture
+def importing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
+    """Return a function that imports a library whose second line is the statement it is given.
+
+    It returns the place of that line.
+    """
+    file = tmp_path / NAME / "__init__.py"
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def import_it(statement: str) -> str:
+        file.parent.mkdir()
+        file.write_text(f"import os, torch, torch.utils.deterministic\n{statement}\n")
+        importlib.invalidate_caches()
+        importlib.import_module(NAME)
+        return f"{file}:2"
+
+    yield import_it
+    sys.modules.pop(NAME, None)
+
+
+@pytest.fixture
+def execute(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Return a function that runs a program, whose text it is given, from a clean environment.
+
+    Words before the program are the command that starts it.
+    """
+    (tmp_path / "x").mkdir()
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if f"env.{name}" not in knobs_by_name() and not name.startswith(FOREIGN)
+    }
+
+    def execute(program: str, *before: str, after: tuple[str, ...] = ()) -> Any:
+        (tmp_path / "x" / "program.py").write_text(program)
+        return subprocess.run(
+            [*before, sys.executable, "program.py", *after],
+            cwd=tmp_path / "x",
+            env=clean,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+
+    return execute

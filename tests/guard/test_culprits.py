@@ -1,0 +1,94 @@
+"""Libraries that change what is not theirs as they are imported, by the writes they really make."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import torchrepro
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TF32 = ("ieee", "tf32")
+ALGORITHMS = "backends.torch.deterministic_algorithms"
+NCCL = "env.NCCL_ALGO"
+CULPRITS: tuple[tuple[str, dict[str, tuple[Any, Any]]], ...] = (
+    # https://github.com/MouseLand/cellpose/issues/1253
+    ("torch.backends.cuda.matmul.allow_tf32 = True", {"backends.cuda.matmul_fp32_precision": TF32}),
+    # https://github.com/NVlabs/curobo/issues/720
+    ("torch.backends.cudnn.benchmark = True", {"backends.cudnn.benchmark": (False, True)}),
+    (
+        "torch.backends.cudnn.allow_tf32 = True",
+        {
+            "backends.cudnn.conv_fp32_precision": TF32,
+            "backends.cudnn.rnn_fp32_precision": TF32,
+        },
+    ),
+    (
+        'torch.set_float32_matmul_precision("high")',
+        {"backends.cuda.matmul_fp32_precision": TF32},
+    ),
+    (
+        "torch.backends.cudnn.deterministic = False",
+        {"backends.cudnn.deterministic": (True, False)},
+    ),
+    (
+        "torch.backends.mkldnn.deterministic = False",
+        {"backends.cpu.mkldnn_deterministic": (True, False)},
+    ),
+    ("torch.use_deterministic_algorithms(False)", {ALGORITHMS: ("error", "none")}),
+    ("torch.use_deterministic_algorithms(True, warn_only=True)", {ALGORITHMS: ("error", "warn")}),
+    (
+        "torch.utils.deterministic.fill_uninitialized_memory = False",
+        {"backends.torch.fill_uninitialized_memory": (True, False)},
+    ),
+    ('os.environ["NCCL_ALGO"] = "Tree"', {NCCL: ("Ring", "Tree")}),
+    ('os.environ.update(NCCL_ALGO="Tree")', {NCCL: ("Ring", "Tree")}),
+    ('os.environb[b"NCCL_ALGO"] = b"Tree"', {NCCL: ("Ring", "Tree")}),
+    ('del os.environ["NCCL_ALGO"]', {NCCL: ("Ring", None)}),
+    ('os.environ.pop("NCCL_ALGO")', {NCCL: ("Ring", None)}),
+    ("torch.set_num_threads(3)", {"backends.cpu.num_threads": (2, 3)}),
+    (
+        "torch.set_default_dtype(torch.float64)",
+        {"backends.torch.default_dtype": ("float32", "float64")},
+    ),
+    ("torch.backends.cuda.enable_flash_sdp(False)", {"backends.cuda.flash_sdp": (True, False)}),
+    (
+        "import torch._inductor.config; torch._inductor.config.deterministic = False",
+        {"backends.torch.inductor_deterministic": (True, False)},
+    ),
+)
+ASKED = (
+    "backends.cpu.num_threads=2",
+    "backends.torch.default_dtype=float32",
+    "backends.cuda.flash_sdp=true",
+    "backends.cpu.mkldnn_matmul_fp32_precision=ieee",  # the older names of precision move it too
+)
+
+
+@pytest.mark.parametrize(("statement", "changed"), CULPRITS, ids=[line for line, _ in CULPRITS])
+def test_a_library_that_writes_on_import_is_caught_at_the_next_step(
+    statement: str,
+    changed: dict[str, tuple[Any, Any]],
+    importing: Callable[[str], str],
+    step: Callable[[], Any],
+) -> None:
+    """The error names every knob, its old and its new value, and the line that wrote it."""
+    with (  # noqa: PT012 - the second step is the one that raises
+        pytest.raises(torchrepro.DriftError) as caught,
+        torchrepro.apply("debug-strict", ["guard=error", *ASKED]) as applied,
+    ):
+        if any(applied.report[knob].outcome == "unsupported" for knob in changed):
+            pytest.skip("this torch has no such knob")
+        step()
+        place = importing(statement)
+        step()
+
+    seen = {drift.knob: drift for drift in caught.value.drift}
+    assert {knob: (seen[knob].was, seen[knob].now) for knob in changed} == changed
+    assert {(drift.where, drift.when) for drift in seen.values()} == {(place, "before step 1")}
+    assert applied.report.drift == caught.value.drift
+    for knob in changed:
+        assert f"{place}: {knob} = " in str(caught.value)

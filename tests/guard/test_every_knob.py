@@ -1,0 +1,141 @@
+"""Every knob that can be set in this process is guarded, and its writer seen, by its row alone."""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import find
+from hypothesis import strategies as st
+
+import torchrepro
+from torchrepro.guard.expected import PER_THREAD
+from torchrepro.knobs.catalogue import CATALOGUE
+from torchrepro.knobs.knob import Scope
+from torchrepro.knobs.legal import Digits, OneOf, Switch, Text, Whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchrepro.knobs.knob import Knob
+
+OTHERS: dict[str, tuple[Any, Any]] = {  # values of rows whose legal values are mappings
+    "device.fallback": ("error", {"ops": {"cumsum": "native"}}),
+    "device.modules": ({"0": "cpu"}, {"*": "cpu"}),
+    "streams": ({"split": 3}, {"split": 4}),
+    "ranks": ("same", "distinct"),
+}
+AROUND: dict[str, dict[str, Any]] = {  # what a value has to be accompanied by, to act on anything
+    "device.fallback": {"backends.torch.deterministic_algorithms": "error"},
+    "dataloader.seeding": {"seed": 3},
+}
+OF_TORCHREPRO = ("policy", "seed plan")
+"""Targets that nobody else has a writer for."""
+
+
+@cache
+def two_values(knob: Knob) -> tuple[Any, Any]:
+    """Return a legal value of `knob`, and another that can be written."""
+    if knob.name in OTHERS:
+        return OTHERS[knob.name]
+    values: st.SearchStrategy[Any] = st.nothing()
+    match knob.legal:
+        case Switch():
+            return True, False
+        case OneOf(words):
+            return words[0], words[1]
+        case Whole(low, high):
+            return (low + 1, low + 2) if high != low else (low, None)
+        case Digits(low):
+            return str(low), str(low + 1)
+        case Text(pattern):
+            values = st.from_regex(pattern, fullmatch=True).filter(lambda text: "\0" not in text)
+    return find(values, lambda _: True), "another"
+
+
+def asking(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a profile, given under dotted keys."""
+    profile: dict[str, Any] = {"name": "one-knob"}
+    for key, value in values.items():
+        section = profile
+        *path, last = key.split(".")
+        for part in path:
+            section = section.setdefault(part, {})
+        section[last] = value
+    return profile
+
+
+def _settable() -> list[Knob]:
+    """Return the knobs that a profile can set in this process, generators and guard left out."""
+    found = []
+    for knob in CATALOGUE:
+        if knob.key == "seed" or knob.name == "guard":
+            continue
+        values = {knob.profile_key: two_values(knob)[0], **AROUND.get(knob.name, {})}
+        plan = torchrepro.plan(asking(values))
+        if plan.report[knob.name].outcome in ("applied", "unchanged"):
+            found.append(knob)
+    return found
+
+
+SETTABLE = _settable()
+
+
+def test_there_are_knobs_of_every_kind_to_guard() -> None:
+    """The tests below are about most of the catalogue, not about nothing."""
+    assert {"torch", "cuda", "cudnn", "cpu", "env", "policy"} <= {knob.target for knob in SETTABLE}
+    assert len(SETTABLE) > 30
+
+
+@pytest.mark.parametrize("knob", SETTABLE, ids=lambda knob: knob.name)
+def test_a_knob_that_is_set_otherwise_is_caught(knob: Knob, step: Callable[[], Any]) -> None:
+    """Whatever knob a profile sets: another value is named at the next step, with who wrote it."""
+    first, second = two_values(knob)
+    values = {"guard": "error", knob.profile_key: first, **AROUND.get(knob.name, {})}
+    with (  # noqa: PT012 - the second step is the one that raises
+        pytest.raises(torchrepro.DriftError) as caught,
+        torchrepro.apply(asking(values)) as applied,
+    ):
+        if applied.report[knob.name].outcome not in ("applied", "unchanged"):
+            pytest.skip(applied.report[knob.name].why)
+        step()
+        before = knob.access.read()
+        try:
+            knob.access.write(second)
+        except RuntimeError as refused:
+            pytest.skip(f"{second}: {refused}")
+        step()
+
+    seen = {drift.knob: drift for drift in caught.value.drift}[knob.name]
+    assert (seen.was, seen.when) == (before, "before step 1")
+    assert seen.now != seen.was
+    if knob.target not in OF_TORCHREPRO:
+        assert seen.where.startswith(f"{__file__}:")
+
+
+FLAGS = [knob for knob in SETTABLE if not knob.variable]
+
+
+@pytest.mark.parametrize("knob", FLAGS, ids=lambda knob: knob.name)
+def test_other_threads_read_what_is_guarded_in_them(knob: Knob) -> None:
+    """A knob of which a thread reads another value is guarded only in the one that applied it."""
+    ready, go, read = threading.Event(), threading.Event(), []
+
+    def in_another_thread() -> None:
+        knob.access.read()  # what a thread keeps, it keeps from its first use on
+        ready.set()
+        go.wait(20)
+        read.append(knob.access.read())
+
+    thread = threading.Thread(target=in_another_thread)
+    thread.start()
+    ready.wait(20)
+    values = {knob.profile_key: two_values(knob)[1], **AROUND.get(knob.name, {})}
+    with torchrepro.apply(asking(values)):
+        go.set()
+        thread.join()
+        differs = read != [knob.access.read()]
+
+    assert not differs or knob.scope is Scope.THREAD or knob.name in PER_THREAD

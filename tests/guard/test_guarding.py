@@ -1,0 +1,258 @@
+"""What counts as drift, when it is looked for, what is done about it, and what stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.optim import optimizer as optimizers
+
+import torchrepro
+from torchrepro.guard import held, writers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BENCHMARK = "backends.cudnn.benchmark"
+NCCL = "env.NCCL_ALGO"
+MODES = pytest.mark.parametrize("mode", ["warn", "error"])
+
+
+def guarded(mode: str, *overrides: str) -> torchrepro.Applied:
+    return torchrepro.apply("debug-strict", [f"guard={mode}", *overrides])
+
+
+def flip() -> None:
+    torch.backends.cudnn.benchmark = True
+
+
+@MODES
+def test_what_is_put_back_before_the_next_step_is_no_drift(
+    mode: str, step: Callable[[], Any]
+) -> None:
+    """Flags that switch for a moment, by torch's own means or by hand, raise no alarm."""
+    with guarded(mode) as applied:
+        step()
+        with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=True):
+            pass
+        with torch.backends.mkldnn.flags(enabled=False, deterministic=False):
+            pass
+        flip()
+        torch.backends.cudnn.benchmark = False
+        os.environ["NCCL_ALGO"] = "Tree"
+        os.environ["NCCL_ALGO"] = "Ring"
+        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(True)
+        step()
+        assert applied.report.drift == ()
+
+
+def test_a_warning_is_one_line_said_once(step: Callable[[], Any], capsys: Any) -> None:
+    """`warn` says a knob with old and new value and step, once for every new value."""
+    with guarded("warn"):
+        step()
+        flip()
+        for _ in range(3):
+            step()
+    assert capsys.readouterr().err == (
+        f"torchrepro: drift: {BENCHMARK} was false, is true (before step 1)\n"
+    )
+
+
+def test_every_step_of_a_drifted_run_is_refused(step: Callable[[], Any]) -> None:
+    """A program that catches the error cannot go on: the next step raises it again, and the end."""
+    with (  # noqa: PT012 - what raises is the law
+        pytest.raises(torchrepro.DriftError, match=BENCHMARK),
+        guarded("error") as applied,
+    ):
+        flip()
+        for _ in range(2):
+            with pytest.raises(torchrepro.DriftError, match=BENCHMARK):
+                step()
+    assert not applied.active
+    assert len(applied.report.drift) == 1
+
+
+def test_the_end_of_a_profile_is_a_check(world: Any) -> None:
+    """Drift that no step saw is refused where the profile ends, once everything is put back."""
+    before = world()
+    with pytest.raises(torchrepro.DriftError) as caught, guarded("error") as applied:
+        flip()
+
+    assert before == world()
+    assert not applied.active
+    (drift,) = applied.report.drift
+    assert caught.value.drift == (drift,)
+    assert (drift.knob, drift.was, drift.now, drift.when) == (
+        *(BENCHMARK, False, True),
+        "before any step",
+    )
+
+
+def test_an_exception_on_its_way_is_not_hidden(capsys: Any) -> None:
+    """Drift is said, not raised, where the program already fails for a reason of its own."""
+    with (  # noqa: PT012 - what raises is the law
+        pytest.raises(ZeroDivisionError),
+        guarded("error"),
+    ):
+        flip()
+        _ = 1 / 0
+    assert f"{BENCHMARK} = true" in capsys.readouterr().err
+
+
+def test_a_report_in_the_middle_is_fresh_and_whole(step: Callable[[], Any]) -> None:
+    """`applied.report` reads again; table, notebook and JSON name the drift."""
+    with guarded("warn") as applied:
+        assert applied.report.drift == ()
+        step()
+        os.environ["NCCL_ALGO"] = "Tree"
+        report = applied.report
+        torch_says = applied.report.to_json()["drift"]
+
+    assert json.loads(json.dumps(torch_says)) == [
+        {"knob": NCCL, "was": "Ring", "now": "Tree", "when": "after step 0", "where": ""}
+    ]
+    assert "Ring -> Tree" in str(report)
+    assert "Ring -&gt; Tree" in report._repr_html_()
+
+
+def test_an_inner_profile_decides_while_it_is_in_force(step: Callable[[], Any]) -> None:
+    """What an inner profile changes is no drift; afterwards the outer one is held to again."""
+    with (  # noqa: PT012 - what raises is the law
+        pytest.raises(torchrepro.DriftError) as caught,
+        guarded("error") as outer,
+    ):
+        with torchrepro.apply({"backends": {"cudnn": {"benchmark": True}}}) as inner:
+            step()
+            torch.backends.cudnn.benchmark = False
+            with pytest.raises(torchrepro.DriftError):
+                step()
+            torch.backends.cudnn.benchmark = True
+        step()
+        assert outer.report.drift == ()
+        flip()
+        step()
+
+    assert [(drift.was, drift.now) for drift in inner.report.drift] == [(True, False)]
+    assert [(drift.was, drift.now) for drift in caught.value.drift] == [(False, True)]
+
+
+def test_what_torch_ties_together_is_no_drift_of_the_outer_profile(step: Callable[[], Any]) -> None:
+    """A profile may move more than it names: that is its doing and nobody's drift."""
+    with guarded("error", "backends.cudnn.deterministic=true") as outer:
+        with torchrepro.apply({"backends": {"torch": {"deterministic_algorithms": "none"}}}):
+            step()
+        with torchrepro.apply("train-fast"):
+            step()
+        step()
+        assert outer.report.drift == ()
+
+
+def test_an_inner_profile_may_turn_the_guard_off(step: Callable[[], Any]) -> None:
+    """`guard: none` inside of `guard: error` lets go while it is in force, and no longer."""
+    with (  # noqa: PT012 - what raises is the law
+        pytest.raises(torchrepro.DriftError),
+        guarded("error"),
+    ):
+        with torchrepro.apply({"guard": "none"}):
+            flip()
+            step()
+        step()
+
+
+def test_other_threads_step_without_alarm_and_are_checked(step: Callable[[], Any]) -> None:
+    """A step in a thread that keeps its own number of threads is none, a flipped flag is."""
+    caught: list[BaseException] = []
+    go = threading.Event()
+
+    def steps() -> None:
+        torch.set_num_threads(3)
+        go.wait(20)
+        try:
+            step()
+            flip()
+            step()
+        except torchrepro.DriftError as drift:
+            caught.append(drift)
+
+    thread = threading.Thread(target=steps)
+    thread.start()
+    applied = guarded("error", "backends.cpu.num_threads=1")
+    go.set()
+    thread.join()
+    with pytest.raises(torchrepro.DriftError):
+        applied.restore()
+
+    assert [drift.knob for drift in caught[0].drift] == [BENCHMARK]  # type: ignore[attr-defined]
+
+
+def _doors() -> list[Any]:
+    """Return everything through which the guard watches."""
+    flags = [vars(owner).get(name) for owner, name in writers._flag_setters()]
+    c = [getattr(owner, name) for owner, name in writers._c_setters()]
+    settings = [vars(owner).get(name) for owner, name in writers._setting_setters()]
+    environment = [vars(type(os.environ))[name] for name in writers._ENVIRONMENT]
+    hooks = list(optimizers._global_optimizer_pre_hooks.values())
+    return [*flags, *c, *settings, *environment, os.putenv, os.unsetenv, *hooks, *held.guards]
+
+
+@pytest.mark.parametrize("overrides", [(), ("guard=none",)])
+def test_without_a_guard_nothing_is_watched(overrides: tuple[str, ...]) -> None:
+    """No profile, or `guard: none`: no hook of the guard and no wrapped writer."""
+    before = _doors()
+    with torchrepro.apply({"backends": {"cudnn": {"benchmark": False}}}, overrides):
+        during = _doors()
+
+    assert (
+        len([hook for hook in during if getattr(hook, "__module__", "").endswith("guarding")]) == 0
+    )
+    assert [each for each in during if each in before] == before
+
+
+def test_a_warning_guard_wraps_nothing() -> None:
+    """`warn` adds one public hook of torch's and leaves every function of torch as it was."""
+    before = _doors()
+    with torchrepro.apply({"guard": "warn"}):
+        during = _doors()
+
+    assert [each for each in during if each in before] == before
+
+
+def test_nothing_is_left_behind(step: Callable[[], Any]) -> None:
+    """After guarded profiles, also nested and drifted ones, torch's functions are its own again."""
+    before = _doors()
+    with (  # noqa: PT012 - what raises is the law
+        pytest.raises(torchrepro.DriftError),
+        guarded("error"),
+        guarded("warn"),
+        guarded("error"),
+    ):
+        assert before != _doors()
+        flip()
+        step()
+
+    assert before == _doors()
+
+
+def test_a_write_that_torch_refuses_is_refused_as_ever() -> None:
+    """A wrapped setter raises what the setter raises, and is named as it is."""
+    with guarded("error"):
+        with pytest.raises((TypeError, RuntimeError)):
+            torch.backends.cudnn.benchmark = "yes"  # type: ignore[assignment]
+        assert torch._C._set_cudnn_benchmark.__name__ == "_set_cudnn_benchmark"
+
+
+def test_an_error_can_be_sent_to_another_process() -> None:
+    """DriftError survives pickling with all that it says."""
+    import pickle
+
+    with pytest.raises(torchrepro.DriftError) as caught, guarded("error"):
+        flip()
+    copy = pickle.loads(pickle.dumps(caught.value))
+
+    assert (str(copy), copy.drift) == (str(caught.value), caught.value.drift)
+    assert copy.exit_status == 1

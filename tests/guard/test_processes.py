@@ -1,0 +1,157 @@
+"""How a process ends whose knobs have drifted, and processes that have nothing to hide."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TORCHREPRO = str(Path(sysconfig.get_path("scripts")) / "torchrepro")
+TRAINING = """
+import atexit, logging, sys
+import torch
+from torch import nn
+
+def train(steps=2, flip_at=None):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(steps):
+        print("step", number)
+        model(torch.randn(2, 4)).sum().backward()
+        if number == flip_at:
+            torch.backends.cudnn.benchmark = True
+        optimizer.step()
+
+"""
+APPLIED = TRAINING + "import torchrepro\ntorchrepro.apply('debug-strict', ['guard={mode}'])\n"
+LATE = """
+atexit.register(print, "registered late")
+train()
+torch.backends.cudnn.benchmark = True
+sys.exit({status})
+"""
+SAID = "backends.cudnn.benchmark"
+
+
+def _line(program: str, *, last: bool = False) -> str:
+    """Return the place of the first, or of the last, line of `program` that sets the flag."""
+    lines = enumerate(program.splitlines(), 1)
+    places = [f"program.py:{at}" for at, line in lines if "benchmark = True" in line]
+    return places[-1 if last else 0]
+
+
+def test_drift_at_exit_ends_with_status_1_after_every_exit_handler(
+    execute: Callable[..., Any],
+) -> None:
+    """Under `error` a program that drifts after its last step fails, and still cleans up."""
+    early = "import atexit\natexit.register(print, 'registered early')\n"
+    program = early + APPLIED.format(mode="error") + LATE.format(status=0)
+    done = execute(program)
+
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-2:] == ["registered late", "registered early"]
+    assert done.stderr.count(SAID) == 1
+    assert "was false, is true (after step 1; set at" in done.stderr
+    assert _line(program, last=True) in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_warning_at_exit_changes_no_status(execute: Callable[..., Any]) -> None:
+    """Under `warn` the drift is said, and the program ends as it would have."""
+    done = execute(APPLIED.format(mode="warn") + LATE.format(status=5))
+
+    assert done.returncode == 5
+    assert f"torchrepro: drift: {SAID} was false, is true (after step 1)" in done.stderr
+
+
+def test_an_error_that_nobody_catches_is_said_once(execute: Callable[..., Any]) -> None:
+    """An uncaught DriftError ends the program with status 1, and is not said again at exit."""
+    done = execute(APPLIED.format(mode="error") + "train(flip_at=1)\n")
+
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1] == "step 1"
+    assert done.stderr.count(SAID) == 1
+    assert "torchrepro.DriftError" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "calls",
+    ["train(flip_at=1)", "train()\ntorch.backends.cudnn.benchmark = True"],
+    ids=["before a step", "after the last"],
+)
+def test_a_run_whose_knobs_drift_ends_with_status_1(
+    execute: Callable[..., Any], calls: str
+) -> None:
+    """Under `torchrepro run` drift ends the process with status 1, the line named, no traceback."""
+    program = f"{TRAINING}{calls}\n"
+    done = execute(program, TORCHREPRO, "run", "debug-strict", "guard=error", "--")
+
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1] == "step 1"
+    assert _line(program, last="flip_at" not in calls) in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_hydra_job_whose_knobs_drift_is_stopped(execute: Callable[..., Any]) -> None:
+    """Under Hydra drift stops the job as all else that is refused, the line named, no traceback."""
+    pytest.importorskip("hydra")
+    program = f"""{TRAINING}
+import hydra
+
+@hydra.main(version_base=None)
+def main(config):
+    train(flip_at=1)
+    print("trained")
+
+if __name__ == "__main__":
+    main()
+"""
+    done = execute(program, after=("+repro=debug-strict", "repro.guard=error"))
+
+    assert done.returncode in (1, 3)
+    assert "trained" not in done.stdout
+    assert f"{_line(program)}: {SAID} = true" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_processes_that_a_guarded_run_starts_raise_no_alarm(execute: Callable[..., Any]) -> None:
+    """Loading workers, ranks, pools and the compiler's helpers do as they please."""
+    program = f"""{TRAINING}
+import multiprocessing, os, subprocess
+from torch.utils.data import DataLoader
+
+def main():
+    train()
+    for how in ("fork", "spawn"):
+        loader = DataLoader(list(range(8)), num_workers=2, multiprocessing_context=how)
+        assert len(list(loader)) == 8
+        with multiprocessing.get_context(how).Pool(1) as pool:
+            pool.map(abs, [1])
+    child = os.fork()
+    if child == 0:
+        os.environ["NCCL_ALGO"] = "Tree"  # this copy of the process is its own affair
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    subprocess.run([sys.executable, "-c", "import torch; torch.ones(1)"], check=True)
+    model = torch.compile(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    print("done")
+
+if __name__ == "__main__":
+    main()
+"""
+    done = execute(
+        program,
+        *(TORCHREPRO, "run", "debug-strict", "guard=error", "backends.cpu.num_threads=2", "--"),
+    )
+
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "done"), done.stderr
+    assert "drift" not in done.stderr
