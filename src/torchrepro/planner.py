@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.display import Displayed
 from torchrepro.errors import some
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.knob import Knob, Missing, Scope
@@ -18,6 +19,7 @@ from torchrepro.threads import other_threads_in_torch
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from torchrepro.display import Part
     from torchrepro.profile.resolved import Resolved
 
 
@@ -59,7 +61,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Displayed):
     """What putting a profile in force would do, knob by knob, in order."""
 
     resolved: Resolved
@@ -95,8 +97,11 @@ class Plan:
         """Return the plan as plain JSON values."""
         return self.report.to_json()
 
-    def __str__(self) -> str:
-        return str(self.report)
+    def parts(self) -> tuple[Part, ...]:
+        """Return the expected outcomes, as a report shows them."""
+        from torchrepro.tables import report_parts
+
+        return report_parts(self.report)
 
 
 def plan(profile: Any, overrides: Sequence[str] = ()) -> Plan:

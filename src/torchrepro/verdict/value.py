@@ -5,7 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.display import Displayed
+
+if TYPE_CHECKING:
+    from torchrepro.display import Part
 
 
 class Kind(StrEnum):
@@ -133,7 +138,7 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Displayed):
     """The answer: the same, or the first divergence."""
 
     same: bool
@@ -167,6 +172,12 @@ class Verdict:
         """
         differing = tuple(cell for cell in self.map if cell.differing)
         return {key: _plain(each) for key, each in asdict(replace(self, map=differing)).items()}
+
+    def parts(self) -> tuple[Part, ...]:
+        """Return the verdict as tables and lines."""
+        from torchrepro.verdict.told import verdict_parts
+
+        return verdict_parts(self)
 
 
 def _plain(value: Any) -> Any:

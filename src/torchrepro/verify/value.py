@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torchrepro.display import Displayed
+
 if TYPE_CHECKING:
+    from torchrepro.display import Part
     from torchrepro.verdict.ladder import Rung
     from torchrepro.verdict.value import Verdict
 
@@ -52,7 +55,7 @@ class Tried:
 
 
 @dataclass(frozen=True, slots=True)
-class Verification:
+class Verification(Displayed):
     """The answer: whether all runs of a command were the same."""
 
     asked: str
@@ -84,3 +87,9 @@ class Verification:
     def equal_on(self) -> Rung | None:
         """The rung of the ladder on which the runs became the same."""
         return next((tried.rung for tried in self.climbed or () if tried.same), None)
+
+    def parts(self) -> tuple[Part, ...]:
+        """Return the answer as tables and lines."""
+        from torchrepro.verify.told import verification_parts
+
+        return verification_parts(self)

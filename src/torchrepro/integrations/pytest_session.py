@@ -1,0 +1,242 @@
+"""A profile in force for a pytest session, and on top of it for each test.
+
+The session's scope is there when conftest files are imported. Each test has a scope of its own,
+which sets every knob of the profile anew and takes back what the test did to one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from torchrepro.applier import Applied, apply_resolved
+from torchrepro.errors import Problem, ProfileError, TorchreproError, shown
+from torchrepro.integrations.agreeing_run import agreeing_run
+from torchrepro.integrations.early_imports import imported_early
+from torchrepro.manifest.command_line import told
+from torchrepro.manifest.contents import secrets_here
+from torchrepro.process import inherited
+from torchrepro.profile.load import resolve
+from torchrepro.report import Outcome
+from torchrepro.seeding import seed_plan
+from torchrepro.seeding.scopes import seeded
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torchrepro.profile.resolved import Resolved
+
+_OBSTACLE = "pytest has started"
+_EXAMPLE = '@pytest.mark.repro("seed-only", seed=3, overrides=["dropout=zero"])'
+_PLAIN_WORD = re.compile(r"[A-Za-z_][\w.:/-]*")
+_OTHER_WORDS = ("true", "false", "null", "nan", "inf")  # what Hydra's grammar takes for no text
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """What was asked for on the command line or in the ini file, and what came of it."""
+
+    applied: Applied
+    asked: str
+    """The words that ask for it again."""
+
+    early: tuple[str, ...]
+    """What had been imported before, and by whom."""
+
+    lines: tuple[str, ...]
+    """What the header says."""
+
+
+_SESSION = pytest.StashKey[_Session]()
+_SCOPE = pytest.StashKey[ExitStack]()
+_IN_FORCE = pytest.StashKey[Applied]()
+
+
+def begin(config: pytest.Config, profile: str, overrides: Sequence[str]) -> None:
+    """Put `profile` in force until `config` goes out of use.
+
+    Raises `pytest.UsageError`, which ends pytest with status 4, for whatever torchrepro refuses.
+    """
+    early = imported_early(config)
+    try:
+        resolved = resolve(profile, overrides)
+        applied = agreeing_run(resolved, "--repro") or _for_good(config, resolved)
+    except TorchreproError as error:
+        raise pytest.UsageError(f"torchrepro: {error}") from None
+    words = ["pytest", f"--repro={profile}", *(f"--repro-set={text}" for text in overrides)]
+    asked = _told(words, resolved)
+    run = _told(["torchrepro", "run", profile, *overrides], resolved)
+    lines = tuple(_header_lines(applied, early, run))
+    config.stash[_SESSION] = _Session(applied, asked, early, lines)
+
+
+def _told(words: Sequence[str], resolved: Resolved) -> str:
+    return shlex.join(told(words, secrets_here(resolved)))
+
+
+def _for_good(config: pytest.Config, resolved: Resolved) -> Applied:
+    applied = apply_resolved(resolved, _OBSTACLE)
+    config.add_cleanup(applied.restore)
+    return applied
+
+
+def header(config: pytest.Config) -> list[str]:
+    """Return the lines of pytest's header about the session's profile."""
+    session = config.stash.get(_SESSION, None)
+    return list(session.lines) if session else []
+
+
+def _header_lines(applied: Applied, early: Sequence[str], run: str) -> Iterator[str]:
+    report = applied.report
+    yield f"torchrepro: {report.summary}"
+    yield f"  {report.digest}"
+    late = report.having(Outcome.TOO_LATE)
+    for row in late:
+        yield f"  too late: {row.knob} ({row.why.partition(';')[0]})"
+    yield from (f"  {line}" for line in early)
+    if late:
+        yield f"  everything in time: {run} -- pytest ..."
+
+
+def enter(item: pytest.Item) -> None:
+    """Put in force what holds for one test; a marker that is wrong is that test's error."""
+    refused = ""
+    with ExitStack() as scope:
+        try:
+            for resolved in _asked_for(item):
+                item.stash[_IN_FORCE] = scope.enter_context(_scope(resolved))
+        except TorchreproError as error:
+            refused = f"torchrepro: {error}"
+        scope.enter_context(_only_seeds_of_the_profile(item.config))
+        item.stash[_SCOPE] = scope.pop_all()
+    if refused:
+        pytest.fail(refused, pytrace=False)
+
+
+def _asked_for(item: pytest.Item) -> Iterator[Resolved]:
+    """Yield the session's profile and the test's own, as far as there are any."""
+    session, marker = item.config.stash.get(_SESSION, None), item.get_closest_marker("repro")
+    outer = session.applied.resolved if session else None
+    if outer is not None:
+        yield outer
+    if marker is not None:
+        yield _marked(marker, outer)
+
+
+def leave(item: pytest.Item) -> None:
+    """Take back what `enter` put in force."""
+    scope = item.stash.get(_SCOPE, None)
+    if scope is not None:
+        del item.stash[_SCOPE]
+        scope.close()
+
+
+@contextmanager
+def _scope(resolved: Resolved) -> Iterator[Applied]:
+    """Put `resolved` in force, and afterwards its variables back, whoever has changed them."""
+    before = {name: os.environ.get(name) for name in resolved.environment()}
+    try:
+        with apply_resolved(resolved, _OBSTACLE) as applied:
+            yield applied
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _only_seeds_of_the_profile(config: pytest.Config) -> Iterator[None]:
+    """Keep pytest-randomly from seeding over a profile's seed, as `--randomly-dont-reset-seed`.
+
+    See https://github.com/pytest-dev/pytest-randomly#usage.
+    """
+    resets = getattr(config.option, "randomly_reset_seed", False)
+    if not resets or seed_plan.current().seed is None:
+        yield
+        return
+    config.option.randomly_reset_seed = False
+    try:
+        yield
+    finally:
+        config.option.randomly_reset_seed = resets
+
+
+@contextmanager
+def shared_fixture(config: pytest.Config, fixture: pytest.FixtureDef[Any]) -> Iterator[None]:
+    """Set up a fixture that several tests share under the session's profile and a seed of its own.
+
+    Otherwise the test that happens to be first would start from other numbers, and with other
+    flags, than when it is not the first.
+    """
+    session = config.stash.get(_SESSION, None)
+    with ExitStack() as scope:
+        if session is not None:
+            scope.enter_context(_scope(session.applied.resolved))
+        if seed_plan.current().seed is not None:
+            name = getattr(fixture.func, "__qualname__", fixture.argname)
+            module = getattr(fixture.func, "__module__", "")
+            scope.enter_context(seeded(f"pytest fixture {module}.{name}"))
+        yield
+
+
+def how_to_repeat(item: pytest.Item) -> list[tuple[str, str]]:
+    """Return the section of a failed test's report: profile, digest, and the command."""
+    applied = item.stash.get(_IN_FORCE, None)
+    if applied is None:
+        return []
+    session, outer = item.config.stash.get(_SESSION, None), inherited()
+    run = f"torchrepro run {outer.name} -- " if outer else ""
+    words = [session.asked if session else "pytest", shlex.quote(item.nodeid)]
+    resolved = applied.resolved
+    lines = (
+        f"{resolved.name} ({resolved.guarantee}) {applied.digest}",
+        f"to repeat: {run}{' '.join(words)}",
+    )
+    return [("torchrepro", "\n".join(lines))]
+
+
+def _marked(marker: pytest.Mark, outer: Resolved | None) -> Resolved:
+    """Return the profile that a marker asks for: its own, or the session's, and what it sets."""
+    values = dict(marker.kwargs)
+    overrides = values.pop("overrides", [])
+    if len(marker.args) > 1:
+        raise _not_a_marker("it takes one profile", ", ".join(map(shown, marker.args)))
+    if not isinstance(overrides, list | tuple):
+        raise _not_a_marker("`overrides` is a list of texts", shown(overrides))
+    if not marker.args and outer is None:
+        raise _not_a_marker("it names no profile, and neither does --repro", "")
+    source = marker.args[0] if marker.args else outer
+    return resolve(source, [*overrides, *_as_overrides(values)])
+
+
+def _not_a_marker(what: str, found: str) -> ProfileError:
+    return ProfileError(Problem(what, "@pytest.mark.repro", found=found, legal=_EXAMPLE))
+
+
+def _as_overrides(values: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={_written(value)}" for key, value in values.items()]
+
+
+def _written(value: Any) -> str:
+    """Return a plain Python value in Hydra's grammar for overrides."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{_written(k)}:{_written(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_written, value)) + "]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = str(value)
+    if not isinstance(value, str):
+        return text
+    if _PLAIN_WORD.fullmatch(text) and text.lower() not in _OTHER_WORDS:
+        return text
+    text = re.sub(r"(\\*)'", r"\1\1\\'", text)  # a backslash counts only before a quote
+    return "'" + re.sub(r"(\\+)$", r"\1\1", text) + "'"

@@ -1,0 +1,201 @@
+"""`torchrepro.log_to` into the real tools, offline, and what it says where it can not."""
+
+import json
+import sys
+
+import pytest
+
+import torchrepro
+
+pytest_plugins = ("pytester",)
+
+TIMEOUT = 100
+PLANTED = "sk-planted-0123456789"
+TOOLS = """
+import json, os, pathlib, sys
+here = pathlib.Path.cwd()
+os.environ.update(
+    MLFLOW_ALLOW_FILE_STORE="1", WANDB_MODE="offline", WANDB_SILENT="true", MY_TOKEN=sys.argv[2],
+)
+import mlflow, tensorboardX, torch, torchrepro, wandb
+from torch.utils.tensorboard import SummaryWriter
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+def tags(run):
+    found = mlflow.MlflowClient().get_run(run.info.run_id).data.tags
+    return {key: text for key, text in found.items() if key.startswith("torchrepro.")}
+
+def artifact(run):
+    return json.loads(mlflow.artifacts.load_text(f"{run.info.artifact_uri}/repro.json"))
+
+def refused(*targets):
+    try:
+        return torchrepro.log_to(*targets).places
+    except torchrepro.TorchreproError as error:
+        return str(error)
+
+def board(folder):
+    texts, hparams = EventAccumulator(folder), EventAccumulator(f"{folder}/torchrepro")
+    texts.Reload(), hparams.Reload()
+    raw = hparams.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    said = HParamsPluginData.FromString(raw).session_start_info.hparams
+    events = texts.Tensors("torchrepro/manifest/text_summary")
+    return {
+        "digest": said["torchrepro.digest"].string_value,
+        "seed": said["torchrepro.seed"].number_value,
+        "steps": [event.step for event in events],
+        "manifest": json.loads(events[-1].tensor_proto.string_val[0]),
+    }
+
+mlflow.set_tracking_uri(f"file:{here}/mlruns")
+run = wandb.init(dir=here)
+writers = SummaryWriter("tb"), tensorboardX.SummaryWriter("tbx")
+facts = {}
+secret = f"env_extra.ACME_NOTE={sys.argv[2]}"
+with torchrepro.apply("seed-only", ["seed=7", "env_extra.ACME_SHARDS='4'", secret]) as applied:
+    with mlflow.start_run() as logged:
+        facts["automatic"] = tags(logged)
+        torchrepro.log_to()
+        facts["first"] = {"digest": applied.digest, "tags": tags(logged)}
+        facts["earlier"] = artifact(logged), dict(run.config)
+with torchrepro.apply("seed-only", ["dropout=zero"]) as applied:
+    with torchrepro.log_to(logged, wandb, *writers) as log:
+        torch.manual_seed(5)
+    facts["second"] = {"digest": applied.digest, "tags": tags(logged)}
+    facts["places"] = log.places
+    facts["manifest"] = artifact(logged)
+    facts["config"] = run.config["torchrepro"]
+    facts["file"] = json.loads((pathlib.Path(run.dir) / "repro.json").read_text())
+    [writer.close() for writer in writers]
+    facts["boards"] = [board("tb"), board("tbx")]
+    facts["inactive"] = refused("mlflow")
+    run.finish()
+    facts["finished"] = refused(run, "folder/")
+facts["synced"] = applied.digest.encode() in next(here.glob("wandb/offline*/*.wandb")).read_bytes()
+print(json.dumps(facts))
+"""
+HYDRA_APP = """
+import hydra, sys, torchrepro
+
+@hydra.main(version_base=None)
+def main(config):
+    with torchrepro.apply("seed-only"):
+        print(torchrepro.log_to())
+    print({"mlflow", "wandb", "tensorboard"} & set(sys.modules))
+
+main()
+"""
+
+
+@pytest.fixture
+def under_seed_only():
+    """A profile in force for what needs no tool."""
+    with torchrepro.apply("seed-only") as applied:
+        yield applied
+
+
+@pytest.mark.slow
+def test_every_tool_gets_digest_values_and_manifest_in_its_own_terms(pytester):
+    """What each tool then holds is the profile in force: a second call replaces the first.
+
+    Leaving the block logs what the run has done since; no secret gets in, be it the
+    profile's, a variable's or an argument's.
+    """
+    script = pytester.makepyfile(TOOLS)
+
+    done = pytester.run(sys.executable, script, "--api-key", PLANTED, timeout=TIMEOUT)
+
+    assert done.ret == 0, done.stderr.str()
+    facts = json.loads(done.outlines[-1])
+    first, second, digest = facts["first"], facts["second"], facts["second"]["digest"]
+    assert facts["automatic"]["torchrepro.digest"] == first["digest"]
+    assert first["tags"]["torchrepro.seed"] == "7"
+    assert first["tags"]["torchrepro.env_extra.ACME_SHARDS"] == "4"
+    assert first["tags"]["torchrepro.env_extra.ACME_NOTE"] == "(hidden)"
+    assert second["tags"]["torchrepro.digest"] == digest
+    assert second["tags"]["torchrepro.guarantee"] == "seeded"
+    assert second["tags"]["torchrepro.dropout"] == "zero"
+    assert "torchrepro.env_extra.ACME_SHARDS" not in second["tags"], "of the first profile"
+    assert facts["config"]["digest"] == digest
+    assert facts["config"]["dropout"] == "zero"
+    assert facts["synced"]
+    assert [place.partition(":")[0] for place in facts["places"]] == [
+        *("mlflow", "wandb", "tensorboard", "tensorboard"),
+    ]
+    manifests = [facts["manifest"], facts["file"], *(b.pop("manifest") for b in facts["boards"])]
+    for manifest in manifests:
+        assert manifest["digest"] == digest
+        assert [call["value"] for call in manifest["seeding_calls"]] == ["5"]
+    assert facts["boards"] == 2 * [{"digest": digest, "seed": 1234, "steps": [0, 1]}]
+    assert "nothing is active in mlflow" in facts["inactive"]
+    assert "wandb refused: UsageError" in facts["finished"]
+    assert "logged to folder: folder/repro.json" in facts["finished"]
+    assert PLANTED not in json.dumps(facts)
+
+
+def test_hydra_s_output_is_found_without_importing_any_tool(pytester):
+    """In a Hydra job `log_to()` writes beside the job's own config, and imports no tool for it."""
+    done = pytester.runpython(pytester.makepyfile(HYDRA_APP))
+
+    path = next(pytester.path.glob("outputs/*/*/.hydra/repro.json"))
+    assert done.outlines == [f"hydra: {path}", "set()"]
+
+
+def test_a_folder_gets_the_manifest_and_the_last_one_counts(tmp_path, under_seed_only):
+    """A folder is made if it is not there, and holds one manifest whatever the number of calls."""
+    with torchrepro.log_to(tmp_path / "new" / "run") as logged:
+        torchrepro.stream("split", rank=0)
+
+    manifest = json.loads((tmp_path / "new" / "run" / "repro.json").read_text(encoding="utf-8"))
+    assert manifest["digest"] == under_seed_only.digest
+    assert "split" in manifest["streams"], "drawn from after the first call"
+    assert str(logged) == f"folder: {tmp_path}/new/run/repro.json"
+    assert len(list((tmp_path / "new" / "run").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("mlfow", "did you mean: mlflow"),
+        (3, "legal: mlflow or a run of it"),
+        ("mlflow", "active would be: mlflow.start_run()"),
+        ("tensorboard", "hand over the SummaryWriter itself"),
+    ],
+)
+@pytest.mark.usefixtures("under_seed_only")
+def test_what_is_no_place_to_log_to_is_refused(target, words):
+    """A typo makes no folder, and a tool in which nothing is active is said with what would be."""
+    with pytest.raises(torchrepro.TorchreproError, match=words):
+        torchrepro.log_to(target)
+
+
+@pytest.mark.usefixtures("under_seed_only")
+def test_with_nothing_active_log_to_says_what_would_be():
+    """Without targets and without a run there is nothing to guess."""
+    with pytest.raises(torchrepro.TorchreproError, match=r"nothing is active.*\n.*wandb\.init\(\)"):
+        torchrepro.log_to()
+
+
+@pytest.mark.usefixtures("under_seed_only")
+def test_a_refusal_at_the_end_does_not_hide_what_went_wrong_in_the_block(tmp_path):
+    """The program's own exception comes out, with the refusal as a note."""
+
+    def program():
+        with torchrepro.log_to(tmp_path / "a"):
+            (tmp_path / "a" / "repro.json").unlink()
+            (tmp_path / "a" / "repro.json").mkdir()
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine") as caught:
+        program()
+
+    assert "log_to: folder refused: IsADirectoryError" in caught.value.__notes__[0]
+
+
+def test_without_a_profile_there_is_nothing_to_log(tmp_path):
+    """Outside of a profile nothing is written."""
+    with pytest.raises(torchrepro.TorchreproError, match="no profile is in force"):
+        torchrepro.log_to(tmp_path)
+
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,217 @@
+"""The pytest plugin on real pytest runs: in force in time, the same for every test, readable."""
+
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ("pytester",)
+
+TIMEOUT = 100
+CONSOLE_SCRIPT = Path(sysconfig.get_path("scripts")) / "torchrepro"
+CONFTEST = """
+import random, numpy, pytest, torch
+
+FOUND = torch.are_deterministic_algorithms_enabled(), torch.initial_seed()
+
+def pytest_report_header():
+    return f"conftest found {FOUND}"
+
+def draw():
+    return random.random() + numpy.random.rand() + torch.rand(()).item()
+
+@pytest.fixture(scope="session")
+def shared():
+    torch.use_deterministic_algorithms(False)
+    return draw()
+
+@pytest.fixture
+def own():
+    return draw()
+"""
+DRAWING = """
+import os, random, torch
+from conftest import draw
+
+def said(name, *values):
+    flags = torch.are_deterministic_algorithms_enabled(), os.environ["NCCL_ALGO"]
+    print("drew", name, *flags, *values, draw())
+
+def test_first(shared, own):
+    said("first", shared, own)
+    torch.use_deterministic_algorithms(False)
+    os.environ["NCCL_ALGO"] = "Tree"
+    torch.manual_seed(5), random.seed(5)
+
+def test_second(own, shared):
+    said("second", own, shared)
+
+def test_third():
+    said("third")
+"""
+MARKED = """
+import pytest, torch
+
+pytestmark = pytest.mark.repro("seed-only", seed=4)
+
+@pytest.fixture
+def number():
+    return torch.rand(()).item()
+
+@pytest.mark.repro("seed-only", seed=3, **{"backends.cudnn.benchmark": True, "dropout": "zero"})
+def test_of_its_own(number, repro):
+    print("own", number, torch.backends.cudnn.benchmark, repro.resolved.values["dropout"])
+    assert number == torch.rand((), generator=torch.Generator().manual_seed(3)).item()
+    assert 0, "on purpose"
+
+def test_of_its_module(number, repro):
+    print("module", torch.initial_seed(), torch.backends.cudnn.benchmark, repro.digest)
+
+@pytest.mark.repro("seed-onli")
+def test_unknown(): pass
+
+@pytest.mark.repro("seed-only", sead=3)
+def test_unknown_key(): pass
+
+@pytest.mark.repro("seed-only", "train-fast")
+def test_two_profiles(): pass
+
+@pytest.mark.repro("seed-only", overrides="seed=3")
+def test_no_list(): pass
+
+@pytest.mark.repro(seed=3)
+def test_no_profile(): pass
+"""
+UNMARKED = """
+import torch
+
+def test_after():
+    print("after", torch.initial_seed() in (3, 4), torch.backends.cudnn.benchmark)
+
+def test_fixture(repro): pass
+"""
+
+
+@pytest.fixture
+def run(pytester):
+    """Run pytest in a process of its own, without pytest-randomly unless it is asked for."""
+
+    def run(*words, randomly=False):
+        chosen = words if randomly else ("-p", "no:randomly", *words)
+        return pytester.runpytest_subprocess("-rA", "--strict-markers", *chosen, timeout=TIMEOUT)
+
+    return run
+
+
+def _drawn(result):
+    """Return what each test drew and saw, by its name."""
+    lines = (line.partition("drew ")[2].split() for line in result.outlines)
+    return {words[0]: words[1:] for words in lines if words}
+
+
+@pytest.mark.slow
+def test_a_session_is_under_its_profile_in_time_and_every_test_starts_alike(pytester, run):
+    """Conftest files find the profile in force; a test draws the same after others and alone.
+
+    The header names what came too late and which plugin had imported torch. No flag or variable
+    leaks from one test into the next, also in a worker of xdist, and pytest-randomly seeds no test.
+    """
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(test_drawing=DRAWING, innocent="", culprit="import torch", later="")
+    pytester.makefile(".yaml", team="defaults: [debug-strict, _self_]\nname: team\nseed: 11\n")
+    pytester.makeini("[pytest]\nrepro = team.yaml\nrepro_set = dropout=zero\n")
+    pytester.syspathinsert()
+    shuffled = ("-p", "randomly", "--randomly-seed=7", "-n", "1", "-k", "second")
+
+    together = run("-p", "innocent", "-p", "culprit", "-p", "later")
+    alone = _drawn(run("--repro=debug-strict", "--repro-set=seed=11", *shuffled, randomly=True))
+
+    together.assert_outcomes(passed=3)
+    together.stdout.fnmatch_lines(
+        [
+            "torchrepro: team (repeatable) is in force: * 1 too_late",
+            "  sha256:*",
+            "  too late: env.PYTHONHASHSEED (Python has started)",
+            "  imported too early: torch, by the pytest plugin culprit (*culprit.py)*",
+            "  everything in time: torchrepro run *team.yaml dropout=zero -- pytest ...",
+        ]
+    )
+    together.stdout.fnmatch_lines(["conftest found (True, 11)"])
+    drawn = _drawn(together)
+    assert {tuple(seen[:2]) for seen in drawn.values()} == {("True", "Ring")}
+    assert alone == {"second": drawn["second"]}
+    shared, own, _ = drawn["first"][2:]
+    assert drawn["second"][2:4] == [own, shared]
+    assert shared != own, "a shared fixture draws from a stream of its own"
+
+
+def test_a_marker_rules_its_test_and_a_wrong_one_is_that_tests_error(pytester, run):
+    """The nearest marker's profile holds from before fixtures to the end, and not beyond."""
+    pytester.makepyfile(test_a_marked=MARKED, test_b_unmarked=UNMARKED)
+
+    result = run("--import-mode=importlib")
+
+    result.assert_outcomes(passed=2, failed=1, errors=6)
+    result.stdout.fnmatch_lines(["own 0.* True zero", "module 4 False sha256:*"])
+    result.stdout.fnmatch_lines(["after False False"])
+    for message in (
+        "torchrepro: unknown profile 'seed-onli'",
+        "*did you mean: seed-only",
+        "torchrepro: override sead=3: unknown key",
+        "torchrepro: @pytest.mark.repro: seed-only, train-fast: it takes one profile",
+        "torchrepro: @pytest.mark.repro: seed=3: `overrides` is a list of texts",
+        "seed-only (seeded) sha256:*",
+        "to repeat: pytest test_a_marked.py::test_of_its_own",
+        "no torchrepro profile is in force for this test: name one with --repro=PROFILE*",
+    ):
+        result.stdout.fnmatch_lines([message])
+    result.stdout.no_fnmatch_line("*INTERNALERROR*")
+
+
+def test_a_request_that_is_refused_ends_pytest_with_its_message(pytester, run):
+    """An unknown profile, a wrong value, and values without a profile are usage errors."""
+    for words, message in (
+        (["--repro=debug-strct"], "ERROR: torchrepro: unknown profile 'debug-strct'"),
+        (["--repro=seed-only", "--repro-set=sead=1"], "ERROR: torchrepro: override sead=1: *"),
+        (["--repro-set=seed=1"], "ERROR: --repro-set needs a profile: *"),
+    ):
+        result = run(*words)
+
+        assert result.ret == pytest.ExitCode.USAGE_ERROR
+        result.stderr.fnmatch_lines([message])
+        result.stderr.no_fnmatch_line("*Traceback*")
+
+
+@pytest.mark.slow
+def test_under_torchrepro_run_the_same_profile_agrees_and_another_is_refused(pytester):
+    """Under `torchrepro run` nothing is late and nothing warns; other values are an error."""
+    pytester.makepyfile("def test(repro): print('late', repro.report.counts.get('too_late'))")
+    pytester.makefile(".ini", pytest="[pytest]\naddopts = -p no:randomly --repro=seed-only\n")
+
+    def under(*profile):
+        words = (CONSOLE_SCRIPT, "run", *profile, "--", sys.executable, "-m", "pytest")
+        return pytester.run(*words, "-W", "error", "-rA", timeout=TIMEOUT)
+
+    same, other = under("seed-only"), under("seed-only", "seed=8")
+
+    same.assert_outcomes(passed=1)
+    same.stdout.fnmatch_lines(["late None"])
+    same.stdout.no_fnmatch_line("*too late*")
+    same.stdout.no_fnmatch_line("*too early*")
+    assert other.ret == pytest.ExitCode.USAGE_ERROR
+    other.stderr.fnmatch_lines(["*run seed-only*--repro asks for*", "  seed: run 8, --repro 1234"])
+
+
+def test_without_a_profile_the_plugin_imports_nothing(pytester):
+    """What pytest loads in every run is the plugin's own file: no torch, no profile, no tables."""
+    code = (
+        "import pytest, sys; before = set(sys.modules)\n"
+        "import torchrepro.integrations.pytest_plugin\n"
+        "print('loaded', *sorted(set(sys.modules) - before))"
+    )
+
+    result = pytester.run(sys.executable, "-c", code, timeout=TIMEOUT)
+
+    loaded = "torchrepro torchrepro.integrations torchrepro.integrations.pytest_plugin"
+    assert result.outlines == [f"loaded {loaded}"]
