@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from torchrepro.knobs.catalogue import CATALOGUE, other_names
 from torchrepro.knobs.legal import Fallback, OneOf, Patterns, RankPolicies, Seeds, Switch, Whole
+from torchrepro.profile.folder import SHIPPED
 from torchrepro.profile.json_schema import json_schema
 
 LEGAL_TEXTS = {
@@ -73,21 +74,22 @@ def _at(values, key):
     return values
 
 
+@pytest.fixture(scope="module")
+def in_an_editor():
+    """Return whether an editor that goes by the JSON Schema finds nothing wrong with a text."""
+    validator = jsonschema.Draft7Validator(json_schema())
+
+    return lambda text: validator.is_valid(yaml.safe_load(text))
+
+
 @pytest.mark.parametrize("key", KNOBS)
-def test_a_knob_takes_its_legal_values(load_text, key):
+def test_a_knob_takes_its_legal_values(load_text, in_an_editor, key):
     """Every legal value of every knob is accepted under the knob's key and kept as it is."""
     for value in _legal(KNOBS[key]):
         resolved = load_text(_text(key, value)).resolved
 
         assert value in ({}, _at(resolved.values, key) if value != {} else {})
-        assert (
-            list(
-                jsonschema.Draft202012Validator(json_schema()).iter_errors(
-                    yaml.safe_load(_text(key, value))
-                )
-            )
-            == []
-        )
+        assert in_an_editor(_text(key, value))
 
 
 OTHER_VALUES = ("nonsense value", 1.5, ["a"], {"a": [1]})
@@ -178,7 +180,7 @@ ILLEGAL = {
     "unknown to the catalogue": ("env: {OMP_NUM_THREAD: 1}", "did you mean: OMP_NUM_THREADS"),
     "no name": ("env_extra: {'A B': x}", "not the name of a variable"),
     "no name either": ("env_extra: {'A[0]': x}", "env_extra.A[0] = x: not the name"),
-    "a zero byte": ('env_extra: {A: "a\\0b"}', "any text"),
+    "a zero byte": ('env_extra: {A: "a\\0b"}', "cannot be seen"),
     "a newer schema": ("schema: 2", "newer torchrepro"),
     "an absent package": ("requires: {no-such-package: '>=1'}", "not installed"),
     "a package without a name": ("requires: {'': '>=1'}", ">=1"),
@@ -257,16 +259,126 @@ def test_a_profile_is_frozen_to_the_bottom(load_text):
     assert digest == profile.digest
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["sede: 7", "env: {NOPE: x}", "backends: {cudnn: {bench: true}}", "seed: -1", "dropout: zer"],
-)
-def test_the_json_schema_refuses_what_loading_refuses(refusal, text):
-    """What the JSON Schema calls invalid is refused by `load`, and the other way round."""
-    errors = jsonschema.Draft202012Validator(json_schema()).iter_errors(yaml.safe_load(text))
+def _entries(schema, prefix=""):
+    """Yield every key that a profile can have, dotted, with what the JSON Schema says of it."""
+    for key, entry in schema["properties"].items():
+        yield f"{prefix}{key}", entry
+        if "properties" in entry:
+            yield from _entries(entry, f"{prefix}{key}.")
 
+
+def _inside(value):
+    """Yield every mapping in a JSON value."""
+    if isinstance(value, dict):
+        yield value
+    for entry in value.values() if isinstance(value, dict) else value:
+        if isinstance(entry, dict | list):
+            yield from _inside(entry)
+
+
+def test_the_json_schema_is_one_that_every_editor_reads():
+    """It is valid in the old draft and in the new one, and has no references to follow."""
+    schema = json_schema()
+
+    jsonschema.Draft7Validator.check_schema(schema)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    assert [part for part in _inside(schema) if "$ref" in part] == []
+
+
+def test_an_editor_finds_nothing_wrong_with_what_is_shipped(in_an_editor):
+    """Every shipped profile and every shipped piece is valid."""
+    files = sorted(SHIPPED.rglob("*.yaml"))
+
+    assert len(files) > 10
+    assert [file for file in files if not in_an_editor(file.read_text(encoding="utf-8"))] == []
+
+
+@pytest.fixture(scope="module")
+def entries():
+    """Return what the JSON Schema says of every key."""
+    return dict(_entries(json_schema()))
+
+
+def test_an_editor_completes_every_key_and_says_what_it_costs(entries):
+    """Each key of a profile is there with what it does; each knob with its cost and its values."""
+    assert KNOBS.keys() <= entries.keys()
+    for key, entry in entries.items():
+        assert len(entry["description"]) > 10, key
+    for key, knob in KNOBS.items():
+        assert f"Cost: {knob.cost}" in entries[key]["description"] or key == "seed"
+        assert f"Cost: {knob.cost}" in entries[key]["markdownDescription"] or key == "seed"
+        assert knob.legal.words in entries[key]["markdownDescription"]
+
+
+def _words(entry):
+    return [word for part in (entry, *entry.get("anyOf", ())) for word in part.get("enum", ())]
+
+
+@pytest.mark.parametrize("key", KNOBS)
+def test_an_editor_offers_words_that_are_legal(load_text, entries, key):
+    """What is offered for a key is accepted, and each word that messages call legal is offered."""
+    offered = _words(entries[key])
+
+    for word in offered:
+        load_text(_text(key, word))
+    if isinstance(KNOBS[key].legal, OneOf) or KNOBS[key].variable:
+        words = [word.strip('"') for word in KNOBS[key].legal.choices()]
+        assert {word for word in words if not KNOBS[key].legal.complaint(word)} <= {*offered}
+
+
+@pytest.mark.parametrize("key", KNOBS)
+def test_an_editor_underlines_what_loading_refuses(in_an_editor, key):
+    """No illegal value of a knob is valid, of those that no knob takes."""
+    wrong = [value for other, value in WRONG if other == key]
+
+    assert [value for value in wrong if in_an_editor(_text(key, value))] == []
+
+
+VARIABLES = {key: knob for key, knob in KNOBS.items() if hasattr(knob.legal, "pattern")}
+
+
+@given(data=st.data(), key=st.sampled_from(sorted(VARIABLES)))
+def test_an_editor_underlines_no_text_that_loading_accepts(load_text, in_an_editor, data, key):
+    """Whatever text a variable takes is valid, in capitals too where it does not matter."""
+    legal = VARIABLES[key].legal
+    ascii_only = st.characters(codec="ascii")
+    value = data.draw(st.from_regex(legal.pattern, fullmatch=True, alphabet=ascii_only))
+    value = data.draw(st.sampled_from((value, value.upper()))) if legal.ignore_case else value
+
+    assert load_text(_text(key, value)).resolved
+    assert in_an_editor(_text(key, value))
+
+
+UNDERLINED = (
+    *("sede: 7", "seed: -1", "seed: 4294967296", "dropout: zer", "ranks: {dp: some}"),
+    *("env: {NOPE: x}", "env: {CUBLAS_WORKSPACE_CONFIG: ':8:8'}", "env: {NCCL_NTHREADS: 65}"),
+    *("env: {HCCL_DETERMINISTIC: '1'}", "env: {OMP_DYNAMIC: true}", "env: {OMP_NUM_THREADS: many}"),
+    *("backends: {cudnn: {bench: true}}", "backends: {cudnn: {benchmark: 1}}", "backends: [cudnn]"),
+    *("requires: {torch: 2}", "schema: 2", "guard: maybe", "defaults: debug-strict"),
+    *("device: {fallback: {ops: {a: b}}}", "device: {modules: {a: CPU}}", "streams: {a: x}"),
+)
+
+
+@pytest.mark.parametrize("text", UNDERLINED)
+def test_an_editor_underlines_a_mistake(refusal, in_an_editor, text):
+    """A wrong key or value, at any depth, is invalid, and refused when it is loaded."""
     assert refusal(text)
-    assert list(errors) != []
+    assert not in_an_editor(text)
+
+
+FINE = (
+    *("schema: 1", "defaults: [seed-only, with/dropout-zero, _self_]", "requires: null"),
+    *("requires: {torch: '>=2.6', numpy: null}", "env_extra: {A: 1, B: x, C: null}", "env: null"),
+    *("ranks: {dp: same}", "streams: {split: 3}", "device: {fallback: {ops: {cumsum: cpu}}}"),
+    *("backends: {cudnn: null}", "description: some words", "env_extra: null", "streams: null"),
+)
+
+
+@pytest.mark.parametrize("text", FINE)
+def test_an_editor_leaves_alone_what_is_fine(load_text, in_an_editor, text):
+    """Whatever can be loaded is valid: lists, mappings, null for a section."""
+    assert load_text(text)
+    assert in_an_editor(text)
 
 
 @pytest.mark.parametrize("key", KNOBS)
