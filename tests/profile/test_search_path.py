@@ -48,6 +48,14 @@ def test_two_profiles_of_one_name_are_an_error_that_names_both(folders):
         assert all(path in str(no.value) for path in paths)
 
 
+def test_a_defaults_list_means_no_other_file_than_everybody(folders):
+    """A name that means two files is refused in a defaults list too, beside one of them or not."""
+    folders({"mine": "seed: 1\n", "base": "defaults: [mine, _self_]\n"}, {"mine": "seed: 2\n"})
+
+    with pytest.raises(torchrepro.ProfileError, match="two profiles are called 'mine'"):
+        torchrepro.load("base")
+
+
 def test_a_shipped_name_is_taken(folders):
     """A profile that is called like a shipped one clashes with it, and can be named by its path."""
     (path,) = folders({"debug-strict": "seed: 1\n"})

@@ -45,7 +45,11 @@ def find(
         if name.startswith(PACKAGE):
             return _in_package(name, asked_by)
         if is_name(name):
-            found = _in(beside, name, set(without)) or _one_of_all(name, folders, set(without))
+            everywhere = (*folders, *folders_for(name))
+            # A folder of the search path answers with all others: its names may be taken there.
+            places = {(folder.path, folder.prefix) for folder in everywhere}
+            own = [folder for folder in beside if (folder.path, folder.prefix) not in places]
+            found = _in(own, name, set(without)) or _one_of(everywhere, name, set(without))
             if found:
                 return found
         if not asked_by and name:
@@ -69,10 +73,9 @@ def _in(folders: Iterable[Folder], name: str, without: set[Path]) -> Found | Non
     return None
 
 
-def _one_of_all(name: str, folders: Sequence[Folder], without: set[Path]) -> Found | None:
+def _one_of(folders: Sequence[Folder], name: str, without: set[Path]) -> Found | None:
     """Return the file that is called `name`; raises `ProfileError` if there are two of them."""
-    everywhere = (*folders, *folders_for(name))
-    found = [one for folder in everywhere if (one := _in([folder], name, without))]
+    found = [one for folder in folders if (one := _in([folder], name, without))]
     for one, two in combinations(found, 2):
         if not _are_the_same(one.path, two.path):
             raise ProfileError(

@@ -90,7 +90,7 @@ def _or_null(entry: dict[str, Any]) -> dict[str, Any]:
     if others != [NULL] or not isinstance(one.get("type"), str):
         return entry
     words = {"enum": [*one["enum"], None]} if "enum" in one else {}
-    return one | words | {"type": [one["type"], "null"]}
+    return {**one, **words, "type": [one["type"], "null"]}
 
 
 @cache

@@ -1,0 +1,1 @@
+"""Profiles for torchrepro, as YAML files: `torchrepro list` shows them as acme/..."""

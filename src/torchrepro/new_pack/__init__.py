@@ -1,0 +1,1 @@
+"""Write a new pack of profiles, ready to publish."""
