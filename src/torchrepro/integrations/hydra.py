@@ -13,6 +13,7 @@ import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
@@ -24,7 +25,7 @@ from torchrepro.profile.choice import Choice
 from torchrepro.profile.compose import compose
 from torchrepro.profile.composition import NOT_INHERITED
 from torchrepro.profile.find import UnknownProfileError, find
-from torchrepro.profile.folder import PIECES, Folder, is_piece, piece_named
+from torchrepro.profile.folder import PIECES, Folder, is_name, is_piece, piece_named
 from torchrepro.profile.load import REFUSED
 from torchrepro.profile.packs import package, search_path
 
@@ -105,7 +106,8 @@ class ReproConfigSource(ConfigSource):
         try:
             find(name, self._folders())
         except UnknownProfileError:
-            return False
+            # No file of ours is called so, but one of Hydra's may be, and it would run its code.
+            return not is_name(name)
         except ProfileError:
             return True  # there is something, and `load_config` says what is wrong with it
         return True
@@ -140,7 +142,7 @@ class ReproConfigSource(ConfigSource):
             pieces = () if is_piece(name) else chosen.overrides
             values = compose(name, pieces, self._folders()).values
         except ProfileError as error:
-            return {REFUSED: str(error)}
+            return {REFUSED: quote(str(error))}
         # A piece does not say what the profile is called that it is laid on.
         return {k: v for k, v in values.items() if not is_piece(name) or k not in NOT_INHERITED}
 

@@ -9,8 +9,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from torchrepro.errors import Problem, ProfileError, shown
+from torchrepro.profile.declared import ENTRY_POINTS
 from torchrepro.profile.folder import PIECES
-from torchrepro.profile.packs import DISTRIBUTION, ENTRY_POINTS
+from torchrepro.profile.packs import DISTRIBUTION
 
 if TYPE_CHECKING:
     from pathlib import Path

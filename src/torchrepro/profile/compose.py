@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MAX_DOCUMENTS = 64
+MAX_KEYS = 2000
+"""Keys of all files of one profile, each counted as often as it is read."""
 
 
 def compose(
@@ -91,6 +93,7 @@ class _Chain:
         self.open: list[Found] = []
         self.seen: set[Path] = set()
         self.read = 0
+        self.keys = 0
         self.taken_back: dict[str, Problem] = {}
 
     def add_named(self, name: str, asked_by: str = "") -> None:
@@ -116,6 +119,11 @@ class _Chain:
         self.composition.put_back(own)
 
     def add(self, document: Document, found: Found | None) -> None:
+        self.keys += len(document.lines)
+        if self.keys > MAX_KEYS:
+            raise ProfileError(
+                Problem(f"more than {MAX_KEYS:,} keys in the files of one profile", document.where)
+            )
         document, notes = migrated(document)
         self.composition.notes += notes
         for entry in document.defaults:

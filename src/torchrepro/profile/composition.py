@@ -36,8 +36,9 @@ class Composition:
         before = dict(self.origins)
         leaves = flatten(document.values)
         _merge(self.values, document.values)
-        for key in leaves:
-            self._forget(key)
+        for key, value in leaves.items():
+            if value != {}:  # an empty section takes nothing away
+                self._forget(key)
         for key in document.lines or leaves:
             # The keys of sections have their lines as well, for problems with the section itself.
             place = document.place(key)

@@ -115,8 +115,12 @@ def from_mapping(source: Any, overrides: Sequence[str] = (), where: str = "") ->
     return compose_document(Document(where, values, entries), overrides)
 
 
-REFUSED = "refused"
-"""Key under which a config carries the reason why its profile was refused while Hydra composed."""
+REFUSED = "_refused_"
+"""Key under which a config carries the reason why its profile was refused while Hydra composed.
+
+No file can hold such a key. The reason is quoted as in a URL, because it shows what the file says:
+a config would take `${` in it for an interpolation.
+"""
 
 
 def _is_dictconfig(source: Any) -> bool:
@@ -133,12 +137,14 @@ def _plain(value: Any) -> Any:
 
 
 def _plain_config(config: Any, where: str) -> dict[str, Any]:
+    from urllib.parse import unquote
+
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     raw: Any = OmegaConf.to_container(config, resolve=False)
     if REFUSED in raw:
-        raise ProfileError(Problem(raw[REFUSED]))
+        raise ProfileError(Problem(unquote(str(raw[REFUSED]))))
     _refuse_resolvers(raw, where, "")
     try:
         values: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrepro.errors import Problem, ProfileError
-from torchrepro.profile.declared import ENTRY_POINTS as ENTRY_POINTS  # noqa: PLC0414 - its name
 from torchrepro.profile.declared import MOST, Declared, declared
 from torchrepro.profile.folder import SHIPPED, Folder
 

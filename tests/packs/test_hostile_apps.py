@@ -1,0 +1,67 @@
+"""The worst that a pack can hold, in an app that has the pack on Hydra's own search path."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from .conftest import Link
+from .hostile_profiles import CALLBACK, LEAVES_A_MARK
+
+APP = """
+import hydra
+
+@hydra.main(version_base=None, config_path=None)
+def main(config):
+    print("RAN")
+
+main()
+"""
+FILES = {  # what Hydra would compose by itself, if it came to see it
+    "repro/plain.yaml": CALLBACK,
+    "repro/_hidden.yaml": CALLBACK,
+    "repro/.dotted.yaml": CALLBACK,
+    "repro/a..b.yaml": CALLBACK,
+    "repro/in/_hidden.yaml": CALLBACK,
+    "repro/with/_hidden.yaml": CALLBACK,
+    "beside.yaml": CALLBACK,
+    "repro/secret.yaml": "description: ${oc.env:SECRET}\n",
+    "repro/link.yaml": Link("/etc/hostname"),
+}
+ASKED = (
+    "+repro=plain",
+    "+repro=_hidden",
+    "+repro=.dotted",
+    "+repro=a..b",
+    "+repro=in/_hidden",
+    "+repro/in=_hidden",
+    "+repro/with=_hidden",
+    "+repro=../beside",
+    "+repro=secret",
+    "+repro=link",
+    "+repro=team/repro/plain",
+)
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_no_file_of_a_pack_reaches_hydra_by_itself(installed_pack, tmp_path, asked):
+    """Whatever its files are called, none of a pack is composed by Hydra: no code, no task."""
+    pack = installed_pack("acme-pack", {**FILES, "/evil_code.py": LEAVES_A_MARK})
+    (tmp_path / "app.py").write_text(APP, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "app.py", asked, "hydra.searchpath=[pkg://acme_pack]"],
+        cwd=tmp_path,
+        env={**os.environ, "SECRET": "the secret"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert not (pack.site / "marker").exists()
+    assert (done.returncode, done.stdout) == (3, ""), done.stderr
+    assert "Traceback" not in done.stderr
+    assert "the secret" not in done.stderr

@@ -1,0 +1,162 @@
+"""What a pack says of itself, in every place where somebody reads it, steers nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import subprocess
+import time
+
+import pytest
+
+import torchrepro
+from torchrepro.cli import main
+from torchrepro.profile.declared import MOST
+from torchrepro.profile.folder import MANY
+from torchrepro.profile.listing import listed
+from torchrepro.profile.resolved import Resolved
+from torchrepro.tables import as_html, as_text, table
+
+MARKUP = "<script>x</script> [link=http://x]y[/link] [red]z :bomb:"
+STEERING = "a\x1b[31mb\x1b]8;;http://x\x1b\\c\u202ed\re"
+
+
+def _said(*arguments):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as left:
+        main([str(argument) for argument in arguments])
+    return int(left.value.code or 0), out.getvalue()
+
+
+def test_markup_is_text_in_tables_and_pages():
+    """HTML, rich's markup and emoji names in a profile come out as the text that they are."""
+    rows = table(("a",), [(MARKUP,)]), MARKUP
+
+    for part in rows:
+        assert MARKUP in as_text(part)
+        page = as_html(part)
+        assert "<script>" not in page
+        assert "<a " not in page
+        assert "&lt;script&gt;" in page
+
+
+def test_no_cell_and_no_line_steers_a_terminal():
+    """A control character in a cell or a line is shown by its escape."""
+    for part in (table(("a",), [(STEERING,)]), STEERING):
+        text = as_text(part)
+        assert all(letter.isprintable() for letter in text.replace("\n", ""))
+        assert "\\x1b[31m" in text
+
+
+def test_a_list_shows_what_metadata_says_as_text(installed_pack):
+    """`list` escapes what the metadata of a pack holds, and shows markup as it is written."""
+    installed_pack(
+        "loud",
+        {"a.yaml": f"description: '{MARKUP}'\n", "bad.yaml": 'name: "\\e[31m"\n'},
+        metadata="Metadata-Version: 2.1\nName: lo\x1b[31mud\nVersion: 1\n",
+    )
+    status, out = _said("list")
+
+    assert status == 0
+    assert MARKUP in out
+    assert "\x1b" not in out
+
+
+def test_a_notebook_shows_markup_as_text(write_pack_profile):
+    """The report of a profile whose name is HTML holds it as text."""
+    plan = torchrepro.plan(write_pack_profile("name: '<img src=x onerror=y>'\nseed: 1\n"))
+
+    assert "<img" not in plan.report._repr_html_()
+    assert "&lt;img" in plan.report._repr_html_()
+
+
+@pytest.fixture
+def write_pack_profile(installed_pack):
+    """Install a pack with this profile in it and return the profile's name."""
+
+    def write_pack_profile(content):
+        installed_pack("acme-pack", {"p.yaml": content})
+        return "team/p"
+
+    return write_pack_profile
+
+
+@pytest.mark.parametrize(
+    "value", ["$(touch marker)", "`touch marker`", "a; touch marker", '"; touch marker; "', "$HOME"]
+)
+@pytest.mark.parametrize("form", ["sh", "dotenv"])
+def test_variables_run_nothing_in_a_shell(write_pack_profile, tmp_path, value, form):
+    """A shell that reads what `env` prints has the very value in its variable, and ran nothing."""
+    name = write_pack_profile(f"env_extra:\n  TEAM: |-\n    {value}\n")
+    status, out = _said("env", name, "--format", form)
+    (tmp_path / "vars").write_text(out, encoding="utf-8")
+
+    done = subprocess.run(
+        ["sh", "-c", '. ./vars; printf "%s" "$TEAM"'],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+
+    assert status == 0
+    assert done.stdout == value
+    assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize("value", ['"a\\nLD_PRELOAD=/x.so"', '"it\'s"', "'a\\b'"])
+def test_what_readers_of_dotenv_take_differently_is_refused(write_pack_profile, capsys, value):
+    """A value that could end its line, or that not all readers unquote alike, is status 2."""
+    status, out = _said(
+        "env", write_pack_profile(f"env_extra: {{TEAM: {value}}}\n"), "--format", "dotenv"
+    )
+
+    assert (status, out) == (2, "")
+    assert "--format sh" in capsys.readouterr().err
+
+
+def test_a_pack_of_thousands_of_files_is_listed_and_read(installed_pack):
+    """A list looks at a bounded number of files; each profile can be asked for all the same."""
+    pack = installed_pack("acme-pack", {"p0.yaml": "seed: 1\n"})
+    for number in range(1, 3 * MANY):
+        (pack.package / f"p{number}.yaml").touch()
+    began = time.process_time()
+
+    assert len([each for each in listed() if each.name.startswith("team/")]) <= MANY
+    assert time.process_time() - began < 15
+    assert torchrepro.load("team/p0").seed == 1
+
+
+def test_a_broken_pack_hurts_no_other(installed_pack):
+    """Beside packs that are broken in every way, one that is in order is listed and loaded."""
+    for number, lines in enumerate(
+        (b"[torchrepro.profiles]\nx\n", b"\xff", b"[torchrepro.profiles\n=")
+    ):
+        installed_pack(f"broken{number}", {}, entry_points=lines)
+    many = "".join(f"k{n} = many\n" for n in range(MOST + 1))
+    installed_pack("many", {}, entry_points=f"[torchrepro.profiles]\n{many}")
+    installed_pack("acme-pack", {"good.yaml": "seed: 4\n"})
+
+    assert torchrepro.load("team/good").seed == 4
+    assert "team/good" in [each.name for each in listed()]
+
+
+def test_a_pack_takes_no_other_packs_files(installed_pack):
+    """A distribution that names another one's package is refused, and the owner is not its name."""
+    installed_pack("acme-pack", {"good.yaml": "seed: 4\n"})
+    installed_pack("thief", {}, entry_points="[torchrepro.profiles]\nmine = acme_pack\n")
+
+    assert torchrepro.load("team/good").resolved.origins["seed"].package == "acme-pack"
+    with pytest.raises(torchrepro.ProfileError, match="did not come with it") as caught:
+        torchrepro.load("mine/good")
+    assert "entry point of thief" in str(caught.value)
+
+
+def test_an_answer_of_a_pack_is_what_another_process_gets(write_pack_profile):
+    """Values and origins of a profile of a pack survive the way to another process."""
+    resolved = torchrepro.load(
+        write_pack_profile("seed: 1\nenv_extra: {TEAM: 'ä \U0001f40d'}\n")
+    ).resolved
+
+    assert Resolved.from_json(resolved.to_json()) == resolved

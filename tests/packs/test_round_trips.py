@@ -1,0 +1,155 @@
+"""What a profile says survives being written, shown and read, and is told apart by meaning."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import torchrepro
+from torchrepro.cli import main
+from torchrepro.profile.composition import flatten
+from torchrepro.profile.difference import differences
+
+TEXT = st.text(
+    st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Cf", "Zl", "Zp")), max_size=30
+).filter(lambda text: "${" not in text and text != "???")
+TRICKY = st.sampled_from(
+    [
+        "yes",
+        "null",
+        "~",
+        "010",
+        "1:30:00",
+        "1e3",
+        "0x1F",
+        "2026-11-20",
+        "- a",
+        "a: b",
+        "#",
+        "=",
+        "<<",
+    ]
+)
+WORDS = TEXT | TRICKY
+KEYS = WORDS.filter(lambda key: key and not (key[0] == key[-1] == "_"))
+PROFILES = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": WORDS,
+        "description": WORDS | st.just("two\nlines"),
+        "seed": st.integers(0, 2**32 - 1),
+        "streams": st.dictionaries(KEYS, st.integers(0, 9), max_size=3),
+        "dropout": st.sampled_from(["keep", "zero"]),
+        "guard": st.sampled_from(["none", "warn", "error"]),
+        "device": st.fixed_dictionaries(
+            {}, optional={"modules": st.dictionaries(KEYS, st.just("cpu"), max_size=3)}
+        ),
+        "env": st.fixed_dictionaries(
+            {}, optional={"OMP_NUM_THREADS": st.sampled_from(["1", "16"])}
+        ),
+        "env_extra": st.dictionaries(
+            st.sampled_from(["TEAM", "Team", "T_1"]), WORDS | st.just("a\nb\t"), max_size=3
+        ),
+        "requires": st.just({"pyyaml": ">=1"}),
+        "backends": st.fixed_dictionaries(
+            {}, optional={"cudnn": st.fixed_dictionaries({"benchmark_limit": st.integers(0, 99)})}
+        ),
+    },
+).filter(bool)
+
+
+def _file(folder, values, name="p.yaml", **style):
+    path = folder / name
+    text = yaml.safe_dump(values, **{"allow_unicode": True, **style})
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _shown(*arguments):
+    """Return what `torchrepro show` prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        main(["show", *map(str, arguments)])
+    return out.getvalue()
+
+
+def _shuffled(values, seed):
+    if not isinstance(values, dict):
+        return values
+    keys = list(values)
+    random.Random(seed).shuffle(keys)
+    return {key: _shuffled(values[key], seed) for key in keys}
+
+
+@settings(max_examples=150)
+@given(values=PROFILES)
+def test_what_is_shown_is_the_profile(tmp_path_factory, values):
+    """What `show` prints, read again, is the same profile, with its name and its digest."""
+    folder = tmp_path_factory.mktemp("shown")
+    profile = torchrepro.load(str(_file(folder, values)))
+    shown = _shown(folder / "p.yaml")
+    (folder / "again.yaml").write_text(shown, encoding="utf-8")
+    again = torchrepro.load(str(folder / "again.yaml"))
+
+    assert profile == again
+    assert profile.resolved.values == again.resolved.values
+    assert shown.splitlines()[0] == f"# {again.digest}"
+    assert json.loads(_shown(folder / "p.yaml", "--json")) == yaml.safe_load(shown)
+
+
+@settings(max_examples=100)
+@given(values=PROFILES, seed=st.integers(0, 999))
+def test_the_digest_does_not_see_how_a_file_is_written(tmp_path_factory, values, seed):
+    """Order of keys, style, width, comments, blank lines, name and nulls leave a digest alone."""
+    folder = tmp_path_factory.mktemp("written")
+    digest = torchrepro.load(str(_file(folder, values))).digest
+    shuffled = _shuffled(values, seed)
+    plain = _file(folder, shuffled, "block.yaml", default_flow_style=False, width=20)
+    _file(folder, shuffled, "flow.yaml", default_flow_style=True, width=1000, default_style='"')
+    commented = "# c\n\n" + plain.read_text(encoding="utf-8") + "# end\non_late: null\n"
+    (folder / "comments.yaml").write_text(commented, encoding="utf-8")
+    _file(folder, {**values, "name": "another", "description": "other words"}, "named.yaml")
+
+    written = ("block.yaml", "comments.yaml", "named.yaml")
+    assert {torchrepro.load(str(folder / name)).digest for name in written} == {digest}
+
+
+@settings(max_examples=100)
+@given(one=PROFILES, two=PROFILES)
+def test_differences_are_those_of_meaning(tmp_path_factory, one, two):
+    """A profile differs in nothing from itself, and from another exactly if their digests do."""
+    folder = tmp_path_factory.mktemp("two")
+    left = torchrepro.load(str(_file(folder, one, "one.yaml"))).resolved
+    right = torchrepro.load(str(_file(folder, two, "two.yaml"))).resolved
+    there, back = differences(left, right), differences(right, left)
+
+    assert differences(left, left) == []
+    assert [(d.key, d.right, d.left) for d in back] == [(d.key, d.left, d.right) for d in there]
+    assert bool(there) == (left.digest != right.digest)
+
+
+@settings(max_examples=100)
+@given(low=PROFILES, high=PROFILES)
+def test_the_origin_of_every_leaf_is_known(tmp_path_factory, low, high):
+    """Every value of a profile that inherits knows its file and line, and what it replaced."""
+    folder = tmp_path_factory.mktemp("origin")
+    _file(folder, low, "low.yaml")
+    path = _file(folder, {"defaults": ["low", "_self_"], **high}, "high.yaml")
+    resolved = torchrepro.load(str(path)).resolved
+    leaves = flatten(resolved.values)
+    asked = {"low": flatten(low), "high": flatten(high)}
+
+    assert set(resolved.origins) == set(leaves)
+    for key, origin in resolved.origins.items():
+        if key == "name" and "name" not in high:
+            continue  # a profile without a name is called like its file
+        setter = "high" if key in asked["high"] else "low"
+        assert f"{setter}.yaml:" in origin.set_by, key
+        if setter == "high" and key in asked["low"] and key not in ("name", "description"):
+            assert "low.yaml:" in origin.replaced.set_by
