@@ -99,9 +99,7 @@ class Plan(Displayed):
 
     def parts(self) -> tuple[Part, ...]:
         """Return the expected outcomes, as a report shows them."""
-        from torchrepro.tables import report_parts
-
-        return report_parts(self.report)
+        return self.report.parts()
 
 
 def plan(profile: Any, overrides: Sequence[str] = ()) -> Plan:

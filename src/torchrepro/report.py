@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.display import Displayed
 from torchrepro.errors import Problem, near, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from torchrepro.display import Part
     from torchrepro.policies.effects import Effect
 
 
@@ -60,8 +62,8 @@ class Row:
         return {
             "knob": self.knob,
             "outcome": str(self.outcome),
-            "before": _plain(self.before),
-            "after": _plain(self.after),
+            "before": _json_or_text(self.before),
+            "after": _json_or_text(self.after),
             "why": self.why,
         }
 
@@ -101,15 +103,15 @@ class Drift:
         """Return the drift as plain JSON values."""
         return {
             "knob": self.knob,
-            "was": _plain(self.was),
-            "now": _plain(self.now),
+            "was": _json_or_text(self.was),
+            "now": _json_or_text(self.now),
             "when": self.when,
             "where": self.where,
         }
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Report(Displayed):
     """The outcome of every knob that a profile names, in the order in which they were set."""
 
     profile: str
@@ -173,18 +175,14 @@ class Report:
             "drift": [drift.to_json() for drift in self.drift],
         }
 
-    def __str__(self) -> str:
-        from torchrepro.tables import as_text, report_parts
+    def parts(self) -> tuple[Part, ...]:
+        """Return the report as tables and lines."""
+        from torchrepro.tables import report_parts
 
-        return as_text(*report_parts(self))
-
-    def _repr_html_(self) -> str:
-        from torchrepro.tables import as_html, report_parts
-
-        return as_html(*report_parts(self))
+        return report_parts(self)
 
 
-def _plain(value: Any) -> Any:
+def _json_or_text(value: Any) -> Any:
     try:
         json.dumps(value)
     except (TypeError, ValueError):

@@ -15,7 +15,7 @@ WITH = "with=[dropout-zero,host-rng]"
 SAYS = (
     "import hydra\n\n@hydra.main(version_base=None, config_path={path!r}, config_name={name!r})\n"
 )
-SAYS += "def main(config):\n    print('SEEN', config.repro.dropout, config.repro.name)\n\nmain()\n"
+SAYS += "def main(config):\n    print('SEEN', config.repro.dropout, config.repro.get('name'))\n\nmain()\n"
 
 
 @pytest.mark.parametrize("piece", PIECES)
@@ -113,3 +113,52 @@ def _app(folder, *arguments):
     return subprocess.run(
         words, cwd=folder, capture_output=True, text=True, timeout=120, check=False
     )
+
+
+ORDERS = {  # where pieces stand, and the one that lies on top
+    "after the profile": (["+repro=seed-only", "+repro/with=[one,two]"], "two"),
+    "before the profile": (["+repro/with=[one,two]", "+repro=seed-only"], "two"),
+    "the other way round": (["+repro/with=[two,one]", "+repro=seed-only"], "one"),
+    "alone": (["+repro/with=[two,one]"], "one"),
+}
+
+
+@pytest.fixture
+def two_pieces(tmp_path):
+    """An app whose folder has two pieces that set the same."""
+    folder = tmp_path / "conf" / "repro" / "with"
+    folder.mkdir(parents=True)
+    for name in ("one", "two"):
+        text = f"env_extra: {{WHO: {name}}}\ndropout: keep\n"
+        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+    (tmp_path / "conf" / "config.yaml").write_text("{}\n", encoding="utf-8")
+    (tmp_path / "app.py").write_text(SAYS.format(path="conf", name="config"), encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_piece_named_last_lies_on_top_in_hydra(two_pieces, order):
+    """Wherever pieces stand, the last one wins, and replaced the one before it, once."""
+    arguments, winner = ORDERS[order]
+    loser = {"one": "two", "two": "one"}[winner]
+
+    done = _app(two_pieces, *arguments)
+
+    held = json.loads((two_pieces / "out" / ".hydra" / "repro.json").read_text(encoding="utf-8"))
+    assert done.returncode == 0, done.stderr
+    assert held["profile"]["env_extra"] == {"WHO": winner}
+    origin = held["origins"]["env_extra.WHO"]
+    assert origin["set_by"].endswith(f"with/{winner}.yaml:1")
+    assert [each["value"] for each in origin["replaced"]] == [loser]
+
+
+def test_what_is_deleted_is_not_in_force(two_pieces):
+    """`~repro` takes away the profile of the app's own defaults list, and nothing is said of it."""
+    text = "defaults: [{repro: seed-only}, _self_]\n"
+    (two_pieces / "conf" / "config.yaml").write_text(text, encoding="utf-8")
+    code = SAYS.replace("config.repro.dropout, config.repro.get('name')", "config")
+    (two_pieces / "app.py").write_text(code.format(path="conf", name="config"), encoding="utf-8")
+
+    done = _app(two_pieces, "~repro")
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "SEEN {}\n", "")

@@ -66,6 +66,15 @@ def test_a_shipped_name_is_taken(folders):
     assert torchrepro.load("seed-only").seed == 1234
 
 
+def test_a_file_that_is_there_is_meant_by_its_own_name(write, monkeypatch, tmp_path):
+    """What ends in .yaml is the file of that name, although a profile is called like its stem."""
+    write("defaults: [seed-only, _self_]\nseed: 2\n", "seed-only.yaml")
+    monkeypatch.chdir(tmp_path)
+
+    assert torchrepro.load("seed-only.yaml").seed == 2
+    assert torchrepro.load("seed-only").seed == 1234
+
+
 def test_a_copy_is_no_clash(folders):
     """Two files of one name that say the same, byte for byte, are one profile."""
     folders({"mine": "seed: 5\n"}, {"mine": "seed: 5\n"})

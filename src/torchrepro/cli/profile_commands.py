@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from enum import StrEnum
-from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -93,12 +92,13 @@ def plan_profile(
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
     """Show what putting the profile in force at the start of a program would do."""
+    from torchrepro.imports import import_torch
     from torchrepro.planner import make_plan, observe
     from torchrepro.process import closed_doors
 
     resolved = resolved_profile(profile, overrides)
     closed = closed_doors()  # as a program finds them that has not imported torch yet
-    _import_torch()
+    import_torch()
     report = make_plan(resolved, observe(resolved, closed=closed)).report
     if as_json:
         print_json(report.to_json())
@@ -106,19 +106,6 @@ def plan_profile(
     from torchrepro.tables import report_table, show
 
     show(report_table(report), report.summary)
-
-
-def _import_torch() -> None:
-    from torchrepro.errors import ApplyError
-
-    try:
-        import_module("numpy.random")
-        import_module("torch")
-    except (ImportError, RuntimeError) as error:
-        words = str(error).partition("\n")[0]
-        raise ApplyError(
-            f"torch cannot be imported: {words}\n  `torchrepro doctor` says more"
-        ) from None
 
 
 class EnvFormat(StrEnum):

@@ -21,26 +21,29 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
 from torchrepro.errors import ProfileError
-from torchrepro.profile.choice import Choice
+from torchrepro.integrations.hydra_choice import GROUP, chosen
 from torchrepro.profile.compose import compose
 from torchrepro.profile.composition import NOT_INHERITED
 from torchrepro.profile.find import UnknownProfileError, find
-from torchrepro.profile.folder import PIECES, Folder, is_name, is_piece, piece_named
+from torchrepro.profile.folder import (
+    PIECES,
+    Folder,
+    is_name,
+    is_piece,
+    piece_asked_for,
+    piece_named,
+)
 from torchrepro.profile.load import REFUSED
-from torchrepro.profile.packs import package, search_path
+from torchrepro.profile.packs import folders_for, package, search_path
 
 if TYPE_CHECKING:
     from hydra.core.config_search_path import ConfigSearchPath
 
-GROUP = "repro"
 SCHEME = "torchrepro"
 CALLBACK = "torchrepro.integrations.hydra_callback.ReproCallback"
 _ALWAYS_ON = "hydra/env/default"  # the one group that Hydra's own defaults list leaves to others
 _CALLBACK_ON = {"hydra": {"callbacks": {GROUP: {"_target_": CALLBACK}}}}
 _SEPARATOR = "|"
-
-chosen = Choice()
-"""The profiles and pieces in Hydra's last composition."""
 
 _profiles: dict[str, DictConfig] = {}
 _latest: list[ReproConfigSource] = []
@@ -94,7 +97,13 @@ class ReproConfigSource(ConfigSource):
         if group in ("", "hydra", "hydra/env", GROUP):
             return True
         inner = group.removeprefix(f"{GROUP}/")
-        return inner != group and any(f.has_group(inner) for f in self._everywhere())
+        if inner == group:
+            return False
+        try:
+            folders = (*self._folders(), *folders_for(f"{inner}/"))
+        except ProfileError:
+            return True  # a pack that is not whole: `load_config` says so
+        return any(folder.has_group(inner) for folder in folders)
 
     def is_config(self, config_path: str) -> bool:
         """Return whether `config_path` names a profile that can be read, well-formed or not."""
@@ -172,6 +181,8 @@ class ReproConfigSource(ConfigSource):
         names = {name for folder in self._everywhere() for name in folder.names()}
         if group == GROUP:
             return sorted(name for name in names if not is_piece(name))
+        if group == f"{GROUP}/{PIECES}":
+            return sorted(piece_asked_for(name) for name in names if is_piece(name))
         inner = f"{group.removeprefix(f'{GROUP}/')}/"
         return sorted(name.removeprefix(inner) for name in names if name.startswith(inner))
 

@@ -7,17 +7,17 @@ stops a run here leaves as `SystemExit`, which gets through.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 
 from torchrepro.applier import Applied, apply_resolved, stop_or_relaunch
-from torchrepro.errors import ApplyError, TorchreproError, near, some
+from torchrepro.errors import ApplyError, DriftError, TorchreproError, near, some
 from torchrepro.integrations.agreeing_run import agreeing_run
 from torchrepro.integrations.hydra_config import resolved_profile
-from torchrepro.manifest.contents import write_manifest
+from torchrepro.integrations.hydra_folder import hydra_folder
+from torchrepro.manifest.contents import FILE, manifest, write_manifest
 from torchrepro.planner import plan
 from torchrepro.process import inherited
 from torchrepro.seeding.ranks import world
@@ -26,8 +26,6 @@ from torchrepro.seeding.seed_plan import drawn, never_drawn
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-
-MANIFEST = "repro.json"
 REFUSED_STATUS = 3
 
 
@@ -103,22 +101,26 @@ def _tell_of_random_numbers(applied: Applied) -> None:
 
 def _record(config: DictConfig, applied: Applied) -> None:
     """Write the job's manifest; where that fails, nothing stays in force."""
-    path = _manifest_path(config)
+    folder = hydra_folder(config.hydra)
     try:
-        write_manifest(path, applied.resolved, applied.report)
+        write_manifest(folder, manifest(applied.resolved, applied.report))
     except OSError as error:
         _take_back()
+        path = folder / FILE
         raise ApplyError(f"the manifest cannot be written: {path}: {error.strerror}") from None
 
 
 def _exit(error: TorchreproError) -> None:
-    """End the job with status 3: an exception would be shown as a fault of the program."""
+    """End the job: an exception would be shown as a fault of the program."""
     with _StopOnRefusal():
         raise error
 
 
 class _StopOnRefusal:
-    """Turns whatever torchrepro refuses, and any fault of its own, into exit status 3."""
+    """Turns whatever torchrepro refuses, and any fault of its own, into exit status 3.
+
+    A profile that has not held until the end of the job is status 1.
+    """
 
     def __enter__(self) -> None:
         return None
@@ -128,13 +130,9 @@ class _StopOnRefusal:
     ) -> None:
         if isinstance(error, TorchreproError):
             sys.stderr.write(f"torchrepro: {error}\n")
-            raise SystemExit(REFUSED_STATUS) from None
+            drifted = isinstance(error, DriftError)  # the job has run: nothing was refused
+            raise SystemExit(error.exit_status if drifted else REFUSED_STATUS) from None
         if isinstance(error, Exception):
             # Hydra would warn and run the task unprotected.
             sys.excepthook(type(error), error, error.__traceback__)
             raise SystemExit(REFUSED_STATUS) from None
-
-
-def _manifest_path(config: DictConfig) -> Path:
-    subdir = config.hydra.output_subdir or ".hydra"
-    return Path(config.hydra.runtime.output_dir) / subdir / MANIFEST

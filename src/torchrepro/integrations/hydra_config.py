@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from torchrepro.errors import Problem, ProfileError
-from torchrepro.integrations.hydra import GROUP, chosen
+from torchrepro.integrations.hydra_choice import GROUP, chosen
 from torchrepro.profile.composition import NOT_INHERITED, Composition, flatten
 from torchrepro.profile.load import from_mapping, validate
 from torchrepro.profile.origin import Origin
+from torchrepro.profile.overrides import key_of
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import Resolved
@@ -24,6 +25,9 @@ def resolved_profile(config: DictConfig) -> Resolved | None:
 
     Raises `ProfileError` for one that is refused, or chosen in a way that leaves it without effect.
     """
+    for text in _overrides(config):
+        if text.startswith("~"):
+            chosen.forget(key_of(text))
     section = config.get(GROUP)
     names = chosen.profiles
     if len(names) > 1:
@@ -89,12 +93,18 @@ def _with_override(problem: Problem, config: DictConfig) -> Problem:
 
 
 def _override_of(key: str, config: DictConfig) -> str | None:
+    return next((text for text in reversed(_overrides(config)) if _sets(text, key)), None)
+
+
+def _overrides(config: DictConfig) -> list[str]:
     # Unresolved: an override shows what was written, never what a resolver makes of it.
-    lines: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
-    return next((text for text in reversed(lines) if _sets(text, key)), None)
+    written: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+    return list(written)
 
 
 def _sets(override: str, key: str) -> bool:
-    name = override.partition("=")[0].lstrip("+~").replace("/", ".")
+    name, value = key_of(override), override.partition("=")[2]
+    if name == GROUP:  # a profile that is chosen, or values that are written in its place
+        return value.startswith("{") and key.rpartition(".")[2] in value
     whole = f"{GROUP}.{key}."
-    return name != GROUP and (whole.startswith(f"{name}.") or f"{name}.".startswith(whole))
+    return whole.startswith(f"{name}.") or f"{name}.".startswith(whole)

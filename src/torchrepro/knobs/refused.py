@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from torchrepro.hidden import sounds_secret
+
 WITHOUT_EFFECT = {
     "NCCL_DETERMINISTIC": "NCCL has no such variable; pin NCCL_ALGO and NCCL_PROTO",
     "NCCL_P2P_NET_DISABLE": "NCCL has no such variable",
@@ -39,7 +41,6 @@ _DANGEROUS = re.compile(
     | .*(_UR[IL]|_ENDPOINT|_ADDR|_ADDRESS|_HOST|_HOSTS|_DSN|_CONFIG_FILE|_SERVER|_REMOTE_CACHE)
     | (C|CXX|CPP|LD|AS|MAKE|NVCC_\w+|HIPCC\w*)_?FLAGS\w*
     | .*(_OPTS|_OPTIONS|_ADDOPTS|_COMMAND|_CMD|_CC|_CXX|_COMPILER|_LINKER|_PICKLER)
-    | .*(_TOKEN|_SECRET|_PASSWORD|_KEY)           # a profile is shared: no place for credentials
     | GCONV_.* | MALLOC_.* | GLIBC_TUNABLES | CUDA_INJECTION.* | OMP_TOOL.* | TRITON_.*
     """,
     re.VERBOSE | re.IGNORECASE,
@@ -53,6 +54,6 @@ def refusal(name: str) -> str:
         return "not the name of a variable: letters, digits and underscores"
     if name in WITHOUT_EFFECT:
         return f"the variable does nothing: {WITHOUT_EFFECT[name]}"
-    if _DANGEROUS.fullmatch(name):
+    if _DANGEROUS.fullmatch(name) or sounds_secret(name):
         return "the variable is dangerous: it names code, where code is found, or a credential"
     return ""

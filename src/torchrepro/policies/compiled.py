@@ -25,10 +25,11 @@ def kept_apart(policy: str) -> Iterator[None]:
     try:
         yield
     finally:
-        left = [*_tags]
-        left.remove(policy)
-        _retag(left)
-        forget_compiled()
+        if not sys.is_finalizing():  # an ending interpreter imports nothing, and compiles nothing
+            left = [*_tags]
+            left.remove(policy)
+            _retag(left)
+            forget_compiled()
 
 
 def _retag(tags: list[str]) -> None:

@@ -19,6 +19,7 @@ from torchrepro.profile.folder import PIECES, SHIPPED, Folder, Found, is_piece, 
 from torchrepro.profile.migration import migrated
 from torchrepro.profile.origin import Origin
 from torchrepro.profile.overrides import Override, parsed
+from torchrepro.profile.resolved import Resolved, plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -51,6 +52,14 @@ def compose_document(
     chain = _Chain(composition, folders)
     chain.add(document, None)
     _finish(composition, chain, overrides)
+    return composition
+
+
+def compose_resolved(resolved: Resolved, overrides: Sequence[str]) -> Composition:
+    """Compose a profile that is resolved already with further `overrides`."""
+    origins = dict(resolved.origins)
+    composition = Composition(plain(resolved.values), origins, resolved.notes, only_shipped=False)
+    _finish(composition, _Chain(composition, ()), overrides)
     return composition
 
 
@@ -112,11 +121,9 @@ class _Chain:
             self.composition.call(found.name, Origin(found.where, found.folder.package))
 
     def add_piece(self, name: str, asked_by: str) -> None:
-        """Lay the piece `name` on top; what it calls itself is not what the profile is called."""
-        own = self.composition.take(NOT_INHERITED)
-        self.add_named(piece_named(name), asked_by)
-        self.composition.take(NOT_INHERITED)
-        self.composition.put_back(own)
+        """Lay the piece `name` on top."""
+        with self.composition.keeping_its_name():
+            self.add_named(piece_named(name), asked_by)
 
     def add(self, document: Document, found: Found | None) -> None:
         self.keys += len(document.lines)
@@ -130,10 +137,8 @@ class _Chain:
             if entry == "_self_":
                 self._add_values(document, found)
             else:
-                own = self.composition.take(NOT_INHERITED)
-                self.add_named(entry, document.place("defaults"))
-                self.composition.take(NOT_INHERITED)
-                self.composition.put_back(own)
+                with self.composition.keeping_its_name():
+                    self.add_named(entry, document.place("defaults"))
 
     def _found(self, name: str, asked_by: str) -> Found:
         """Return the file that `name` means; one that is being read already is passed by.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.profile.origin import Origin
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterator
 
     from torchrepro.profile.document import Document
     from torchrepro.profile.overrides import Override
@@ -33,44 +34,46 @@ class Composition:
 
     def add(self, document: Document, package: str) -> None:
         """Lay the values of `document`, which belongs to the distribution `package`, on top."""
-        before = dict(self.origins)
-        leaves = flatten(document.values)
-        _merge(self.values, document.values)
-        for key, value in leaves.items():
-            if value != {}:  # an empty section takes nothing away
-                self._forget(key)
-        for key in document.lines or leaves:
-            # The keys of sections have their lines as well, for problems with the section itself.
-            place = document.place(key)
-            self.origins[key] = Origin(place, package, leaves.get(key), before.get(key))
+        # The keys of sections have their lines as well, for problems with the section itself.
+        keys = document.lines or flatten(document.values)
+        self._lay(document.values, {key: document.place(key) for key in keys}, package)
 
     def override(self, override: Override) -> None:
         """Lay the value of `override` on top."""
+        values = override.nested()
+        self._lay(values, dict.fromkeys(flatten(values), override.place), "")
+
+    def _lay(self, values: Mapping[str, Any], places: Mapping[str, str], package: str) -> None:
         before = dict(self.origins)
-        leaves = flatten(override.nested())
-        _merge(self.values, override.nested())
+        leaves = flatten(values)
+        _merge(self.values, values)
         for key, value in leaves.items():
-            self._forget(key)
-            self.origins[key] = Origin(override.place, "", value, before.get(key))
+            if value != {}:  # an empty section takes nothing away
+                self._forget(key)
+        for key, place in places.items():
+            self.origins[key] = Origin(place, package, leaves.get(key), before.get(key))
 
     def call(self, name: str, origin: Origin) -> None:
         """Give the profile a name, unless it has one."""
         if "name" not in self.values:
             self.values["name"] = name
-            self.origins["name"] = origin
+            self.origins["name"] = replace(origin, value=name)
 
-    def take(self, keys: Iterable[str]) -> dict[str, tuple[Any, Origin | None]]:
-        """Take out top-level `keys`, and return them with where they were set."""
-        return {
-            k: (self.values.pop(k), self.origins.pop(k, None)) for k in keys if k in self.values
-        }
-
-    def put_back(self, taken: Mapping[str, tuple[Any, Origin | None]]) -> None:
-        """Put back what `take` has taken out."""
-        for key, (value, origin) in taken.items():
+    @contextmanager
+    def keeping_its_name(self) -> Iterator[None]:
+        """Within the block, lay files on top that do not say what the profile is called."""
+        own = self._take_names()
+        yield
+        self._take_names()
+        for key, (value, origin) in own.items():
             self.values[key] = value
             if origin is not None:
                 self.origins[key] = origin
+
+    def _take_names(self) -> dict[str, tuple[Any, Origin | None]]:
+        values, origins = self.values, self.origins
+        named = [key for key in NOT_INHERITED if key in values]
+        return {key: (values.pop(key), origins.pop(key, None)) for key in named}
 
     def place(self, key: str) -> str:
         """Return where `key`, something in it, or the nearest section around it was set."""

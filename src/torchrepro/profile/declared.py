@@ -49,12 +49,17 @@ class Declared:
         module, _, inner = self.value.partition("[")[0].partition(":")
         return ".".join(filter(None, (module.strip(), inner.strip())))
 
+    @property
+    def source(self) -> Path | None:
+        """The project in which the pack is written, if it is installed for editing."""
+        return _source(self.distribution)
+
     def owns(self, folder: Path) -> bool:
         """Whether `folder`, found as this package, came with the distribution itself.
 
         A line may name any package that is installed, or a folder that is at hand.
         """
-        source = _source(self.distribution)
+        source = self.source
         root = source or Path(str(self.distribution.locate_file("")))
         if not folder.resolve().is_relative_to(root.resolve()):
             return False

@@ -44,6 +44,8 @@ def find(
     try:
         if name.startswith(PACKAGE):
             return _in_package(name, asked_by)
+        if name.endswith(SUFFIXES) and not asked_by and Path(name).is_file():
+            return _at_path(name, Path(name))  # a file that is there is meant by its own name
         if is_name(name):
             everywhere = (*folders, *folders_for(name))
             # A folder of the search path answers with all others: its names may be taken there.

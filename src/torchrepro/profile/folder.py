@@ -39,6 +39,9 @@ class Folder:
     package: str = ""
     """The distribution that the folder belongs to."""
 
+    source: Path | None = None
+    """The project in which its files are written, if it is installed for editing."""
+
     def file(self, name: str) -> Path | None:
         """Return the file that holds the profile `name`, if this folder has it.
 
@@ -54,7 +57,8 @@ class Folder:
             legal = f"{present[0].name}, or {present[1].name}"
             raise ProfileError(Problem(what, self.origin, legal=legal, todo="remove one of them"))
         found = present[0] if present else None
-        if found is not None and not found.resolve().is_relative_to(self.path.resolve()):
+        home = (self.source or self.path).resolve()  # editing may mean links into the project
+        if found is not None and not found.resolve().is_relative_to(home):
             raise ProfileError(
                 Problem(
                     "a link leads out of the folder of profiles",
@@ -127,3 +131,8 @@ def piece_named(name: str) -> str:
     """Return the name on the search path of the piece `name`: ``team/zero`` is team/with/zero."""
     pack, _, last = name.rpartition("/")
     return name if is_piece(name) else "/".join(filter(None, (pack, PIECES, last)))
+
+
+def piece_asked_for(name: str) -> str:
+    """Return what `with=[...]` calls a piece: ``team/zero`` for team/with/zero."""
+    return "/".join(part for part in name.split("/") if part != PIECES)

@@ -8,7 +8,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import Problem, ProfileError
-from torchrepro.profile.compose import compose, compose_document
+from torchrepro.profile.compose import compose, compose_document, compose_resolved
 from torchrepro.profile.document import Document
 from torchrepro.profile.overrides import check_values
 from torchrepro.profile.resolved import Resolved
@@ -18,6 +18,18 @@ if TYPE_CHECKING:
 
     from torchrepro.profile.composition import Composition
     from torchrepro.profile.schema import Profile
+
+
+REFUSED = "_refused_"
+"""Key under which a config carries the reason why its profile was refused while Hydra composed.
+
+No file can hold such a key. The reason is quoted as in a URL, because it shows what the file says:
+a config would take `${` in it for an interpolation.
+"""
+
+
+class ProfileNote(UserWarning):
+    """What a reader should know of how a profile was read: it was written for an older schema."""
 
 
 def load(profile: str, overrides: Sequence[str] = ()) -> Profile:
@@ -33,13 +45,22 @@ def load(profile: str, overrides: Sequence[str] = ()) -> Profile:
     return validate(composition)
 
 
-class ProfileNote(UserWarning):
-    """What a reader should know of how a profile was read: it was written for an older schema."""
+def resolve(source: Any, overrides: Sequence[str] = ()) -> Resolved:
+    """Return the plain values of `source`: a name, a path, a `Profile`, a DictConfig or a dict.
 
-
-def _tell(composition: Composition) -> None:
-    for note in composition.notes:
-        warnings.warn(note, ProfileNote, stacklevel=3)
+    The shipped profiles skip pydantic, whose import costs more than putting one in force: the
+    tests hold their files to exactly the values that validation gives.
+    """
+    _refuse_other_types(source, overrides)
+    given = getattr(source, "resolved", source)  # a Profile is valid already
+    if isinstance(given, Resolved):
+        return validate(compose_resolved(given, overrides)).resolved if overrides else given
+    mapping = isinstance(source, Mapping) or _is_dictconfig(source)
+    composition = from_mapping(source, overrides) if mapping else compose(str(source), overrides)
+    _tell(composition)
+    if composition.only_shipped:
+        return Resolved.of(composition.values, composition)
+    return validate(composition).resolved
 
 
 def validate(composition: Composition) -> Profile:
@@ -59,38 +80,6 @@ def validate(composition: Composition) -> Profile:
     wanted = {package: text for package, text in profile.requires.items() if text is not None}
     check_requirements(wanted, composition)
     return profile
-
-
-def resolve(source: Any, overrides: Sequence[str] = ()) -> Resolved:
-    """Return the plain values of `source`: a name, a path, a `Profile`, a DictConfig or a dict.
-
-    The shipped profiles skip pydantic, whose import costs more than putting one in force: the
-    tests hold their files to exactly the values that validation gives.
-    """
-    _refuse_other_types(source, overrides)
-    given = getattr(source, "resolved", source)  # a Profile is valid already
-    if isinstance(given, Resolved):
-        if not overrides:
-            return given
-        source = given.values
-    mapping = isinstance(source, Mapping) or _is_dictconfig(source)
-    composition = from_mapping(source, overrides) if mapping else compose(str(source), overrides)
-    _tell(composition)
-    if composition.only_shipped:
-        return Resolved.of(composition.values, composition)
-    return validate(composition).resolved
-
-
-def _refuse_other_types(source: Any, overrides: Any) -> None:
-    """Raise `ProfileError` for an argument that is no profile, or no list of overrides."""
-    is_profile = isinstance(source, str | PathLike | Mapping | Resolved)
-    if not is_profile and not _is_dictconfig(source) and not hasattr(source, "resolved"):
-        legal = "a name, a path, a Profile, a DictConfig or a dict"
-        raise ProfileError(Problem("not a profile", found=type(source).__name__, legal=legal))
-    listed = isinstance(overrides, list | tuple)
-    if not listed or not all(isinstance(text, str) for text in overrides):
-        legal = 'a list of texts such as ["seed=7"]'
-        raise ProfileError(Problem("not a list of overrides", found=str(overrides), legal=legal))
 
 
 def from_mapping(source: Any, overrides: Sequence[str] = (), where: str = "") -> Composition:
@@ -115,12 +104,21 @@ def from_mapping(source: Any, overrides: Sequence[str] = (), where: str = "") ->
     return compose_document(Document(where, values, entries), overrides)
 
 
-REFUSED = "_refused_"
-"""Key under which a config carries the reason why its profile was refused while Hydra composed.
+def _refuse_other_types(source: Any, overrides: Any) -> None:
+    """Raise `ProfileError` for an argument that is no profile, or no list of overrides."""
+    is_profile = isinstance(source, str | PathLike | Mapping | Resolved)
+    if not is_profile and not _is_dictconfig(source) and not hasattr(source, "resolved"):
+        legal = "a name, a path, a Profile, a DictConfig or a dict"
+        raise ProfileError(Problem("not a profile", found=type(source).__name__, legal=legal))
+    listed = isinstance(overrides, list | tuple)
+    if not listed or not all(isinstance(text, str) for text in overrides):
+        legal = 'a list of texts such as ["seed=7"]'
+        raise ProfileError(Problem("not a list of overrides", found=str(overrides), legal=legal))
 
-No file can hold such a key. The reason is quoted as in a URL, because it shows what the file says:
-a config would take `${` in it for an interpolation.
-"""
+
+def _tell(composition: Composition) -> None:
+    for note in composition.notes:
+        warnings.warn(note, ProfileNote, stacklevel=3)
 
 
 def _is_dictconfig(source: Any) -> bool:

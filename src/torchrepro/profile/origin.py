@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
+
+from torchrepro.imports import installed_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -55,7 +56,5 @@ class Origin:
 @cache
 def versioned(distribution: str) -> str:
     """Return a distribution with the version that is installed, as in ``acme-profiles 1.2.0``."""
-    try:
-        return f"{distribution} {version(distribution)}" if distribution else ""
-    except (PackageNotFoundError, ValueError):
-        return distribution
+    version = installed_version(distribution)
+    return f"{distribution} {version}" if version else distribution

@@ -56,6 +56,11 @@ def parsed(text: str) -> Override:
     return Override(text, key, value)
 
 
+def key_of(text: str) -> str:
+    """Return the dotted key that an override names, without parsing what it sets it to."""
+    return text.partition("=")[0].lstrip("+~").replace("/", ".")
+
+
 def _plain(value: Any) -> Any:
     """Return a parsed override value with Hydra's quoted keys as plain text."""
     if isinstance(value, dict):

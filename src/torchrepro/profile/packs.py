@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from torchrepro.errors import Problem, ProfileError
 from torchrepro.profile.declared import MOST, Declared, declared
-from torchrepro.profile.folder import SHIPPED, Folder
+from torchrepro.profile.folder import PIECES, SHIPPED, Folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,7 +48,8 @@ def folders_for(name: str) -> tuple[Folder, ...]:
     metadata of all that is installed. Raises `ProfileError` for a pack that is not whole.
     """
     pack, slash, _ = name.partition("/")
-    packs = [each for each in declared() if each.pack == pack] if slash else []
+    may_be_a_pack = slash and pack != PIECES
+    packs = [each for each in declared() if each.pack == pack] if may_be_a_pack else []
     problems = [_problem(each) for each in packs if not _folders_of(each)]
     if problems:
         raise ProfileError(problems)
@@ -98,7 +99,7 @@ def _folders_of(pack: Declared) -> list[Folder]:
     if pack.too_many:
         return []
     return [
-        Folder(path, f"package {pack.owner}", f"{pack.pack}/", pack.owner)
+        Folder(path, f"package {pack.owner}", f"{pack.pack}/", pack.owner, pack.source)
         for path in package(pack.package).folders
         if pack.owns(path)
     ]
@@ -115,7 +116,11 @@ def _problem(pack: Declared) -> Problem:
     elsewhere = any(package(pack.package).folders)
     return Problem(
         f"the pack '{pack.pack}' names a package that "
-        + ("did not come with it: only its own is read" if elsewhere else "is not there"),
+        + (
+            "did not come with it: only its own is read"
+            if elsewhere
+            else "is no folder that is found here; what lies in a zip file is not read"
+        ),
         where,
         found=pack.value,
         todo="install it again, or tell its author",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion
 
 from torchrepro.errors import Problem, ProfileError, shown
+from torchrepro.imports import installed_version
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,9 +30,8 @@ def check_requirements(requires: Mapping[str, str], composition: Composition) ->
                 Problem("not a version range", place, key, shown(wanted), legal='">=2.6"')
             )
             continue
-        try:
-            installed = version(package)
-        except (PackageNotFoundError, ValueError):  # ValueError: not the name of a package
+        installed = installed_version(package)
+        if installed is None:
             problems.append(Problem("the package is not installed", place, key, wanted))
             continue
         if not _contains(specifier, installed):
@@ -63,9 +62,9 @@ def _specifier(wanted: str) -> SpecifierSet:
     return SpecifierSet(wanted)
 
 
-def _contains(specifier: SpecifierSet, installed: str | None) -> bool:
+def _contains(specifier: SpecifierSet, installed: str) -> bool:
     """Whether a version lies in the range; one that is none, as metadata may hold, does not."""
     try:
-        return installed is not None and specifier.contains(installed, prereleases=True)
+        return specifier.contains(installed, prereleases=True)
     except InvalidVersion:
         return False
