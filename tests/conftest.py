@@ -1,5 +1,6 @@
 """Fixtures for every test, and the police: no test leaves a trace in the process."""
 
+import json
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -11,8 +12,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from torchrepro.cli import main
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.knob import Missing
+from torchrepro.manifest.contents import RECORDED
 
 settings.register_profile(
     "torchrepro",
@@ -23,6 +26,10 @@ settings.load_profile("torchrepro")
 
 NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_")
 """How the names begin of variables that pytest and torch.compile set as they run."""
+
+OF_THE_RUN = ("PYTEST_", "COV_")
+OF_THE_USER = ("TORCHREPRO_", "CUBLAS_", "HYDRA_", "FORCE_COLOR")
+"""How the names begin of variables that this test run, or who started it, has a say in."""
 
 
 def pytest_report_header() -> str:
@@ -85,6 +92,51 @@ def _other_names() -> dict[str, Callable[[], Any]]:
 def world() -> Callable[[], dict[str, Any]]:
     """Return the function that reads the world, for tests that compare before and after."""
     return read_world
+
+
+@pytest.fixture
+def clean_environment() -> dict[str, str]:
+    """The environment without every variable that a profile or this test run has a say in."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in RECORDED and not name.startswith(OF_THE_RUN + OF_THE_USER)
+    }
+
+
+@pytest.fixture
+def clean_process(clean_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give this process that environment, and what pytest needs."""
+    for name in os.environ.keys() - clean_environment.keys():
+        if not name.startswith(OF_THE_RUN):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[Any, str, str]]:
+    """Run a command in this process; returns its status, stdout and stderr."""
+
+    def command(*words: object) -> tuple[Any, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([str(word) for word in words])
+        streams = capsys.readouterr()
+        return ended.value.code or 0, streams.out, streams.err
+
+    return command
+
+
+@pytest.fixture
+def answer(command: Callable[..., tuple[Any, str, str]]) -> Callable[..., tuple[Any, Any]]:
+    """Run a command with --json; returns its status and the one document on stdout."""
+
+    def answer(*words: object) -> tuple[Any, Any]:
+        status, out, err = command(*words, "--json")
+
+        assert err == ""
+        return status, json.loads(out)
+
+    return answer
 
 
 @pytest.fixture(autouse=True, scope="session")

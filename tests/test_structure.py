@@ -24,7 +24,7 @@ LAYERS = (  # from the bottom upward; a module imports only from its own layer o
     ("manifest",),
     ("agreement",),
     ("guard",),
-    ("applier", "launch", "new_pack", "doctor"),
+    ("applier", "launch", "untouched", "new_pack", "doctor"),
     ("trace",),
     ("started",),
     ("lock",),

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torchrepro.errors import ApplyError, shown
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.collective_rows import ORDER_OF_SUMS
-from torchrepro.manifest.versions import versions
 from torchrepro.report import Outcome
 from torchrepro.seeding import seed_plan
 from torchrepro.seeding.mesh import seed_as_this_rank
@@ -133,6 +132,8 @@ def in_force(report: Report) -> dict[str, str]:
 
     The generators of ranks may start from different seeds; the plan they derive from may not.
     """
+    from torchrepro.manifest.versions import versions  # one process alone never asks
+
     found = {}
     for row in report:
         knob = knobs_by_name().get(row.knob)

@@ -10,8 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import ApplyError, LateError
-from torchrepro.guard.guarding import behind, hold_to, last_look
-from torchrepro.guard.held import Guard, by_a_profile
+from torchrepro.guard.door import behind, by_a_profile, drift_of, hold_to, last_look
 from torchrepro.knobs.knob import Missing
 from torchrepro.planner import (
     Plan,
@@ -60,7 +59,6 @@ class Applied:
         self._before = so_far()
         self._last: Report | None = None
         self._agreement: Agreement | None = None
-        self._guard = Guard(self)
         self.refuse: Callable[[TorchreproError], None] = _raise
         """What is done when a profile in force turns out not to hold, on this rank or for all."""
         self._undo.callback(handle_with(self._refuse))
@@ -106,7 +104,7 @@ class Applied:
         """
         with _lock, ExitStack() as all_scopes:
             scopes = _in_force[_in_force.index(self) :] if self.active else []
-            all_scopes.callback(last_look([each._guard for each in scopes]))  # noqa: SLF001 - as below
+            all_scopes.callback(last_look(scopes))
             for scope in scopes:  # outermost first: the stack unwinds the other way round
                 scope._keep_what_was_done()  # noqa: SLF001 - the same class
                 all_scopes.callback(scope._undo.close)  # noqa: SLF001 - the same class
@@ -118,8 +116,7 @@ class Applied:
     def _present(self) -> Report:
         policies = {row.knob for row in self._rows}
         done = tuple(effect for effect in effects(self._before) if effect.policy in policies)
-        drift = self._guard.seen_so_far()
-        return replace(self._outcomes(), effects=done, unseen=self._unseen(), drift=drift)
+        return replace(self._outcomes(), effects=done, unseen=self._unseen(), drift=drift_of(self))
 
     def _outcomes(self) -> Report:
         return report_of(self.resolved, tuple(self._rows))
@@ -132,7 +129,10 @@ class Applied:
         return unseen_kernels()
 
     def carry_out(self, steps: Iterable[Step]) -> None:
-        """Set the knobs of `steps` in order; raises `ApplyError` for a strict profile, undone."""
+        """Set the knobs of `steps` in order; raises `ApplyError` for a strict profile, undone.
+
+        Under `guard: error`, what drifts from then on goes to `refuse` as `DriftError`.
+        """
         with ExitStack() as until_done:
             until_done.callback(self._abandon)
             moved = until_done.enter_context(by_a_profile())
@@ -142,7 +142,7 @@ class Applied:
             if bad and self.resolved.strict:
                 raise ApplyError(refusal(self.resolved, bad), self._outcomes())
             self._agree_with_other_ranks()
-            self._undo.enter_context(hold_to(self._guard, self.plan, self._rows, moved()))
+            self._undo.enter_context(hold_to(self, self.plan, self._rows, moved()))
             until_done.pop_all()
 
     def _agree_with_other_ranks(self) -> None:

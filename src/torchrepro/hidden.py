@@ -66,13 +66,6 @@ def sounds_secret(name: str) -> bool:
     )
 
 
-def knob_value(knob: str, value: Any) -> Any:
-    """Return `value` of a knob as it may be shown: a variable's own name may sound secret."""
-    variable = knob.removeprefix("env.")
-    secret = variable != knob and value is not None and sounds_secret(variable)
-    return HIDDEN if secret else value
-
-
 def secret_values(variables: Mapping[str, str]) -> tuple[str, ...]:
     """Return the values in `variables` that are secret, and their parts, the longest first.
 

@@ -1,15 +1,48 @@
-"""Calling back when a module has been imported, without importing it."""
+"""Importing other packages: torch, what is installed, and a call back after an import."""
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from typing import TYPE_CHECKING, Any
+
+from torchrepro.errors import ApplyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
+
+
+def import_torch() -> None:
+    """Import torch, and numpy's random numbers, which are seeded with it.
+
+    Raises `ApplyError` where torch is not installed or does not load.
+    """
+    try:
+        import_module("numpy.random")
+        import_module("torch")
+    except (ImportError, RuntimeError) as error:
+        words = str(error).partition("\n")[0]
+        raise ApplyError(
+            f"torch cannot be imported: {words}\n  `torchrepro doctor` says more"
+        ) from None
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution.
+
+    None for one that is not installed, for what is not the name of one, and for one whose
+    metadata holds no version. See https://docs.python.org/3/library/importlib.metadata.html.
+    """
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        found: str | None = version(distribution)
+    except (PackageNotFoundError, ValueError):
+        return None
+    return found
 
 
 class AfterImport(MetaPathFinder):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torchrepro.errors import ApplyError, Problem, ProfileError
 from torchrepro.hidden import secret_values
-from torchrepro.manifest.command_line import told
+from torchrepro.manifest.command_line import shareable
 from torchrepro.planner import Plan, make_plan, observe, refusal
 from torchrepro.process import PROFILE
 
@@ -89,7 +89,7 @@ def prepared(resolved: Resolved, command: Sequence[str]) -> tuple[str, dict[str,
         )
     barrier = unreachable(program, command)
     if barrier:
-        shown = " ".join(told(command, secret_values(os.environ)))
+        shown = " ".join(shareable(command, secret_values(os.environ)))
         raise ApplyError(f"the profile cannot reach `{shown}`: {barrier}")
     before_python_starts = make_plan(resolved, observe(resolved, closed={}))
     return program, environment_for(before_python_starts, os.environ)

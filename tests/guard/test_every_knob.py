@@ -68,10 +68,13 @@ def asking(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settable() -> list[Knob]:
-    """Return the knobs that a profile can set in this process, generators and guard left out."""
+    """Return the knobs that a profile can set in this process, generators and guard left out.
+
+    So are variables that inductor reads as it is loaded, which training steps do.
+    """
     found = []
     for knob in CATALOGUE:
-        if knob.key == "seed" or knob.name == "guard":
+        if knob.key == "seed" or knob.name == "guard" or "INDUCTOR" in knob.variable:
             continue
         values = {knob.profile_key: two_values(knob)[0], **AROUND.get(knob.name, {})}
         plan = torchrepro.plan(asking(values))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -197,7 +199,8 @@ def _doors() -> list[Any]:
     settings = [vars(owner).get(name) for owner, name in writers._setting_setters()]
     environment = [vars(type(os.environ))[name] for name in writers._ENVIRONMENT]
     hooks = list(optimizers._global_optimizer_pre_hooks.values())
-    return [*flags, *c, *settings, *environment, os.putenv, os.unsetenv, *hooks, *held.guards]
+    kept = [*held.guards, *held._watched]
+    return [*flags, *c, *settings, *environment, os.putenv, os.unsetenv, *hooks, *kept]
 
 
 @pytest.mark.parametrize("overrides", [(), ("guard=none",)])
@@ -236,6 +239,100 @@ def test_nothing_is_left_behind(step: Callable[[], Any]) -> None:
         step()
 
     assert before == _doors()
+
+
+def test_a_line_is_named_only_for_the_write_that_it_made(step: Callable[[], Any]) -> None:
+    """What a guard saw written is no guard's knowledge any more once it has ended."""
+    with pytest.raises(torchrepro.DriftError), guarded("error"):
+        flip()
+    with guarded("warn") as outer:
+        with pytest.raises(torchrepro.DriftError), guarded("error"):
+            flip()
+        flip()
+        step()
+
+    assert [drift.where for drift in outer.report.drift] == [""]
+
+
+def test_other_threads_write_no_knob_of_this_one(step: Callable[[], Any]) -> None:
+    """A thread that writes anything is not named as the writer of a knob it reads otherwise."""
+    ready, go = threading.Event(), threading.Event()
+
+    def writes_something_else() -> None:
+        torch.set_num_threads(1)
+        ready.set()
+        go.wait(20)
+        os.environ["UNRELATED"] = "1"
+        del os.environ["UNRELATED"]
+
+    thread = threading.Thread(target=writes_something_else)
+    thread.start()
+    ready.wait(20)
+    line = 0
+    with (  # noqa: PT012 - the step is what raises
+        pytest.raises(torchrepro.DriftError) as caught,
+        guarded("error", "backends.cpu.num_threads=2"),
+    ):
+        go.set()
+        thread.join()
+        line = sys._getframe().f_lineno + 1
+        torch.set_num_threads(1)
+        step()
+
+    assert [drift.where for drift in caught.value.drift] == [f"{__file__}:{line}"]
+
+
+def test_profiles_that_come_and_go_accuse_no_innocent_line() -> None:
+    """While another thread writes something else, the line that flipped a knob stays the one."""
+    ended = threading.Event()
+
+    def writes_something_else() -> None:
+        while not ended.is_set():
+            os.environ["UNRELATED"] = "1"
+        del os.environ["UNRELATED"]
+
+    before = sys.getswitchinterval()
+    thread = threading.Thread(target=writes_something_else)
+    with pytest.raises(torchrepro.DriftError) as caught, guarded("error"):  # noqa: PT012 - the end raises
+        line = sys._getframe().f_lineno + 1
+        torch.backends.cudnn.benchmark = True
+        sys.setswitchinterval(1e-6)
+        thread.start()
+        try:
+            for _ in range(30):
+                with torchrepro.apply({"backends": {"cudnn": {"deterministic": True}}}):
+                    pass
+        finally:
+            ended.set()
+            thread.join()
+            sys.setswitchinterval(before)
+
+    assert [drift.where for drift in caught.value.drift] == [f"{__file__}:{line}"]
+
+
+def test_a_wrapper_around_ours_is_left_alone_and_tells_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who wrapped a watched setter meanwhile keeps it, and ours within only calls the original."""
+    told: list[str] = []
+    watch = writers.watch_writers(lambda: told.append("written"))
+    ours = torch._C._set_cudnn_benchmark
+    monkeypatch.setattr(torch._C, "_set_cudnn_benchmark", partial(ours))
+    torch._C._set_cudnn_benchmark(False)
+    assert told == ["written"]
+    watch.close()
+    torch._C._set_cudnn_benchmark(True)
+    assert told == ["written"]
+    assert torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+
+
+@pytest.mark.parametrize(("status", "ends_with"), [(0, torchrepro.DriftError), (5, SystemExit)])
+def test_leaving_with_success_is_no_excuse(status: int, ends_with: type[BaseException]) -> None:
+    """`sys.exit(0)` within the block is refused as its end is; a status that fails is kept."""
+    with pytest.raises(ends_with), guarded("error"):  # noqa: PT012 - leaving is what is refused
+        flip()
+        sys.exit(status)
 
 
 def test_a_write_that_torch_refuses_is_refused_as_ever() -> None:

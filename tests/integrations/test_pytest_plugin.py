@@ -82,6 +82,10 @@ def test_no_list(): pass
 
 @pytest.mark.repro(seed=3)
 def test_no_profile(): pass
+
+@pytest.mark.repro(profile="debug-strict", guard="error")
+def test_that_drifts():
+    torch.use_deterministic_algorithms(False)
 """
 UNMARKED = """
 import torch
@@ -152,7 +156,7 @@ def test_a_marker_rules_its_test_and_a_wrong_one_is_that_tests_error(pytester, r
 
     result = run("--import-mode=importlib")
 
-    result.assert_outcomes(passed=2, failed=1, errors=6)
+    result.assert_outcomes(passed=3, failed=1, errors=7)
     result.stdout.fnmatch_lines(["own 0.* True zero", "module 4 False sha256:*"])
     result.stdout.fnmatch_lines(["after False False"])
     for message in (
@@ -166,7 +170,11 @@ def test_a_marker_rules_its_test_and_a_wrong_one_is_that_tests_error(pytester, r
         "no torchrepro profile is in force for this test: name one with --repro=PROFILE*",
     ):
         result.stdout.fnmatch_lines([message])
-    result.stdout.no_fnmatch_line("*INTERNALERROR*")
+    result.stdout.fnmatch_lines(
+        ["*test_a_marked.py:*: backends.torch.deterministic_algorithms = none: the profile had *"]
+    )
+    for unwanted in ("*INTERNALERROR*", "*contextlib*"):
+        result.stdout.no_fnmatch_line(unwanted)
 
 
 def test_a_request_that_is_refused_ends_pytest_with_its_message(pytester, run):

@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from torchrepro.cli import main
-from torchrepro.manifest.contents import RECORDED
-
 APP = """
 import hydra, torch
 
@@ -30,36 +27,8 @@ SCRIPT = str(Path(sys.executable).with_name("torchrepro"))
 
 
 @pytest.fixture(autouse=True)
-def _clean(monkeypatch):
-    for name in (*RECORDED, "FORCE_COLOR", "TORCHREPRO_PROFILE"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def command(capsys):
-    """Run a command in this process; returns its status, stdout and stderr."""
-
-    def command(*words):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main([str(word) for word in words])
-        streams = capsys.readouterr()
-        return ended.value.code or 0, streams.out, streams.err
-
-    return command
-
-
-@pytest.fixture
-def answer(command):
-    """Run a command with --json; returns its status and the one document on stdout."""
-
-    def answer(*words):
-        status, out, err = command(*words, "--json")
-
-        assert err == ""
-        return status, json.loads(out)
-
-    return answer
+def _clean(clean_process):
+    """No lock of these tests depends on what their reader has exported."""
 
 
 @pytest.fixture

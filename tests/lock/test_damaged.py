@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrepro.errors import TorchreproError
+from torchrepro.lock.checking import check
 from torchrepro.lock.described import describe
 from torchrepro.lock.differing import compare
-from torchrepro.lock.locking import check, write_lock
 from torchrepro.lock.told import checked_parts, difference_parts
+from torchrepro.lock.writing import write_lock
 from torchrepro.tables import as_text
 
 NONSENSE = st.recursive(

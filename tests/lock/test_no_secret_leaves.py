@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -76,13 +75,11 @@ HYDRAS_OWN = ("config.yaml", "hydra.yaml", "overrides.yaml")
 
 
 @pytest.mark.slow
-def test_no_planted_secret_is_in_anything_that_is_written_or_printed(tmp_path):
+def test_no_planted_secret_is_in_anything_that_is_written_or_printed(tmp_path, clean_environment):
     """Secrets in variables, remotes and arguments are in no manifest, lock, trace or output."""
     where = tmp_path / "work"
     where.mkdir()
-    environment = {
-        name: value for name, value in os.environ.items() if name not in RECORDED
-    } | VARIABLES
+    environment = clean_environment | VARIABLES
     (where / "app.py").write_text(PROGRAM, encoding="utf-8")
 
     def run(*words, status=0):
@@ -130,3 +127,20 @@ def test_no_planted_secret_is_in_anything_that_is_written_or_printed(tmp_path):
     assert manifest["command_line"][1:4] == ["app.py", "+repro=debug-strict", "hydra.run.dir=out"]
     assert len(manifest["repository"]["remotes"]) == len(REMOTES)
     assert set(manifest["environment"]) <= set(RECORDED)
+
+
+@pytest.mark.parametrize("name", ["MYSQL_PWD", "SSHPASS"])
+def test_a_profile_holds_no_secret_and_shows_none(command, tmp_path, name):
+    """A variable whose name sounds secret is refused in a profile, by name and never by value."""
+    secret = VARIABLES[name]
+    profile, lock = tmp_path / "ours.yaml", tmp_path / "repro.lock"
+    profile.write_text(f"env_extra: {{{name}: {secret}}}\n", encoding="utf-8")
+    for words in ((profile,), ("seed-only", f"env_extra.{name}={secret}")):
+        for asked in (("show",), ("plan", "--json"), ("lock", "-o", lock)):
+            status, out, err = command(asked[0], *words, *asked[1:])
+
+            assert (status, out) == (2, "")
+            assert f"env_extra.{name}" in err
+            assert "credential" in err
+            assert secret not in err
+    assert list(tmp_path.iterdir()) == [profile]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrepro.hidden import HIDDEN, secret_values, sounds_secret, without_secrets
-from torchrepro.manifest.command_line import told
+from torchrepro.manifest.command_line import shareable
 
 SHOWN = (
     ["python", "train.py", "--lr", "0.1", "--epochs=10", "--model", "resnet50"],
@@ -24,6 +24,9 @@ NAMED = (  # however plain the value is, its name says that it is none to show
     ["--token={}"],
     ["--password", "{}"],
     ["--pass", "{}"],
+    ["--passcode", "{}"],
+    ["--mfa={}"],
+    ["login", "password", "{}"],
     ["--apiKey", "{}"],
     ["--auth-token", "--api-key", "{}"],
     ["--secrets", "one", "{}"],
@@ -65,7 +68,7 @@ KEYS = st.one_of(
 @pytest.mark.parametrize("words", SHOWN, ids=" ".join)
 def test_an_ordinary_command_line_is_told_whole(words):
     """Options, numbers, names, paths and overrides that hold no secret are shown as they are."""
-    assert told(words, ()) == words
+    assert shareable(words, ()) == words
 
 
 @pytest.mark.parametrize("form", NAMED, ids=" ".join)
@@ -73,7 +76,7 @@ def test_an_ordinary_command_line_is_told_whole(words):
 def test_a_value_with_a_telling_name_or_form_is_hidden(form, secret):
     """A secret that looks like a word is hidden by its option, its key, or what it stands in."""
     words = ["python", "train.py", *(word.format(secret) for word in form), "--lr", "1"]
-    shown = told(words, ())
+    shown = shareable(words, ())
 
     assert secret not in " ".join(shown)
     assert HIDDEN in " ".join(shown)
@@ -83,7 +86,7 @@ def test_a_value_with_a_telling_name_or_form_is_hidden(form, secret):
 @given(secret=KEYS, before=st.sampled_from(["", "--name=", "model=", "--", "a.b.c=x,", "./"]))
 def test_a_key_is_hidden_wherever_it_stands(secret, before):
     """What looks like a key or token is hidden although nothing names it."""
-    shown = " ".join(told(["python", "train.py", before + secret], ()))
+    shown = " ".join(shareable(["python", "train.py", before + secret], ()))
 
     assert secret not in shown
 
@@ -94,7 +97,7 @@ def test_a_key_is_hidden_wherever_it_stands(secret, before):
 )
 def test_the_value_of_a_secret_variable_is_hidden_as_an_argument(secret, name):
     """An argument that equals the value of a secret variable is hidden, whatever it looks like."""
-    shown = told(["python", "train.py", secret], secret_values({name: secret}))
+    shown = shareable(["python", "train.py", secret], secret_values({name: secret}))
 
     assert shown[2] != secret
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import sysconfig
@@ -14,7 +13,6 @@ import pytest
 from torchrepro.manifest.contents import RECORDED
 
 TIMEOUT = 120
-_FOREIGN = ("TORCHREPRO_", "PYTEST_", "CUBLAS_", "HYDRA_", "COV_")
 CONSOLE_SCRIPT = str(Path(sysconfig.get_path("scripts")) / "torchrepro")
 APP = """
 import hashlib, json, os, random, sys
@@ -72,16 +70,6 @@ def main(config):
 if __name__ == "__main__":
     main()
 """
-
-
-@pytest.fixture
-def clean_environment() -> dict[str, str]:
-    """The environment without every variable that a profile or this test run has a say in."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in RECORDED and not name.startswith(_FOREIGN)
-    }
 
 
 @pytest.fixture

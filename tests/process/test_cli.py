@@ -13,11 +13,9 @@ import pytest
 import yaml
 
 import torchrepro as library
-from torchrepro.cli import main
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
 from torchrepro.knobs.explain import explanations
 from torchrepro.knobs.knob import Missing
-from torchrepro.manifest.contents import RECORDED
 
 CONSOLE_SCRIPT = Path(sysconfig.get_path("scripts")) / "torchrepro"
 SHIPPED = ["debug-strict", "npu-align", "seed-only", "train-fast"]
@@ -31,38 +29,7 @@ ANSWERING = (
     ("diff", "seed-only", "seed-only"),
 )
 
-
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch):
-    for name in (*RECORDED, "FORCE_COLOR", "TORCHREPRO_PROFILE"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def command(capsys):
-    """Run a command in this process; returns its status, stdout and stderr."""
-
-    def command(*words):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main([str(word) for word in words])
-        streams = capsys.readouterr()
-        return ended.value.code or 0, streams.out, streams.err
-
-    return command
-
-
-@pytest.fixture
-def answer(command):
-    """Run a command with --json; returns its status and the one document on stdout."""
-
-    def answer(*words):
-        status, out, err = command(*words, "--json")
-
-        assert err == ""
-        return status, json.loads(out)
-
-    return answer
+pytestmark = pytest.mark.usefixtures("clean_process")
 
 
 def process_state():
@@ -255,11 +222,10 @@ def test_diff_answers_by_its_status(command, answer):
 
 def test_diff_reads_a_manifest(answer, tmp_path):
     """diff compares a manifest with the profile that it was written for, key by key."""
-    from torchrepro.manifest.contents import write_manifest
+    from torchrepro.manifest.contents import manifest, write_manifest
 
-    path = tmp_path / "run" / "repro.json"
     plan = library.plan("debug-strict", ["seed=7"])
-    write_manifest(path, plan.resolved, plan.report)
+    path = write_manifest(tmp_path / "run", manifest(plan.resolved, plan.report))
     status, document = answer("diff", path, "debug-strict")
 
     (seed,) = document["differences"]

@@ -15,7 +15,8 @@ WITH = "with=[dropout-zero,host-rng]"
 SAYS = (
     "import hydra\n\n@hydra.main(version_base=None, config_path={path!r}, config_name={name!r})\n"
 )
-SAYS += "def main(config):\n    print('SEEN', config.repro.dropout, config.repro.get('name'))\n\nmain()\n"
+SAYS += "def main(config):\n    print('SEEN', config.repro.dropout, config.repro.get('name'))\n\n"
+SAYS += "main()\n"
 
 
 @pytest.mark.parametrize("piece", PIECES)

@@ -26,7 +26,7 @@ def lock_profile(
     ] = "repro.lock",
 ) -> None:
     """Write down what a run of the profile would be here, so that later runs can be held to it."""
-    from torchrepro.lock.locking import write_lock
+    from torchrepro.lock.writing import write_lock
 
     resolved_profile(profile, overrides)  # says what is wrong with it before torch is imported
     resolved = write_lock(Path(output), profile, overrides or ())
@@ -47,7 +47,7 @@ def check_lock(
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
     """Say what differs here from a lock, likeliest to change numbers first; exit 1 if it does."""
-    from torchrepro.lock.locking import check
+    from torchrepro.lock.checking import check
 
     found = check(Path(lock), strict=strict)
     if as_json:
@@ -65,8 +65,8 @@ def locked_profile(lock: str, profile: str, overrides: list[str] | None) -> Reso
 
     `profile` and `overrides` name it where the lock's own name for it is not wanted.
     """
-    from torchrepro.lock.locking import check
-    from torchrepro.lock.untouched import untouched
+    from torchrepro.lock.checking import check
+    from torchrepro.untouched import untouched
 
     with untouched():
         found = check(Path(lock), profile=profile, overrides=overrides or ())

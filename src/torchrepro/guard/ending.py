@@ -15,6 +15,9 @@ class LastWord:
     (https://github.com/python/cpython/blob/main/Modules/atexitmodule.c). An exception in a handler
     is printed and changes no status, and leaving from within one would keep those of others from
     running.
+
+    With which status the program was about to end cannot be known here: Python keeps that of
+    ``sys.exit(5)`` to itself until the process is gone. A status of failure stays one, as `status`.
     """
 
     status: int | None = None

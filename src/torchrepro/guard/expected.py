@@ -1,8 +1,7 @@
-"""What every knob of the profiles in force should read, and what it reads instead."""
+"""What a knob should read, as a profile in force has set it, and what it reads instead."""
 
 from __future__ import annotations
 
-import sys
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,8 +10,6 @@ from torchrepro.knobs.fp32_precision import Fp32Precision
 from torchrepro.knobs.knob import Scope
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
     from torchrepro.knobs.knob import Knob
 
 PER_THREAD = frozenset({"backends.cpu.num_threads", "backends.torch.inductor_deterministic"})
@@ -22,6 +19,14 @@ the number of threads with which it first used torch, and inductor's settings ar
 
 
 @dataclass(frozen=True, slots=True)
+class Written:
+    """What a knob read after the last write to anything that was seen, and the line that set it."""
+
+    now: Any
+    place: str = ""
+
+
+@dataclass(eq=False, slots=True)
 class Expected:
     """One knob, and what it read when a profile had set it."""
 
@@ -30,11 +35,16 @@ class Expected:
     thread: int
     """The only thread in which the knob can be read, or 0 for any."""
 
+    written: Written
+
+    @property
+    def readable_here(self) -> bool:
+        """Whether what the present thread reads is what is held."""
+        return self.thread in (0, threading.get_ident())
+
     def drifted_to(self) -> Any:
-        """Return what the knob reads now if that is something else, and else `HOLDS`."""
-        if self.thread and self.thread != threading.get_ident():
-            return HOLDS
-        now = reading(self.knob)
+        """Return what the knob reads now, or `HOLDS` if that is as expected."""
+        now = reading(self.knob) if self.readable_here else self.value
         return HOLDS if now == self.value else now
 
 
@@ -56,7 +66,8 @@ HOLDS = _Holds()
 def expected(knob: Knob) -> Expected:
     """Return what is to be expected of `knob` from now on: what it reads in this thread."""
     per_thread = knob.scope is Scope.THREAD or knob.name in PER_THREAD
-    return Expected(knob, reading(knob), threading.get_ident() if per_thread else 0)
+    now = reading(knob)
+    return Expected(knob, now, threading.get_ident() if per_thread else 0, Written(now))
 
 
 def reading(knob: Knob) -> Any:
@@ -66,17 +77,3 @@ def reading(knob: Knob) -> Any:
         return _FULL if now == "none" and isinstance(knob.access, Fp32Precision) else now
     except Exception as error:  # noqa: BLE001 - a state that cannot be read any more has drifted
         return f"unreadable: {error}"
-
-
-def innermost(layers: Iterable[Mapping[str, Expected]]) -> tuple[Expected, ...]:
-    """Return what counts of `layers`, outermost first: the last one that names a knob decides."""
-    deciding: dict[str, Expected] = {}
-    for layer in layers:
-        deciding.update(layer)
-    return tuple(deciding.values())
-
-
-def in_loader_worker() -> bool:
-    """Whether this process loads data for another: what it sets is its own affair."""
-    data = sys.modules.get("torch.utils.data")
-    return data is not None and data.get_worker_info() is not None

@@ -13,15 +13,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import DriftError
+from torchrepro.guard.door import mode
 from torchrepro.guard.ending import LastWord
 from torchrepro.guard.expected import expected
-from torchrepro.guard.held import Guard, guards, key, look, mode, note_writer, settle
-from torchrepro.guard.writers import watch_writers
+from torchrepro.guard.held import Guard, guards, guards_of, key, look, noting_writers, settle
 from torchrepro.report import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from torchrepro.guard.held import InForce
     from torchrepro.knobs.knob import Knob
     from torchrepro.planner import Plan
     from torchrepro.report import Drift, Row
@@ -29,17 +30,19 @@ if TYPE_CHECKING:
 _writers_watched: list[bool] = []
 
 
-def hold_to(guard: Guard, plan: Plan, rows: Iterable[Row], moved: Iterable[Knob]) -> ExitStack:
-    """Hold what `plan` has set, as `rows` say, and what that has `moved`, to what it reads now.
+def hold_to(applied: InForce, plan: Plan, rows: Iterable[Row], moved: Iterable[Knob]) -> ExitStack:
+    """Guard what `applied` has set: from now on it is to read what it reads now.
 
-    Closing what is returned takes back what the first call for `guard` changes: a hook of torch's
-    own before optimizer steps, one at exit, and with `guard: error` the wrapped writers of what is
-    held. Does nothing while no guard is on.
+    That is the knobs of `plan` which `rows` say are set, and those that were `moved` with them.
+    The first call for a profile imports ``torch.optim``, and adds a hook of torch's own before
+    optimizer steps, one at exit, and with `guard: error` wraps the writers of knobs. Closing what
+    is returned takes that back. Does nothing while no guard is on.
     """
     with ExitStack() as undo:
         if guards or mode() != "none":
-            if guard not in guards:
-                undo.enter_context(_in_force(guard))
+            if not guards_of([applied]):
+                undo.enter_context(_in_force(Guard(applied)))
+            (guard,) = guards_of([applied])
             knobs = {step.knob.name: step.knob for step in plan.steps}
             held = [knobs[row.knob] for row in rows if _can_be_held(knobs[row.knob], row.outcome)]
             guard.expected |= {knob.name: expected(knob) for knob in (*moved, *held)}
@@ -47,24 +50,12 @@ def hold_to(guard: Guard, plan: Plan, rows: Iterable[Row], moved: Iterable[Knob]
         return undo.pop_all()
 
 
-def last_look(concerned: Iterable[Guard]) -> Callable[[], None]:
+def last_look(concerned: Iterable[InForce]) -> Callable[[], None]:
     """Read again what profiles have set that are about to be taken back.
 
     What is returned says or refuses what was found, once they are.
     """
-    return partial(_act_on, look(concerned), mode())
-
-
-@contextmanager
-def behind(error: BaseException | None) -> Iterator[None]:
-    """Say the drift that is refused within the block instead of raising it over `error`."""
-    try:
-        yield
-    except DriftError as drift:
-        if error is None:
-            raise
-        if not isinstance(error, DriftError):  # that one has said it
-            sys.stderr.write(f"torchrepro: {drift}\n")
+    return partial(_act_on, look(guards_of(concerned)), mode())
 
 
 def _can_be_held(knob: Knob, outcome: Outcome) -> bool:
@@ -81,7 +72,7 @@ def _act_on(found: list[tuple[Guard, Drift]], acting: str) -> None:
         _tell(found)
         return
     for guard, drift in found:
-        guard.told.add(key(drift))
+        guard.said.add(key(drift))
     # The profile may be held by something that ends the run in a way of its own.
     found[-1][0].applied.refuse(DriftError([drift for _, drift in found]))
 
@@ -89,15 +80,16 @@ def _act_on(found: list[tuple[Guard, Drift]], acting: str) -> None:
 def _tell(found: Iterable[tuple[Guard, Drift]]) -> None:
     """Tell standard error what has drifted, each knob and new value once."""
     for guard, drift in found:
-        if key(drift) not in guard.told:
-            guard.told.add(key(drift))
+        if key(drift) not in guard.said:
+            guard.said.add(key(drift))
             sys.stderr.write(f"torchrepro: drift: {drift}\n")
 
 
 def _before_step(*_: Any) -> None:
     acting = mode()
-    found = look(guards, lambda guard: f"before step {guard.steps}")
-    for guard in guards:
+    present = tuple(guards)  # another thread may put a profile in force meanwhile
+    found = look(present, lambda guard: f"before step {guard.steps}")
+    for guard in present:
         guard.steps += 1
     _act_on(found, acting)
 
@@ -147,7 +139,7 @@ def _reading_again() -> Iterator[None]:
 
 @contextmanager
 def _telling_writers() -> Iterator[None]:
-    with watch_writers(note_writer):
+    with noting_writers():
         _writers_watched.append(True)
         try:
             yield

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torchrepro.errors import shown
-from torchrepro.guard.expected import HOLDS, Expected, in_loader_worker, innermost, reading
-from torchrepro.guard.writers import writing_place
-from torchrepro.knobs.catalogue import knobs_by_name
+from torchrepro.guard.door import mode
+from torchrepro.guard.expected import HOLDS, Expected, Written, reading
+from torchrepro.guard.writers import watch_writers, writing_place
 from torchrepro.report import Drift
+from torchrepro.seeding.streams import present_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -41,39 +42,44 @@ class Guard:
 
     expected: dict[str, Expected] = field(default_factory=dict)
     drift: dict[tuple[str, str], Drift] = field(default_factory=dict)
-    told: set[tuple[str, str]] = field(default_factory=set)
+    said: set[tuple[str, str]] = field(default_factory=set)
 
     @property
     def since(self) -> str:
         """The present moment, in words."""
         return f"after step {self.steps - 1}" if self.steps else "before any step"
 
-    def seen_so_far(self) -> tuple[Drift, ...]:
-        """Return the drift that was seen up to now, at this moment too."""
-        look([self])
-        return tuple(self.drift.values())
-
 
 guards: list[Guard] = []
 """One for every profile that was put in force while the guard was on, outermost first."""
 
 _watched: list[tuple[Expected, Guard]] = []  # what counts of it all
-_last: dict[str, Any] = {}  # knob -> what it read after the last write that was seen
-_places: dict[str, tuple[Any, str]] = {}  # knob -> the value and the line of that write
 
 
-def mode() -> str:
-    """Return what is done about drift: `none`, `warn` or `error`."""
-    return str(knobs_by_name()["guard"].access.read())
+def guards_of(concerned: Iterable[InForce]) -> list[Guard]:
+    """Return the guards of those profiles that are `concerned` and guarded."""
+    profiles = list(concerned)
+    return [guard for guard in guards if guard.applied in profiles]
+
+
+def drift_of(applied: InForce) -> tuple[Drift, ...]:
+    """Return the drift from what `applied` has set that was seen up to now, at this moment too."""
+    own = guards_of([applied])
+    look(own)
+    return tuple(drift for guard in own for drift in guard.drift.values())
 
 
 def settle() -> None:
     """Find out anew what counts; whatever moved up to now was a profile's doing."""
-    owners = {id(each): guard for guard in guards for each in guard.expected.values()}
-    counts = innermost(guard.expected for guard in guards)
-    _watched[:] = [(each, owners[id(each)]) for each in counts]
-    _last.clear()
-    _last.update({each.knob.name: reading(each.knob) for each in counts})
+    before = {each.knob.name: each.written for each, _ in _watched}
+    deciding: dict[str, tuple[Expected, Guard]] = {}
+    for guard in tuple(guards):  # outermost first: the last one that names a knob decides
+        deciding |= {name: (each, guard) for name, each in guard.expected.items()}
+    for name, (each, _) in deciding.items():
+        if each.readable_here:
+            now, last = reading(each.knob), before.get(name)
+            each.written = last if last is not None and last.now == now else Written(now)
+    _watched[:] = deciding.values()  # in one step: other threads look and write meanwhile
 
 
 @contextmanager
@@ -94,13 +100,13 @@ def look(
     `moment` says when it was seen.
     """
     concerned = list(asked)
-    if mode() == "none" or in_loader_worker():
+    if mode() == "none" or present_worker() is not None:
         return []
     found = []
     for each, guard in tuple(_watched):
         now = each.drifted_to() if guard in concerned else HOLDS
         if now is not HOLDS:
-            drift = Drift(each.knob.name, each.value, now, moment(guard), _place(each.knob, now))
+            drift = Drift(each.knob.name, each.value, now, moment(guard), _line_of(each, now))
             # What was seen before keeps the moment at which that was.
             found.append((guard, guard.drift.setdefault(key(drift), drift)))
     return found
@@ -111,18 +117,26 @@ def key(drift: Drift) -> tuple[str, str]:
     return drift.knob, shown(drift.now)
 
 
-def note_writer() -> None:
-    """Remember which line wrote last to the knobs that count; to be called after a write."""
+@contextmanager
+def noting_writers() -> Iterator[None]:
+    """Remember within the block which line wrote last to the knobs that count."""
+    with watch_writers(_note_writer):
+        try:
+            yield
+        finally:
+            for each, _ in tuple(_watched):  # the next write may go unseen
+                each.written = Written(each.written.now)
+
+
+def _note_writer() -> None:
     place = ""
     for each, _ in tuple(_watched):
-        name, now = each.knob.name, reading(each.knob)
-        if now != _last.get(name):
+        now = reading(each.knob) if each.readable_here else each.written.now
+        if now != each.written.now:
             place = place or writing_place()
-            _last[name] = now
-            _places[name] = (now, place)
+            each.written = Written(now, place)
 
 
-def _place(knob: Knob, now: Any) -> str:
+def _line_of(each: Expected, now: Any) -> str:
     """Return the line that wrote the value `now`, if it was seen."""
-    value, place = _places.get(knob.name, (None, ""))
-    return place if value == now else ""
+    return each.written.place if each.written.now == now else ""

@@ -112,20 +112,24 @@ def _setting_setters() -> Iterator[tuple[Any, str]]:
 
 def _wrap(undo: ExitStack, owner: Any, name: str, then: Callable[[], None]) -> None:
     original = getattr(owner, name)
+    watching = True
 
     @wraps(original)
     def writing(*args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
         finally:  # some setters assign first and refuse afterwards
-            then()
+            if watching:
+                then()
 
     # What torch.compile looks for to leave a function alone; importing it to say so takes a second.
     writing._torchdynamo_disable = True  # type: ignore[attr-defined]  # noqa: SLF001 - see above
     setattr(owner, name, writing)
 
     def put_back() -> None:
-        if getattr(owner, name) is writing:  # somebody else's wrapper around ours stays
+        nonlocal watching
+        watching = False
+        if getattr(owner, name) is writing:  # somebody else's wrapper stays, with ours within
             setattr(owner, name, original)
 
     undo.callback(put_back)

@@ -19,7 +19,7 @@ from torchrepro.applier import Applied, apply_resolved
 from torchrepro.errors import Problem, ProfileError, TorchreproError, shown
 from torchrepro.integrations.agreeing_run import agreeing_run
 from torchrepro.integrations.early_imports import imported_early
-from torchrepro.manifest.command_line import told
+from torchrepro.manifest.command_line import shareable
 from torchrepro.manifest.contents import secrets_here
 from torchrepro.process import inherited
 from torchrepro.profile.load import resolve
@@ -70,14 +70,14 @@ def begin(config: pytest.Config, profile: str, overrides: Sequence[str]) -> None
     except TorchreproError as error:
         raise pytest.UsageError(f"torchrepro: {error}") from None
     words = ["pytest", f"--repro={profile}", *(f"--repro-set={text}" for text in overrides)]
-    asked = _told(words, resolved)
-    run = _told(["torchrepro", "run", profile, *overrides], resolved)
+    asked = _shareable_text(words, resolved)
+    run = _shareable_text(["torchrepro", "run", profile, *overrides], resolved)
     lines = tuple(_header_lines(applied, early, run))
     config.stash[_SESSION] = _Session(applied, asked, early, lines)
 
 
-def _told(words: Sequence[str], resolved: Resolved) -> str:
-    return shlex.join(told(words, secrets_here(resolved)))
+def _shareable_text(words: Sequence[str], resolved: Resolved) -> str:
+    return shlex.join(shareable(words, secrets_here(resolved)))
 
 
 def _for_good(config: pytest.Config, resolved: Resolved) -> Applied:
@@ -130,11 +130,18 @@ def _asked_for(item: pytest.Item) -> Iterator[Resolved]:
 
 
 def leave(item: pytest.Item) -> None:
-    """Take back what `enter` put in force."""
+    """Take back what `enter` put in force; a knob that has drifted is an error of the test."""
     scope = item.stash.get(_SCOPE, None)
-    if scope is not None:
-        del item.stash[_SCOPE]
+    if scope is None:
+        return
+    del item.stash[_SCOPE]
+    try:
         scope.close()
+    except TorchreproError as error:
+        drifted = f"torchrepro: {error}"
+    else:
+        return
+    pytest.fail(drifted, pytrace=False)
 
 
 @contextmanager
@@ -207,13 +214,14 @@ def _marked(marker: pytest.Mark, outer: Resolved | None) -> Resolved:
     """Return the profile that a marker asks for: its own, or the session's, and what it sets."""
     values = dict(marker.kwargs)
     overrides = values.pop("overrides", [])
-    if len(marker.args) > 1:
-        raise _not_a_marker("it takes one profile", ", ".join(map(shown, marker.args)))
+    named = [*marker.args, *([values.pop("profile")] if "profile" in values else [])]
+    if len(named) > 1:
+        raise _not_a_marker("it takes one profile", ", ".join(map(shown, named)))
     if not isinstance(overrides, list | tuple):
         raise _not_a_marker("`overrides` is a list of texts", shown(overrides))
-    if not marker.args and outer is None:
+    if not named and outer is None:
         raise _not_a_marker("it names no profile, and neither does --repro", "")
-    source = marker.args[0] if marker.args else outer
+    source = named[0] if named else outer
     return resolve(source, [*overrides, *_as_overrides(values)])
 
 

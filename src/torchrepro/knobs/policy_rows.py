@@ -156,8 +156,9 @@ POLICIES = (
         Kept("none"),
         "Whether knobs are read again before every optimizer step, when the profile is taken back "
         "and at exit, to catch code that changes them. warn names the knob with its old and new "
-        "value on standard error; error stops the run, and names the line that wrote it as well. "
-        "A change that is put back before the next step is none.",
+        "value on standard error; error stops the run with status 1, whatever status the program "
+        "itself leaves with at exit, and names the line that wrote it as well. A change that is "
+        "put back before the next step is none.",
         "22 us before every optimizer step for the 23 knobs that debug-strict sets; error: as much "
         "again per write of a flag or a variable, and such a write in compiled code ends the graph",
         "https://docs.pytorch.org/docs/stable/generated/"

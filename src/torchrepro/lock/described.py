@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import Problem, ProfileError, shown
+from torchrepro.manifest.contents import FILE
 from torchrepro.manifest.reading import read_contents
 from torchrepro.profile.composition import flatten
 from torchrepro.profile.load import resolve
+from torchrepro.profile.resolved import plain
 from torchrepro.report import Outcome
 from torchrepro.trace.store import SUFFIX
 
@@ -23,16 +24,10 @@ if TYPE_CHECKING:
 
     Section = Mapping[str, Any]
 
-WHOLE = ("profile", "knobs", "seeding calls", "environment")
+ABSENT_IS_UNSET = ("profile", "knobs", "seeding calls", "environment")
 """Sections in which a key that is not there was not set; in others nobody looked."""
 
-UNTOLD = "(nothing)"
-"""Key of a section of which there is nothing to tell."""
-
 IN_FORCE = (str(Outcome.APPLIED), str(Outcome.UNCHANGED))
-_MANIFEST = "repro.json"
-_OF_TRACES = {"cpu": "instruction set", "cpu model": "cpu"}
-"""What a trace calls otherwise than a manifest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +67,8 @@ def _is_profile(name: str) -> bool:
 
 def of_profile(name: str, resolved: Resolved) -> Described:
     """Return a profile, which tells of nothing but its values."""
-    values = json.loads(json.dumps(dict(resolved.values), default=dict))
     asked = {"digest": resolved.digest, "guarantee": resolved.guarantee}
-    return Described(name, "profile", {"profile": flatten(values), "asked": asked})
+    return Described(name, "profile", {"profile": flatten(plain(resolved.values)), "asked": asked})
 
 
 def of_contents(name: str, kind: str, contents: Mapping[str, Any]) -> Described:
@@ -85,9 +79,10 @@ def of_contents(name: str, kind: str, contents: Mapping[str, Any]) -> Described:
             continue
         try:
             its = read(contents[key])
-            sections |= {} if UNTOLD in its else {section: its}
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
             raise ProfileError(Problem("damaged: not what is written there", name, key)) from None
+        if its is not None:
+            sections[section] = its
     digest = contents.get("digest")
     if isinstance(digest, str):
         sections["asked"] = {"digest": digest}
@@ -127,16 +122,16 @@ def _versions(value: Any) -> Section:
     return found
 
 
-def _source(value: Any) -> Section:
+def _source(value: Any) -> Section | None:
     its = _pairs(value)
-    return {UNTOLD: None} if "unknown" in its else its
+    return None if "unknown" in its else its
 
 
 def _started(words: Any) -> Section:
     return {"command line": " ".join(str(word) for word in words)}
 
 
-READERS: Mapping[str, tuple[str, Callable[[Any], Section]]] = {
+READERS: Mapping[str, tuple[str, Callable[[Any], Section | None]]] = {
     "profile": ("profile", _profile),
     "knobs": ("report", _knobs),
     "seeding calls": ("seeding_calls", _seeding_calls),
@@ -146,18 +141,18 @@ READERS: Mapping[str, tuple[str, Callable[[Any], Section]]] = {
     "source": ("repository", _source),
     "started": ("command_line", _started),
 }
-"""Section -> the key of a manifest that holds it, and how it is read."""
+"""Section -> the key of a manifest that holds it, and how it is read; None says nothing."""
 
 
 def _of_folder(name: str, folder: Path) -> Described:
     """Return a recording, or the job whose output Hydra has put into `folder`."""
     from torchrepro.trace.reading import read_run
 
-    manifests = [folder / ".hydra" / _MANIFEST, *sorted(folder.glob(f"*/{_MANIFEST}"))]
+    manifests = [folder / ".hydra" / FILE, *sorted(folder.glob(f"*/{FILE}"))]
     found = next((path for path in manifests if path.is_file()), None)
     if found is not None:
         return of_contents(name, *read_contents(found))
-    jobs = sorted(folder.glob(f"*/.hydra/{_MANIFEST}"))
+    jobs = sorted(folder.glob(f"*/.hydra/{FILE}"))
     if jobs:
         job = jobs[0].parent.parent
         raise ProfileError(
@@ -185,7 +180,7 @@ def _of_trace(name: str, trace: Trace) -> Described:
     outcomes = _meta(meta, "outcomes")
     sections: dict[str, Section] = {
         "versions": _versions(_meta(meta, "versions")),
-        "hardware": {_OF_TRACES.get(k, k): its for k, its in _meta(meta, "hardware").items()},
+        "hardware": _meta(meta, "hardware"),
         "started": {"program": str(meta.get("program", ""))},
     }
     if meta.get("digest"):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.hidden import HIDDEN
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
-from torchrepro.lock.described import WHOLE, Described
+from torchrepro.lock.described import ABSENT_IS_UNSET, Described
 from torchrepro.lock.ranks import ORDER, Rank, rank_of
 from torchrepro.manifest.rows import UNKNOWN
 from torchrepro.profile.composition import NOT_INHERITED
@@ -41,7 +41,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
+class NotCompared:
     """What one side does not tell of although the other one does, so that nobody compared it."""
 
     side: str
@@ -62,7 +62,7 @@ class Comparison:
     """What comparing two descriptions came to, the likeliest to change numbers first."""
 
     differences: tuple[Difference, ...]
-    missing: tuple[Missing, ...]
+    not_compared: tuple[NotCompared, ...]
 
     @property
     def same(self) -> bool:
@@ -71,13 +71,13 @@ class Comparison:
 
     @property
     def _differing(self) -> tuple[Difference, ...]:
-        return tuple(each for each in self.differences if each.rank is not Rank.TOLD)
+        return tuple(each for each in self.differences if each.rank is not Rank.STARTED)
 
     def to_json(self) -> dict[str, Any]:
         """Return the answer as plain JSON values; what is empty beside it is left out."""
         aside = {
-            "told": [each.to_json() for each in self.having(Rank.TOLD)],
-            "not_compared": [each.to_json() for each in self.missing],
+            "told": [each.to_json() for each in self.having(Rank.STARTED)],
+            "not_compared": [each.to_json() for each in self.not_compared],
         }
         differences = [each.to_json() for each in self._differing]
         its = {"same": self.same, "differences": differences}
@@ -97,24 +97,26 @@ def compare(left: Described, right: Described) -> Comparison:
     differ = {(each.section, each.key) for each in every}
     kept = [each for each in every if not _follows(each, left, right, differ)]
     kept.sort(key=lambda each: (ORDER[each.rank], both.index(each.section), each.key))
-    return Comparison(tuple(kept), tuple(_missing(left, right)))
+    return Comparison(tuple(kept), tuple(_not_compared(left, right)))
 
 
 def _in_section(section: str, left: Described, right: Described) -> Iterator[Difference]:
     one, two = left.sections[section], right.sections[section]
     for key in sorted({*one, *two}):
-        if not _told(section, key, left, right) or (section == "profile" and key in NOT_INHERITED):
+        if not _both_say(section, key, left, right) or (
+            section == "profile" and key in NOT_INHERITED
+        ):
             continue
         if _text(one.get(key)) != _text(two.get(key)):
             yield Difference(section, key, one.get(key), two.get(key))
 
 
-def _told(section: str, key: str, left: Described, right: Described) -> bool:
+def _both_say(section: str, key: str, left: Described, right: Described) -> bool:
     """Whether both sides say what `key` is; how a run was started is shown as it is."""
     if section == "started":
         return True
     sides = (left.sections[section], right.sections[section])
-    if section not in WHOLE and not all(key in side for side in sides):
+    if section not in ABSENT_IS_UNSET and not all(key in side for side in sides):
         return False
     return not any(is_unknown(side.get(key)) for side in sides)
 
@@ -131,20 +133,20 @@ def _text(value: Any) -> Any:
     return json.dumps(value, sort_keys=True)
 
 
-def _missing(left: Described, right: Described) -> Iterator[Missing]:
+def _not_compared(left: Described, right: Described) -> Iterator[NotCompared]:
     for mine, other in ((left, right), (right, left)):
         for section, its in other.sections.items():
             if section in ("asked", "started"):
                 continue
             if section not in mine.sections:
-                yield Missing(mine.name, section)
-            elif section not in WHOLE:
+                yield NotCompared(mine.name, section)
+            elif section not in ABSENT_IS_UNSET:
                 absent = its.keys() - mine.sections[section].keys()
-                yield from (Missing(mine.name, section, key) for key in sorted(absent))
+                yield from (NotCompared(mine.name, section, key) for key in sorted(absent))
         for section, its in mine.sections.items():
             shown = section == "started"
             unknown = [key for key, value in its.items() if not shown and is_unknown(value)]
-            yield from (Missing(mine.name, section, key) for key in sorted(unknown))
+            yield from (NotCompared(mine.name, section, key) for key in sorted(unknown))
 
 
 def _follows(

@@ -18,7 +18,7 @@ class Rank(StrEnum):
     SHOULD_NOT = "should not change numbers"
     PROGRAM = "another program"
     """The source has changed, which a lock does not hold: a run is locked, and code goes on."""
-    TOLD = "how it was started"
+    STARTED = "how it was started"
 
 
 ORDER: Mapping[Rank, int] = {rank: position for position, rank in enumerate(Rank)}
@@ -69,7 +69,7 @@ ROWS: tuple[tuple[str, Rank], ...] = (
     ("hardware/accelerator", Rank.CHANGES),
     ("hardware/*", Rank.MAY),
     ("source/*", Rank.PROGRAM),
-    ("started/*", Rank.TOLD),
+    ("started/*", Rank.STARTED),
 )
 """Section and key, as a pattern, and the rank; the first row that fits counts."""
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from torchrepro.lock.differing import Comparison, Difference, Missing
-    from torchrepro.lock.locking import Checked
+    from torchrepro.lock.checking import Checked
+    from torchrepro.lock.differing import Comparison, Difference, NotCompared
 
 _NONE = {
     "profile": "not set",
@@ -26,13 +26,13 @@ _NONE = {
 
 def difference_parts(found: Comparison, left: str, right: str) -> tuple[Table | str, ...]:
     """Return what a reader is shown of a comparison: the table, then what could not be compared."""
-    differing = [each for each in found.differences if each.rank is not Rank.TOLD]
-    aside = found.having(Rank.TOLD)
+    differing = [each for each in found.differences if each.rank is not Rank.STARTED]
+    aside = found.having(Rank.STARTED)
     parts: list[Table | str] = [_table(differing, left, right)] if differing else ["the same"]
     parts += [
         f"{each.key}: {_value(each, each.left)} | {_value(each, each.right)}" for each in aside
     ]
-    return (*parts, *_missing(found.missing))
+    return (*parts, *_not_compared(found.not_compared))
 
 
 def checked_parts(found: Checked) -> tuple[Table | str, ...]:
@@ -44,7 +44,7 @@ def checked_parts(found: Checked) -> tuple[Table | str, ...]:
         names = [f"{_name(each)} ({_change(each)})" for each in found.comparison.having(rank)]
         if names:
             parts.append(f"not held, {rank}: {some(names)}")
-    return (*parts, *_missing(found.missing))
+    return (*parts, *_not_compared(found.not_compared))
 
 
 def _verdict(found: Checked) -> str:
@@ -87,11 +87,11 @@ def _value(found: Difference, value: Any) -> str:
     return _NONE.get(found.section, "none") if value is None else shown(value)
 
 
-def _missing(missing: Iterable[Missing]) -> list[str]:
+def _not_compared(rows: Iterable[NotCompared]) -> list[str]:
     """Return a line for each side that does not tell of something."""
-    sides = dict.fromkeys(each.side for each in missing)
+    sides = dict.fromkeys(each.side for each in rows)
     return [
         f"not compared, {side} does not tell: "
-        + some([printable(str(each)) for each in missing if each.side == side])
+        + some([printable(str(each)) for each in rows if each.side == side])
         for side in sides
     ]

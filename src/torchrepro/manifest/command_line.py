@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 _PRIVATE = frozenset(
     (
         *("access", "account", "api", "cert", "certificate", "client", "conn", "connection"),
-        *("email", "env", "header", "headers", "license", "login", "nonce", "passwd", "pin"),
-        *("salt", "session", "tok", "uri", "url", "user", "username", "webhook"),
+        *("email", "env", "header", "headers", "license", "login", "mfa", "nonce", "passcode"),
+        *("passwd", "pin", "salt", "session", "tok", "totp", "uri", "url", "user", "username"),
+        "webhook",
     )
 )
 """Parts of an option's name after which nothing is shown, besides those that sound secret."""
@@ -33,7 +34,7 @@ _LONGEST_FLAG = 3
 _NUMBER = re.compile(r"[+-]?(\d{1,12}(\.\d{0,12})?|\.\d{1,12})([eE][+-]?\d{1,3})?")
 
 
-def told(words: Sequence[str], secrets: Iterable[str]) -> list[str]:
+def shareable(words: Sequence[str], secrets: Iterable[str]) -> list[str]:
     """Return `words` with `(hidden)` in the place of every one that is not known to be harmless.
 
     Shown are numbers, names of options, existing files, and words that look like words. A value
@@ -49,7 +50,7 @@ def told(words: Sequence[str], secrets: Iterable[str]) -> list[str]:
             shown.append(HIDDEN)
         else:
             shown.append(_shown(word, before))
-        right_after = is_option and "=" not in word and _hides_what_follows(word)
+        right_after = "=" not in word and _hides_what_follows(word)
         hiding = right_after or (hiding and not is_option)
         before = word
     return [_without(text, secrets) for text in shown]
@@ -68,9 +69,11 @@ def _first(word: str) -> str:
     return word if _is_file(word) or ordinary(word) else HIDDEN
 
 
-def _hides_what_follows(option: str) -> bool:
-    name = option.lstrip("-")
-    return _is_private(name) or (option in ("-c", "-H", "-e"))
+def _hides_what_follows(word: str) -> bool:
+    name = word.lstrip("-")
+    if name == word:  # no option, as in `login password 445566`
+        return sounds_secret(word)
+    return _is_private(name) or word in ("-c", "-H", "-e")
 
 
 def _is_private(name: str) -> bool:

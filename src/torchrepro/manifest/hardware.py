@@ -11,7 +11,7 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.manifest.rows import NotToldError, loaded, read_rows
+from torchrepro.manifest.rows import NotKnownYetError, loaded, read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -83,13 +83,13 @@ def _npus() -> list[str]:
 def _in_use(kind: str, signs: str) -> list[str]:
     """Return the models of the devices that torch uses.
 
-    Raises `NotToldError` if it uses none although there are `signs` of some.
+    Raises `NotKnownYetError` if it uses none although there are `signs` of some.
     """
     module = getattr(sys.modules.get("torch"), kind, None)
     if module is not None and module.is_initialized():
         return [module.get_device_name(index) for index in range(module.device_count())]
     if glob(signs):  # noqa: PTH207 - of a pattern
-        raise NotToldError(kind)
+        raise NotKnownYetError(kind)
     return []
 
 

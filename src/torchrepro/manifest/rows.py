@@ -12,7 +12,7 @@ UNKNOWN = "unknown: "
 """How a value begins that could not be read; the reason follows."""
 
 
-class NotToldError(Exception):
+class NotKnownYetError(Exception):
     """Nobody can say yet: the library that knows is not loaded, or the device is not in use."""
 
 
@@ -26,7 +26,7 @@ def read_rows(rows: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
     for name, read in rows.items():
         try:
             found[name] = read()
-        except NotToldError:
+        except NotKnownYetError:
             continue
         except Exception as error:  # noqa: BLE001 - a machine that is odd must not fail the run
             words = str(error).partition("\n")[0]
@@ -35,8 +35,8 @@ def read_rows(rows: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
 
 
 def loaded(module: str) -> Any:
-    """Return a module that the program has loaded; raises `NotToldError` for another."""
+    """Return a module that the program has loaded; raises `NotKnownYetError` for another."""
     found = sys.modules.get(module)
     if found is None:
-        raise NotToldError(module)
+        raise NotKnownYetError(module)
     return found

@@ -5,9 +5,9 @@ from __future__ import annotations
 import platform
 import re
 from functools import cache, partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.imports import installed_version
 from torchrepro.manifest.rows import loaded, read_rows
 
 if TYPE_CHECKING:
@@ -25,21 +25,13 @@ LIBRARIES = (
 """Libraries that often take part in computing numbers."""
 
 
-@cache
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+_installed = cache(installed_version)
 
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the libraries that a profile's effect depends on."""
-    found = {package: _installed(package) for package in PACKAGES}
-    return {
-        "python": platform.python_version(),
-        **{package: its for package, its in found.items() if its is not None},
-    }
+    found = {name: ROWS[name]() for name in ("python", *PACKAGES)}
+    return {name: its for name, its in found.items() if its is not None}
 
 
 def software() -> dict[str, Any]:

@@ -50,6 +50,9 @@ def _one_of(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
+PROCESSOR = ("hardware: instruction set", "hardware: cpu")
+"""Settings that say which kernels a CPU takes."""
+
 KERNEL_CAUSES: tuple[Cause, ...] = (
     Cause(
         "The runs computed in other types: autocast or the default type differs.",
@@ -98,7 +101,7 @@ KERNEL_CAUSES: tuple[Cause, ...] = (
     Cause(
         "{op} adds up in an order that depends on the processor ({settings}).",
         COMPUTED,
-        lambda case: _family(SUMMING)(case) and case.differs_in("hardware: cpu"),
+        lambda case: _family(SUMMING)(case) and case.differs_in(*PROCESSOR),
         (Fix("env.ATEN_CPU_CAPABILITY", "default"), MKL_PATH),
     ),
     Cause(

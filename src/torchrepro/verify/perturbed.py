@@ -75,22 +75,18 @@ def _delay_batches(number: int) -> None:
 
 
 def _delay(module: str, number: int) -> None:
+    from torchrepro.seeding.streams import present_worker
+
     queue = sys.modules[module].Queue
     put = queue.put
 
     @wraps(put)
     def late(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _loads_data():
+        if present_worker() is not None:
             time.sleep(_LONGEST * _share(number))
         return put(self, *args, **kwargs)
 
     queue.put = late
-
-
-def _loads_data() -> bool:
-    """Whether this process is a worker of a DataLoader."""
-    data = sys.modules.get("torch.utils.data")
-    return data is not None and data.get_worker_info() is not None
 
 
 def _share(number: int) -> float:

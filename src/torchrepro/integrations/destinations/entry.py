@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.manifest.contents import as_text, manifest
 from torchrepro.profile.composition import flatten
 
 if TYPE_CHECKING:
@@ -14,7 +16,6 @@ if TYPE_CHECKING:
     from torchrepro.applier import Applied
 
 NAMESPACE = "torchrepro"
-MANIFEST = "repro.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,6 @@ class Entry:
     @classmethod
     def of(cls, applied: Applied) -> Entry:
         """Return the entry of `applied` as it is now."""
-        from torchrepro.manifest.contents import manifest
-
         return cls(manifest(applied.resolved, applied.report))
 
     @property
@@ -56,8 +55,6 @@ class Entry:
     @property
     def text(self) -> str:
         """The manifest as JSON, ready to be a file."""
-        from torchrepro.manifest.contents import as_text
-
         return as_text(self.manifest)
 
 
@@ -67,23 +64,36 @@ class Destination:
 
     name: str
 
-    recognises: Callable[[Any], bool]
-    """Whether an object that a program has in hand is a place of this kind."""
-
-    is_tool: Callable[[Any], bool]
-    """Whether it is the tool itself, which stands for what is active in it."""
-
-    active: Callable[[], Any]
-    """Return what is active now, or None; imports nothing."""
+    takes: str
+    """What the program hands over, in words."""
 
     write: Callable[[Any, Entry], str]
     """Write the entry, over what an earlier one left there, and return where that was."""
 
-    takes: str
-    """What the program hands over, in words."""
+    modules: tuple[str, ...] = ()
+    """The modules that are the tool itself, which stands for what is active in it."""
 
-    would_be: str
+    recognises: Callable[[Any], bool] | None = None
+    """Whether an object that a program has in hand is a place of this kind; None if none is."""
+
+    active: Callable[[], Any] | None = None
+    """Return what is active now, or None; imports nothing. None if the tool cannot say."""
+
+    would_be: str = "nothing: hand over the place itself"
     """What makes it active, in words."""
+
+    def is_place(self, target: Any) -> bool:
+        """Whether `target` is a place of this kind."""
+        return self.recognises is not None and self.recognises(target)
+
+    def is_tool(self, target: Any) -> bool:
+        """Whether `target` is the tool itself."""
+        loaded = (sys.modules.get(name) for name in self.modules)
+        return target is not None and any(target is module for module in loaded)
+
+    def active_now(self) -> Any:
+        """Return what is active now, or None; imports nothing."""
+        return self.active() if self.active else None
 
 
 def _scalar(value: Any) -> Any:

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 DESTINATIONS = (MLFLOW, WANDB, TENSORBOARD, HYDRA, FOLDER)
 _LEGAL = ", ".join(destination.takes for destination in DESTINATIONS)
 _ACTIVE = ", ".join(
-    f"{destination.name} ({destination.would_be})" for destination in (MLFLOW, WANDB, HYDRA)
+    f"{destination.name} ({destination.would_be})"
+    for destination in DESTINATIONS
+    if destination.active
 )
 
 
@@ -99,7 +101,7 @@ def _innermost() -> Applied:
 def _chosen(target: Any) -> tuple[Destination, Any]:
     """Return the destination of `target`, and what is active in it if that is the tool itself."""
     for destination in DESTINATIONS:
-        if destination.recognises(target):
+        if destination.is_place(target):
             return destination, target
         if target == destination.name or destination.is_tool(target):
             return destination, _active_in(destination)
@@ -116,7 +118,7 @@ def _chosen(target: Any) -> tuple[Destination, Any]:
 
 
 def _active_in(destination: Destination) -> Any:
-    active = destination.active()
+    active = destination.active_now()
     if active is None:
         problem = Problem(f"log_to: nothing is active in {destination.name}")
         raise TorchreproError(f"{problem}\n    active would be: {destination.would_be}")
@@ -127,7 +129,7 @@ def _all_active() -> tuple[tuple[Destination, Any], ...]:
     found = tuple(
         (destination, active)
         for destination in DESTINATIONS
-        for active in (destination.active(),)
+        for active in (destination.active_now(),)
         if active is not None
     )
     if not found:

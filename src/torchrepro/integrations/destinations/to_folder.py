@@ -7,7 +7,9 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.integrations.destinations.entry import MANIFEST, Destination
+from torchrepro.integrations.destinations.entry import Destination
+from torchrepro.integrations.hydra_folder import hydra_folder
+from torchrepro.manifest.contents import write_manifest
 
 if TYPE_CHECKING:
     from torchrepro.integrations.destinations.entry import Entry
@@ -21,52 +23,29 @@ def _is_folder(target: Any) -> bool:
 
 
 def _write(folder: Any, entry: Entry) -> str:
-    path = Path(folder) / MANIFEST
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(entry.text, encoding="utf-8")
-    return str(path)
+    return str(write_manifest(Path(folder), entry.manifest))
 
 
 def _job_folder() -> Path | None:
-    """Return the folder of the Hydra job that runs now, where `+repro=` writes as well.
-
-    See https://hydra.cc/docs/configure_hydra/intro (hydra.runtime.output_dir).
-    """
+    """Return the folder of the Hydra job that runs now, where `+repro=` writes as well."""
     hydra: Any = sys.modules.get("hydra.core.hydra_config")
     if hydra is None or not hydra.HydraConfig.initialized():
         return None
     config = hydra.HydraConfig.get()
-    folder = config.runtime.get("output_dir", None)
-    return Path(folder) / (config.output_subdir or ".hydra") if folder else None
-
-
-def _is_hydra(target: Any) -> bool:
-    return target is not None and target is sys.modules.get("hydra")
-
-
-def _never(_: Any) -> bool:
-    return False
-
-
-def _nothing() -> None:
-    return None
+    return hydra_folder(config) if config.runtime.get("output_dir", None) else None
 
 
 FOLDER = Destination(
     name="folder",
-    recognises=_is_folder,
-    is_tool=_never,
-    active=_nothing,
-    write=_write,
     takes="a path to a folder",
-    would_be="nothing: hand over its path",
+    write=_write,
+    recognises=_is_folder,
 )
 HYDRA = Destination(
     name="hydra",
-    recognises=_never,
-    is_tool=_is_hydra,
-    active=_job_folder,
-    write=_write,
     takes="hydra",
+    write=_write,
+    modules=("hydra",),
+    active=_job_folder,
     would_be="the task function of a Hydra app",
 )

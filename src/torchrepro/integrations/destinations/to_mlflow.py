@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.integrations.destinations.entry import MANIFEST, NAMESPACE, Destination
+from torchrepro.integrations.destinations.entry import NAMESPACE, Destination
+from torchrepro.manifest.contents import FILE
 
 if TYPE_CHECKING:
     from torchrepro.integrations.destinations.entry import Entry
@@ -28,10 +29,6 @@ def _is_run(target: Any) -> bool:
     return mlflow is not None and isinstance(target, mlflow.entities.Run)
 
 
-def _is_mlflow(target: Any) -> bool:
-    return target is not None and target is _mlflow()
-
-
 def _active() -> Any:
     return _mlflow().active_run() if _mlflow() else None
 
@@ -46,8 +43,8 @@ def _write(run: Any, entry: Entry) -> str:
     rows = [mlflow.entities.RunTag(key, text) for key, text in tags.items()]
     for start in range(0, len(rows), _AT_ONCE):
         client.log_batch(run_id, tags=rows[start : start + _AT_ONCE])
-    client.log_text(run_id, entry.text, MANIFEST)
-    return f"run {run_id}: tags {_PREFIX}*, artifact {MANIFEST}"
+    client.log_text(run_id, entry.text, FILE)
+    return f"run {run_id}: tags {_PREFIX}*, artifact {FILE}"
 
 
 def _cut(text: str) -> str:
@@ -56,10 +53,10 @@ def _cut(text: str) -> str:
 
 MLFLOW = Destination(
     name="mlflow",
-    recognises=_is_run,
-    is_tool=_is_mlflow,
-    active=_active,
-    write=_write,
     takes="mlflow or a run of it",
+    write=_write,
+    modules=("mlflow",),
+    recognises=_is_run,
+    active=_active,
     would_be="mlflow.start_run()",
 )

@@ -36,14 +36,6 @@ def _is_writer(target: Any) -> bool:
     return bool(_module(target))
 
 
-def _is_module(target: Any) -> bool:
-    return any(target is sys.modules.get(name) for name in _WORDS if target is not None)
-
-
-def _active() -> Any:
-    return None  # neither library says which writers are open
-
-
 def _write(writer: Any, entry: Entry) -> str:
     step = _written.get(writer, -1) + 1
     run_name, folder = _WORDS[_module(writer)]
@@ -59,10 +51,9 @@ def _write(writer: Any, entry: Entry) -> str:
 
 TENSORBOARD = Destination(
     name="tensorboard",
-    recognises=_is_writer,
-    is_tool=_is_module,
-    active=_active,
-    write=_write,
     takes="a SummaryWriter",
+    write=_write,
+    modules=tuple(_WORDS),
+    recognises=_is_writer,  # and neither library says which writers are open
     would_be="nothing: hand over the SummaryWriter itself",
 )

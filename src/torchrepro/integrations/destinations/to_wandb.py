@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.integrations.destinations.entry import MANIFEST, NAMESPACE, Destination
+from torchrepro.integrations.destinations.entry import NAMESPACE, Destination
+from torchrepro.manifest.contents import FILE, write_manifest
 
 if TYPE_CHECKING:
     from torchrepro.integrations.destinations.entry import Entry
@@ -26,29 +27,25 @@ def _is_run(target: Any) -> bool:
     return wandb is not None and isinstance(target, wandb.Run)
 
 
-def _is_wandb(target: Any) -> bool:
-    return target is not None and target is _wandb()
-
-
 def _active() -> Any:
     return _wandb().run if _wandb() else None
 
 
 def _write(run: Any, entry: Entry) -> str:
+    if run.disabled:
+        return f"run {run.id} is disabled: wandb keeps nothing"
     run.config.update({NAMESPACE: entry.profile}, allow_val_change=True)
-    path = Path(run.dir) / MANIFEST
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(entry.text, encoding="utf-8")
+    path = write_manifest(Path(run.dir), entry.manifest)
     run.save(glob.escape(str(path)), base_path=run.dir, policy="now")
-    return f"run {run.id}: config {NAMESPACE}.*, file {MANIFEST}"
+    return f"run {run.id}: config {NAMESPACE}.*, file {FILE}"
 
 
 WANDB = Destination(
     name="wandb",
-    recognises=_is_run,
-    is_tool=_is_wandb,
-    active=_active,
-    write=_write,
     takes="wandb or a run of it",
+    write=_write,
+    modules=("wandb",),
+    recognises=_is_run,
+    active=_active,
     would_be="wandb.init()",
 )

@@ -24,7 +24,10 @@ def untouched() -> Iterator[None]:
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(variables)
+        for name in os.environ.keys() - variables.keys():
+            del os.environ[name]
+        for name, value in variables.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
         if cpus is not None:
             os.sched_setaffinity(0, cpus)

@@ -1,21 +1,20 @@
-"""Writing a lock, and holding this machine to one."""
+"""Holding this machine to a lock."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import ApplyError, Problem, ProfileError
-from torchrepro.hidden import sounds_secret, without_secrets
+from torchrepro.errors import Problem, ProfileError
+from torchrepro.imports import import_torch
 from torchrepro.lock.described import Described, of_contents
-from torchrepro.lock.differing import Comparison, Difference, Missing, compare
+from torchrepro.lock.differing import Comparison, Difference, NotCompared, compare
 from torchrepro.lock.ranks import HELD, HELD_STRICTLY
-from torchrepro.manifest.contents import as_text, described, secrets_here
+from torchrepro.lock.writing import plan_of_a_run
+from torchrepro.manifest.contents import common_contents
 from torchrepro.manifest.hardware import hardware
-from torchrepro.manifest.reading import KINDS, read_contents
+from torchrepro.manifest.reading import read_contents
 from torchrepro.manifest.versions import software
-from torchrepro.planner import Plan, make_plan, observe, refusal
 from torchrepro.profile.load import resolve
 
 if TYPE_CHECKING:
@@ -47,9 +46,9 @@ class Checked:
         return tuple(each for each in self.comparison.differences if each not in self.broken)
 
     @property
-    def missing(self) -> tuple[Missing, ...]:
+    def not_compared(self) -> tuple[NotCompared, ...]:
         """What would be held and could not be compared."""
-        return tuple(each for each in self.comparison.missing if each.section != "source")
+        return tuple(each for each in self.comparison.not_compared if each.section != "source")
 
     @property
     def met(self) -> bool:
@@ -64,35 +63,8 @@ class Checked:
             "strict": self.strict,
             "differences": [each.to_json("locked", "here") for each in self.broken],
             "not_held": [each.to_json("locked", "here") for each in self.not_held],
-            "not_compared": [each.to_json() for each in self.missing],
+            "not_compared": [each.to_json() for each in self.not_compared],
         }
-
-
-def write_lock(path: Path, profile: str, overrides: Sequence[str]) -> Resolved:
-    """Write what a run of `profile` would be here, and return the profile.
-
-    Imports torch; puts nothing in force. Raises `ProfileError` for a profile that is not valid, an
-    override that holds a secret, and a file that cannot be written or is no lock, and `ApplyError`
-    if a strict profile could not be put in force here.
-    """
-    _refuse_another_file(path)
-    resolved = resolve(profile, overrides)
-    _refuse_secrets(resolved, overrides)
-    named = {"profile": profile, "overrides": list(overrides)}
-    plan = _plan(resolved)
-    if plan.stopping:
-        raise ApplyError(refusal(resolved, plan.stopping), plan.report)
-    its = described(resolved, plan.report)
-    for row in its["report"]["knobs"]:
-        del row["before"]  # what this process began with, such as a seed of chance
-    text = as_text({"lock": KINDS["lock"], "named": named, **its})
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ProfileError(
-            Problem(f"the lock cannot be written: {error.strerror}", found=str(path))
-        ) from None
-    return resolved
 
 
 def check(
@@ -127,7 +99,7 @@ def check(
             resolved = resolve(name, own_overrides)
         except ProfileError as error:
             return Checked(str(path), strict, None, _without_profile(locked, error))
-    its = described(resolved, _plan(resolved).report)
+    its = common_contents(resolved, plan_of_a_run(resolved).report)
     here = of_contents("this machine", "lock", its)
     return Checked(str(path), strict, resolved, compare(locked, here))
 
@@ -144,63 +116,12 @@ def _named(path: Path, named: Any) -> tuple[str, list[str]]:
     return profile, overrides
 
 
-def _plan(resolved: Resolved) -> Plan:
-    """Return the plan for a run of `resolved` that `torchrepro run` starts here."""
-    _import_libraries()
-    return make_plan(resolved, observe(resolved, closed={}))
-
-
 def _without_profile(locked: Described, error: ProfileError) -> Comparison:
     """Compare with a machine on which the profile cannot be resolved."""
-    _import_libraries()
+    import_torch()
     here = {"versions": software(), "hardware": hardware()}
     others = compare(locked, of_contents("this machine", "lock", here))
     problem = error.problems[0]
     words = ": ".join(filter(None, (problem.found, problem.what)))
     lost = Difference("profile", "(the whole)", "as locked", words)
-    return Comparison((lost, *others.differences), others.missing)
-
-
-def _import_libraries() -> None:
-    try:
-        import_module("numpy.random")
-        import_module("torch")
-    except (ImportError, RuntimeError) as error:
-        words = str(error).partition("\n")[0]
-        raise ApplyError(
-            f"torch cannot be imported: {words}\n  `torchrepro doctor` says more"
-        ) from None
-
-
-def _refuse_secrets(resolved: Resolved, overrides: Sequence[str]) -> None:
-    """Raise `ProfileError` for an override that a lock could not hold: it would show a secret."""
-    secrets = secrets_here(resolved)
-    for text in overrides:
-        key = text.partition("=")[0].lstrip("+~").replace("/", ".")
-        named_so = key.startswith("env_extra.") and sounds_secret(key.removeprefix("env_extra."))
-        if named_so or without_secrets(text, secrets) != text:
-            raise ProfileError(
-                Problem(
-                    "an override with what may be a secret: a lock is shared, and holds none",
-                    key=key,
-                    todo="put it into the environment of the run instead",
-                )
-            )
-
-
-def _refuse_another_file(path: Path) -> None:
-    """Raise `ProfileError` if there is a file that is no lock: it would be lost."""
-    if not path.exists():
-        return
-    try:
-        kind = read_contents(path)[0]
-    except ProfileError:
-        kind = ""
-    if kind != "lock" and (path.is_dir() or path.stat().st_size):
-        raise ProfileError(
-            Problem(
-                "is there already and is no lock",
-                found=str(path),
-                todo="name another file, or remove it",
-            )
-        )
+    return Comparison((lost, *others.differences), others.not_compared)
