@@ -76,7 +76,8 @@ def announce(report: Report) -> None:
         return
     quiet = (Outcome.UNCHANGED, Outcome.UNSUPPORTED)
     rows = tuple(row for row in report if row.outcome not in quiet or _is_refused(row))
-    parts = (f"torchrepro: {report.summary}", report_table(replace(report, rows=rows)))
+    head = f"torchrepro: {report.summary}"
+    parts = (head, report.digest, report_table(replace(report, rows=rows)))
     if sys.stderr.isatty():
         _print(Console(stderr=True), *parts)
     else:
@@ -104,7 +105,8 @@ def announce_effects(report: Report) -> None:
 def report_parts(report: Report) -> tuple[Table | str, ...]:
     """Return all that a report says: its knobs, its summary, drift, what its policies have done."""
     drift = (drift_table(report.drift),) if report.drift else ()
-    return report_table(report), report.summary, *drift, *_effects_parts(report)
+    said = (report.summary, report.digest)
+    return report_table(report), *said, *drift, *_effects_parts(report)
 
 
 def _effects_parts(report: Report) -> tuple[Table | str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 
@@ -85,3 +86,15 @@ def test_the_digest_is_of_what_is_asked_for(load_text, seed, name, called):
     assert (
         torchrepro.load(name).digest == load_text("# why\n" + text.replace("\n", " # a\n")).digest
     )
+
+
+def test_the_digest_is_the_same_everywhere(load_text):
+    """The digest of a profile is a number that every machine and every Python finds."""
+    words = "gr\u00fc\u00df \u4f60"
+    text = f"name: any\nseed: 7\nenv: {{OMP_NUM_THREADS: 4}}\nenv_extra: {{WORDS: '{words}'}}\n"
+    canonical = (
+        r'{"env":{"OMP_NUM_THREADS":"4"},"env_extra":{"WORDS":"gr\u00fc\u00df \u4f60"},"seed":7}'
+    )
+
+    expected = "sha256:" + hashlib.sha256(canonical.encode("ascii")).hexdigest()
+    assert load_text(text).digest == expected
