@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from torchrepro.manifest.contents import RECORDED
+from torchrepro.profile.resolved import Resolved
 
 APP = """
 import hydra, torch
@@ -43,7 +47,10 @@ def lock(command, tmp_path):
 
 @pytest.fixture
 def edit():
-    """Change values of a lock or a manifest in its file: ``edit(path, seed=3)`` by dotted keys."""
+    """Change values in the file of a lock or a manifest: ``edit(path, {"profile/seed": 3})``.
+
+    The digest is that of the profile afterwards, as if that profile had been locked.
+    """
 
     def edit(path, changes):
         contents = json.loads(path.read_text(encoding="utf-8"))
@@ -53,6 +60,7 @@ def edit():
             for section in sections:
                 inner = inner[section]
             inner[last] = value
+        contents["digest"] = Resolved.of(contents["profile"]).digest
         path.write_text(json.dumps(contents), encoding="utf-8")
 
     return edit
@@ -70,6 +78,7 @@ def job(tmp_path_factory):
             "hydra.run.dir=out",
         ],
         cwd=folder,
+        env={name: its for name, its in os.environ.items() if name not in RECORDED},
         capture_output=True,
         text=True,
         timeout=120,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from torchrepro.errors import TorchreproError
 from torchrepro.lock.checking import check
-from torchrepro.lock.described import describe
+from torchrepro.lock.described import Described, describe
 from torchrepro.lock.differing import compare
 from torchrepro.lock.told import checked_parts, difference_parts
 from torchrepro.lock.writing import write_lock
@@ -93,7 +93,7 @@ def _answers(folder, text):
         ('{"lock": 1, "manifest": 9, "profile": {}}', "a manifest of a newer format"),
         ('{"lock": "x", "manifest": 2, "profile": {}}', "no format"),
         ('{"manifest": 2, "profile": {}}', "a manifest, not a lock"),
-        ('{"lock": 1, "manifest": 2, "profile": {}}', "does not say of which profile"),
+        ('{"lock": 1, "manifest": 2, "profile": {}}', "damaged: parts of it are not there"),
         ('{"seed": 1}', "neither a manifest nor a lock"),
         ("[" * 100000, "any.lock"),
         ('{"profile": ' + '{"a": ' * 200 + "1" + "}" * 201, "nested too deep"),
@@ -111,6 +111,62 @@ def test_why_a_file_is_refused_is_said(command, tmp_path, text, words):
     assert words in err
     assert "upgrade torchrepro" in err or "newer" not in words
     assert len(err) < 400
+
+
+@pytest.mark.parametrize("strict", [(), ("--strict",)])
+def test_a_lock_that_lost_any_of_its_parts_is_damaged(whole, command, tmp_path, strict):
+    """Without any one of its sections a lock is refused with what to do, and never met."""
+    contents = json.loads(whole)
+    for key in contents.keys() - {"lock"}:
+        kept = {name: its for name, its in contents.items() if name != key}
+        path = _written(tmp_path, json.dumps(kept))
+        status, out, err = command("check", path, *strict)
+
+        assert (status, out) == (2, ""), key
+        assert key in err
+        assert "torchrepro lock" in err
+
+
+@pytest.mark.parametrize("section", ["versions", "hardware"])
+def test_an_emptied_section_is_damaged(whole, command, tmp_path, section):
+    """What says nothing of torch or the CPU holds nothing to a machine."""
+    path = _written(tmp_path, json.dumps({**json.loads(whole), section: {}}))
+    status, _, err = command("check", path)
+
+    assert status == 2
+    assert f"{section}." in err
+
+
+def test_a_digest_that_is_not_of_the_profile_is_damaged(whole, command, tmp_path):
+    """A profile, or a digest, that somebody has edited is refused; what a file is called may be."""
+    contents = json.loads(whole)
+    profile = contents["profile"]
+    for change in (
+        {"profile": {**profile, "seed": 4321}},
+        {"profile": {**profile, "seed": str(profile["seed"])}},
+        {"digest": "sha256:0"},
+        {"digest": None},
+    ):
+        path = _written(tmp_path, json.dumps({**contents, **change}))
+        status, out, err = command("check", path)
+
+        assert (status, out) == (2, ""), change
+        assert "torchrepro lock" in err
+    renamed = {"profile": {**profile, "name": "x"}, "environment": {}}
+    path = _written(tmp_path, json.dumps({**contents, **renamed}))
+    assert command("check", path)[0] == 0
+
+
+@given(one=st.booleans() | st.integers() | st.text(max_size=6))
+def test_values_are_equal_only_with_their_type(one):
+    """A text that reads like a number or like true is not that value, in a profile and a report."""
+    written = one if isinstance(one, str) else json.dumps(one)
+    other = json.dumps(one) if isinstance(one, str) else written
+    for section in ("profile", "hardware", "environment", "knobs"):
+        sides = [Described("a", "lock", {section: {"x": value}}) for value in (one, other)]
+        differences = compare(*sides).differences
+
+        assert [each.key for each in differences] == ["x"]
 
 
 @pytest.mark.parametrize("place", ["absent.lock", "folder"])

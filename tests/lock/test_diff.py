@@ -141,6 +141,23 @@ def test_a_manifest_of_the_first_format_is_read(five, answer, tmp_path):
     assert str(path) in {row["side"] for row in found["not_compared"]}
 
 
+def test_a_folder_with_one_manifest_is_read_and_one_with_several_is_refused(
+    five, command, tmp_path
+):
+    """A folder stands for the only manifest in it; of several, all are named and none is taken."""
+    text = (five / "out/.hydra/repro.json").read_text(encoding="utf-8")
+    (tmp_path / "repro.json").write_text(text, encoding="utf-8")
+
+    assert command("diff", tmp_path, "out")[0] == 0
+    (tmp_path / "y").mkdir()
+    (tmp_path / "y/repro.json").write_text(text, encoding="utf-8")
+    status, out, err = command("diff", tmp_path, "out")
+    assert (status, out) == (2, "")
+    assert "several manifests" in err
+    assert str(tmp_path / "repro.json") in err
+    assert str(tmp_path / "y/repro.json") in err
+
+
 @pytest.mark.parametrize("name", ["nothing-like-it", "no/such/folder", "empty", "notes.json"])
 def test_what_is_none_of_the_four_is_refused_readably(command, tmp_path, monkeypatch, name):
     """A name that is no profile, no manifest, no lock and no run ends with 2 and a reason."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from torchrepro.lock.ranks import HELD, ROWS, Rank, rank_of
+from torchrepro.manifest.variables import VARIABLES
 
 SCRIPT = str(Path(sys.executable).with_name("torchrepro"))
 CHANGED = (
@@ -124,6 +125,72 @@ def test_a_variable_that_is_exported_against_the_profile_breaks_the_lock(lock, a
     ]
 
 
+NO_KNOBS = (
+    *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "DNNL_DEFAULT_FPMATH_MODE"),
+    *("MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE", "OMP_THREAD_LIMIT", "KMP_AFFINITY"),
+)
+OF_KNOBS = (
+    *("ONEDNN_DEFAULT_FPMATH_MODE", "OMP_DYNAMIC", "ATEN_CPU_CAPABILITY"),
+    *("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"),
+)
+
+
+def test_every_exported_variable_that_steers_numbers_breaks_the_lock(command, answer, tmp_path):
+    """A variable of the table that the profile does not set is named when it is exported."""
+    path = tmp_path / "repro.lock"
+    command("lock", "seed-only", "-o", path)
+    rows = {row.name for row in VARIABLES}
+    with pytest.MonkeyPatch.context() as exported:
+        for name in rows | {*OF_KNOBS}:
+            exported.setenv(name, "1")
+        status, found = answer("check", path)
+    named = {row["key"] for row in found["differences"] if row["section"] == "environment"}
+
+    assert set(NO_KNOBS) <= rows
+    assert (status, named) == (1, rows | {*OF_KNOBS})
+
+
+def test_a_variable_that_the_profile_sets_is_no_difference_when_it_is_exported(
+    command, tmp_path, monkeypatch
+):
+    """A run under the lock exports what the profile sets, which is what the lock holds."""
+    path = tmp_path / "repro.lock"
+    command("lock", "seed-only", "env_extra.ONEDNN_MAX_CPU_ISA=AVX2", "-o", path)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+
+    assert command("check", path)[0] == 0
+
+
+def test_another_version_of_a_pack_is_held_strictly(lock, answer, edit):
+    """A pack with equal values and another version should not change numbers."""
+    other = {"package": "acme-profiles 1.2.0", "set_by": "acme:strict.yaml:3", "replaced": []}
+    edit(lock, {"origins/seed": other})
+    status, found = answer("check", lock)
+
+    assert (status, answer("check", lock, "--strict")[0]) == (0, 1)
+    assert [(row["section"], row["key"], row["locked"]) for row in found["not_held"]] == [
+        ("packs", "acme-profiles", "1.2.0")
+    ]
+
+
+def test_a_profile_beside_its_lock_is_found_from_every_folder(command, tmp_path, monkeypatch):
+    """A relative path goes with the lock, not with the reader; a lost file is said plainly."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("locks", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    profile = tmp_path / "mine.yaml"
+    profile.write_text("seed: 3\n", encoding="utf-8")
+    command("lock", "mine.yaml", "-o", "locks/repro.lock")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    held = command("check", "../locks/repro.lock", "--strict")
+    profile.unlink()
+    status, out, _ = command("check", "../locks/repro.lock")
+
+    assert held[0] == 0, held
+    assert status == 1
+    assert "mine.yaml: the profile's file is not there" in out
+
+
 def test_locking_twice_gives_the_same_bytes(lock, command):
     """A lock holds nothing that differs from one writing to the next."""
     before = lock.read_bytes()
@@ -184,10 +251,12 @@ SHOW = (
 
 
 @pytest.mark.slow
-def test_run_starts_under_a_lock_as_it_does_under_its_profile(lock, tmp_path):
+def test_run_starts_under_a_lock_as_it_does_under_its_profile(tmp_path):
     """The profile comes from the lock, and the command sees what it would see without one."""
     asked = ("--", sys.executable, "-c", SHOW)
     binding = {"OMP_PROC_BIND": "true"}  # binds the thread that loads OpenMP
+    lock = tmp_path / "repro.lock"
+    _run("lock", "debug-strict", "seed=7", "-o", lock, cwd=tmp_path, **binding)
     under_lock = _run("run", "--lock", lock, *asked, cwd=tmp_path, **binding)
     plain = _run("run", "debug-strict", "seed=7", *asked, cwd=tmp_path, **binding)
 

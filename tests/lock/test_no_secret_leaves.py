@@ -144,3 +144,28 @@ def test_a_profile_holds_no_secret_and_shows_none(command, tmp_path, name):
             assert "credential" in err
             assert secret not in err
     assert list(tmp_path.iterdir()) == [profile]
+
+
+ABOUT = """
+import torchrepro
+torchrepro.apply("seed-only", ["env_extra.MY_MODE=swordfishes-11"])
+import json, torch
+from torchrepro.trace.about import about_this_process
+print(json.dumps(about_this_process()))
+"""
+
+
+def test_a_recording_tells_no_secret_of_the_knobs(tmp_path, clean_environment):
+    """A value of the profile that is a secret of the process is hidden in what a trace says."""
+    done = subprocess.run(
+        [sys.executable, "-c", ABOUT],
+        cwd=tmp_path,
+        env={**clean_environment, "MYSQL_PWD": "swordfishes-11"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+
+    assert json.loads(done.stdout)["knobs"]["env_extra.MY_MODE"] == "(hidden)"
+    assert "swordfishes" not in done.stdout

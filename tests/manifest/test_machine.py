@@ -12,11 +12,14 @@ import pytest
 import torch
 
 import torchrepro
+from torchrepro.hidden import sounds_secret
+from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.manifest import repository as module
-from torchrepro.manifest.contents import manifest
+from torchrepro.manifest.contents import RECORDED, manifest
 from torchrepro.manifest.hardware import hardware
 from torchrepro.manifest.repository import repository
 from torchrepro.manifest.rows import NotKnownYetError, read_rows
+from torchrepro.manifest.variables import VARIABLES
 from torchrepro.manifest.versions import software
 
 ASKED = (
@@ -136,6 +139,19 @@ def test_software_and_hardware_are_those_of_this_process():
     assert iron["threads"] == torch.get_num_threads()
     assert iron["cpu"]
     assert [v for v in (*its.values(), *iron.values()) if str(v).startswith("unknown")] == []
+
+
+def test_every_recorded_variable_says_why_and_stands_once():
+    """A variable is in the catalogue or in the table, which gives a reason and a source for it."""
+    names = [row.name for row in VARIABLES]
+    known = {knob.name.removeprefix("env.") for knob in CATALOGUE if knob.name.startswith("env.")}
+
+    assert sorted({*names, *known}) == list(RECORDED)
+    assert len(names) == len({*names} - known)
+    assert [
+        row.name for row in VARIABLES if not row.why or not row.source.startswith("https://")
+    ] == []
+    assert [name for name in names if sounds_secret(name)] == []
 
 
 def test_asking_loads_nothing_and_starts_no_device():

@@ -22,8 +22,8 @@ from torchrepro.verdict.value import Kind, Setting, Verdict
 
 from .verdicts import divergence, equal, parted, side
 
-CPU = {"hardware": {"cpu": "AVX2"}, "profile": "seed-only"}
-CUDA = {**CPU, "hardware": {"cpu": "AVX2", "accelerator": "cuda x1"}}
+CPU = {"hardware": {"instruction set": "AVX2"}, "profile": "seed-only"}
+CUDA = {**CPU, "hardware": {"instruction set": "AVX2", "accelerator": "cuda x1"}}
 NPU = {**CPU, "hardware": {"accelerator": "npu x8"}}
 SEEDED = {"seed.torch": "1234", "dataloader.seeding": "auto"}
 NOT_SET = {"input_fingerprints": (UNINITIALISED.hex(),)}
@@ -133,8 +133,12 @@ CASES = {
         *("env.OMP_NUM_THREADS=2", "threads"),
     ),
     "processor": (
-        *(divergence("aten::sum"), (Setting("hardware: cpu", "AVX2", "AVX512"),), CPU),
+        *(divergence("aten::sum"), (Setting("hardware: instruction set", "AVX2", "AVX512"),), CPU),
         *("env.ATEN_CPU_CAPABILITY=default", "AVX512"),
+    ),
+    "another model of the same instruction set": (
+        *(divergence("aten::sum"), (Setting("hardware: cpu", "A 7313", "A 7763"),), CPU),
+        *("", "may add up in another order"),
     ),
     "precision": (
         divergence("aten::convolution"),

@@ -9,11 +9,12 @@ from torchrepro.errors import Problem, ProfileError
 from torchrepro.imports import import_torch
 from torchrepro.lock.described import Described, of_contents
 from torchrepro.lock.differing import Comparison, Difference, NotCompared, compare
+from torchrepro.lock.naming import named_in, refuse_lost
 from torchrepro.lock.ranks import HELD, HELD_STRICTLY
+from torchrepro.lock.whole import read_whole
 from torchrepro.lock.writing import plan_of_a_run
 from torchrepro.manifest.contents import common_contents
 from torchrepro.manifest.hardware import hardware
-from torchrepro.manifest.reading import read_contents
 from torchrepro.manifest.versions import software
 from torchrepro.profile.load import resolve
 
@@ -78,9 +79,9 @@ def check(
 
     The profile is resolved again from its name, the lock's own unless `profile` is given, so that
     a pack that has changed is seen. Imports torch. Raises `ProfileError` for a file that is no
-    lock, and for a `profile` that is not valid.
+    lock or is damaged, and for a `profile` that is not valid.
     """
-    kind, contents = read_contents(path)
+    kind, contents = read_whole(path)
     if kind != "lock":
         raise ProfileError(
             Problem(
@@ -91,29 +92,18 @@ def check(
             )
         )
     locked = of_contents(str(path), kind, contents)
-    name, own_overrides = _named(path, contents.get("named"))
+    name, own_overrides = named_in(path, contents.get("named"))
     if profile:
         resolved = resolve(profile, overrides)
     else:
         try:
+            refuse_lost(name)
             resolved = resolve(name, own_overrides)
         except ProfileError as error:
             return Checked(str(path), strict, None, _without_profile(locked, error))
     its = common_contents(resolved, plan_of_a_run(resolved).report)
     here = of_contents("this machine", "lock", its)
     return Checked(str(path), strict, resolved, compare(locked, here))
-
-
-def _named(path: Path, named: Any) -> tuple[str, list[str]]:
-    """Return how a lock names its profile, and the overrides."""
-    its = named if isinstance(named, dict) else {}
-    profile, overrides = its.get("profile"), its.get("overrides")
-    texts = isinstance(overrides, list) and all(isinstance(text, str) for text in overrides)
-    if not isinstance(profile, str) or not profile or not isinstance(overrides, list) or not texts:
-        raise ProfileError(
-            Problem("damaged: it does not say of which profile it is", str(path), "named")
-        )
-    return profile, overrides
 
 
 def _without_profile(locked: Described, error: ProfileError) -> Comparison:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import Problem, ProfileError, shown
+from torchrepro.errors import Problem, ProfileError, some
+from torchrepro.lock.whole import read_whole
 from torchrepro.manifest.contents import FILE
-from torchrepro.manifest.reading import read_contents
 from torchrepro.profile.composition import flatten
 from torchrepro.profile.load import resolve
 from torchrepro.profile.resolved import plain
@@ -17,15 +17,18 @@ from torchrepro.report import Outcome
 from torchrepro.trace.store import SUFFIX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torchrepro.profile.resolved import Resolved
     from torchrepro.trace.reading import Trace
 
     Section = Mapping[str, Any]
 
-ABSENT_IS_UNSET = ("profile", "knobs", "seeding calls", "environment")
+ABSENT_IS_UNSET = ("profile", "knobs", "seeding calls", "environment", "packs")
 """Sections in which a key that is not there was not set; in others nobody looked."""
+
+OWN = "torchrepro"
+"""The package whose profiles are shipped with this one; its version is told with the others."""
 
 IN_FORCE = (str(Outcome.APPLIED), str(Outcome.UNCHANGED))
 
@@ -39,6 +42,13 @@ class Described:
     """``profile``, ``manifest``, ``lock`` or ``recording``."""
 
     sections: Mapping[str, Section]
+    ranks: Mapping[str, Mapping[str, Section]] = field(default_factory=dict)
+    """The sections of each process of a recording by its name, as in ``rank 1``; `sections` are
+    those of the first."""
+
+    def of_rank(self, rank: str) -> Described:
+        """Return one process of it; what was not recorded by ranks is the same for each."""
+        return Described(self.name, self.kind, self.ranks.get(rank, self.sections))
 
 
 def describe(name: str) -> Described:
@@ -53,7 +63,7 @@ def describe(name: str) -> Described:
     if os.path.isdir(name) and not _is_profile(name):  # noqa: PTH112 - never raises
         return _of_folder(name, place)
     if place.suffix in (".json", ".lock") or os.path.isfile(name):  # noqa: PTH113 - see above
-        return of_contents(name, *read_contents(place))
+        return of_contents(name, *read_whole(place))
     return of_profile(name, resolve(name))
 
 
@@ -66,9 +76,14 @@ def _is_profile(name: str) -> bool:
 
 
 def of_profile(name: str, resolved: Resolved) -> Described:
-    """Return a profile, which tells of nothing but its values."""
+    """Return a profile, which tells of its values and the packs that they come from."""
     asked = {"digest": resolved.digest, "guarantee": resolved.guarantee}
-    return Described(name, "profile", {"profile": flatten(plain(resolved.values)), "asked": asked})
+    sections = {
+        "profile": flatten(plain(resolved.values)),
+        "packs": _packs({key: origin.to_json() for key, origin in resolved.origins.items()}),
+        "asked": asked,
+    }
+    return Described(name, "profile", sections)
 
 
 def of_contents(name: str, kind: str, contents: Mapping[str, Any]) -> Described:
@@ -104,9 +119,23 @@ def _knobs(report: Any) -> Section:
     return {str(row["knob"]): _state(row["outcome"], row["after"]) for row in rows}
 
 
-def _state(outcome: Any, after: Any) -> str:
+def _state(outcome: Any, after: Any) -> Any:
     """Return the value that a knob has in force, or what became of it instead."""
-    return shown(after) if outcome in IN_FORCE else str(outcome)
+    return after if outcome in IN_FORCE else str(outcome)
+
+
+def _packs(origins: Any) -> Section:
+    """Return the version of each package that the values come from, or once came from."""
+    found: dict[str, set[str]] = {}
+    for origin in _pairs(origins).values():
+        for each in (origin, *origin["replaced"]):
+            package, _, version = each["package"].partition(" ")
+            found.setdefault(package, set()).add(version)
+    return {
+        package: ", ".join(sorted(versions))
+        for package, versions in found.items()
+        if package not in ("", OWN)
+    }
 
 
 def _seeding_calls(calls: Any) -> Section:
@@ -133,6 +162,7 @@ def _started(words: Any) -> Section:
 
 READERS: Mapping[str, tuple[str, Callable[[Any], Section | None]]] = {
     "profile": ("profile", _profile),
+    "packs": ("origins", _packs),
     "knobs": ("report", _knobs),
     "seeding calls": ("seeding_calls", _seeding_calls),
     "environment": ("environment", _pairs),
@@ -148,10 +178,14 @@ def _of_folder(name: str, folder: Path) -> Described:
     """Return a recording, or the job whose output Hydra has put into `folder`."""
     from torchrepro.trace.reading import read_run
 
-    manifests = [folder / ".hydra" / FILE, *sorted(folder.glob(f"*/{FILE}"))]
-    found = next((path for path in manifests if path.is_file()), None)
-    if found is not None:
-        return of_contents(name, *read_contents(found))
+    manifests = sorted(
+        path for path in (folder / FILE, *folder.glob(f"*/{FILE}")) if path.is_file()
+    )
+    if len(manifests) > 1:
+        todo = f"name one of them: {some([str(path) for path in manifests])}"
+        raise ProfileError(Problem("holds several manifests", found=name, todo=todo))
+    if manifests:
+        return of_contents(name, *read_whole(manifests[0]))
     jobs = sorted(folder.glob(f"*/.hydra/{FILE}"))
     if jobs:
         job = jobs[0].parent.parent
@@ -163,24 +197,37 @@ def _of_folder(name: str, folder: Path) -> Described:
             Problem(
                 "holds neither a manifest nor a recording",
                 found=name,
-                todo="name the output folder of a Hydra job, or of torchrepro run --record",
+                todo="name the output folder of a Hydra job, of torchrepro run --record, or of "
+                "torchrepro.log_to",
             )
         )
     traces = read_run(folder)
     try:
-        return _of_trace(name, traces[0])
+        return _of_traces(name, traces)
     finally:
         for trace in traces:
             trace.close()
 
 
-def _of_trace(name: str, trace: Trace) -> Described:
+def _of_traces(name: str, traces: Sequence[Trace]) -> Described:
+    """Return what the traces of a run say of the processes that they were taken in."""
+    ranks = {_rank(trace): _sections(trace) for trace in traces}
+    return Described(name, "recording", next(iter(ranks.values())), ranks)
+
+
+def _rank(trace: Trace) -> str:
+    """Return how a process of a run is called, as in ``rank 1``; ``rank 1.1`` is its second."""
+    return f"rank {trace.path.stem.removeprefix('rank')}"
+
+
+def _sections(trace: Trace) -> Mapping[str, Section]:
     """Return what a trace says of the process that it was taken in."""
     meta = trace.meta
     outcomes = _meta(meta, "outcomes")
     sections: dict[str, Section] = {
         "versions": _versions(_meta(meta, "versions")),
         "hardware": _meta(meta, "hardware"),
+        "processes": {"world size": meta.get("world_size")},
         "started": {"program": str(meta.get("program", ""))},
     }
     if meta.get("digest"):
@@ -189,7 +236,7 @@ def _of_trace(name: str, trace: Trace) -> Described:
             knob: _state(outcomes.get(knob, str(Outcome.APPLIED)), after)
             for knob, after in _meta(meta, "knobs").items()
         }
-    return Described(name, "recording", sections)
+    return sections
 
 
 def _meta(meta: Mapping[str, Any], key: str) -> Mapping[str, Any]:

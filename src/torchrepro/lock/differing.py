@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.errors import Problem, ProfileError, shown
 from torchrepro.hidden import HIDDEN
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
+from torchrepro.knobs.variable import variable
 from torchrepro.lock.described import ABSENT_IS_UNSET, Described
 from torchrepro.lock.ranks import ORDER, Rank, rank_of
 from torchrepro.manifest.rows import UNKNOWN
@@ -28,6 +30,8 @@ class Difference:
     key: str
     left: Any
     right: Any
+    ranks: tuple[str, ...] = ()
+    """The ranks of a recorded run that it is on; empty if it is on all."""
 
     @property
     def rank(self) -> Rank:
@@ -37,7 +41,8 @@ class Difference:
     def to_json(self, left: str = "left", right: str = "right") -> dict[str, Any]:
         """Return the difference as plain JSON values, the two sides under these names."""
         its = {"key": self.key, left: self.left, right: self.right}
-        return {**its, "section": self.section, "rank": str(self.rank)}
+        its |= {"section": self.section, "rank": str(self.rank)}
+        return {**its, "ranks": list(self.ranks)} if self.ranks else its
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +94,48 @@ class Comparison:
 
 
 def compare(left: Described, right: Described) -> Comparison:
-    """Compare what both sides tell of; a difference that follows from another one is left out."""
+    """Compare what both sides tell of; a difference that follows from another one is left out.
+
+    Runs that were recorded rank by rank are compared so: a difference that is not the same on
+    every rank says on which it is. Raises `ProfileError` for two runs without a rank in common.
+    """
+    ranks = _ranks_of_both(left, right)
+    found = [(rank, _compare(left.of_rank(rank), right.of_rank(rank))) for rank in ranks]
+    kept: dict[str, Difference] = {}
+    for rank, its in found:
+        for each in its.differences:
+            known = kept.setdefault(_written(each.to_json()), each)
+            kept[_written(each.to_json())] = replace(known, ranks=(*known.ranks, rank))
+    every = [replace(e, ranks=()) if len(e.ranks) == len(ranks) else e for e in kept.values()]
+    every.sort(key=lambda each: ORDER[each.rank])
+    untold = [each for _, its in found for each in its.not_compared]
+    lonely = _ranks_of_one(left, right)
+    return Comparison(tuple(every), tuple(dict.fromkeys((*lonely, *untold))))
+
+
+def _ranks_of_both(left: Described, right: Described) -> tuple[str, ...]:
+    """Return the ranks to compare; a side that is no recording stands for each of the other's."""
+    if not (left.ranks and right.ranks):
+        return tuple(left.ranks or right.ranks) or ("",)
+    both = tuple(rank for rank in left.ranks if rank in right.ranks)
+    if not both:
+        raise ProfileError(
+            Problem(
+                "have no rank in common",
+                found=f"{left.name} and {right.name}",
+                todo="name two recordings of the same ranks",
+            )
+        )
+    return both
+
+
+def _ranks_of_one(left: Described, right: Described) -> Iterator[NotCompared]:
+    if left.ranks and right.ranks:
+        for mine, other in ((left, right), (right, left)):
+            yield from (NotCompared(mine.name, r) for r in other.ranks if r not in mine.ranks)
+
+
+def _compare(left: Described, right: Described) -> Comparison:
     both = [name for name in left.sections if name in right.sections]
     if "profile" in both:
         both = [name for name in both if name != "asked"]  # the values themselves say more
@@ -102,12 +148,14 @@ def compare(left: Described, right: Described) -> Comparison:
 
 def _in_section(section: str, left: Described, right: Described) -> Iterator[Difference]:
     one, two = left.sections[section], right.sections[section]
+    as_text = section == "knobs" and "recording" in (left.kind, right.kind)
+    written = _text if as_text else _written
     for key in sorted({*one, *two}):
         if not _both_say(section, key, left, right) or (
             section == "profile" and key in NOT_INHERITED
         ):
             continue
-        if _text(one.get(key)) != _text(two.get(key)):
+        if written(one.get(key)) != written(two.get(key)):
             yield Difference(section, key, one.get(key), two.get(key))
 
 
@@ -126,11 +174,14 @@ def is_unknown(value: Any) -> bool:
     return isinstance(value, str) and (value.startswith(UNKNOWN) or HIDDEN in value)
 
 
-def _text(value: Any) -> Any:
-    """Return a value as it is compared: a recording tells every number as text."""
-    if isinstance(value, str) or value is None:
-        return value
+def _written(value: Any) -> str:
+    """Return a value as it is compared: with its type."""
     return json.dumps(value, sort_keys=True)
+
+
+def _text(value: Any) -> str | None:
+    """Return the value of a knob as a recording tells it, which is as text."""
+    return None if value is None else shown(value)
 
 
 def _not_compared(left: Described, right: Described) -> Iterator[NotCompared]:
@@ -159,6 +210,7 @@ def _follows(
     if found.section == "environment":
         name = f"env.{found.key}"
         setting = {knob.name for knob in CATALOGUE if name in (knob.name, *knob.aliases)}
+        setting.add(variable(found.key).name)
         return not knobs.isdisjoint(setting)
     if (found.section, found.key) == ("hardware", "threads"):
         return not knobs.isdisjoint(THREADS)

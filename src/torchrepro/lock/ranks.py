@@ -40,6 +40,8 @@ ROWS: tuple[tuple[str, Rank], ...] = (
     ("knobs/*", Rank.CHANGES),
     ("seeding calls/*", Rank.CHANGES),
     ("environment/*_VISIBLE_DEVICES", Rank.MAY),
+    ("environment/*_AFFINITY", Rank.MAY),
+    ("environment/OMP_P*", Rank.MAY),
     ("environment/*", Rank.CHANGES),
     ("versions/torch", Rank.CHANGES),
     ("versions/torch_npu", Rank.CHANGES),
@@ -68,6 +70,8 @@ ROWS: tuple[tuple[str, Rank], ...] = (
     ("hardware/npu", Rank.CHANGES),
     ("hardware/accelerator", Rank.CHANGES),
     ("hardware/*", Rank.MAY),
+    ("packs/*", Rank.SHOULD_NOT),
+    ("processes/*", Rank.CHANGES),
     ("source/*", Rank.PROGRAM),
     ("started/*", Rank.STARTED),
 )

@@ -21,6 +21,7 @@ _NONE = {
     "knobs": "not set",
     "environment": "not set",
     "seeding calls": "not seeded",
+    "packs": "not used",
 }
 
 
@@ -58,6 +59,12 @@ def _verdict(found: Checked) -> str:
     return f"{found.lock} is not met: {', '.join(counts)}"
 
 
+_CALLED = {
+    "versions": "version of ",
+    "environment": "exported ",
+    "packs": "version of pack ",
+}
+
 _PLURAL = {
     Rank.CHANGES: "change numbers",
     Rank.MAY: "may change numbers",
@@ -75,8 +82,8 @@ def _table(rows: Sequence[Difference], left: str, right: str) -> Table:
 
 def _name(found: Difference) -> str:
     """Return a key as it is called where sections are not named."""
-    prefix = {"versions": "version of ", "environment": "exported "}.get(found.section, "")
-    return prefix + printable(found.key)
+    where = f"{', '.join(found.ranks)}: " if found.ranks else ""
+    return where + _CALLED.get(found.section, "") + printable(found.key)
 
 
 def _change(found: Difference) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torchrepro.errors import ApplyError, Problem, ProfileError
 from torchrepro.hidden import without_secrets
 from torchrepro.imports import import_torch
+from torchrepro.lock.naming import from_its_lock
 from torchrepro.manifest.contents import as_text, common_contents, secrets_here
 from torchrepro.manifest.reading import KINDS, read_contents
 from torchrepro.planner import Plan, make_plan, observe, refusal
@@ -30,7 +31,7 @@ def write_lock(path: Path, profile: str, overrides: Sequence[str]) -> Resolved:
     _refuse_another_file(path)
     resolved = resolve(profile, overrides)
     _refuse_secrets(resolved, overrides)
-    named = {"profile": profile, "overrides": list(overrides)}
+    named = {"profile": from_its_lock(path, profile), "overrides": list(overrides)}
     plan = plan_of_a_run(resolved)
     if plan.stopping:
         raise ApplyError(refusal(resolved, plan.stopping), plan.report)

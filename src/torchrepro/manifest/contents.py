@@ -13,6 +13,7 @@ from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.manifest.command_line import shareable
 from torchrepro.manifest.hardware import hardware
 from torchrepro.manifest.repository import repository
+from torchrepro.manifest.variables import VARIABLES
 from torchrepro.manifest.versions import software
 from torchrepro.profile.resolved import plain
 from torchrepro.seeding import seed_plan
@@ -32,10 +33,13 @@ FILE = "repro.json"
 RECORDED = tuple(
     sorted(
         {knob.name.removeprefix("env.") for knob in CATALOGUE if knob.name.startswith("env.")}
-        | {"CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "WORLD_SIZE"}
+        | {row.name for row in VARIABLES}
     )
 )
-"""The variables that a manifest may record: those that steer numbers, and never another."""
+"""The variables that a manifest may record: those that steer numbers, and never another.
+
+Those of the catalogue are knobs; the others have their reasons in `VARIABLES`.
+"""
 
 
 def manifest(resolved: Resolved, report: Report) -> dict[str, Any]:
@@ -74,9 +78,11 @@ def common_contents(resolved: Resolved, report: Report) -> dict[str, Any]:
     return cleaned
 
 
-def secrets_here(resolved: Resolved) -> tuple[str, ...]:
-    """Return the values that must not leave: in this process's variables and in the profile's."""
-    return secret_values({**os.environ, **resolved.environment()})
+def secrets_here(*profiles: Resolved) -> tuple[str, ...]:
+    """Return the values that must not leave: in this process's variables and in the profiles'."""
+    of_each = [os.environ, *(resolved.environment() for resolved in profiles)]
+    found = {value for variables in of_each for value in secret_values(variables)}
+    return tuple(sorted(found, key=lambda value: (-len(value), value)))
 
 
 def write_manifest(folder: Path, contents: Mapping[str, Any]) -> Path:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.applier import in_force
 from torchrepro.errors import shown
+from torchrepro.hidden import without_secrets
+from torchrepro.manifest.contents import secrets_here
 from torchrepro.manifest.hardware import hardware
 from torchrepro.manifest.versions import software
 
@@ -15,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def about_this_process() -> Mapping[str, Any]:
-    """Return the profile in force with its knobs, and what a manifest says of the machine."""
+    """Return the profile in force with its knobs, and what a manifest says of the machine.
+
+    Nothing in it is a secret of this process.
+    """
     its: dict[str, Any] = {
         "versions": software(),
         "hardware": hardware() | _accelerator(),
@@ -30,7 +35,9 @@ def about_this_process() -> Mapping[str, Any]:
         rows = [row for applied in profiles for row in applied.report]
         its["knobs"] = {row.knob: shown(row.after) for row in rows}
         its["outcomes"] = {row.knob: str(row.outcome) for row in rows}
-    return its
+    secrets = secrets_here(*(applied.resolved for applied in profiles))
+    cleaned: Mapping[str, Any] = without_secrets(its, secrets)
+    return cleaned
 
 
 def _accelerator() -> dict[str, str]:

@@ -50,8 +50,8 @@ def _one_of(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-PROCESSOR = ("hardware: instruction set", "hardware: cpu")
-"""Settings that say which kernels a CPU takes."""
+PROCESSOR = ("hardware: instruction set",)
+"""Settings that say which kernels a CPU takes; another model of the same may take the same."""
 
 KERNEL_CAUSES: tuple[Cause, ...] = (
     Cause(
