@@ -1,0 +1,65 @@
+"""Locks that are whole: with every part, and with the digest of the profile that they hold."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.errors import Problem, ProfileError, some
+from torchrepro.hidden import HIDDEN
+from torchrepro.manifest.reading import read_contents
+from torchrepro.profile.resolved import Resolved
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "named": ("profile", "overrides"),
+    "profile": (),
+    "digest": (),
+    "origins": (),
+    "notes": (),
+    "report": ("knobs",),
+    "versions": ("python", "torch"),
+    "hardware": ("system", "machine", "cpu", "threads"),
+    "environment": (),
+    "repository": (),
+    "manifest": (),
+}
+"""Every part that a lock is written with, and what is in it on every machine."""
+
+AGAIN = "lock again: torchrepro lock PROFILE -o FILE"
+
+
+def read_whole(path: Path) -> tuple[str, dict[str, Any]]:
+    """Return what `read_contents` does; a lock that is damaged is refused.
+
+    Raises `ProfileError` for a lock without one of `PARTS`, or whose digest is not that of its
+    profile: it would hold a run to less than it was written for.
+    """
+    kind, contents = read_contents(path)
+    if kind == "lock":
+        _refuse_damaged(str(path), contents)
+    return kind, contents
+
+
+def _refuse_damaged(name: str, contents: Mapping[str, Any]) -> None:
+    lacking = list(_lacking(contents))
+    if lacking:
+        what = f"damaged: parts of it are not there: {some(lacking)}"
+        raise ProfileError(Problem(what, name, todo=AGAIN))
+    profile = contents["profile"]
+    if HIDDEN in json.dumps(profile):  # the digest is that of what was left out
+        return
+    if Resolved.of(profile).digest != contents["digest"]:
+        what = "damaged: the digest is not that of the profile, so that one of them was changed"
+        raise ProfileError(Problem(what, name, "digest", str(contents["digest"])[:80], todo=AGAIN))
+
+
+def _lacking(contents: Mapping[str, Any]) -> Iterator[str]:
+    for part, inner in PARTS.items():
+        if part not in contents:
+            yield part
+        elif isinstance(contents[part], dict):
+            yield from (f"{part}.{key}" for key in inner if key not in contents[part])
