@@ -137,8 +137,8 @@ def test_an_emptied_section_is_damaged(whole, command, tmp_path, section):
     assert f"{section}." in err
 
 
-def test_a_digest_that_is_not_of_the_profile_is_damaged(whole, command, tmp_path):
-    """A profile, or a digest, that somebody has edited is refused; what a file is called may be."""
+def test_a_lock_that_was_edited_is_not_met(whole, command, tmp_path):
+    """A profile, or a digest, that somebody has changed is told; what a file is called may be."""
     contents = json.loads(whole)
     profile = contents["profile"]
     for change in (
@@ -150,8 +150,9 @@ def test_a_digest_that_is_not_of_the_profile_is_damaged(whole, command, tmp_path
         path = _written(tmp_path, json.dumps({**contents, **change}))
         status, out, err = command("check", path)
 
-        assert (status, out) == (2, ""), change
-        assert "torchrepro lock" in err
+        assert (status, err) == (1, ""), change
+        assert "digest, as the lock was edited" in out
+        assert "seed" in out or "profile" not in change
     renamed = {"profile": {**profile, "name": "x"}, "environment": {}}
     path = _written(tmp_path, json.dumps({**contents, **renamed}))
     assert command("check", path)[0] == 0

@@ -11,7 +11,7 @@ from torchrepro.lock.described import Described, of_contents
 from torchrepro.lock.differing import Comparison, Difference, NotCompared, compare
 from torchrepro.lock.naming import named_in, refuse_lost
 from torchrepro.lock.ranks import HELD, HELD_STRICTLY
-from torchrepro.lock.whole import read_whole
+from torchrepro.lock.whole import read_whole, true_digest
 from torchrepro.lock.writing import plan_of_a_run
 from torchrepro.manifest.contents import common_contents
 from torchrepro.manifest.hardware import hardware
@@ -19,7 +19,7 @@ from torchrepro.manifest.versions import software
 from torchrepro.profile.load import resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from torchrepro.profile.resolved import Resolved
@@ -92,6 +92,7 @@ def check(
             )
         )
     locked = of_contents(str(path), kind, contents)
+    edited = _edited(contents)
     name, own_overrides = named_in(path, contents.get("named"))
     if profile:
         resolved = resolve(profile, overrides)
@@ -100,10 +101,18 @@ def check(
             refuse_lost(name)
             resolved = resolve(name, own_overrides)
         except ProfileError as error:
-            return Checked(str(path), strict, None, _without_profile(locked, error))
+            return Checked(str(path), strict, None, _without_profile(locked, error).led_by(edited))
     its = common_contents(resolved, plan_of_a_run(resolved).report)
     here = of_contents("this machine", "lock", its)
-    return Checked(str(path), strict, resolved, compare(locked, here))
+    return Checked(str(path), strict, resolved, compare(locked, here).led_by(edited))
+
+
+def _edited(contents: Mapping[str, Any]) -> tuple[Difference, ...]:
+    """Return the digest of a lock and that of the profile in it, if somebody has changed one."""
+    written, own = contents["digest"], true_digest(contents)
+    if own in (None, written):
+        return ()
+    return (Difference("profile", "digest, as the lock was edited", written, own),)
 
 
 def _without_profile(locked: Described, error: ProfileError) -> Comparison:
@@ -113,5 +122,4 @@ def _without_profile(locked: Described, error: ProfileError) -> Comparison:
     others = compare(locked, of_contents("this machine", "lock", here))
     problem = error.problems[0]
     words = ": ".join(filter(None, (problem.found, problem.what)))
-    lost = Difference("profile", "(the whole)", "as locked", words)
-    return Comparison((lost, *others.differences), others.not_compared)
+    return others.led_by((Difference("profile", "(the whole)", "as locked", words),))

@@ -16,7 +16,7 @@ from torchrepro.manifest.rows import UNKNOWN
 from torchrepro.profile.composition import NOT_INHERITED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 THREADS = ("backends.cpu.num_threads", "env.OMP_NUM_THREADS", "env.MKL_NUM_THREADS")
 """Knobs that settle how many threads there are, which a lock is taken before."""
@@ -87,6 +87,10 @@ class Comparison:
         differences = [each.to_json() for each in self._differing]
         its = {"same": self.same, "differences": differences}
         return its | {key: rows for key, rows in aside.items() if rows}
+
+    def led_by(self, first: Iterable[Difference]) -> Comparison:
+        """Return the same with further differences in front."""
+        return replace(self, differences=(*first, *self.differences))
 
     def having(self, *ranks: Rank) -> tuple[Difference, ...]:
         """Return the differences with one of `ranks`."""

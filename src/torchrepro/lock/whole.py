@@ -1,4 +1,4 @@
-"""Locks that are whole: with every part, and with the digest of the profile that they hold."""
+"""Locks that are whole: with every part, and as they were written."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ AGAIN = "lock again: torchrepro lock PROFILE -o FILE"
 def read_whole(path: Path) -> tuple[str, dict[str, Any]]:
     """Return what `read_contents` does; a lock that is damaged is refused.
 
-    Raises `ProfileError` for a lock without one of `PARTS`, or whose digest is not that of its
-    profile: it would hold a run to less than it was written for.
+    Raises `ProfileError` for a lock without one of `PARTS`: it would hold a run to less than it
+    was written for.
     """
     kind, contents = read_contents(path)
     if kind == "lock":
@@ -44,17 +44,17 @@ def read_whole(path: Path) -> tuple[str, dict[str, Any]]:
     return kind, contents
 
 
+def true_digest(contents: Mapping[str, Any]) -> str | None:
+    """Return the digest of the profile that a lock holds; None where some of it is hidden."""
+    profile = contents["profile"]
+    return None if HIDDEN in json.dumps(profile) else Resolved.of(profile).digest
+
+
 def _refuse_damaged(name: str, contents: Mapping[str, Any]) -> None:
     lacking = list(_lacking(contents))
     if lacking:
         what = f"damaged: parts of it are not there: {some(lacking)}"
         raise ProfileError(Problem(what, name, todo=AGAIN))
-    profile = contents["profile"]
-    if HIDDEN in json.dumps(profile):  # the digest is that of what was left out
-        return
-    if Resolved.of(profile).digest != contents["digest"]:
-        what = "damaged: the digest is not that of the profile, so that one of them was changed"
-        raise ProfileError(Problem(what, name, "digest", str(contents["digest"])[:80], todo=AGAIN))
 
 
 def _lacking(contents: Mapping[str, Any]) -> Iterator[str]:
