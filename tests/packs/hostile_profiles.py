@@ -62,6 +62,7 @@ LAUGHS = "a: &a [x, x]\n" + "".join(
 )
 EDITED = '{"url": "file:///", "dir_info": {"editable": true}}'
 GROUP = "[torchrepro.profiles]\n"
+NOT_FOUND = "is no folder that is found here"
 NOT_ITS_OWN = "did not come with it"
 
 CODE = {
@@ -245,14 +246,14 @@ VALUES = {
     "a second document": bad("seed: 1\n---\nseed: 2\n", "second YAML document"),
 }
 ENTRY_POINTS = {
-    "a module of Python's": named(GROUP + "team = os:system\n", "is not there"),
-    "a way up as a package": named(GROUP + "team = ..\n", "is not there"),
-    "a way up behind a package": named(GROUP + "team = acme_pack:../../etc\n", "is not there"),
-    "an absolute package": named(GROUP + "team = /etc\n", "is not there"),
-    "a package with NUL": named(GROUP + "team = acme_pack\0\n", "is not there"),
-    "a look-alike of a package": named(GROUP + "team = \u0430cme_pack\n", "is not there"),
-    "a line without a value": named(GROUP + "team\n", "is not there"),
-    "an empty value": named(GROUP + "team =\n", "is not there"),
+    "a module of Python's": named(GROUP + "team = os:system\n", NOT_FOUND),
+    "a way up as a package": named(GROUP + "team = ..\n", NOT_FOUND),
+    "a way up behind a package": named(GROUP + "team = acme_pack:../../etc\n", NOT_FOUND),
+    "an absolute package": named(GROUP + "team = /etc\n", NOT_FOUND),
+    "a package with NUL": named(GROUP + "team = acme_pack\0\n", NOT_FOUND),
+    "a look-alike of a package": named(GROUP + "team = \u0430cme_pack\n", NOT_FOUND),
+    "a line without a value": named(GROUP + "team\n", NOT_FOUND),
+    "an empty value": named(GROUP + "team =\n", NOT_FOUND),
     "a package of others": named(GROUP + "team = yaml\n", NOT_ITS_OWN),
     "torchrepro itself": named(GROUP + "team = torchrepro:conf.repro\n", NOT_ITS_OWN),
     "a folder at hand": named(GROUP + "team = secrets_here\n", NOT_ITS_OWN, named="team/creds"),
