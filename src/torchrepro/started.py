@@ -11,7 +11,7 @@ import os
 import sys
 from contextlib import suppress
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchrepro.errors import ApplyError, TorchreproError
 from torchrepro.imports import AfterImport
@@ -103,18 +103,20 @@ def _steps_of(target: str, steps: Sequence[Step]) -> list[Step]:
 def _end(error: TorchreproError) -> None:
     # An exception could be caught by whoever imports the module; a run that is not under its
     # profile must not go on.
-    sys.stderr.write(f"torchrepro: {error}\n")
-    sys.stderr.flush()
-    os._exit(_NOT_IN_FORCE)
+    _leave(error, _NOT_IN_FORCE)
 
 
 def _refuse(error: TorchreproError) -> None:
     """End a run whose profile turns out not to hold, after what the program has said so far."""
     with suppress(OSError, ValueError):  # nobody reads it any more
         sys.stdout.flush()
+    _leave(error, error.exit_status)
+
+
+def _leave(error: TorchreproError, status: int) -> NoReturn:
     sys.stderr.write(f"torchrepro: {error}\n")
     sys.stderr.flush()
-    os._exit(error.exit_status)
+    os._exit(status)
 
 
 def _applied() -> Applied:

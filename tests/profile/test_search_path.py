@@ -163,3 +163,16 @@ class TestDiamonds:
         )
 
         assert torchrepro.load("both", ["dropout=zero"]).dropout == "zero"
+
+    def test_a_section_that_is_taken_away_settles_what_was_in_it(self, folders):
+        """What a file would undo counts no more once its whole section is set to null."""
+        folders(
+            {
+                "root": "device: {rng: native}\nseed: 1\n",
+                "one": "defaults: [root, _self_]\ndevice: {rng: host}\n",
+                "two": "defaults: [root, _self_]\n",
+                "both": "defaults: [one, two, _self_]\ndevice: null\n",
+            }
+        )
+
+        assert torchrepro.load("both").device.rng is None

@@ -54,7 +54,8 @@ def manifest(resolved: Resolved, report: Report) -> dict[str, Any]:
         "seeding_calls": [asdict(call) for call in seeding_calls()],
         "command_line": shareable(sys.orig_argv, secrets),
     }
-    return common_contents(resolved, report) | dict(without_secrets(more, secrets))
+    cleaned: dict[str, Any] = without_secrets(_gathered(resolved, report) | more, secrets)
+    return cleaned
 
 
 def common_contents(resolved: Resolved, report: Report) -> dict[str, Any]:
@@ -62,7 +63,12 @@ def common_contents(resolved: Resolved, report: Report) -> dict[str, Any]:
 
     Asks the libraries that are loaded and no others; never fails because of the machine.
     """
-    its = {
+    cleaned: dict[str, Any] = without_secrets(_gathered(resolved, report), secrets_here(resolved))
+    return cleaned
+
+
+def _gathered(resolved: Resolved, report: Report) -> dict[str, Any]:
+    return {
         "manifest": FORMAT,
         "profile": plain(resolved.values),
         "digest": resolved.digest,
@@ -74,8 +80,6 @@ def common_contents(resolved: Resolved, report: Report) -> dict[str, Any]:
         "environment": {name: os.environ[name] for name in RECORDED if name in os.environ},
         "repository": repository(),
     }
-    cleaned: dict[str, Any] = without_secrets(its, secrets_here(resolved))
-    return cleaned
 
 
 def secrets_here(*profiles: Resolved) -> tuple[str, ...]:

@@ -172,7 +172,8 @@ class _Chain:
 
     def refuse_what_was_taken_back(self) -> None:
         for key, problem in self.taken_back.items():
-            if self.composition.origins[key].set_by == problem.where:
+            present = self.composition.origins.get(key)  # gone with its section, perhaps
+            if present is not None and present.set_by == problem.where:
                 raise ProfileError(problem)
 
 

@@ -46,14 +46,9 @@ def find(
             return _in_package(name, asked_by)
         if name.endswith(SUFFIXES) and not asked_by and Path(name).is_file():
             return _at_path(name, Path(name))  # a file that is there is meant by its own name
-        if is_name(name):
-            everywhere = (*folders, *folders_for(name))
-            # A folder of the search path answers with all others: its names may be taken there.
-            places = {(folder.path, folder.prefix) for folder in everywhere}
-            own = [folder for folder in beside if (folder.path, folder.prefix) not in places]
-            found = _in(own, name, set(without)) or _one_of(everywhere, name, set(without))
-            if found:
-                return found
+        found = _by_name(name, folders, beside, set(without)) if is_name(name) else None
+        if found:
+            return found
         if not asked_by and name:
             path = Path(name).expanduser()
             if _looks_like_a_path(name) or path.exists():
@@ -65,6 +60,16 @@ def find(
         what = f"unknown profile '{shown(name)}': no file can have that name ({error})"
         raise UnknownProfileError(Problem(what, asked_by)) from None
     raise _unknown(name, (*beside, *folders, *search_path()), asked_by)
+
+
+def _by_name(
+    name: str, folders: Sequence[Folder], beside: Sequence[Folder], without: set[Path]
+) -> Found | None:
+    everywhere = (*folders, *folders_for(name))
+    # A folder of the search path answers with all others: its names may be taken there.
+    places = {(folder.path, folder.prefix) for folder in everywhere}
+    own = [folder for folder in beside if (folder.path, folder.prefix) not in places]
+    return _in(own, name, without) or _one_of(everywhere, name, without)
 
 
 def _in(folders: Iterable[Folder], name: str, without: set[Path]) -> Found | None:
@@ -114,10 +119,9 @@ def _at_path(name: str, path: Path) -> Found:
 def _in_package(name: str, asked_by: str) -> Found:
     where, _, rest = name.removeprefix(PACKAGE).partition("/")
     its = package(where)
-    if asked_by and not its.regular:
-        # A folder of the working directory looks like a package too, and may hold anything.
-        its = package("")
-    if not its.folders:
+    # A folder of the working directory looks like a package too, and may hold anything.
+    may_be_read = its.regular or not asked_by
+    if not its.folders or not may_be_read:
         raise UnknownProfileError(
             Problem("no such package is installed here", asked_by, found=name)
         )
