@@ -1,18 +1,20 @@
-"""Importing other packages: torch, what is installed, and a call back after an import."""
+"""Importing other packages: torch, what is installed, and a call back after an import.
+
+Every Python below `torchrepro run` loads this module as it starts: it imports next to nothing.
+"""
 
 from __future__ import annotations
 
 import sys
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import ApplyError
+TYPE_CHECKING = False  # type checkers know the name; importing typing would cost 5 ms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
+    from typing import Any
 
 
 def import_torch() -> None:
@@ -24,6 +26,8 @@ def import_torch() -> None:
         import_module("numpy.random")
         import_module("torch")
     except (ImportError, RuntimeError) as error:
+        from torchrepro.errors import ApplyError
+
         words = str(error).partition("\n")[0]
         raise ApplyError(
             f"torch cannot be imported: {words}\n  `torchrepro doctor` says more"
@@ -45,7 +49,7 @@ def installed_version(distribution: str) -> str | None:
     return found
 
 
-class AfterImport(MetaPathFinder):
+class AfterImport:
     """Calls back once each of some modules has been imported.
 
     A name that ends in `*` stands for every module whose name begins with the rest of it. A module
@@ -82,7 +86,8 @@ class AfterImport(MetaPathFinder):
         specs = (_spec(finder, fullname, path, target) for finder in behind)
         spec = next(filter(None, specs), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Announcing(spec.loader, lambda: self.call(fullname))
+            loader: Any = _Announcing(spec.loader, lambda: self.call(fullname))
+            spec.loader = loader
         return spec
 
 
@@ -92,7 +97,7 @@ def _spec(finder: Any, name: str, path: Any, target: Any) -> ModuleSpec | None:
     return found
 
 
-class _Announcing(Loader):
+class _Announcing:
     """A loader that announces when its module is ready, and is otherwise the one it stands for."""
 
     def __init__(self, loader: Any, announce: Callable[[], None]) -> None:

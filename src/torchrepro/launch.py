@@ -7,6 +7,8 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +16,7 @@ from torchrepro.errors import ApplyError, Problem, ProfileError
 from torchrepro.hidden import secret_values
 from torchrepro.manifest.command_line import shareable
 from torchrepro.planner import Plan, make_plan, observe, refusal
-from torchrepro.process import PROFILE
+from torchrepro.process import PROFILE, interpreter_line, outer_run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,6 +25,11 @@ if TYPE_CHECKING:
 
 FIRST = "TORCHREPRO_FIRST"
 """Variable that holds the process id of the command itself, which alone prints a summary."""
+
+SEED = "TORCHREPRO_SEED"
+"""Variable that holds what the generators of random and numpy start from: a number, nothing where
+they are left alone, or `by rank` where a process has to work it out. The profile says it too, but
+reading that takes half a second, which a program that never imports torch must not pay."""
 
 BOOT = Path(__file__).parent / "boot"
 """Folder whose sitecustomize puts the profile in force as a Python process starts."""
@@ -37,9 +44,22 @@ _WRAPPERS = (
     *("env", "ionice", "nice", "nohup", "numactl", "setsid", "srun", "stdbuf"),
     *("taskset", "time", "timeout", "xvfb-run"),
 )
-_WITH_ARGUMENT = "WX"
-_END_OF_OPTIONS = "cm"
 _CARRIERS = ("PYTHONPATH", PROFILE)
+_ANSWERED = "torchrepro here: "
+_ASK = f"""
+import sys
+sys.path[:] = [entry for entry in sys.path if entry]
+answer = "Python %d.%d" % sys.version_info[:2]
+if sys.version_info >= (3, 11):
+    try:
+        import torchrepro.started
+        answer = "yes"
+    except ImportError:
+        answer = "no"
+sys.stdout.write({_ANSWERED!r} + answer)
+"""  # the very import that sitecustomize tries, and not from the folder that it happens to be in
+_PATIENCE = 20.0
+"""Seconds that a Python has to answer; one that does not is started all the same."""
 
 
 def environment_for(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
@@ -56,15 +76,24 @@ def environment_for(plan: Plan, environment: Mapping[str, str]) -> dict[str, str
         **plan.variables,
         "PYTHONPATH": python_path,
         PROFILE: json.dumps(plan.resolved.to_json(), sort_keys=True),
+        SEED: _seed_alone(plan.resolved),
         FIRST: str(os.getpid()),
     }
+
+
+def _seed_alone(resolved: Resolved) -> str:
+    seed, ranks = resolved.values.get("seed"), resolved.values.get("ranks", "same")
+    if seed is None:
+        return ""
+    return str(seed) if ranks == "same" else "by rank"
 
 
 def start(resolved: Resolved, command: Sequence[str], more: Mapping[str, str]) -> None:
     """Replace this process by `command` under `resolved`, with `more` variables; does not return.
 
     Raises `ProfileError` for a command that is not there, and `ApplyError` for one whose Python
-    would not take the profile, or for an exported variable that contradicts a strict one.
+    would not take the profile, for an exported variable that contradicts a strict one, or below a
+    run under another profile.
     """
     program, environment = prepared(resolved, command)
     try:
@@ -78,6 +107,7 @@ def prepared(resolved: Resolved, command: Sequence[str]) -> tuple[str, dict[str,
 
     Raises as `start` does.
     """
+    outer_run(resolved, "the run inside it")
     program = shutil.which(command[0])
     if program is None:
         raise ProfileError(
@@ -126,32 +156,60 @@ def _drops_the_environment(options: Sequence[str]) -> bool:
 def _barrier(command: Sequence[str], program: str) -> str:
     """Return what keeps a profile from a command that is a Python, or a script of one."""
     if _PYTHON.fullmatch(Path(command[0]).name):
-        return _ignoring(command[1:])
+        return _ignoring(command[1:]) or _lacking(program)
     shebang = _shebang(Path(program or shutil.which(command[0]) or ""))
     for position, word in enumerate(shebang):
         if _PYTHON.fullmatch(Path(word).name):
-            return _ignoring(shebang[position + 1 :])
+            return _ignoring(shebang[position + 1 :]) or _lacking(shutil.which(word))
     return ""
 
 
-def _ignoring(options: Sequence[str]) -> str:
-    """Return the first interpreter option in `options` that keeps sitecustomize out, in words."""
-    words = iter(options)
-    for word in words:
-        if not word.startswith("-") or word in ("-", "--"):
-            return ""
-        if word.startswith("--"):
-            continue
-        for position, letter in enumerate(word[1:], start=2):
-            if letter in _UNREACHABLE:
-                return f"Python's option -{letter}: {_UNREACHABLE[letter]}"
-            if letter in _END_OF_OPTIONS:
-                return ""
-            if letter in _WITH_ARGUMENT:
-                if position == len(word):
-                    next(words, None)
-                break
-    return ""
+def _ignoring(words: Sequence[str]) -> str:
+    """Return the first interpreter option in `words` that keeps sitecustomize out, in words."""
+    letters, _ = interpreter_line(words)
+    found = next((letter for letter in letters if letter in _UNREACHABLE), "")
+    return f"Python's option -{found}: {_UNREACHABLE[found]}" if found else ""
+
+
+def _lacking(python: str | None) -> str:
+    """Return that `python` cannot import torchrepro, in words; asks it, if it is not our own."""
+    if python is None or _is_ours(Path(python)):
+        return ""
+    try:
+        asked = subprocess.run(  # noqa: S603 - what the user has named
+            [python, "-c", _ASK],
+            env=_without_us(os.environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    answer = asked.stdout.rpartition(_ANSWERED)[2] if _ANSWERED in asked.stdout else "yes"
+    if answer == "yes":
+        return ""
+    lacks = "has no torchrepro" if answer == "no" else f"is {answer}, and torchrepro needs 3.11"
+    return (
+        f"{python} {lacks}\n"
+        f"  to do: install it there ({python} -m pip install torchrepro), or start the program "
+        f"with a Python that has it, as {sys.executable}"
+    )
+
+
+def _is_ours(python: Path) -> bool:
+    own = Path(sys.executable)
+    # Both: a virtual environment is where the link lies, and one folder holds several versions.
+    return python.parent.resolve() == own.parent.resolve() and python.resolve() == own.resolve()
+
+
+def _without_us(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return `environment` without what a run around this one has put in."""
+    entries = environment.get("PYTHONPATH", "").split(os.pathsep)
+    path = os.pathsep.join(entry for entry in entries if entry != str(BOOT))
+    kept = {name: value for name, value in environment.items() if name not in _CARRIERS}
+    return {**kept, "PYTHONPATH": path} if path else kept
 
 
 def _shebang(program: Path) -> list[str]:

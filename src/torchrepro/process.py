@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import ApplyError
+from torchrepro.profile.difference import differences
 from torchrepro.profile.resolved import Resolved
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 RELAUNCHED = "TORCHREPRO_RELAUNCHED"
 """Variable that marks a process as relaunched: its id, which exec keeps, and the digest."""
@@ -88,6 +89,51 @@ def _parsed(text: str) -> Resolved:
         return Resolved.from_json(json.loads(text))
     except (ValueError, AttributeError, KeyError, TypeError):
         raise ApplyError(f"{PROFILE} does not hold what `torchrepro run` writes there") from None
+
+
+def outer_run(resolved: Resolved, asker: str) -> Resolved | None:
+    """Return the profile under which `torchrepro run` started this process, which must agree.
+
+    Raises `ApplyError` if it is another than `resolved`, for which `asker` asks.
+    """
+    outer = inherited()
+    if outer is None or outer.digest == resolved.digest:
+        return outer
+    lines = [
+        f"  {difference.key}: run {difference.left!r}, {asker} {difference.right!r}"
+        for difference in differences(outer, resolved)
+    ]
+    head = (
+        f"this process was started by `torchrepro run {outer.name}`, and {asker} asks for "
+        f"'{resolved.name}', which differs in:"
+    )
+    raise ApplyError("\n".join([head, *lines, "  to do: use the same profile in both places"]))
+
+
+def interpreter_line(words: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Return the options of one letter that a Python is started with, and what it is to run.
+
+    `words` is its command line without the first word. What it is to run begins with ``-c``,
+    ``-m`` or the path of a script. See https://docs.python.org/3/using/cmdline.html.
+    """
+    letters, position = "", 0
+    while position < len(words) and words[position].startswith("-") and words[position] != "-":
+        word = words[position]
+        position += 1
+        if word == "--":
+            break
+        if word.startswith("--"):
+            position += word == "--check-hash-based-pycs"
+            continue
+        for place, letter in enumerate(word[1:], start=2):
+            rest = [word[place:]] if word[place:] else []
+            if letter in "cm":
+                return letters, [f"-{letter}", *rest, *words[position:]]
+            letters += letter
+            if letter in "WX":
+                position += not rest
+                break
+    return letters, words[position:]
 
 
 def obstacle_to_relaunch(digest: str) -> str:

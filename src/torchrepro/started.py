@@ -1,7 +1,9 @@
 """Put the inherited profile in force in a process that `torchrepro run` started.
 
 The environment was set before this process began. What is left is set as soon as the library
-that holds it has been imported, so that a program which never imports torch pays nothing for it.
+that holds it has been imported. Until torch is, that takes no more than a seed, which `run` hands
+over as a plain number: a program which never imports torch loads nothing else of this package, so
+this module imports next to nothing itself.
 """
 
 from __future__ import annotations
@@ -9,55 +11,72 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from contextlib import suppress
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NoReturn
 
-from torchrepro.errors import ApplyError, TorchreproError
 from torchrepro.imports import AfterImport
-from torchrepro.process import inherited
+
+TYPE_CHECKING = False  # type checkers know the name; importing typing would cost 5 ms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Any, NoReturn
 
     from torchrepro.applier import Applied
+    from torchrepro.errors import TorchreproError
     from torchrepro.planner import Step
-    from torchrepro.profile.resolved import Resolved
 
 _OWN_MODULE = {"random": "python", "numpy.random": "numpy"}  # module -> target of its knobs
 _MODULES = (*_OWN_MODULE, "torch")  # with torch comes everything else
 SEED_PLAN = "seed plan"  # target of the knobs that are torchrepro's own state
 _NOT_IN_FORCE = 3
+_BY_RANK = "by rank"  # the seed is this process's own to work out, from the whole profile
 _state: dict[str, Any] = {}
+_seeded_alone: list[str] = []
 
 
 def put_in_force_on_import() -> None:
     """Wait for the imports of random, numpy.random and torch; changes `sys.meta_path`."""
-    try:
-        _state["resolved"] = inherited()
-    except TorchreproError as error:
-        _end(error)
-    AfterImport(_MODULES, _carry_out).watch()
+    _state["waiting"] = True
+    AfterImport(_MODULES, _when_imported).watch()
     for module in _MODULES:
         if module in sys.modules:
-            _carry_out(module)
+            _when_imported(module)
 
 
 def in_force_now() -> Applied | None:
     """Import what is still waited for, and return the profile that is then wholly in force."""
-    if "resolved" not in _state:
+    if "waiting" not in _state:
         return None
     for module in _MODULES:
         import_module(module)
-        _carry_out(module)
+        _when_imported(module)
     return _applied()
 
 
-def _carry_out(module: str) -> None:
-    """Set the knobs that `module` makes reachable, once, or end the process with status 3."""
+def _when_imported(module: str) -> None:
+    """Do once what the import of `module` asks for."""
     if module in _state:
         return
     _state[module] = True
+    if not _seed_alone(module):
+        _carry_out(module)
+
+
+def _seed_alone(module: str) -> bool:
+    """Give `module` the seed that `run` handed over, if that is all there is to do until torch."""
+    number = os.environ.get("TORCHREPRO_SEED", _BY_RANK)
+    if module not in _OWN_MODULE or number == _BY_RANK or "applied" in _state:
+        return False
+    if number:
+        sys.modules[module].seed(int(number))
+        _seeded_alone.append(module)
+    return True
+
+
+def _carry_out(module: str) -> None:
+    """Set the knobs that `module` makes reachable, or end the process with status 3."""
+    from torchrepro.errors import TorchreproError
+
     try:
         applied = _applied()
         applied.carry_out(_steps_for(module, applied.plan.steps))
@@ -108,6 +127,8 @@ def _end(error: TorchreproError) -> None:
 
 def _refuse(error: TorchreproError) -> None:
     """End a run whose profile turns out not to hold, after what the program has said so far."""
+    from contextlib import suppress
+
     with suppress(OSError, ValueError):  # nobody reads it any more
         sys.stdout.flush()
     _leave(error, error.exit_status)
@@ -120,15 +141,29 @@ def _leave(error: TorchreproError, status: int) -> NoReturn:
 
 
 def _applied() -> Applied:
+    """Return the profile in force; the first call begins it, with what was seeded up to now."""
     from torchrepro.applier import begin
+    from torchrepro.errors import ApplyError
+    from torchrepro.process import inherited
 
     if "applied" not in _state:
-        resolved: Resolved | None = _state["resolved"]
+        resolved = inherited()
         if resolved is None:
             raise ApplyError("no profile came with this process")
         _state["applied"] = begin(resolved, "the process was started by `torchrepro run`")
         _state["applied"].refuse = _refuse
         # What all seeds depend on, before the first of them.
         _state["applied"].carry_out(_steps_of(SEED_PLAN, _state["applied"].plan.steps))
+        for module in _seeded_alone:
+            _take_over(module)
     applied: Applied = _state["applied"]
     return applied
+
+
+def _take_over(module: str) -> None:
+    """Carry out the knobs of a generator that has its seed, and leave it where it has got to."""
+    applied: Applied = _state["applied"]
+    for step in _steps_for(module, applied.plan.steps):
+        reached = step.knob.access.save()
+        applied.carry_out([step])
+        step.knob.access.restore(reached)

@@ -3,6 +3,7 @@
 Every figure is the median of whole processes; what is compared is timed in pairs.
 """
 
+import json
 import operator
 import os
 import statistics
@@ -49,11 +50,16 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in dropped}
 
 
-def _run(command: list[str]) -> tuple[float, str]:
+def _run(command: list[str], environment: dict[str, str] | None = None) -> tuple[float, str]:
     """Return the wall time of a whole process in seconds, and what it printed."""
     start = time.perf_counter()
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=True, env=_environment()
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env=environment or _environment(),
     )
     return time.perf_counter() - start, done.stdout
 
@@ -62,9 +68,9 @@ def _python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def _wall(code: str) -> float:
+def _wall(code: str, environment: dict[str, str] | None = None) -> float:
     """Return the wall time of a Python that runs `code`, in seconds."""
-    return _run(_python(code))[0]
+    return _run(_python(code), environment)[0]
 
 
 def _said(code: str) -> float:
@@ -87,6 +93,22 @@ def test_import_adds_at_most_20_ms() -> None:
     _report("import", [*rows, seen.cells("added", 0.020, 1e3, " ms")])
 
     assert not seen.refutes(0.020)
+
+
+def test_a_program_without_torch_starts_as_fast_below_run() -> None:
+    """Below `torchrepro run` a Python that imports no torch starts at most 30 ms later."""
+    asked = "import json, os; print(json.dumps(dict(os.environ)))"
+    below = json.loads(_run([str(SCRIPT), "run", "debug-strict", "--", *_python(asked)])[1])
+    bare = partial(_wall, "import random")
+    ours = partial(_wall, "import random", below)
+    seen = compare(bare, ours, 0.030, by=operator.sub)
+    rows = [
+        ("python", f"{seen.plain * 1e3:.1f} ms"),
+        ("the same below run", f"{seen.other * 1e3:.1f} ms"),
+    ]
+    _report("import random", [*rows, seen.cells("added", 0.030, 1e3, " ms")])
+
+    assert not seen.refutes(0.030)
 
 
 @pytest.mark.parametrize("words", [["list"], ["show", "debug-strict"]], ids=" ".join)

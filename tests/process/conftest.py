@@ -118,6 +118,14 @@ def script(tmp_path):
     return script
 
 
+@pytest.fixture(scope="session")
+def bare(tmp_path_factory):
+    """The Python of a virtual environment that has no torchrepro, and nothing else."""
+    folder = tmp_path_factory.mktemp("bare")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
+    return folder / "bin" / "python"
+
+
 @pytest.fixture
 def run_python(execute):
     """Run Python with these arguments, as in ``run_python("x.py", "a")``."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import random
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 PROBE = """
@@ -191,17 +191,61 @@ def test_a_failing_sitecustomize_fails_as_it_does_without_us(write, run_python, 
     assert "ZeroDivisionError" in below.stderr
 
 
-def test_a_python_without_torchrepro_is_left_alone(tmp_path, torchrepro):
-    """A child Python that has no torchrepro runs as ever, silently."""
-    subprocess.run(
-        [sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True, timeout=60
-    )
-    source = "import importlib.util as u; print(u.find_spec('torchrepro'))"
-    result = torchrepro(
-        "run", "seed-only", "--", tmp_path / "bare" / "bin" / "python", "-c", source
-    )
+def test_a_child_without_torchrepro_is_left_alone(bare, torchrepro):
+    """A child Python that has no torchrepro and imports no torch runs as ever, silently."""
+    source = "import importlib.util as u, random; print(u.find_spec('torchrepro'))"
+    result = torchrepro("run", "seed-only", "--", "sh", "-c", f'"$0" -c "{source}"', bare)
 
     assert (result.returncode, result.stdout, result.stderr) == (0, "None\n", "")
+
+
+def test_a_child_that_imports_torch_without_torchrepro_is_told(bare, write, torchrepro):
+    """A child Python that imports torch and has no torchrepro ends with one line that says so."""
+    write({"torch.py": "", "child.py": "import torch, torch; print('ran')"})
+    result = torchrepro("run", "seed-only", "--", "sh", "-c", '"$0" child.py', bare)
+
+    assert (result.returncode, result.stdout) == (0, "ran\n")
+    (line,) = result.stderr.splitlines()
+    assert str(bare) in line
+
+
+def test_only_a_seed_is_loaded_for_a_program_without_torch(run_python, under):
+    """A program without torch loads three modules of ours, and next to nothing else for them."""
+    source = "import random, sys, json; print(json.dumps(sorted(sys.modules)))"
+    more = {*last(under("debug-strict", "-c", source))} - {*last(run_python("-c", source))}
+
+    assert {name for name in more if name.startswith("torchrepro")} == {
+        *("torchrepro", "torchrepro.imports", "torchrepro.started")
+    }
+    assert len(more) <= 10
+
+
+def test_numbers_go_on_where_torch_is_imported(under):
+    """Importing torch later gives no generator its seed a second time, and the report has it."""
+    source = """
+import json, random, numpy
+drawn = [random.random(), numpy.random.rand()]
+import torch, torchrepro.started
+drawn += [random.random(), numpy.random.rand()]
+report = torchrepro.started.in_force_now().report
+print(json.dumps([drawn, [str(report[f"seed.{name}"].outcome) for name in ("python", "numpy")]]))
+"""
+    plain, ours = random.Random(1234), np.random.RandomState(1234)
+    drawn = [plain.random(), ours.rand(), plain.random(), ours.rand()]
+
+    assert [drawn, ["applied", "applied"]] == last(under("seed-only", "-c", source))
+
+
+def test_an_interrupt_while_python_starts_is_an_interrupt(write, under):
+    """^C ends a Python by its signal, at whatever moment after our boot has begun it comes."""
+    interrupt = "import os, sys\nif 'TORCHREPRO_PROFILE' in os.environ: os.kill(os.getpid(), 2)"
+    folder = write({"site/sitecustomize.py": interrupt}).parent
+    early = under("seed-only", "-c", "print('on')", env={"PYTHONPATH": str(folder)})
+    later = under("seed-only", "-c", "import os; os.kill(os.getpid(), 2)")
+
+    assert (early.returncode, early.stdout) == (-signal.SIGINT, "")
+    assert "Fatal Python error" not in early.stderr
+    assert later.returncode == -signal.SIGINT
 
 
 def test_the_status_of_the_command_is_passed_on(torchrepro):
@@ -221,10 +265,15 @@ def test_standard_streams_reach_the_command(torchrepro):
     assert (result.returncode, result.stdout) == (0, "in\n-- --json\n")
 
 
-def test_a_run_inside_a_run_is_under_the_inner_profile(programs, torchrepro):
-    """The profile of the innermost run is the one in force."""
+def test_a_run_inside_a_run_asks_for_the_same_profile(programs, torchrepro):
+    """Inside of a run another profile ends with status 3; the same one changes nothing."""
     tool = Path(sys.executable).parent / "torchrepro"
-    inner = ["run", "seed-only", "seed=5", "--", sys.executable, "probe.py"]
-    result = torchrepro("run", "seed-only", "--", tool, *inner)
+    command = ["--", sys.executable, "probe.py"]
+    same = torchrepro(
+        "run", "seed-only", "seed=5", "--", tool, "run", "seed-only", "seed=5", *command
+    )
+    other = torchrepro("run", "seed-only", "--", tool, "run", "seed-only", "seed=5", *command)
 
-    assert random.Random(5).random() == last(result)[0]
+    assert random.Random(5).random() == last(same)[0]
+    assert (other.returncode, other.stdout) == (3, "")
+    assert "seed: run 1234" in other.stderr

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import random
 import sys
+from pathlib import Path
 
 import pytest
+
+import torchrepro as repro
 
 
 @pytest.mark.parametrize("options", [["-I"], ["-E"], ["-S"], ["-uBE"], ["-W", "ignore", "-BI"]])
@@ -46,6 +51,26 @@ def test_an_isolated_console_script_is_not_started(tmp_path, script, torchrepro,
 
     assert (by_path.returncode, by_wrapper.returncode) == (3, 3)
     assert not (tmp_path / "started").exists()
+
+
+def test_a_python_without_torchrepro_is_not_started(bare, tmp_path, script, torchrepro):
+    """A command whose Python has no torchrepro ends with status 3 before it starts."""
+    tool = script(f"#!{bare}")
+    for command in ([bare, tool], [tool], ["timeout", "60", tool], [bare, "-m", "tool"]):
+        result = torchrepro("run", "seed-only", "--", *command)
+
+        assert (result.returncode, result.stdout) == (3, ""), command
+        assert str(bare) in result.stderr
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_python_elsewhere_that_has_torchrepro_is_started(bare, script, torchrepro):
+    """A Python of another virtual environment is started if torchrepro can be imported there."""
+    source = Path(repro.__file__).parents[1]
+    result = torchrepro("run", "seed-only", "--", script(f"#!{bare}"), env={"PYTHONPATH": source})
+
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)[0] == random.Random(1234).random()
 
 
 def test_a_wrong_request_ends_with_2(torchrepro):

@@ -4,6 +4,7 @@ It has to be harmless in any Python of any age, with or without torchrepro, so i
 what all of them have, and then runs the sitecustomize that it stands in front of.
 """
 
+import atexit
 import os
 import sys
 
@@ -14,8 +15,13 @@ def _step_aside():
 
 
 def _hand_over():
-    if not os.environ.get("TORCHREPRO_PROFILE") or sys.version_info < (3, 11):
-        return
+    if os.environ.get("TORCHREPRO_PROFILE") and not _put_in_force():
+        atexit.register(_tell_if_torch_was_imported)
+
+
+def _put_in_force():
+    if sys.version_info < (3, 11):  # noqa: UP036 - whatever Python the command starts
+        return False
     try:
         from torchrepro.started import put_in_force_on_import
 
@@ -24,8 +30,16 @@ def _hand_over():
 
             perturb(os.environ)
     except ImportError:
-        return  # this Python has no torchrepro: it is left alone
+        return False  # this Python has no torchrepro: it is left alone
     put_in_force_on_import()
+    return True
+
+
+def _tell_if_torch_was_imported():
+    if "torch" in sys.modules:
+        words = "imported torch and is under no profile: no torchrepro can be imported by"
+        line = " ".join(["torchrepro: process", str(os.getpid()), words, sys.executable])
+        sys.stderr.write(line + "\n")
 
 
 def _run_the_next():
@@ -40,6 +54,13 @@ def _run_the_next():
             sys.modules.setdefault("sitecustomize", this)
 
 
-_step_aside()
-_hand_over()
-_run_the_next()
+try:
+    _step_aside()
+    _hand_over()
+    _run_the_next()
+except KeyboardInterrupt:
+    # So early Python knows no better than a fatal error and exit status 1: end as ^C ends it later.
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
