@@ -38,11 +38,15 @@ def test_a_damaged_profile_stops_the_process(run_python):
 
 
 def test_an_app_with_an_environment_group_of_its_own_is_protected(little, write):
-    """Replacing Hydra's group `hydra/env` does not switch the callback off."""
+    """Replacing Hydra's group `hydra/env` does not switch the callback off, in a sweep neither."""
     write({"conf/hydra/env/prod.yaml": '# @package _global_\nhydra: {job: {env_set: {X: "1"}}}\n'})
     config = "defaults: [_self_, {override hydra/env: prod}]\nx: 1\n"
 
-    assert little("+repro=debug-strict", config=config).tasks == ["task True 1234"]
+    single = little("+repro=debug-strict", config=config)
+    swept = little("-m", "+repro=debug-strict,seed-only", config=config)
+
+    assert single.tasks == ["task True 1234"]
+    assert swept.tasks == ["task True 1234", "task False 1234"]
 
 
 def test_a_job_under_run_is_wholly_under_the_profile(little, under, tmp_path):

@@ -2,8 +2,8 @@
 
 A search-path plugin puts a source of our own before all others. The source answers for the group
 `repro` alone: it reads every profile, wherever on the search path it lies, as data before Hydra
-composes it, because a file that Hydra composes by itself can place callbacks and run code. It
-also switches on one callback, which does nothing without a profile. See
+composes it, because a file that Hydra composes by itself can place callbacks and run code. The
+plugin also adds one callback to Hydra's own config, which does nothing without a profile. See
 https://hydra.cc/docs/advanced/plugins/develop and https://hydra.cc/docs/experimental/callbacks.
 """
 
@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from torchrepro.errors import ProfileError
+from torchrepro.integrations.hydra_callback import ReproCallback
 from torchrepro.integrations.hydra_choice import GROUP, chosen
 from torchrepro.profile.compose import compose
 from torchrepro.profile.composition import NOT_INHERITED
@@ -40,9 +43,7 @@ if TYPE_CHECKING:
     from hydra.core.config_search_path import ConfigSearchPath
 
 SCHEME = "torchrepro"
-CALLBACK = "torchrepro.integrations.hydra_callback.ReproCallback"
-_ALWAYS_ON = "hydra/env/default"  # the one group that Hydra's own defaults list leaves to others
-_CALLBACK_ON = {"hydra": {"callbacks": {GROUP: {"_target_": CALLBACK}}}}
+CALLBACK = "torchrepro"  # its name among the callbacks of an app, and in its defaults list
 _SEPARATOR = "|"
 
 _profiles: dict[str, DictConfig] = {}
@@ -53,9 +54,31 @@ class ReproSearchPath(SearchPathPlugin):
     """Puts the profile source before every other place that Hydra looks in."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Add the source; called by Hydra at every start."""
+        """Add the source and the callback; called by Hydra at every start."""
         elements: list[Any] = search_path.get_path()  # type: ignore[assignment]
         elements.insert(0, _ProfilesElement(search_path))
+        _add_callback()
+
+
+def _add_callback() -> None:
+    """Make the callback the first entry in the defaults list of Hydra's own config.
+
+    Nothing comes before that entry, so no other callback starts before ours or ends after it, and
+    no group of the app is answered for. The entry is a structured config, which Hydra turns into
+    the callback itself: a `_target_` would have to be on the execution whitelist of every app.
+    """
+    store = ConfigStore.instance()
+    own = store.load("hydra/config.yaml")
+    defaults = own.node.get("defaults") or []
+    if CALLBACK in defaults:
+        return
+    with open_dict(own.node):
+        own.node.defaults = [CALLBACK, *defaults]
+    # Hydra 1.4 warns of an entry that is replaced by accident; 1.3 has no such argument.
+    replace = {"replace": True} if "replace" in signature(store.store).parameters else {}
+    store.store("config", own.node, "hydra", own.package, own.provider, **replace)
+    place = f"hydra.callbacks.{CALLBACK}"
+    store.store(CALLBACK, ReproCallback, "hydra", place, SCHEME, **replace)
 
 
 @dataclass
@@ -94,7 +117,7 @@ class ReproConfigSource(ConfigSource):
     def is_group(self, config_path: str) -> bool:
         """Return whether `config_path` is the group of profiles or a folder in it."""
         group = config_path.strip("/")
-        if group in ("", "hydra", "hydra/env", GROUP):
+        if group in ("", GROUP):
             return True
         inner = group.removeprefix(f"{GROUP}/")
         if inner == group:
@@ -107,8 +130,7 @@ class ReproConfigSource(ConfigSource):
 
     def is_config(self, config_path: str) -> bool:
         """Return whether `config_path` names a profile that can be read, well-formed or not."""
-        if config_path.removesuffix(".yaml") == _ALWAYS_ON:
-            return True
+        self._notice_new_composition()
         name = _profile_name(config_path)
         if name is None:
             return False
@@ -127,15 +149,11 @@ class ReproConfigSource(ConfigSource):
         Raising here would end in Hydra's own traceback and exit status, so the reason travels in
         the config to the callback, which stops the run.
         """
-        self._notice_new_composition()
-        if config_path.removesuffix(".yaml") == _ALWAYS_ON:
-            return self._result(OmegaConf.create(_CALLBACK_ON))
         name = _profile_name(config_path)
         if name is None:
             raise ConfigLoadError(f"Config not found: {config_path}")
         chosen.add(name, self._folders())
-        # The callback comes with the profile as well: an app may replace the group `hydra/env`.
-        config = OmegaConf.create({GROUP: self._values(name), **_CALLBACK_ON})
+        config = OmegaConf.create({GROUP: self._values(name)})
         # An open section: every key can be overridden, set or not, and a wrong one is judged by
         # the schema, whose message says what was meant.
         OmegaConf.set_struct(config[GROUP], value=False)
@@ -165,7 +183,8 @@ class ReproConfigSource(ConfigSource):
                 config[GROUP][key] = value
 
     def _notice_new_composition(self) -> None:
-        # Hydra copies its sources for every composition: another copy means another one began.
+        # Hydra copies its sources for every composition, and asks the first one for every config:
+        # another copy means that another composition began.
         if _latest[-1:] != [self]:
             chosen.clear()
             _profiles.clear()

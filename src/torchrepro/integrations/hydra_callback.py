@@ -7,6 +7,7 @@ stops a run here leaves as `SystemExit`, which gets through.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hydra.experimental.callback import Callback
@@ -29,8 +30,11 @@ if TYPE_CHECKING:
 REFUSED_STATUS = 3
 
 
+@dataclass
 class ReproCallback(Callback):
     """Puts the profile of each job in force; does nothing without one."""
+
+    _convert_: str = "object"  # Hydra makes an instance of this class from a config of its type
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the profile, and relaunch if it asks for that: no work has been done yet."""
