@@ -41,6 +41,7 @@ def both(**values: Any) -> dict[str, Any]:
 # override that is proposed and a word of the cause.
 CASES = {
     "shorter": (divergence("", Kind.ENDED), (), CPU, "", "shorter"),
+    "not comparable": (divergence("", Kind.INCOMPARABLE), (), CPU, "", "nobody can tell"),
     "other seeds": (
         *(divergence("", Kind.RANDOM), (Setting("seed.torch", "1", "2"),), CPU),
         *("seed=1", "seeded alike"),

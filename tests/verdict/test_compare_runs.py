@@ -6,10 +6,8 @@ from pathlib import Path
 import pytest
 
 from torchrepro import TraceError
-from torchrepro.verdict.asked import streams
-from torchrepro.verdict.comparing import answer, compare, next_rung
+from torchrepro.verdict.comparing import compare, next_rung
 from torchrepro.verdict.value import Kind, Setting
-from torchrepro.verdict.words import headline
 
 from .traces import META, Op, Run, Step, chain, computed, value, write
 
@@ -310,8 +308,8 @@ def test_the_number_of_a_device_is_no_difference(tmp_path: Path) -> None:
     assert compare(write(tmp_path / "a", a), write(tmp_path / "b", b)).same
 
 
-def test_a_module_on_another_device_is_left_out(tmp_path: Path) -> None:
-    """What one run did on the CPU and the other on its GPU is not compared, and that is said."""
+def test_what_cannot_be_compared_is_not_the_same(tmp_path: Path) -> None:
+    """Where one run used the CPU and the other its GPU for an op nobody can tell, which is said."""
     ops = [replace(op, shapes="float32[2] cuda:0") for op in chain(8)]
     left = [*ops[:7], replace(ops[7], shapes="float32[2]")]
     moved = replace(ops[2], shapes="float32[2]", outputs=(value("taken in another way"),))
@@ -321,29 +319,36 @@ def test_a_module_on_another_device_is_left_out(tmp_path: Path) -> None:
         write(tmp_path / "a", [Step(tuple(left))]), write(tmp_path / "b", [Step(tuple(right))])
     )
 
-    assert verdict.same
-    assert any("1 op ran on another kind of device" in note for note in verdict.notes)
+    assert not verdict.same
+    assert verdict.first is not None
+    assert verdict.first.kind is Kind.INCOMPARABLE
+    assert "1 op ran on another kind of device" in verdict.first.what
+    assert "--statistics" in verdict.first.what
 
 
-def test_streams_alone_may_be_asked_for(tmp_path: Path) -> None:
-    """With `streams` two runs are the same as long as their generators are."""
-    states = [{"python": str(at), "torch": str(at)} for at in range(3)]
-    a = write(tmp_path / "a", [replace(s, random=r) for s, r in zip(_run(), states, strict=True)])
-    other = [Step(chain(5, weights="v"), random=state) for state in states]
-    b = write(tmp_path / "b", other)
-    c = write(tmp_path / "c", [*other[:1], replace(other[1], random={"torch": "x"}), *other[2:]])
+def test_a_seeded_generator_in_another_state_is_a_difference(tmp_path: Path) -> None:
+    """Runs whose profiles seed a generator are the same only if its states are."""
+    seeded = {"knobs": {"seed.python": "7", "seed.torch": "7", "seed.cuda": "null"}}
+    states = [{"python": str(at), "torch": str(at), "cuda:0": "a"} for at in range(3)]
+    run = [replace(step, random=its) for step, its in zip(_run(), states, strict=True)]
+    other = [*run[:1], *(replace(step, random={"torch": "x", "cuda:0": "b"}) for step in run[1:])]
+    a, b, c = (
+        write(tmp_path / name, steps, meta)
+        for name, steps, meta in (("a", run, seeded), ("b", other, seeded), ("c", other, None))
+    )
+    first = compare(a, b).first
 
-    assert answer(a, b, streams).same
-    assert answer(a, b, streams).compared.level == "streams"
-    assert "by the states of their random generators" in headline(answer(a, b, streams))
-    first = answer(a, c, streams).first
+    assert compare(a, a).same
     assert first is not None
     assert (first.kind, first.step) == (Kind.RANDOM, 1)
     assert "torch" in first.what
-    assert "python" not in first.what
+    assert "cuda" not in first.what
+    assert compare(a, c).same, "the profile of one of them seeded nothing"
 
 
-def test_generators_that_differ_are_noted_where_nothing_else_does(tmp_path: Path) -> None:
+def test_a_generator_that_nobody_seeded_is_noted_where_nothing_else_differs(
+    tmp_path: Path,
+) -> None:
     """Runs that computed the same with other states of a generator are the same, with a note."""
     a, b = (
         write(tmp_path / side, [replace(step, random={"numpy": side}) for step in _run()])
@@ -353,6 +358,38 @@ def test_generators_that_differ_are_noted_where_nothing_else_does(tmp_path: Path
 
     assert verdict.same
     assert verdict.notes == ("the states of numpy differ from the end of step 0 on",)
+
+
+@pytest.mark.parametrize("left", ["seeded", "repeatable", "aligned", None])
+@pytest.mark.parametrize("right", ["seeded", "repeatable", "aligned", None])
+def test_other_bits_are_never_the_same_whatever_the_guarantees(
+    tmp_path: Path, left: str | None, right: str | None
+) -> None:
+    """Two guarantees change nothing about the answer; where one leaves it open, the advice says."""
+    other = [*_run()[:2], Step(chain(4, step=2, weights="v"), losses=(0.5, 1.5))]
+    a, b, c = (
+        write(tmp_path / name, run, {"guarantee": guarantee, "profile": guarantee})
+        for name, run, guarantee in (
+            ("a", _run(), left),
+            ("b", other, right),
+            ("c", _run(), right),
+        )
+    )
+    verdict = compare(a, b)
+
+    assert not verdict.same
+    assert verdict.advice is not None
+    assert bool(verdict.advice.promise) == ((left, right) != ("repeatable", "repeatable"))
+    assert compare(a, c).same
+
+
+def test_levels_without_anything_in_common_are_no_answer(tmp_path: Path) -> None:
+    """Where neither loss nor parameters were recorded at both levels nothing was compared."""
+    run = [Step(chain(4))]
+    a, b = write(tmp_path / "a", run), write(tmp_path / "b", run, {"level": "module"})
+
+    with pytest.raises(TraceError, match="nothing was recorded that could be compared"):
+        compare(a, b)
 
 
 def test_a_folder_without_a_trace_is_refused(tmp_path: Path) -> None:

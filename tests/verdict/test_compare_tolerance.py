@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrepro import TraceError
 from torchrepro.verdict import columns
-from torchrepro.verdict.comparing import compare
+from torchrepro.verdict.asked import ALIGNED
+from torchrepro.verdict.comparing import answer, compare
 from torchrepro.verdict.judging import out_of_tolerance
 from torchrepro.verdict.kept import DECODERS
 from torchrepro.verdict.value import Kind
@@ -146,13 +146,73 @@ def test_other_threads_are_held_to_the_tolerance_as_well(tmp_path: Path, *, wron
         assert (verdict.first.step, verdict.first.what) == (1, "output 0: mean 2 and 2.9")
 
 
-def test_without_statistics_there_is_nothing_to_compare(tmp_path: Path) -> None:
-    """A recording without statistics is refused, and the error says how to record them."""
-    a = write(tmp_path / "a", [Step((_op("one", [1.0]),))], STATISTICS)
-    b = write(tmp_path / "b", [Step((_op("one", [1.0]),))])
+def test_without_statistics_only_equal_bits_are_within_a_tolerance(tmp_path: Path) -> None:
+    """Other bits without statistics are not the same, and a note says what to record."""
+    bare, other = [Step((_op("one", [1.0]),))], [Step((_op("one", [1.0], side="b"),))]
+    a = write(tmp_path / "a", bare, STATISTICS)
+    b, c = write(tmp_path / "b", bare), write(tmp_path / "c", other)
 
-    with pytest.raises(TraceError, match="--statistics"):
-        compare(a, b, rtol=0.1)
+    same, unequal = compare(a, b, rtol=0.1), compare(a, c, rtol=0.1)
+
+    assert (same.same, same.tolerance, same.notes) == (True, None, ())
+    assert (unequal.same, unequal.tolerance) == (False, None)
+    assert "B has no statistics of tensors" in unequal.notes[0]
+    assert "--statistics" in unequal.notes[0]
+
+
+def test_two_recordings_under_aligned_ask_for_its_tolerance(tmp_path: Path) -> None:
+    """`aligned` asks for a tolerance if both runs were under it; the verdict says which."""
+    a, b, c = (
+        write(
+            tmp_path / name,
+            [Step((_op("one", [number], side=name),))],
+            {**STATISTICS, "guarantee": guarantee},
+        )
+        for name, number, guarantee in (
+            ("a", 1.0, "aligned"),
+            ("b", 1.0001, "aligned"),
+            ("c", 1.0001, "seeded"),
+        )
+    )
+
+    assert (compare(a, b).same, compare(a, b).tolerance) == (True, ALIGNED)
+    assert (compare(a, b, rtol=1e-6).same, compare(a, c).same) == (False, False)
+
+
+def test_runs_without_an_op_in_common_are_not_the_same(tmp_path: Path) -> None:
+    """Within a tolerance too there has to be something that was compared."""
+    a, b = (
+        write(tmp_path / name, [Step((_op(name, [1.0], op=f"mine::{name}"),))], STATISTICS)
+        for name in "ab"
+    )
+    first = compare(a, b, rtol=0.1).first
+
+    assert first is not None
+    assert first.kind is Kind.INCOMPARABLE
+
+
+def test_a_loss_is_held_to_the_tolerance_whichever_op_computed_it(tmp_path: Path) -> None:
+    """Losses are compared as numbers where devices have ops of their own for them."""
+    one = _op("one", [1.0])
+    a = write(tmp_path / "a", [Step((one, _op("", [2.0])), losses=(2.0,))], STATISTICS)
+    b = write(tmp_path / "b", [Step((one,), losses=(3.0,))], STATISTICS)
+    first = compare(a, b, rtol=0.1).first
+
+    assert first is not None
+    assert (first.op, first.what) == ("loss", "2 and 3")
+    assert compare(a, b, rtol=0.5).same
+
+
+def test_an_op_of_one_program_has_its_counterpart(tmp_path: Path) -> None:
+    """Of two runs of one program on one machine neither may leave an op out."""
+    whole = (_op("one", [1.0]), _op("two", [2.0], op="aten::relu"))
+    a = write(tmp_path / "a", [Step(whole)], STATISTICS)
+    b = write(tmp_path / "b", [Step(whole[:1])], STATISTICS)
+    first = answer(a, b, (0.1, 0.1), one_program=True).first
+
+    assert compare(a, b, rtol=0.1).same
+    assert first is not None
+    assert (first.kind, first.op) == (Kind.ONLY_ONE, "aten::relu")
 
 
 VALUES = [0.5, -0.0, 1.75, math.inf, math.nan, -3.0]

@@ -155,30 +155,73 @@ def test_a_wrong_request_runs_nothing(plain, training, tmp_path, monkeypatch):
     assert list(tmp_path.glob("torchrepro-*")) == []
 
 
+DIVERGING = {
+    "data from the clock": "batch[0, 0] = __import__('time').time_ns() % 1009",
+    "an unseeded generator": "batch += __import__('numpy').random.default_rng().random()",
+    "a seed from the clock": "torch.manual_seed(__import__('time').time_ns() % 1009)",
+}
+
+
 @pytest.mark.slow
-def test_the_guarantee_decides_what_is_asked(training, tmp_path, plain):
-    """`seeded` asks for the same random numbers; other bits are noted, and are no difference."""
-    command = training("batch[0, 0] = int(__import__('os').path.getmtime('train.py') % 7)")
-    Path("train.py").write_text(
-        Path("train.py").read_text().replace("import torch\n", "import os, time, torch\n", 1)
-        + "\nos.utime('train.py', (0, os.path.getmtime('train.py') + 1))"
+@pytest.mark.parametrize("what", DIVERGING)
+def test_numbers_that_differ_are_never_the_same_whatever_the_guarantee(
+    what, training, plain, tmp_path
+):
+    """What `seeded` leaves open is said, and not called equal."""
+    options = {"overrides": ["guarantee=seeded"], "folder": tmp_path / "out", "closer": False}
+    found = verify(plain, training(DIVERGING[what]), **options)
+    answer = verification_json(found)
+
+    assert (answer["same"], answer["asked"]) == (False, "bits")
+    assert "debug-strict" in answer["advice"]["promise"]
+
+
+@pytest.mark.slow
+def test_of_several_runs_the_one_that_differs_is_found(training, plain, tmp_path):
+    """Runs 1 and 2 agree, and run 3 does not: the answer is no, and it names run 3."""
+    third = "import os\nruns = len(os.listdir())\nopen(f'ran-{runs}', 'w')"
+    command = training("batch[0, 0] = float(runs == 4)", third)
+    found = verify(plain, command, runs=3, closer=False, folder=tmp_path / "out")
+
+    assert [verdict.same for verdict in found.verdicts] == [True, False]
+    assert [run["same"] for run in verification_json(found)["runs"]] == [True, True, False]
+    assert not found.same
+
+
+@pytest.mark.slow
+def test_only_a_tolerance_that_was_asked_for_is_granted(training, plain, tmp_path):
+    """Nearly the same numbers are the same under `aligned`, or by rtol and atol, and only then."""
+    near = "batch[0, 0] += 1e-8 * (int.from_bytes(__import__('os').urandom(4)) % 9973)"
+    command = training(near)
+    for name, options, asked, same in (
+        ("bits", {}, "bits", False),
+        ("aligned", {"overrides": ["guarantee=aligned"]}, "tolerance", True),
+        ("given", {"rtol": 1e-2, "atol": 1e-2}, "tolerance", True),
+    ):
+        found = verify(plain, command, closer=False, folder=tmp_path / name, **options)
+        answer = verification_json(found)
+
+        assert (answer["asked"], answer["same"]) == (asked, same), name
+        assert (answer["tolerance"] is None) == (asked == "bits")
+
+
+@pytest.mark.slow
+def test_a_climb_starts_from_what_a_guarantee_leaves_open(training, tmp_path):
+    """`seed-only` over a program that needs more climbs to the rung that makes its runs equal."""
+    before = (
+        "import os, torch\n"
+        "class Data(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 3\n"
+        "    def __getitem__(self, at):\n"
+        "        inside = torch.utils.data.get_worker_info()\n"
+        "        return torch.full((16, 4), float(os.getpid() if inside else 1))\n"
+        "batches = iter(torch.utils.data.DataLoader(Data(), batch_size=None, num_workers=2))"
     )
-    seeded = verify(plain, command, overrides=["guarantee=seeded"], folder=tmp_path / "seeded")
-    within = verify(plain, command, rtol=1e3, atol=1e3, folder=tmp_path / "within", closer=False)
-
-    assert (seeded.asked, seeded.same) == ("streams", True)
-    assert "bit for bit they part at step 0" in seeded.verdict.notes[0]
-    assert (within.asked, within.same) == ("tolerance", True)
-
-
-@pytest.mark.slow
-def test_random_numbers_that_differ_break_what_seeded_promises(training, plain, tmp_path):
-    """A generator in another state is a difference under `seeded`, whatever the bits are."""
-    command = training("torch.manual_seed(int.from_bytes(__import__('os').urandom(4)))")
-    found = verify(plain, command, overrides=["guarantee=seeded"], folder=tmp_path / "out")
+    command = training("batch = next(batches)", before)
+    found = verify("seed-only", command, climb=True, closer=False, folder=tmp_path / "out")
 
     assert not found.same
-    assert (found.verdict.first.kind, found.verdict.first.step) == (Kind.RANDOM, 0)
+    assert found.equal_on.name == "no loader workers"
 
 
 @pytest.mark.slow

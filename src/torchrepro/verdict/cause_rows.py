@@ -46,6 +46,11 @@ CAUSES: tuple[Cause, ...] = (
         closer=False,
     ),
     Cause(
+        "What can be compared agrees; of the rest nobody can tell.",
+        (Kind.INCOMPARABLE,),
+        closer=False,
+    ),
+    Cause(
         "The runs were not seeded alike ({settings}).",
         (Kind.RANDOM,),
         alike=RANDOM_NUMBERS,

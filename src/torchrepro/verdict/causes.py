@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 
 _FEW = 3
 
+_LEFT_OPEN = {
+    "seeded": "promises the same random numbers and no more",
+    "aligned": "promises the same numbers within a tolerance, not the same bits",
+}
+"""What a guarantee leaves open."""
+
+_STRICT = "`debug-strict` (repeatable) promises the same bits on one machine"
+
 
 def advice(
     verdict: Verdict, meta: Mapping[str, Any] | None = None, command: str = ""
@@ -50,7 +58,26 @@ def advice(
         knob=fix.key if fix else "",
         setting=f"{fix.key}={fix.value}" if fix else "",
         closer=_closer(verdict, known, command, detail=unseen) if cause.closer else "",
+        promise=_promise(verdict, known),
     )
+
+
+def _promise(verdict: Verdict, meta: Mapping[str, Any]) -> str:
+    """Return who promises what the runs lack, where the profile of one of them does not."""
+    first = verdict.first
+    if first is None or first.kind in (Kind.ENDED, Kind.RANDOM, Kind.INCOMPARABLE):
+        return ""
+    left = {name: meta.get(name) for name in ("guarantee", "profile")}
+    unequal = {each.name: each.right for each in verdict.settings}
+    for its in (left, {name: unequal.get(name, value) for name, value in left.items()}):
+        if its["guarantee"] is None:
+            return f"no profile was in force, so nobody promised this; {_STRICT}"
+        if its["guarantee"] == "seeded" or (
+            its["guarantee"] == "aligned" and verdict.tolerance is None
+        ):
+            profile = f"`{its['profile']}` ({its['guarantee']})"
+            return f"{profile} {_LEFT_OPEN[its['guarantee']]}; {_STRICT}"
+    return ""
 
 
 def case_of(verdict: Verdict, meta: Mapping[str, Any]) -> Case:

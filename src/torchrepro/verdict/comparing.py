@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torchrepro.errors import Problem, TraceError
 from torchrepro.trace.reading import read_run
 from torchrepro.trace.request import LEVELS
-from torchrepro.verdict import asked as questions
+from torchrepro.verdict.asked import asked_of
 from torchrepro.verdict.causes import advice
 from torchrepro.verdict.ends import ended, missing
 from torchrepro.verdict.ladder import rung_above_recording
@@ -35,30 +35,39 @@ def compare(
 ) -> Verdict:
     """Compare two recorded runs, by their bits or, with a tolerance, by statistics of tensors.
 
-    Returns a `Verdict`: the same, or the first divergence. Raises `TraceError` for a folder that
-    holds no trace, and for recordings that cannot be compared in this way.
+    Returns a `Verdict`: the same, or the first divergence. Runs that were both recorded under the
+    guarantee `aligned` are held to its tolerance. Raises `TraceError` for a folder that holds no
+    trace, for recordings that cannot be compared in this way, and where nothing is compared.
     """
-    _check_tolerance(rtol=rtol, atol=atol)
-    if rtol is None and atol is None:
-        return answer(run_a, run_b, questions.bits)
-    return answer(run_a, run_b, questions.tolerance(rtol or 0.0, atol or 0.0))
+    return answer(run_a, run_b, tolerance_of(rtol, atol))
 
 
-def answer(run_a: Path | str, run_b: Path | str, asked: Asked) -> Verdict:
-    """Return what a comparison of two runs says to what is asked of them."""
-    with ExitStack() as stack:
-        stack.enter_context(_no_garbage_sought())
-        left, right = (_opened(run, stack) for run in (run_a, run_b))
-        verdict = _answer((str(run_a), str(run_b)), (left, right), asked)
-        return replace(verdict, advice=advice(verdict, next(iter(left.values())).meta))
-
-
-def _check_tolerance(**given: float | None) -> None:
-    for name, value in given.items():
+def tolerance_of(rtol: float | None, atol: float | None) -> tuple[float, float] | None:
+    """Return a tolerance of which at least one part is given; raises `TraceError` for a bad one."""
+    for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None and not 0 <= value < math.inf:
             raise TraceError(
                 Problem("no tolerance", key=name, found=str(value), legal="0 or more, and finite")
             )
+    return None if rtol is None and atol is None else (rtol or 0.0, atol or 0.0)
+
+
+def answer(
+    run_a: Path | str,
+    run_b: Path | str,
+    tolerance: tuple[float, float] | None,
+    *,
+    one_program: bool = False,
+) -> Verdict:
+    """Return whether two runs are the same, as `asked.asked_of` takes the question."""
+    with ExitStack() as stack:
+        stack.enter_context(_no_garbage_sought())
+        left, right = (_opened(run, stack) for run in (run_a, run_b))
+        runs = str(run_a), str(run_b)
+        pairs = [Pair(left[which], right[which], runs) for which in sorted(left) if which in right]
+        asked = asked_of(pairs, tolerance, one_program=one_program)
+        verdict = _answer(runs, (left, right), pairs, asked)
+        return replace(verdict, advice=advice(verdict, next(iter(left.values())).meta))
 
 
 def next_rung(verdict: Verdict) -> Rung | None:
@@ -109,10 +118,10 @@ def _name(trace: Trace) -> tuple[bool, str, str]:
 def _answer(
     runs: tuple[str, str],
     traces: tuple[dict[tuple[int, int], Trace], dict[tuple[int, int], Trace]],
+    pairs: Sequence[Pair],
     asked: Asked,
 ) -> Verdict:
     left, right = traces
-    pairs = [Pair(left[which], right[which], runs) for which in sorted(left) if which in right]
     if pairs and not any(pair.steps for pair in pairs) and _all_have_steps(pairs):
         raise TraceError(
             Problem(
@@ -128,13 +137,13 @@ def _answer(
     if first is not None:
         tally[first.sort] -= 1
     parting = first.first if first else next((divergence for divergence in absent), None)
-    compared = _compared(pairs, asked.level)
-    if parting is None and compared.level != "streams" and not compared.ops:
+    compared = _compared(pairs)
+    if parting is None and not any(one.anything for one in found):
         raise TraceError(
             Problem(
                 "nothing was recorded that could be compared",
                 found=" and ".join(runs),
-                todo=f"record at a finer level than `{compared.level}`",
+                todo=f"record both at one level, finer than `{compared.level}`",
             )
         )
     return Verdict(
@@ -155,7 +164,11 @@ def _answer(
             for name, side in zip(NAMES, traces, strict=True)
             for sentence in replicas(name, list(side.values()))
         ),
-        notes=tuple(_notes(found, absent, tally[ALONE])),
+        notes=(
+            *asked.notes,
+            *([asked.if_unequal] if parting and asked.if_unequal else []),
+            *_notes(found, absent, tally[ALONE]),
+        ),
     )
 
 
@@ -173,6 +186,8 @@ class PairFound:
     sort: str
     """How the first record differs."""
     notes: Sequence[str]
+    anything: bool
+    """Whether there was anything to compare."""
 
     @classmethod
     def of(cls, pair: Pair, comparison: Comparison) -> PairFound:
@@ -185,7 +200,7 @@ class PairFound:
             found.first = None  # it holds the records of the step
         if first is None:
             first, sort = comparison.otherwise() or ended(pair), ""
-        return cls(pair, steps, first, sort, comparison.notes())
+        return cls(pair, steps, first, sort, comparison.notes(), comparison.anything)
 
     @property
     def tally(self) -> Counter[str]:
@@ -207,7 +222,8 @@ class PairFound:
         if first is None:
             raise ValueError("the traces do not part")
         sent = first.phase == "collective" and first.kind is Kind.OUTPUTS
-        return first.step, sent or first.kind is Kind.ENDED, first.rank
+        late = first.kind in (Kind.ENDED, Kind.INCOMPARABLE)
+        return first.step, sent or late, first.rank
 
 
 def _first(found: Iterable[PairFound]) -> PairFound | None:
@@ -227,7 +243,7 @@ def _cells(found: Sequence[PairFound]) -> Iterable[Cell]:
             yield Cell(number, module, total - differing, differing)
 
 
-def _compared(pairs: Sequence[Pair], level: str) -> Compared:
+def _compared(pairs: Sequence[Pair]) -> Compared:
     rows = [pair.left.steps[step] for pair in pairs for step in pair.steps]
     levels = [str(trace.meta.get("level", "op")) for pair in pairs for trace in pair.traces]
     return Compared(
@@ -235,7 +251,7 @@ def _compared(pairs: Sequence[Pair], level: str) -> Compared:
         steps=len({row.step for row in rows}),
         ops=sum(row.records for row in rows),
         bytes=sum(row.bytes for row in rows),
-        level=level or min(levels, key=LEVELS.index, default=LEVELS[0]),
+        level=min(levels, key=LEVELS.index, default=LEVELS[0]),
     )
 
 

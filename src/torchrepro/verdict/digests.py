@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from torchrepro.verdict.case import NO_VALUE
 from torchrepro.verdict.pair import StepFound
 from torchrepro.verdict.value import Divergence, Kind, Side
 
@@ -42,11 +43,20 @@ class Digests:
                 return StepFound(first=partial(self._described, number, phase, name, one, other))
         return StepFound()
 
+    @property
+    def anything(self) -> bool:
+        """Whether both runs have at least one digest of these fields in common."""
+        return any(
+            self._left[number].get(name) and self._right[number].get(name)
+            for number in self.pair.steps
+            for _, name in self.fields
+        )
+
     def otherwise(self) -> Divergence | None:
-        """Return the first difference of all steps."""
+        """Return the first difference of all steps: of their digests, or of seeded generators."""
         found = (self.step(number).first for number in self.pair.steps)
         first = next((one for one in found if one is not None), None)
-        return first() if first else None
+        return first() if first else Streams(self.pair).otherwise()
 
     def notes(self) -> list[str]:
         """Say what was compared."""
@@ -67,18 +77,10 @@ class Digests:
 
 
 class Streams:
-    """Compares the states of the random generators alone."""
+    """Compares the states of the random generators."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
-
-    def step(self, number: int) -> StepFound:
-        """Compare one step."""
-        names = self.unequal(number)
-        if not names:
-            return StepFound()
-        what = f"the states of {', '.join(names)} differ when the step ends"
-        return StepFound(first=partial(at_step, self.pair, number, Kind.RANDOM, what))
 
     def unequal(self, number: int) -> list[str]:
         """Return the generators whose states differ when a step ends."""
@@ -86,12 +88,22 @@ class Streams:
         return [name for name in left if name in right and left[name] != right[name]]
 
     def otherwise(self) -> Divergence | None:
-        """Return nothing: steps are all there is."""
+        """Return where a generator that the profiles of both runs seed is in another state.
+
+        One that nobody seeded has another state in every run. What is drawn from it and used is
+        seen in what is computed.
+        """
+        for number in self.pair.steps:
+            names = [name for name in self.unequal(number) if self._is_seeded(name)]
+            if names:
+                what = f"the states of {', '.join(names)} differ when the step ends"
+                return at_step(self.pair, number, Kind.RANDOM, what)
         return None
 
-    def notes(self) -> list[str]:
-        """Say what was compared."""
-        return ["compared by the states of the random generators alone"]
+    def _is_seeded(self, generator: str) -> bool:
+        knob = f"seed.{generator.partition(':')[0]}"
+        knobs = ((trace.meta.get("knobs") or {}).get(knob) for trace in self.pair.traces)
+        return all(text not in NO_VALUE for text in knobs)
 
 
 def at_step(  # noqa: PLR0913, PLR0917 - the parts of a divergence

@@ -8,7 +8,7 @@ from operator import and_, eq, ne, or_
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torchrepro.errors import Problem, TraceError
-from torchrepro.verdict.digests import FIELDS, Digests
+from torchrepro.verdict.digests import FIELDS, Digests, at_step
 from torchrepro.verdict.explaining import described, divergence
 from torchrepro.verdict.history import seen
 from torchrepro.verdict.value import Kind
@@ -100,16 +100,20 @@ class Bits:
 
     def otherwise(self) -> Divergence | None:
         """Return what the steps as a whole differ in: something that no op computed."""
-        return None if self.incomparable else Digests(self.pair, FIELDS).otherwise()
+        if not self.incomparable:
+            return Digests(self.pair, FIELDS).otherwise()
+        what = f"{self._incomparable()}; {RERECORD}"
+        return at_step(self.pair, self.pair.steps[0], Kind.INCOMPARABLE, what)
 
     def notes(self) -> list[str]:
         """Say what could not be compared."""
-        if not self.incomparable:
-            return []
-        return [
+        return [self._incomparable()] if self.incomparable else []
+
+    def _incomparable(self) -> str:
+        return (
             f"{counted(self.incomparable, 'op')} ran on another kind of device in the other run, "
             "where fingerprints are taken in another way: no outputs of such an op were compared"
-        ]
+        )
 
 
 @dataclass(slots=True)
@@ -123,6 +127,8 @@ class Tolerance:
     pair: Pair
     rtol: float
     atol: float
+    needs_partner: bool = False
+    """Devices and precisions have ops of their own, one program on one machine has not."""
     worst: dict[int, str] = field(default_factory=dict)
     """What the first record of each part that differs is out of, by the left record's id."""
     unmatched: int = 0
@@ -132,7 +138,6 @@ class Tolerance:
         ("keys",),
         ("spots", "sizes"),  # devices have ops of their own for the same module
     )
-    needs_partner: bool = False
 
     def differing(self, left: Columns, right: Columns, matched: Matched) -> list[bool]:
         """Say of each pair whether statistics of its outputs are too far apart."""
@@ -156,18 +161,38 @@ class Tolerance:
     def described(self, parting: Parting) -> Divergence:
         """Return which statistic is out of tolerance first."""
         if parting.left is None or parting.right is None:
-            raise ValueError("only what has a partner can be out of tolerance")
+            return described(self.pair, parting)
         left, right = seen(self.pair.left, parting.left), seen(self.pair.right, parting.right)
         kind = Kind.DATA if left.site.op == "DataLoader" else Kind.OUTPUTS
         return divergence(self.pair, left, right, kind, self.worst[parting.left])
 
     def otherwise(self) -> Divergence | None:
-        """Return nothing: all that has statistics was compared."""
-        return None
+        """Return a loss that is out of tolerance, or that no op at all was compared."""
+        steps = self.pair.steps
+        records = sum(trace.steps[step].records for trace in self.pair.traces for step in steps)
+        if records and self.unmatched >= records:
+            what = "no op of one run has a counterpart in the other: nothing was compared"
+            return at_step(self.pair, steps[0], Kind.INCOMPARABLE, what)
+        return next(filter(None, map(self._losses_apart, steps)), None)
+
+    def _losses_apart(self, step: int) -> Divergence | None:
+        left, right = (
+            [loss.value for loss in trace.losses if loss.step == step] for trace in self.pair.traces
+        )
+        if len(left) != len(right):
+            what = f"{counted(len(left), 'loss')} and {len(right)}"
+        elif any(
+            not _near(one, other, self.atol + self.rtol * abs(other or 0.0))
+            for one, other in zip(left, right, strict=True)
+        ):
+            what = f"{' '.join(map(_shown, left))} and {' '.join(map(_shown, right))}"
+        else:
+            return None
+        return at_step(self.pair, step, Kind.OUTPUTS, what, "forward", "loss")
 
     def notes(self) -> list[str]:
         """Say what could not be compared."""
-        if not self.unmatched:
+        if not self.unmatched or self.needs_partner:
             return []
         have = "has" if self.unmatched == 1 else "have"
         ops = counted(self.unmatched, "op")
@@ -175,7 +200,11 @@ class Tolerance:
 
     def _apart(self, left: Sequence[Statistics], right: Sequence[Statistics]) -> str:
         """Return what of some outputs is out of tolerance, in words; nothing if all are within."""
-        for place, (one, other) in enumerate(zip(left, right, strict=False)):
+        if len(left) != len(right):
+            return f"statistics of {counted(len(left), 'output')} and of {len(right)}"
+        if not left:
+            return "they differ, and no statistics of them were recorded"
+        for place, (one, other) in enumerate(zip(left, right, strict=True)):
             what = out_of_tolerance(one, other, self.rtol, self.atol)
             if what:
                 return f"output {place}: {what}"
@@ -218,11 +247,17 @@ def refuse_unequal_algorithms(used: tuple[frozenset[str], frozenset[str]]) -> No
         )
 
 
-def refuse_missing_statistics(pair: Pair) -> None:
-    """Raise `TraceError` if a tolerance has nothing to work on."""
-    for trace, run in zip(pair.traces, pair.runs, strict=True):
-        if not trace.meta.get("statistics"):
-            raise TraceError(Problem("has no statistics of tensors", found=run, todo=RERECORD))
+def lacks_statistics(pair: Pair) -> str:
+    """Return which run a tolerance has nothing to work on in, and what to record; else nothing."""
+    lacking = [
+        name
+        for name, trace in zip(pair.names, pair.traces, strict=True)
+        if not trace.meta.get("statistics")
+    ]
+    if not lacking:
+        return ""
+    have = "has" if len(lacking) == 1 else "have"
+    return f"{' and '.join(lacking)} {have} no statistics of tensors; {RERECORD}"
 
 
 def _statistics(trace: Trace, columns: Columns) -> dict[int, list[Statistics]]:

@@ -60,6 +60,13 @@ class Records:
         )
         return left, right
 
+    @property
+    def anything(self) -> bool:
+        """Whether a step that both runs have holds a record."""
+        return any(
+            trace.steps[number].records for trace in self.pair.traces for number in self.pair.steps
+        )
+
     def step(self, number: int) -> StepFound:
         """Compare what the main thread did in a step; add what was recorded of others meanwhile."""
         if not self._unequal_steps:

@@ -49,7 +49,7 @@ def _grid(rows: Rows) -> Table:
 
 
 def _where(first: Divergence) -> Rows:
-    if first.kind is Kind.ENDED:
+    if first.kind in (Kind.ENDED, Kind.INCOMPARABLE):
         return [("what", first.what)] if first.what else []
     return [
         ("op", f"{first.op}: {first.kind}" if first.op else str(first.kind)),
@@ -109,7 +109,15 @@ def _fingerprints(
 
 
 def _after(verdict: Verdict) -> Rows:
-    if verdict.same or verdict.first is None or verdict.first.kind is Kind.ENDED:
+    if (
+        verdict.same
+        or verdict.first is None
+        or verdict.first.kind
+        in (
+            Kind.ENDED,
+            Kind.INCOMPARABLE,
+        )
+    ):
         return []
     rows = [("afterwards", words.aftermath(verdict))]
     return rows + ([("modules", words.modules(verdict))] if verdict.by_module else [])
@@ -120,6 +128,7 @@ def _advice(verdict: Verdict, rung: Rung | None) -> Rows:
     found = verdict.advice
     if found:
         rows += [("likely cause", found.cause)]
+        rows += [("promised", found.promise)] if found.promise else []
         rows += [("try", _explained(found))] if found.setting else []
     if rung:
         overrides = " ".join(map(quote, rung.overrides))

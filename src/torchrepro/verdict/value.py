@@ -23,6 +23,7 @@ class Kind(StrEnum):
     ONLY_ONE = "only one run has it"
     RANDOM = "another state of a random generator"
     ENDED = "one run ended earlier"
+    INCOMPARABLE = "not all could be compared"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class Compared:
     ops: int
     bytes: int
     level: str
-    """``step``, ``module`` or ``op``, the coarser of the two recordings; or ``streams``."""
+    """``step``, ``module`` or ``op``, the coarser of the two recordings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,8 @@ class Advice:
     """The override that sets it, as in ``backends.torch.deterministic_algorithms=error``."""
     closer: str
     """The exact command to look closer; empty where nothing more is to be seen."""
+    promise: str = ""
+    """Who promises what the runs lack, where the profiles in force do not; else empty."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,6 @@ _WIDE = 96  # characters of a line of source that are shown
 SAME_FOR_B = "then the same for B into a folder of its own, and `torchrepro compare` the two"
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
-_CLOSELY = {"streams": "by the states of their random generators"}
-"""How closely two runs were compared at a level, where it is not bit for bit."""
-
 _PHASES = {
     "forward": "in the forward pass",
     "backward": "in the backward pass",
@@ -38,6 +35,8 @@ def headline(verdict: Verdict) -> str:
         return f"the same: {certainty(verdict)}"
     if verdict.first is None:
         return "not the same"
+    if verdict.first.kind is Kind.INCOMPARABLE:
+        return f"not known to be the same: {Kind.INCOMPARABLE}"
     if verdict.first.kind is Kind.ENDED:
         return f"not the same: {Kind.ENDED}, {place(verdict.first)}"
     return f"not the same: they part {place(verdict.first)}"
@@ -58,18 +57,17 @@ def place(first: Divergence) -> str:
 
 def certainty(verdict: Verdict) -> str:
     """Return how much was compared, and how closely."""
-    how = _CLOSELY.get(verdict.compared.level, "bit for bit")
+    how = "bit for bit"
     if verdict.tolerance is not None:
         rtol, atol = verdict.tolerance
-        how = f"within rtol={rtol:g}, atol={atol:g}"
+        how = f"within rtol={rtol:g}, atol={atol:g} by mean, norm and range of each tensor"
     return f"{amount(verdict.compared)}, {how}"
 
 
 def amount(compared: Compared) -> str:
     """Return how much was compared."""
     ranks = [counted(compared.ranks, "rank")] if compared.ranks != 1 else []
-    unsaid = compared.level in ("op", *_CLOSELY)
-    level = "" if unsaid else f" (recorded at level {compared.level})"
+    level = "" if compared.level == "op" else f" (recorded at level {compared.level})"
     what = "op" if compared.level == "op" else "record"
     parts = [*ranks, counted(compared.steps, "step"), counted(compared.ops, what)]
     return ", ".join([*parts, size(compared.bytes)]) + level

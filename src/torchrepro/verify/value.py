@@ -59,7 +59,7 @@ class Verification(Displayed):
     """The answer: whether all runs of a command were the same."""
 
     asked: str
-    """``streams``, ``bits`` or ``tolerance``."""
+    """``bits`` or ``tolerance``."""
     runs: tuple[Run, ...]
     verdicts: tuple[Verdict, ...]
     """The first run against each of the others, in their order."""
