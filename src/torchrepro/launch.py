@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchrepro.errors import ApplyError, Problem, ProfileError
+from torchrepro.errors import ApplyError, Problem, ProfileError, TraceError
 from torchrepro.hidden import secret_values
 from torchrepro.manifest.command_line import shareable
 from torchrepro.planner import Plan, make_plan, observe, refusal
@@ -70,11 +70,10 @@ def environment_for(plan: Plan, environment: Mapping[str, str]) -> dict[str, str
     """
     if plan.stopping:
         raise ApplyError(refusal(plan.resolved, plan.stopping), plan.report)
-    python_path = os.pathsep.join(filter(None, [str(BOOT), environment.get("PYTHONPATH", "")]))
     return {
         **environment,
         **plan.variables,
-        "PYTHONPATH": python_path,
+        "PYTHONPATH": _python_path(environment),
         PROFILE: json.dumps(plan.resolved.to_json(), sort_keys=True),
         SEED: _seed_alone(plan.resolved),
         FIRST: str(os.getpid()),
@@ -86,6 +85,10 @@ def _seed_alone(resolved: Resolved) -> str:
     if seed is None:
         return ""
     return str(seed) if ranks == "same" else "by rank"
+
+
+def _python_path(environment: Mapping[str, str]) -> str:
+    return os.pathsep.join(filter(None, [str(BOOT), environment.get("PYTHONPATH", "")]))
 
 
 def start(resolved: Resolved, command: Sequence[str], more: Mapping[str, str]) -> None:
@@ -108,6 +111,28 @@ def prepared(resolved: Resolved, command: Sequence[str]) -> tuple[str, dict[str,
     Raises as `start` does.
     """
     outer_run(resolved, "the run inside it")
+    program = _program(command)
+    barrier = unreachable(program, command)
+    if barrier:
+        raise ApplyError(f"the profile cannot reach `{_shown(command)}`: {barrier}")
+    before_python_starts = make_plan(resolved, observe(resolved, closed={}))
+    return program, environment_for(before_python_starts, os.environ)
+
+
+def prepared_as_it_is(command: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """Return the program that `command` names, and the environment in which it can be recorded.
+
+    No profile comes with it. Raises `ProfileError` for a command that is not there, and
+    `TraceError` for one whose Python would not record.
+    """
+    program = _program(command)
+    barrier = unreachable(program, command)
+    if barrier:
+        raise TraceError(Problem(f"`{_shown(command)}` cannot be recorded: {barrier}"))
+    return program, {**os.environ, "PYTHONPATH": _python_path(os.environ)}
+
+
+def _program(command: Sequence[str]) -> str:
     program = shutil.which(command[0])
     if program is None:
         raise ProfileError(
@@ -117,12 +142,11 @@ def prepared(resolved: Resolved, command: Sequence[str]) -> tuple[str, dict[str,
                 todo="check its name and PATH",
             )
         )
-    barrier = unreachable(program, command)
-    if barrier:
-        shown = " ".join(shareable(command, secret_values(os.environ)))
-        raise ApplyError(f"the profile cannot reach `{shown}`: {barrier}")
-    before_python_starts = make_plan(resolved, observe(resolved, closed={}))
-    return program, environment_for(before_python_starts, os.environ)
+    return program
+
+
+def _shown(command: Sequence[str]) -> str:
+    return " ".join(shareable(command, secret_values(os.environ)))
 
 
 def unreachable(program: str, command: Sequence[str]) -> str:

@@ -43,6 +43,20 @@ def put_in_force_on_import() -> None:
             _when_imported(module)
 
 
+def record_on_import() -> None:
+    """Wait for the import of torch and record from then on, in a process without a profile.
+
+    Nothing else of the process changes.
+    """
+
+    def begin(module: str) -> None:
+        waiting.unwatch()
+        _record_if_asked()
+
+    waiting = AfterImport(["torch"], begin)
+    waiting.watch()
+
+
 def in_force_now() -> Applied | None:
     """Import what is still waited for, and return the profile that is then wholly in force."""
     if "waiting" not in _state:

@@ -91,6 +91,21 @@ def test_verify_runs_and_compares(run: Callable[..., Ended]) -> None:
     assert "run 2 of 2" in done.stderr
 
 
+def test_verify_without_a_profile_says_what_it_certifies(
+    run: Callable[..., Ended], tmp_path: Path
+) -> None:
+    """`verify -- COMMAND` runs the command as it is; numbers that differ are exit status 1."""
+    train = "import torch; torch.{}; torch.rand(3).sum(); import torchrepro; torchrepro.end_step()"
+    for call, status in (("manual_seed(1)", 0), ("seed()", 1)):
+        (tmp_path / "draw.py").write_text(train.format(call), encoding="utf-8")
+        done = run("verify", "--no-closer", "--json", "--", sys.executable, "draw.py")
+        answer = json.loads(done.stdout)
+
+        assert done.returncode == status, done.stderr
+        assert (answer["same"], answer["profile"]) == (status == 0, None)
+        assert answer["certifies"] == f"{sys.executable} draw.py"
+
+
 WRONG = {
     "a folder that is not there": (("compare", "nowhere", "nowhere"), "no such folder"),
     "a folder without a trace": (("compare", ".", "."), "holds no trace"),
@@ -105,6 +120,8 @@ WRONG = {
     ),
     "no command to record": (("run", "./plain.yaml", "--record", "x"), "write it after `--`"),
     "no command to verify": (("verify", "./plain.yaml"), "torchrepro verify ./plain.yaml -- "),
+    "nothing to verify": (("verify",), "torchrepro verify -- "),
+    "an override alone": (("verify", "seed=7", "--", "true"), "no profile before it"),
     "an unknown profile": (("verify", "debug-strickt", "--", "true"), "did you mean"),
     "a command that is not there": (("verify", "./plain.yaml", "--", "no-such"), "no such command"),
     "a command that computes nothing": (("verify", "./plain.yaml", "--", "true"), "recorded"),

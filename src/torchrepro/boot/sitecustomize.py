@@ -15,15 +15,16 @@ def _step_aside():
 
 
 def _hand_over():
-    if os.environ.get("TORCHREPRO_PROFILE") and not _put_in_force():
+    asked = os.environ.get("TORCHREPRO_PROFILE") or os.environ.get("TORCHREPRO_RECORD")
+    if asked and not _begin():
         atexit.register(_tell_if_torch_was_imported)
 
 
-def _put_in_force():
+def _begin():
     if sys.version_info < (3, 11):  # noqa: UP036 - whatever Python the command starts
         return False
     try:
-        from torchrepro.started import put_in_force_on_import
+        from torchrepro.started import put_in_force_on_import, record_on_import
 
         if os.environ.get("TORCHREPRO_STRESS"):
             from torchrepro.verify.perturbed import perturb
@@ -31,13 +32,17 @@ def _put_in_force():
             perturb(os.environ)
     except ImportError:
         return False  # this Python has no torchrepro: it is left alone
-    put_in_force_on_import()
+    if os.environ.get("TORCHREPRO_PROFILE"):
+        put_in_force_on_import()
+    else:
+        record_on_import()
     return True
 
 
 def _tell_if_torch_was_imported():
     if "torch" in sys.modules:
-        words = "imported torch and is under no profile: no torchrepro can be imported by"
+        lacks = "under no profile" if os.environ.get("TORCHREPRO_PROFILE") else "not recorded"
+        words = "imported torch and is " + lacks + ": no torchrepro can be imported by"
         line = " ".join(["torchrepro: process", str(os.getpid()), words, sys.executable])
         sys.stderr.write(line + "\n")
 

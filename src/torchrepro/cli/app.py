@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -51,6 +52,10 @@ def print_json(value: Any) -> None:
 def resolved_profile(profile: str, overrides: list[str] | None) -> Resolved:
     from torchrepro.profile.load import ProfileNote, load
 
+    if "=" in profile and not Path(profile).exists():
+        raise ProfileError(
+            Problem("an override, and no profile before it", found=profile, todo="name the profile")
+        )
     for text in overrides or ():
         if "=" not in text and not text.startswith("~"):
             raise ProfileError(

@@ -175,7 +175,7 @@ def compare_runs(  # noqa: PLR0913, PLR0917 - see above
 @app.command("verify", options_metavar="[OPTIONS]", epilog="The command stands after `--`.")
 def verify_command(  # noqa: PLR0913, PLR0917 - see above
     context: typer.Context,
-    profile: ProfileName,
+    profile: ProfileName = "",
     overrides: Overrides = None,
     runs: Annotated[int, typer.Option(min=2, help="How often the command is run.")] = 2,
     stress: Annotated[  # noqa: FBT002
@@ -199,20 +199,23 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
 ) -> None:
     """Run a command several times, compare all it computes, and name the first divergence.
 
-    What is asked is what the profile promises: `seeded` the same random numbers, `repeatable` the
-    same bits, `aligned` the same numbers within a tolerance. Exit 1 if the runs differ.
+    Without PROFILE the command runs as it is, recorded and nothing set: `torchrepro verify --
+    python train.py`. The same means the same bits, whatever the profile promises; --rtol and
+    --atol, or a profile with the guarantee `aligned`, ask for the same numbers within a tolerance.
+    Exit 1 if the runs differ.
     """
     from torchrepro.verify.process import Stopped
     from torchrepro.verify.storm import EVERYTHING
     from torchrepro.verify.told import verification_json, verification_parts
     from torchrepro.verify.verifying import verify
 
-    command = given_command(context, f"verify {profile}")
+    command = given_command(context, f"verify {profile}".rstrip())
     check_page(report)
-    resolved_profile(profile, overrides)  # says what is wrong with it before anything is started
+    if profile:
+        resolved_profile(profile, overrides)  # says what is wrong with it before anything starts
     try:
         found = verify(
-            profile,
+            profile or None,
             command,
             overrides=overrides or (),
             runs=runs,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from torchrepro.hidden import (
@@ -54,6 +55,11 @@ def shareable(words: Sequence[str], secrets: Iterable[str]) -> list[str]:
         hiding = right_after or (hiding and not is_option)
         before = word
     return [_without(text, secrets) for text in shown]
+
+
+def shell_line(words: Sequence[str]) -> str:
+    """Return `words`, of which some may be hidden, as one line that a shell takes."""
+    return " ".join(word if HIDDEN in word else quote(word) for word in words)
 
 
 def _without(text: str, secrets: tuple[str, ...]) -> str:

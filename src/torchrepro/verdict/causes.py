@@ -176,6 +176,8 @@ def _closer(verdict: Verdict, meta: Mapping[str, Any], command: str, *, detail: 
     first = verdict.first
     if first is None or (first.elements and not detail) or first.kind is Kind.ENDED:
         return ""
+    if command and not meta.get("profile"):
+        return ""  # `verify` ran it as it is, which `run` cannot
     keep = f" --keep {quote(first.module)}" if first.module else ""
     return (
         f"torchrepro run {quote(str(meta.get('profile') or 'PROFILE'))}"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def looked_closer(
     runner: Runner,
-    resolved: Resolved,
+    resolved: Resolved | None,
     question: Question,
     verdict: Verdict,
     around: tuple[Surroundings, Surroundings],

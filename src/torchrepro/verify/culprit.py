@@ -24,7 +24,7 @@ class Search:
     """Runs a command under a part of a storm, to see whether that part is enough."""
 
     runner: Runner
-    resolved: Resolved
+    resolved: Resolved | None
     question: Question
     storm: Storm
     first: Run
@@ -75,14 +75,16 @@ def halved(names: Sequence[str], parts: Callable[[Sequence[str]], bool]) -> tupl
     return tuple(names)
 
 
-def with_culprit(verdict: Verdict, stressed: Stressed, storm: Storm, resolved: Resolved) -> Verdict:
+def with_culprit(
+    verdict: Verdict, stressed: Stressed, storm: Storm, resolved: Resolved | None
+) -> Verdict:
     """Return a verdict that names what makes the runs part, and what helps against it."""
     verdict = replace(verdict, notes=(stressed.what, *verdict.notes))
     if len(stressed.culprits) != 1 or verdict.advice is None:
         return verdict
     row = next(row for row in storm.rows if row.name in stressed.culprits)
     key, _, value = row.fix.partition("=")
-    given = str(flatten(resolved.values).get(key, "")).lower()
+    given = str(flatten(resolved.values if resolved else {}).get(key, "")).lower()
     helps = bool(row.fix) and given != value
     advice = replace(
         verdict.advice,

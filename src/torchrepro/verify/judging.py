@@ -9,6 +9,8 @@ from shlex import join
 from typing import TYPE_CHECKING
 
 from torchrepro.errors import ApplyError, Problem, TorchreproError, TraceError, printable
+from torchrepro.manifest.command_line import shareable, shell_line
+from torchrepro.manifest.contents import secrets_here
 from torchrepro.trace.reading import read_run
 from torchrepro.verdict.causes import advice
 from torchrepro.verdict.value import Compared, Divergence, Kind, Verdict
@@ -42,7 +44,8 @@ def verdict_of(question: Question, first: Run, other: Run, command: Sequence[str
     if first.status != other.status:
         found = replace(found, notes=(_ends(first, other), *found.notes))
     meta = read_run(first.folder)[0].meta
-    return replace(found, advice=advice(found, meta, join(command)))
+    shown = shell_line(shareable(command, secrets_here()))
+    return replace(found, advice=advice(found, meta, shown))
 
 
 def _ends(*runs: Run) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrepro.errors import TraceError
-from torchrepro.launch import prepared
+from torchrepro.launch import prepared, prepared_as_it_is
 from torchrepro.trace.reading import read_run
 from torchrepro.trace.request import VARIABLE, Request
 from torchrepro.verify.elsewhere import mirrored
@@ -38,19 +38,22 @@ class Runner:
 
     def run(
         self,
-        resolved: Resolved,
+        resolved: Resolved | None,
         name: str,
         around: Surroundings = CALM,
         perturbed: tuple[str, ...] = (),
     ) -> Run:
-        """Run the command once and say how long it took.
+        """Run the command once, as it is without a profile, and say how long it took.
 
-        Raises `ProfileError` and `ApplyError` for a command that cannot be started under the
-        profile, and `Stopped` if a signal ends us.
+        Raises `ProfileError`, `ApplyError` and `TraceError` for a command that cannot be started
+        under the profile, or recorded, and `Stopped` if a signal ends us.
         """
         traces, log = self.folder / name, self.folder / f"{name}.log"
         request = replace(self.request, folder=str(traces))
-        program, environment = prepared(resolved, self.command)
+        if resolved is None:
+            program, environment = prepared_as_it_is(self.command)
+        else:
+            program, environment = prepared(resolved, self.command)
         request.prepare_folder()
         environment |= {**around.environment(), VARIABLE: request.to_variable()}
         with ExitStack() as stack:

@@ -28,13 +28,14 @@ class Storm:
     skipped: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def of(cls, names: Iterable[str], resolved: Resolved) -> Storm:
-        """Return the perturbations of these names that can be used under a profile.
+    def of(cls, names: Iterable[str], resolved: Resolved | None) -> Storm:
+        """Return the perturbations of these names that can be used under a profile, if any.
 
         Raises `ProfileError` for a name that there is not.
         """
         rows = [_row(name) for name in dict.fromkeys(names)]
-        reasons = [(row, row.skipped(resolved.environment())) for row in rows]
+        settled = resolved.environment() if resolved is not None else {}
+        reasons = [(row, row.skipped(settled)) for row in rows]
         return cls(
             tuple(row for row, reason in reasons if not reason),
             tuple((row.name, reason) for row, reason in reasons if reason),

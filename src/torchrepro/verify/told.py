@@ -6,7 +6,7 @@ from dataclasses import asdict
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import some
+from torchrepro.errors import printable, some
 from torchrepro.verdict.as_json import verdict_json
 from torchrepro.verdict.told import verdict_parts
 from torchrepro.verdict.words import counted
@@ -29,10 +29,17 @@ def _more(found: Verification) -> Iterator[str]:
 
 
 def _lines(found: Verification) -> Iterator[str]:
+    yield f"{'certifies' if found.same else 'not certified'}: {printable(found.certifies)}"
+    if found.own_profile:
+        yield f"(run as it is; it was under {printable(found.own_profile)})"
+    elif not found.profile:
+        yield "(run as it is, under no profile)"
     if found.stressed is not None:
         yield from _perturbed(found.stressed)
     if found.climbed is not None:
         yield from _climbed(found)
+    elif found.own_profile and not found.same:
+        yield "a climb adds settings to a profile that `torchrepro verify PROFILE` puts in force"
     if found.folder:
         yield f"recordings and logs are in {found.folder}"
 
@@ -68,6 +75,9 @@ def verification_json(found: Verification) -> dict[str, Any]:
     return {
         **verdict_json(found.verdict, found.next_rung),
         "asked": found.asked,
+        "certifies": found.certifies,
+        "profile": found.profile,
+        "own_profile": found.own_profile,
         "runs": [
             {**asdict(run), "same": position == 0 or found.verdicts[position - 1].same}
             for position, run in enumerate(found.runs)

@@ -60,6 +60,12 @@ class Verification(Displayed):
 
     asked: str
     """``bits`` or ``tolerance``."""
+    certifies: str
+    """The command line that was verified, as a shell takes it; what could be a secret is hidden."""
+    profile: str | None
+    """The name of the profile that the command was started under; None for one run as it is."""
+    own_profile: str | None
+    """The name of the one that the command put in force itself, where it was run as it is."""
     runs: tuple[Run, ...]
     verdicts: tuple[Verdict, ...]
     """The first run against each of the others, in their order."""

@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import Problem, ProfileError
+from torchrepro.hidden import HIDDEN, sounds_secret, without_secrets
+from torchrepro.manifest.command_line import shareable, shell_line
+from torchrepro.manifest.contents import secrets_here
 from torchrepro.profile.load import resolve
 from torchrepro.trace.reading import read_run
 from torchrepro.trace.request import Request
 from torchrepro.verdict.causes import accelerator
-from torchrepro.verdict.ladder import next_rung
+from torchrepro.verdict.ladder import next_rung, rung_above_recording
 from torchrepro.verify.climbing import climb as climbed
 from torchrepro.verify.closer import looked_closer
 from torchrepro.verify.culprit import Search, with_culprit
@@ -28,11 +31,14 @@ from torchrepro.verify.value import Run, Verification
 from torchrepro.verify.workplace import workplace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torchrepro.profile.resolved import Resolved
     from torchrepro.verify.surroundings import Surroundings
     from torchrepro.verify.workplace import Workplace
+
+FOOT_OF_THE_LADDER = {"schema": 1, "name": "nothing", "guarantee": "seeded"}
+"""A profile that sets nothing."""
 
 FEWEST = 2
 """Runs that it takes to compare anything."""
@@ -60,10 +66,10 @@ def verify(  # noqa: PLR0913 - each is an option of the command
 ) -> Verification:
     """Run `command` under `profile` in fresh processes and say whether all runs are the same.
 
-    The profile's guarantee decides what is asked: `seeded` the same random numbers, `repeatable`
-    the same bits, `aligned` the same within a tolerance; `rtol` and `atol` ask for that whatever
-    the guarantee. Every run after the first is perturbed by the perturbations that `stress` names
-    (`storm.EVERYTHING` are all). Where runs part, two more look closer at the first divergence
+    Without a profile, which is None, the command runs as it is: recorded, and nothing set. The same
+    means the same bits; `rtol` and `atol`, or the guarantee `aligned`, ask for the same numbers
+    within a tolerance. Every run after the first is perturbed by the perturbations that `stress`
+    names (`storm.EVERYTHING` are all). Where runs part, two more look closer at the divergence
     unless `closer` is false, and `climb` tries the rungs of the ladder. Recordings go into
     `folder`, which is new or empty; without one into a temporary folder that stays only if runs
     part. `say` takes the progress as text. Raises `ProfileError` for a wrong request, `ApplyError`
@@ -74,14 +80,53 @@ def verify(  # noqa: PLR0913 - each is an option of the command
         raise ProfileError(
             Problem("too few to compare", key="runs", found=str(runs), legal=f"{FEWEST} or more")
         )
-    resolved = resolve(profile, overrides)
-    question = question_of(resolved.guarantee, rtol, atol)
+    resolved = _resolved(profile, overrides)
+    question = question_of(resolved.guarantee if resolved else "", rtol, atol)
     storm = Storm.of(stress, resolved)
     request = Request("", level=level, keep=tuple(keep), statistics=question.statistics)
     with workplace(os.fspath(folder), say) as place:
         runner = Runner(tuple(command), place.folder, request, say)
-        found = _Verifying(runner, resolved, question, storm)
+        line = command_line(profile, resolved, overrides, command)
+        found = _Verifying(runner, resolved, question, storm, line)
         return _finished(found.verification(runs, closer=closer, climb=climb), place)
+
+
+def _resolved(profile: Any, overrides: Sequence[str]) -> Resolved | None:
+    if profile is not None:
+        return resolve(profile, overrides)
+    if overrides:
+        raise ProfileError(
+            Problem(
+                "overrides, and no profile that they could change",
+                found=" ".join(overrides),
+                todo="name the profile before them",
+            )
+        )
+    return None
+
+
+def command_line(
+    profile: Any, resolved: Resolved | None, overrides: Sequence[str], command: Sequence[str]
+) -> str:
+    """Return what starts `command` in the way that is verified, as a shell takes it.
+
+    What could be a secret is hidden, as it is in a manifest.
+    """
+    secrets = secrets_here(*([resolved] if resolved else []))
+    words = shareable(command, secrets)
+    if resolved is not None:
+        named = isinstance(profile, str | os.PathLike)
+        ours = ["torchrepro", "run", os.fspath(profile) if named else resolved.name]
+        words = [*ours, *(_override(text, secrets) for text in overrides), "--", *words]
+    return shell_line(words)
+
+
+def _override(text: str, secrets: Sequence[str]) -> str:
+    key, equals, _ = text.partition("=")
+    if equals and sounds_secret(key):
+        return f"{key}={HIDDEN}"
+    shown: str = without_secrets(text, tuple(secrets))
+    return shown
 
 
 def _finished(found: Verification, place: Workplace) -> Verification:
@@ -93,9 +138,10 @@ class _Verifying:
     """A verification that is under way."""
 
     runner: Runner
-    resolved: Resolved
+    resolved: Resolved | None
     question: Question
     storm: Storm
+    certifies: str
 
     def verification(self, count: int, *, closer: bool, climb: bool) -> Verification:
         """Run, compare, and find out more where runs part."""
@@ -104,7 +150,16 @@ class _Verifying:
         verdicts = [verdict_of(self.question, done[0], run, command) for run in done[1:]]
         parted = next((at for at, verdict in enumerate(verdicts) if not verdict.same), None)
         stressed = self.storm.used
-        found = Verification(self.question.name, done, tuple(verdicts), "", stressed)
+        found = Verification(
+            self.question.name,
+            self.certifies,
+            self.resolved.name if self.resolved else None,
+            self._own_profile(done),
+            done,
+            tuple(verdicts),
+            "",
+            stressed,
+        )
         if parted is None:
             return found
         around = self._around(parted + FEWEST)
@@ -121,6 +176,10 @@ class _Verifying:
         verdicts[parted] = verdict
         found = replace(found, verdicts=tuple(verdicts), stressed=stressed)
         return self._on_the_ladder(found, done, around, climb=climb)
+
+    def _own_profile(self, done: Sequence[Run]) -> str | None:
+        """Return the profile that the command puts in force itself, where we put none."""
+        return _meta(done).get("profile") if self.resolved is None else None
 
     def _runs(self, count: int) -> tuple[Run, ...]:
         done: list[Run] = []
@@ -147,11 +206,21 @@ class _Verifying:
         *,
         climb: bool,
     ) -> Verification:
-        """Climb the ladder if that is asked for, or say which rung is next."""
-        recorded = next(run for run in done if run.steps)
-        device = accelerator(read_run(recorded.folder)[0].meta)
-        first = found.verdict.first
+        """Climb the ladder if that is asked for, or say which rung is next.
+
+        Without a profile the climb begins at its foot. One that the command puts in force itself
+        is out of reach.
+        """
+        meta, first = _meta(done), found.verdict.first
+        if self.resolved is None and (found.own_profile or not climb):
+            return replace(found, next_rung=rung_above_recording(meta, first))
+        base, device = self.resolved or resolve(FOOT_OF_THE_LADDER), accelerator(meta)
         if not climb:
-            return replace(found, next_rung=next_rung(self.resolved.values, first, device))
-        tried = climbed(self.runner, self.resolved, self.question, first, device, around)
+            return replace(found, next_rung=next_rung(base.values, first, device))
+        tried = climbed(self.runner, base, self.question, first, device, around)
         return replace(found, climbed=tuple(tried))
+
+
+def _meta(done: Sequence[Run]) -> Mapping[str, Any]:
+    recorded = next(run for run in done if run.steps)
+    return read_run(recorded.folder)[0].meta

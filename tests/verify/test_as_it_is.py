@@ -1,0 +1,132 @@
+"""A command without a profile: run as it is, recorded, and told for what it was."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchrepro.errors import ProfileError, TraceError
+from torchrepro.profile.load import resolve
+from torchrepro.verify.told import verification_json
+from torchrepro.verify.verifying import command_line, verify
+
+STATE = """
+import json, os, random, sys
+import numpy
+print(json.dumps([
+    random.random(), numpy.random.rand(), torch.rand(1).item(), torch.initial_seed(),
+    torch.are_deterministic_algorithms_enabled(), torch.get_num_threads(), hash("word"),
+    torch.backends.mkldnn.deterministic, torch.utils.deterministic.fill_uninitialized_memory,
+    sys.path, sys.argv, sys.flags.hash_randomization,
+    {k: v for k, v in os.environ.items() if k not in ("TORCHREPRO_RECORD", "PYTHONPATH")},
+]))
+"""
+APP = """
+import hydra
+
+@hydra.main(version_base=None, config_path=None)
+def main(cfg):
+    exec(compile(open("train.py").read(), "train.py", "exec"), {})
+
+main()
+"""
+
+
+def program(training, end: str = "") -> list[str]:
+    """Write a training program that seeds itself; return its command."""
+    before = (
+        "import random, numpy, torch\nrandom.seed(3); numpy.random.seed(3); torch.manual_seed(3)"
+    )
+    command = training(before=before)
+    with open("train.py", "a", encoding="utf-8") as file:  # noqa: PTH123
+        file.write(end)
+    return command
+
+
+def test_recording_without_a_profile_changes_nothing_else(training, tmp_path, monkeypatch):
+    """A recorded program draws the numbers, and has the flags and variables, of a plain run."""
+    monkeypatch.setenv("PYTHONHASHSEED", "5")
+    command = program(training, STATE)
+    plain = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = verify(None, command, folder=tmp_path / "out")
+    answer = verification_json(found)
+
+    assert found.same
+    assert (answer["profile"], answer["own_profile"], answer["asked"]) == (None, None, "bits")
+    assert answer["certifies"] == f"{sys.executable} train.py"
+    for run in found.runs:
+        recorded = Path(run.log).read_text(encoding="utf-8")
+        assert json.loads(recorded) == json.loads(plain)
+
+
+@pytest.mark.slow
+def test_a_program_that_nobody_seeds_is_not_the_same_and_a_climb_starts_at_the_foot(
+    training, tmp_path
+):
+    """As it is it parts; the lowest rung of the ladder is the first that is tried."""
+    found = verify(
+        None,
+        training("batch += __import__('random').random()"),
+        climb=True,
+        closer=False,
+        folder=tmp_path / "out",
+    )
+    answer = verification_json(found)
+
+    assert not found.same
+    assert "debug-strict" in answer["advice"]["promise"]
+    assert answer["climb"]["equal_on"] == answer["climb"]["tried"][0]["name"] == "seeds"
+
+
+@pytest.mark.slow
+def test_the_profile_of_a_hydra_app_is_verified_as_the_app_puts_it_in_force(training, tmp_path):
+    """`+repro=` comes from Hydra inside of the recorded process, or from outside, as is said."""
+    training()
+    Path("app.py").write_text(APP, encoding="utf-8")
+    words = ["app.py", "+repro=debug-strict", "hydra.output_subdir=null", "hydra.run.dir=."]
+    command = [sys.executable, *words]
+    line = " ".join([sys.executable, *words])
+    for profile, starts, own in (
+        (None, "", "debug-strict"),
+        ("debug-strict", "torchrepro run debug-strict -- ", None),
+    ):
+        found = verify(profile, command, folder=tmp_path / str(profile))
+        answer = verification_json(found)
+
+        assert found.same
+        assert answer["certifies"] == starts + line
+        assert (answer["profile"], answer["own_profile"]) == (profile, own)
+
+
+def test_no_secret_of_the_command_line_is_in_what_is_certified(monkeypatch):
+    """What a manifest hides of a command line is hidden here, in overrides as well."""
+    monkeypatch.setenv("MY_TOKEN", "zq8Xw71kPd90aa")
+    words = ["python", "train.py", "--api-key", "hunter22", "--name=zq8Xw71kPd90aa", "--lr", "0.1"]
+    overrides = ["seed=7", "env_extra.WANDB_API_KEY=abc123def456"]
+    line = command_line("seed-only", resolve("seed-only"), overrides, words)
+
+    assert line.startswith("torchrepro run seed-only seed=7 env_extra.WANDB_API_KEY=(hidden) -- ")
+    assert line.endswith("--lr 0.1")
+    assert not any(secret in line for secret in ("hunter22", "zq8Xw71kPd90aa", "abc123def456"))
+    assert command_line(None, None, (), words).startswith("python train.py ")
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "error"),
+    [
+        (["true"], {"overrides": ["seed=7"]}, ProfileError),
+        (["no-such-command-here"], {}, ProfileError),
+        ([sys.executable, "-S", "train.py"], {}, TraceError),
+        ([sys.executable, "-c", "print(1)"], {}, TraceError),
+    ],
+)
+def test_what_cannot_be_run_as_it_is_is_refused(command, options, error):
+    """Overrides without a profile, a command that is not there or cannot be recorded: status 2."""
+    with pytest.raises(error) as raised:
+        verify(None, command, **options)
+
+    assert raised.value.exit_status == 2
