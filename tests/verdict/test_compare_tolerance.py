@@ -160,6 +160,24 @@ def test_without_statistics_only_equal_bits_are_within_a_tolerance(tmp_path: Pat
     assert "--statistics" in unequal.notes[0]
 
 
+@pytest.mark.parametrize("meta", [{"level": "step"}, {"level": "module"}, {}])
+def test_other_bits_without_their_statistics_are_not_within_a_tolerance(
+    tmp_path: Path, meta: dict[str, str]
+) -> None:
+    """Where a record has no statistics, nobody can tell whether it is nearly the same."""
+    a, b = (
+        write(
+            tmp_path / name,
+            [Step((Op("gradient", "fc", outputs=(value(name),)), _op("one", [1.0])))],
+            {**STATISTICS, **meta},
+        )
+        for name in "ab"
+    )
+
+    assert not compare(a, b, rtol=0.5, atol=9.0).same
+    assert compare(a, a, rtol=0.5).same
+
+
 def test_two_recordings_under_aligned_ask_for_its_tolerance(tmp_path: Path) -> None:
     """`aligned` asks for a tolerance if both runs were under it; the verdict says which."""
     a, b, c = (

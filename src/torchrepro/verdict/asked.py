@@ -105,6 +105,8 @@ def _nothing_to_hold_to_a_tolerance(pair: Pair) -> str:
             f"the levels {levels[0]} and {levels[1]} have no statistics in common; "
             "record both at one level"
         )
+    if levels[0] != "op":
+        return f"the level {levels[0]} has no statistics of tensors; record both at the level op"
     return lacks_statistics(pair)
 
 
