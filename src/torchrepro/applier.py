@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from contextlib import ExitStack
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import ApplyError, LateError
 from torchrepro.guard.door import behind, by_a_profile, drift_of, hold_to, last_look
-from torchrepro.knobs.knob import Missing
+from torchrepro.knobs.knob import Missing, unfrozen
 from torchrepro.planner import (
     Plan,
     Step,
@@ -22,6 +23,8 @@ from torchrepro.planner import (
     observe,
     refusal,
     report_of,
+    value_of,
+    variable_row,
 )
 from torchrepro.policies.effects import effects, forget, so_far
 from torchrepro.policies.refusals import handle_with
@@ -102,7 +105,7 @@ class Applied:
         Every knob is put back even if one of them raises; that error is raised at the end, and so
         is `DriftError` where knobs have drifted under `guard: error`.
         """
-        with _lock, ExitStack() as all_scopes:
+        with _lock, unfrozen(), ExitStack() as all_scopes:
             scopes = _in_force[_in_force.index(self) :] if self.active else []
             all_scopes.callback(last_look(scopes))
             for scope in scopes:  # outermost first: the stack unwinds the other way round
@@ -156,7 +159,8 @@ class Applied:
         self._undo.callback(self._agreement.unwatch)
 
     def _abandon(self) -> None:
-        self._undo.close()
+        with unfrozen():
+            self._undo.close()
         if self.active:
             _in_force.remove(self)
 
@@ -171,6 +175,8 @@ class Applied:
         except Exception as error:  # noqa: BLE001 - whatever a library raises is the outcome
             first_line = str(error).strip().partition("\n")[0]
             why = f"{type(error).__name__}: {first_line}"
+            if "disable_global_flags" in first_line:
+                why += "; put the profile in force before that is called"
             return replace(expected, outcome=Outcome.FAILED, after=None, why=why)
 
     def _write(self, step: Step) -> Row:
@@ -197,7 +203,8 @@ class Applied:
         except BaseException:
             # Some of torch's setters assign first and refuse afterwards.
             if knob.key == "seed" or access.read() != before:
-                access.restore(saved)
+                with unfrozen():
+                    access.restore(saved)
             raise
         self._undo.callback(access.restore, saved)
         after = access.read()
@@ -287,12 +294,14 @@ def _raise(error: TorchreproError) -> None:
 
 def own_variables() -> dict[str, str]:
     """Return the variables that profiles in force have set in this process."""
-    return {
-        step.knob.variable: step.value
-        for applied in _in_force
-        for step in applied.plan.steps
-        if step.knob.variable and applied.has_set(step)
-    }
+    own = {}
+    for applied in _in_force:
+        for step in filter(applied.has_set, applied.plan.steps):
+            name = variable_row(step.knob).variable
+            text = os.environ.get(name) if name else None
+            if text is not None and value_of(step.knob, text) == step.value:
+                own[name] = text
+    return own
 
 
 def in_force() -> tuple[Applied, ...]:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.display import Displayed
-from torchrepro.errors import some
+from torchrepro.errors import shown, some
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.knob import Knob, Missing, Scope
-from torchrepro.process import closed_doors, inherited, set_after_start
+from torchrepro.process import closed_doors, inherited, set_before_start
 from torchrepro.profile.load import resolve
 from torchrepro.report import STOPPING, Outcome, Report, Row
 from torchrepro.threads import other_threads_in_torch
@@ -35,6 +35,15 @@ class Reading:
     known: bool = True
     """False where the knob's library is not loaded, so that nothing could be read."""
 
+    text: str | None = None
+    """What the variable behind the knob is set to, if it is one."""
+
+    in_effect: bool | None = None
+    """Whether the library that has read the variable goes by it; None where that is not known."""
+
+    instead: str = ""
+    """What the library does, in words."""
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:
@@ -44,11 +53,11 @@ class Facts:
     """The one-way doors that are closed, each with the words for it."""
 
     readings: Mapping[str, Reading]
-    own_variables: Mapping[str, str]
-    """Variables that torchrepro itself has set: not the user's word."""
+    exported: Mapping[str, str]
+    """Variables that are set by the user's word, and not by torchrepro."""
 
-    set_after_start: frozenset[str]
-    """Variables that were set or changed only after Python had started."""
+    in_time: frozenset[str]
+    """Variables that are known to have been set before whatever reads them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,18 +139,33 @@ def observe(
 ) -> Facts:
     """Return the facts of this process that matter for `resolved`, without importing anything.
 
-    `closed` stands in for the doors as they are now, to plan for a process before it began.
+    `own_variables` are those that profiles in force have set. `closed` stands in for the doors as
+    they are now, to plan for a process before it began.
     """
     started_under = inherited()
     own = {**(started_under.environment() if started_under else {}), **(own_variables or {})}
     settings = resolved.settings()
-    variables = [knob.variable for knob, _ in settings if knob.variable]
+    names = {variable_row(knob).variable for knob, _ in settings} & set(os.environ)
+    ours = {name for name in names if own.get(name) == os.environ[name]}
+    closed = closed_doors() if closed is None else closed
     return Facts(
-        closed=closed_doors() if closed is None else closed,
-        readings={knob.name: _reading(knob, value) for knob, value in settings},
-        own_variables={name: value for name, value in own.items() if os.environ.get(name) == value},
-        set_after_start=frozenset(filter(set_after_start, variables)),
+        closed=closed,
+        readings={knob.name: _reading(knob, value, closed) for knob, value in settings},
+        exported={name: os.environ[name] for name in names - ours},
+        in_time=frozenset(ours | set(filter(set_before_start, names))),
     )
+
+
+def variable_row(knob: Knob) -> Knob:
+    """Return the row of the variable that is the same state as `knob`, or `knob` itself."""
+    others = (knobs_by_name().get(alias) for alias in knob.aliases)
+    return next((other for other in others if other and other.variable), knob)
+
+
+def value_of(knob: Knob, text: str) -> Any:
+    """Return the value of `knob` that `text` of its `variable_row` stands for."""
+    row = variable_row(knob)
+    return text if row is knob or row.effect is None else row.effect.means(text)
 
 
 def report_of(resolved: Resolved, rows: tuple[Row, ...], **more: Any) -> Report:
@@ -179,7 +203,7 @@ def aside(knob: Knob) -> str:
     return ""
 
 
-def _reading(knob: Knob, value: Any) -> Reading:
+def _reading(knob: Knob, value: Any, closed: Mapping[str, str]) -> Reading:
     if not knob.loaded:
         return Reading(known=False)
     try:
@@ -187,23 +211,30 @@ def _reading(knob: Knob, value: Any) -> Reading:
     except Missing as missing:
         return Reading(missing=str(missing))
     holds = knob.holds(value)
-    return Reading(now, holds, missing="" if holds else knob.refusal(value))
+    text = os.environ.get(knob.variable) if knob.variable else None
+    reading = Reading(now, holds, "" if holds else knob.refusal(value), text=text)
+    # What a library will read, it may read when it is asked: so not before it has.
+    if text is None or knob.effect is None or (knob.door and knob.door not in closed):
+        return reading
+    in_effect, instead = knob.effect.look(text)
+    return replace(reading, in_effect=in_effect, instead=instead)
 
 
 def _expected(knob: Knob, value: Any, facts: Facts) -> Row:
     reading = facts.readings[knob.name]
     row = Row(knob.name, Outcome.APPLIED, reading.value, value)
-    if knob.variable:
-        return _expected_variable(knob, value, facts, row)
-    if not reading.known:
-        return replace(row, why=f"{knob.library} is not loaded yet")
     if reading.missing:
         return replace(row, outcome=Outcome.UNSUPPORTED, after=reading.value, why=reading.missing)
+    if knob.variable:
+        return _expected_variable(knob, value, facts, row)
+    if conflict := _conflict(knob, value, facts, row):
+        return conflict
+    if not reading.known:
+        return replace(row, why=f"{knob.library} is not loaded yet")
     if knob.key == "seed":
         return row  # a generator has moved on since it was seeded: seeding again is never idle
-    if reading.holds:
-        return replace(row, outcome=Outcome.UNCHANGED, before=value, why=aside(knob))
-    return replace(row, why=aside(knob))
+    row = replace(row, why=aside(knob))
+    return replace(row, outcome=Outcome.UNCHANGED, before=value) if reading.holds else row
 
 
 def _expected_with_needs(knob: Knob, value: Any, resolved: Resolved, facts: Facts) -> Row:
@@ -235,24 +266,34 @@ def _lacks(knob: Knob, value: Any, resolved: Resolved) -> bool:
 
 
 def _expected_variable(knob: Knob, value: str, facts: Facts, row: Row) -> Row:
-    name = knob.variable
-    now = row.before
-    good = now is not None and (now == value or bool(knob.enough and knob.enough(now)))
-    exported = now is not None and name not in facts.own_variables
+    reading, name = facts.readings[knob.name], knob.variable
+    text, exported = reading.text, name in facts.exported
     late = facts.closed.get(knob.door, "")
-    kept = replace(row, after=now)
-    if good and (now == value or exported):
-        if knob.door == "interpreter" and name in facts.set_after_start:
-            return replace(kept, outcome=Outcome.TOO_LATE, why=f"set only after {late}")
-        why = "" if now == value else "exported, and as good"
-        return replace(kept, outcome=Outcome.UNCHANGED, why=why)
-    if exported:
-        return replace(
-            kept,
-            outcome=Outcome.CONFLICT,
-            why=f"exported as {now}, the profile wants {value}: unset it, or override {knob.name}",
-        )
-    if late:
-        why = f"{late}; `torchrepro run` sets it in time"
+    serves = text == value or bool(exported and text and knob.enough and knob.enough(text))
+    if not serves:
+        if conflict := _conflict(knob, value, facts, row):
+            return conflict
+        why = f"{late}; `torchrepro run` sets it in time" if late else ""
+        return replace(row, outcome=Outcome.TOO_LATE, after=row.before, why=why) if late else row
+    kept = replace(row, after=row.before)
+    if reading.in_effect is False:
+        if not late:
+            return row  # what went by the variable can still be set
+        todo = "" if name in facts.in_time else "; `torchrepro run` sets it in time"
+        why = f"{late}, and {reading.instead}{todo}"
         return replace(kept, outcome=Outcome.TOO_LATE, why=why)
-    return row
+    why = "" if text == value else "exported, and as good"
+    if late and reading.in_effect is None and name not in facts.in_time:
+        why = f"{late}, and nobody can tell whether it was set before that"
+        return replace(kept, outcome=Outcome.UNCHANGED, why=why, unverified=True)
+    return replace(kept, outcome=Outcome.UNCHANGED, why=why)
+
+
+def _conflict(knob: Knob, value: Any, facts: Facts, row: Row) -> Row | None:
+    """Return the conflict with what the user has exported for the same state, if there is one."""
+    name = variable_row(knob).variable
+    text = facts.exported.get(name)
+    if text is None or value_of(knob, text) == value:
+        return None
+    why = f"{name} is exported as {text}, the profile wants {shown(value)}: unset it, or override "
+    return replace(row, outcome=Outcome.CONFLICT, after=row.before, why=why + knob.name)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import ApplyError
+from torchrepro.knobs.variable_effects import openmp_loaded
 from torchrepro.profile.difference import differences
 from torchrepro.profile.resolved import Resolved
 
@@ -31,6 +32,10 @@ def _initialised(device: str) -> bool:
     return bool(check and check())
 
 
+def _torch_loaded() -> bool:
+    return "torch" in sys.modules
+
+
 def _communicator_made() -> bool:
     distributed = sys.modules.get("torch.distributed")
     return bool(distributed and distributed.is_available() and distributed.is_initialized())
@@ -38,9 +43,9 @@ def _communicator_made() -> bool:
 
 DOORS: Mapping[str, tuple[Callable[[], bool], str]] = {
     "interpreter": (lambda: True, "Python has started"),
-    "torch": (lambda: "torch" in sys.modules, "torch is loaded"),
+    "torch": (_torch_loaded, "torch is loaded"),
+    "openmp": (lambda: _torch_loaded() or openmp_loaded(), "OpenMP is loaded"),
     "torch_npu": (lambda: "torch_npu" in sys.modules, "torch_npu is loaded"),
-    "inductor": (lambda: "torch._inductor.config" in sys.modules, "inductor is loaded"),
     "cuda": (lambda: _initialised("cuda"), "CUDA is initialised"),
     "npu": (lambda: _initialised("npu"), "the NPU is initialised"),
     "communicator": (_communicator_made, "a communicator has been made"),
@@ -61,7 +66,7 @@ def closed_doors() -> dict[str, str]:
 def starting_environment() -> Mapping[str, str]:
     """Return the environment that this process was started with, where the system tells (Linux).
 
-    Elsewhere it is empty: then a variable counts as set in time if it is set at all.
+    Elsewhere it is empty: then nobody can tell when a variable was set.
     """
     try:
         raw = Path("/proc/self/environ").read_bytes()
@@ -71,10 +76,9 @@ def starting_environment() -> Mapping[str, str]:
     return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
 
 
-def set_after_start(name: str) -> bool:
-    """Return whether the variable `name` was set only after Python had started."""
-    start = starting_environment()
-    return bool(start) and start.get(name) != os.environ.get(name)
+def set_before_start(name: str) -> bool:
+    """Return whether the variable `name` is known to have been set before Python started."""
+    return name in os.environ and starting_environment().get(name) == os.environ[name]
 
 
 def inherited() -> Resolved | None:

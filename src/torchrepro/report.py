@@ -56,6 +56,8 @@ class Row:
     before: Any = None
     after: Any = None
     why: str = ""
+    unverified: bool = False
+    """Whether nobody can tell that a variable, which is set as asked, is in effect here."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as plain JSON values."""
@@ -65,6 +67,7 @@ class Row:
             "before": _json_or_text(self.before),
             "after": _json_or_text(self.after),
             "why": self.why,
+            "unverified": self.unverified,
         }
 
 

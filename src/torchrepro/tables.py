@@ -69,13 +69,15 @@ def _text(words: str) -> Text:
 def announce(report: Report) -> None:
     """Tell standard error what was put in force: the summary, then every knob that was touched.
 
-    Knobs that were so already or are not here are counted only, unlike a policy that cannot be put
-    in force; ranks but the first stay silent.
+    Knobs that are so already, as far as that can be told, or are not here are counted only, unlike
+    a policy that cannot be put in force; ranks but the first stay silent.
     """
     if os.environ.get("RANK", "0") != "0":
         return
     quiet = (Outcome.UNCHANGED, Outcome.UNSUPPORTED)
-    rows = tuple(row for row in report if row.outcome not in quiet or _is_refused(row))
+    rows = tuple(
+        row for row in report if row.outcome not in quiet or row.unverified or _is_refused(row)
+    )
     head = f"torchrepro: {report.summary}"
     parts = (head, report.digest, report_table(replace(report, rows=rows)))
     if sys.stderr.isatty():
@@ -144,7 +146,7 @@ def report_table(report: Report) -> Table:
     """Return the table of a report or of a plan."""
     rows = [
         (
-            Text(str(row.outcome), STYLES[str(row.outcome)]),
+            _outcome(row),
             row.knob,
             _change(row.before, row.after),
             row.why,
@@ -153,6 +155,11 @@ def report_table(report: Report) -> Table:
     ]
     change = "now -> then" if report.planned else "before -> after"
     return table(("outcome", "knob", change, "why"), rows)
+
+
+def _outcome(row: Row) -> Text:
+    mark = ", unverified" if row.unverified else ""
+    return Text(f"{row.outcome}{mark}", "yellow" if mark else STYLES[str(row.outcome)])
 
 
 def _change(before: Any, after: Any) -> str:

@@ -1,6 +1,9 @@
 """Undo: what is read after leaving a profile is what was read before entering it."""
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -213,3 +216,59 @@ def test_a_precision_set_through_an_older_name_comes_back(precision: str, world:
         owner.fp32_precision = value
 
     assert before == after
+
+
+def test_undo_is_exact_from_any_start_as_torch_itself_says() -> None:
+    """From random settings, frozen ones at last, what torch says after undo is what it said."""
+    program = Path(__file__).with_name("random_starts.py")
+    done = subprocess.run(
+        [sys.executable, program], capture_output=True, text=True, timeout=600, check=False
+    )
+
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("profile", ["debug-strict", "train-fast"])
+def test_a_flag_that_would_only_warn_comes_back(profile: str, world: World) -> None:
+    """Undo keeps `warn_only` also where determinism is off."""
+    torch._C._set_deterministic_algorithms(False, warn_only=True)
+    try:
+        before = world()
+        torchrepro.apply(profile).restore()
+
+        assert before == world()
+        assert before["warn_only"]
+    finally:
+        torch._C._set_deterministic_algorithms(False, warn_only=False)
+
+
+FROZEN = """
+import torch, torchrepro
+def world():
+    cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
+    flags = cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32, mkldnn.deterministic
+    return flags, [getattr(each, "fp32_precision", None) for each in (cudnn.conv, cudnn.rnn)]
+before = world()
+scope = torchrepro.apply("debug-strict")
+inside = world()
+torch.backends.disable_global_flags()
+scope.restore()
+after = world()
+try:
+    torchrepro.apply("debug-strict")
+except torchrepro.ApplyError as error:
+    failed = [row.knob for row in error.report if row.outcome == "failed"]
+frozen = torch.backends.flags_frozen()
+with torchrepro.apply("debug-strict", ["guarantee=seeded"]):
+    pass
+print([before != inside, before == after == world(), frozen, bool(failed)])
+"""
+
+
+def test_flags_that_are_frozen_meanwhile_are_put_back() -> None:
+    """Frozen flags are put back and stay frozen, and a profile that needs them says it failed."""
+    done = subprocess.run(
+        [sys.executable, "-c", FROZEN], capture_output=True, text=True, timeout=300, check=False
+    )
+
+    assert done.stdout.splitlines()[-1:] == ["[True, True, True, True]"], done.stderr

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.fp32_precision import Fp32Precision
+from torchrepro.knobs.inductor import InductorVariable
 from torchrepro.knobs.knob import Scope
 
 if TYPE_CHECKING:
     from torchrepro.knobs.knob import Knob
 
-PER_THREAD = frozenset({"backends.cpu.num_threads", "backends.torch.inductor_deterministic"})
+PER_THREAD = frozenset({"backends.cpu.num_threads"})
 """Knobs of which other threads may read another value although nobody changed it: a thread keeps
-the number of threads with which it first used torch, and inductor's settings are context variables
-(https://github.com/pytorch/pytorch, torch/utils/_config_module.py)."""
+the number of threads with which it first used torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,12 @@ HOLDS = _Holds()
 
 def expected(knob: Knob) -> Expected:
     """Return what is to be expected of `knob` from now on: what it reads in this thread."""
-    per_thread = knob.scope is Scope.THREAD or knob.name in PER_THREAD
+    # Inductor's options are context variables (torch/utils/_config_module.py of pytorch).
+    per_thread = (
+        knob.scope is Scope.THREAD
+        or knob.name in PER_THREAD
+        or isinstance(knob.access, InductorVariable)
+    )
     now = reading(knob)
     return Expected(knob, now, threading.get_ident() if per_thread else 0, Written(now))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torchrepro.knobs.legal import Text
 from torchrepro.knobs.variable import row
+from torchrepro.knobs.variable_effects import of_npu
 
 NPU_ENV = "https://github.com/Ascend/pytorch"
 
@@ -54,6 +55,11 @@ ASCEND = (
         NPU_ENV,
         cost="0: slower launches",
         aliases=("backends.npu.task_queue",),
+        effect=of_npu(
+            "get_task_queue_enable",
+            lambda text: int(text) if text.isdecimal() else 0,
+            "torch_npu's task queue is {}",
+        ),
     ),
     row(
         "PER_STREAM_QUEUE",
@@ -76,6 +82,11 @@ ASCEND = (
         "gelu, matmul and max_pool follow the numerics of torch's own kernels.",
         NPU_ENV,
         aliases=("backends.npu.compatible_impl",),
+        effect=of_npu(
+            "are_compatible_impl_enabled",
+            lambda text: text == "1",
+            "torch_npu's compatible_impl is {}",
+        ),
     ),
     row(
         "TORCH_NPU_LEGACY_IMPL_LIST",

@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from torchrepro.knobs.inductor import InductorVariable, effect_of
 from torchrepro.knobs.legal import Digits, Text
 from torchrepro.knobs.variable import BIT, COUNT, digits, row
+from torchrepro.knobs.variable_effects import (
+    CAPABILITY,
+    HASHES,
+    MKL_THREADS,
+    OPENMP_DYNAMIC,
+    OPENMP_THREADS,
+    TF32,
+)
+
+if TYPE_CHECKING:
+    from torchrepro.knobs.knob import Knob
 
 TORCH_ENV = "https://docs.pytorch.org/docs/stable/torch_environment_variables.html"
 MKL_CNR = "https://www.intel.com/content/www/us/en/docs/onemkl/developer-guide-linux/current/"
@@ -25,6 +39,22 @@ def _cublas_is_deterministic(value: str) -> bool:
     return CUBLAS.complaint(value) == ""
 
 
+def _option(option: str, summary: str, cost: str = "none", aliases: tuple[str, ...] = ()) -> Knob:
+    name = f"TORCHINDUCTOR_{option.upper()}"
+    access = InductorVariable(name, option)
+    return row(
+        name,
+        "",
+        BIT,
+        summary,
+        INDUCTOR,
+        cost=cost,
+        aliases=aliases,
+        effect=effect_of(access),
+        access=access,
+    )
+
+
 ENV = (
     # Python
     row(
@@ -34,6 +64,7 @@ ENV = (
         "The order in which Python iterates sets of strings. Set later it reaches only children.",
         "https://docs.python.org/3/using/cmdline.html#envvar-PYTHONHASHSEED",
         enough=digits,
+        effect=HASHES,
     ),
     # CUDA
     row(
@@ -69,23 +100,26 @@ ENV = (
         BIT,
         "Sets torch's starting value of the float32 precision of matrix products.",
         TORCH_ENV,
+        effect=TF32,
     ),
     # CPU
     row(
         "OMP_NUM_THREADS",
-        "torch",
+        "openmp",
         COUNT,
         "Threads of OpenMP, and so of torch's CPU ops; another number adds in another order.",
         OPENMP,
         cost="fewer threads, less speed",
         enough=digits,
+        effect=OPENMP_THREADS,
     ),
     row(
         "OMP_DYNAMIC",
-        "torch",
+        "openmp",
         Text("true|false", '"true", "false"', ignore_case=True),
         "OpenMP may choose the number of threads at each parallel region.",
         OPENMP,
+        effect=OPENMP_DYNAMIC,
     ),
     row(
         "MKL_NUM_THREADS",
@@ -95,6 +129,7 @@ ENV = (
         MKL_CNR,
         cost="fewer threads, less speed",
         enough=digits,
+        effect=MKL_THREADS,
     ),
     row(
         "MKL_DYNAMIC",
@@ -121,6 +156,7 @@ ENV = (
         "Fixes the vector instructions of torch's own CPU kernels.",
         TORCH_ENV,
         cost="default uses no wide vectors and is slow",
+        effect=CAPABILITY,
     ),
     row(
         "ONEDNN_DEFAULT_FPMATH_MODE",
@@ -130,52 +166,31 @@ ENV = (
         "https://uxlfoundation.github.io/oneDNN/dev_guide_attributes_fpmath_mode.html",
     ),
     # compiler
-    row(
-        "TORCHINDUCTOR_DETERMINISTIC",
-        "inductor",
-        BIT,
+    _option(
+        "deterministic",
         "Starting value of inductor's deterministic mode.",
-        INDUCTOR,
         cost="on: compiled code can be much slower",
         aliases=("backends.torch.inductor_deterministic",),
     ),
-    row(
-        "TORCHINDUCTOR_MAX_AUTOTUNE",
-        "inductor",
-        BIT,
+    _option(
+        "max_autotune",
         "Inductor times several kernels and takes the fastest, so that timing noise decides.",
-        INDUCTOR,
         cost="on: slow compilation, faster code",
     ),
-    row(
-        "TORCHINDUCTOR_COORDINATE_DESCENT_TUNING",
-        "inductor",
-        BIT,
+    _option(
+        "coordinate_descent_tuning",
         "Inductor tunes kernel parameters by timing.",
-        INDUCTOR,
         cost="on: slow compilation, faster code",
     ),
-    row(
-        "TORCHINDUCTOR_BATCH_INVARIANT",
-        "inductor",
-        BIT,
+    _option(
+        "batch_invariant",
         "Compiled kernels give a row the same result in a batch of any size.",
-        INDUCTOR,
         cost="on: slower code",
     ),
-    row(
-        "TORCHINDUCTOR_USE_FAST_MATH",
-        "inductor",
-        BIT,
-        "Compiled kernels use approximations of special functions.",
-        INDUCTOR,
-    ),
-    row(
-        "TORCHINDUCTOR_FORCE_DISABLE_CACHES",
-        "inductor",
-        BIT,
+    _option("use_fast_math", "Compiled kernels use approximations of special functions."),
+    _option(
+        "force_disable_caches",
         "Nothing compiled earlier is used again.",
-        INDUCTOR,
         cost="on: everything compiles anew",
     ),
     # Transformer Engine and flash attention

@@ -58,8 +58,11 @@ class Fp32Precision:
         if _finest(self.owner) is None:
             _owner(_OLDER[self.owner]).allow_tf32 = value == "tf32"
             return
-        _owner(self.owner).fp32_precision = value
         older = _OLDER.get(self.owner)
+        if older == "cudnn" and import_module("torch").backends.flags_frozen():
+            # The finer setting could be written, and the older name would no longer be readable.
+            raise RuntimeError("cuDNN's flags are frozen by disable_global_flags")
+        _owner(self.owner).fp32_precision = value
         covered = [_finest(name) for name in _FINEST if _OLDER.get(name) == older]
         if older and set(covered) == {value} and not _readable(older):
             settings = _all_finest()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
 
     from torchrepro.knobs.legal import Legal
 
@@ -55,6 +57,28 @@ class Access(Protocol):
 
     def restore(self, saved: Any) -> None:
         """Put back exactly what `save` saw."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What a library made of an environment variable when it read it, as far as that shows."""
+
+    read: Callable[[], Any]
+    """Return what the library goes by; raises `Missing` where it does not show."""
+
+    means: Callable[[str], Any]
+    """Return what a text of the variable comes to there; raises `Missing` if that is unknown."""
+
+    words: str
+    """What the library does, with a place for what was read: ``torch computes with {} threads``."""
+
+    def look(self, text: str) -> tuple[bool | None, str]:
+        """Return whether `text` is in effect, None where nobody can tell, and what is instead."""
+        try:
+            now = self.read()
+            return bool(now == self.means(text)), self.words.format(now)
+        except (Missing, ValueError):  # a text that the library may read in a way of its own
+            return None, ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,6 +129,9 @@ class Knob:
     enough: Callable[[str], bool] | None = None
     """For a variable: whether a value that the user exported is as good as the one asked for."""
 
+    effect: Effect | None = None
+    """For a variable: how to see what its library made of it, if that shows."""
+
     @property
     def profile_key(self) -> str:
         """The key of the profile that this knob obeys."""
@@ -137,6 +164,17 @@ class Knob:
     def can_be_inert(self) -> bool:
         """Whether there are processes in which the knob holds a value that acts on nothing."""
         return self.loaded and hasattr(self.access, "inert")
+
+
+def unfrozen() -> AbstractContextManager[None]:
+    """Let the flags of ``torch.backends`` be put back although the program has frozen them.
+
+    torch's own ``flags()`` managers leave that way, through a function of no public name. Where it
+    is gone, undoing after ``torch.backends.disable_global_flags`` raises what torch raises.
+    """
+    backends = sys.modules.get("torch.backends")
+    manager = getattr(backends, "__allow_nonbracketed_mutation", nullcontext)
+    return cast("AbstractContextManager[None]", manager())
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from torchrepro.knobs.npu_limits import (
     matmul_decided_elsewhere,
 )
 from torchrepro.knobs.npu_state import native, npu, option_text
+from torchrepro.knobs.torch_rows import DETERMINISTIC_ALGORITHMS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -108,12 +109,12 @@ class DeterministicLevel:
             npu().set_deterministic_level(value)
 
     def save(self) -> Any:
-        return self.read(), import_module("torch").get_deterministic_debug_mode()
+        return self.read(), DETERMINISTIC_ALGORITHMS.save()
 
     def restore(self, saved: Any) -> None:
-        level, mode = saved
+        level, algorithms = saved
         self.write(level)
-        import_module("torch").set_deterministic_debug_mode(mode)
+        DETERMINISTIC_ALGORITHMS.restore(algorithms)
 
     def inert(self, value: Any, asked: Mapping[str, Any]) -> str:
         return determinism_unheard(asked) if value else ""

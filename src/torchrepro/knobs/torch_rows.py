@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.knobs.inductor import InductorSwitch
 from torchrepro.knobs.knob import Attribute, Calls, Knob, Missing, Phase, Scope
 from torchrepro.knobs.legal import OneOf, Switch
 from torchrepro.knobs.npu_limits import determinism_unheard
@@ -28,8 +25,29 @@ _MODES = ("none", "warn", "error")
 class DeterministicAlgorithms(Calls):
     """torch's flag, which an NPU hears of only where torch_npu forwards it."""
 
+    def save(self) -> Any:
+        warns_only = import_module("torch").is_deterministic_algorithms_warn_only_enabled()
+        return Calls.save(self), warns_only
+
+    def restore(self, saved: Any) -> None:
+        mode, warns_only = saved
+        Calls.restore(self, mode)
+        if not mode and warns_only:
+            _warn_only_while_off()
+
     def inert(self, value: Any, asked: Mapping[str, Any]) -> str:
         return determinism_unheard(asked) if value != "none" else ""
+
+
+def _warn_only_while_off() -> None:
+    """Keep in mind for a flag that is off that it would only warn.
+
+    Private, because the public setter imports inductor, 0.7 s, and moves its flag along. Where it
+    is gone the flag stays off, and is only said to be one that would raise.
+    """
+    setter = getattr(import_module("torch")._C, "_set_deterministic_algorithms", None)  # noqa: SLF001
+    if setter:
+        setter(False, warn_only=True)  # noqa: FBT003 - torch's own signature
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,55 +78,6 @@ class FillUninitializedMemory(Attribute):
 
 
 @dataclass(frozen=True, slots=True)
-class InductorDeterministic:
-    """Inductor's `deterministic`, which is the variable's value until inductor is imported.
-
-    `torch.use_deterministic_algorithms` imports inductor to set this flag, 0.7 s that a program
-    without torch.compile never needs; the variable reaches the flag when inductor is imported.
-    """
-
-    VARIABLE = "TORCHINDUCTOR_DETERMINISTIC"
-    CONFIG = "torch._inductor.config"
-
-    def _config(self) -> Any:
-        return sys.modules.get(self.CONFIG)
-
-    def read(self) -> Any:
-        if not _inductor_reads(self.VARIABLE):
-            raise Missing("this torch's inductor has no deterministic mode")
-        config = self._config()
-        if config is None:
-            return os.environ.get(self.VARIABLE) == "1"
-        return bool(config.deterministic)
-
-    def write(self, value: bool) -> None:  # noqa: FBT001 - the value of a boolean knob
-        os.environ[self.VARIABLE] = "1" if value else "0"
-        config = self._config()
-        if config is not None:
-            config.deterministic = value
-
-    def save(self) -> Any:
-        return self.read(), os.environ.get(self.VARIABLE)
-
-    def restore(self, saved: Any) -> None:
-        flag, variable = saved
-        if variable is None:
-            os.environ.pop(self.VARIABLE, None)
-        else:
-            os.environ[self.VARIABLE] = variable
-        config = self._config()
-        if config is not None:
-            config.deterministic = flag
-
-
-@cache
-def _inductor_reads(variable: str) -> bool:
-    """Whether inductor knows `variable`, looked up in its source: importing it takes 0.7 s."""
-    source = Path(str(import_module("torch").__file__)).parent / "_inductor" / "config.py"
-    return source.is_file() and variable in source.read_text(encoding="utf-8")
-
-
-@dataclass(frozen=True, slots=True)
 class OptEinsum(Attribute):
     """A setting of opt_einsum, which torch refuses to write where that package is absent."""
 
@@ -120,18 +89,20 @@ class OptEinsum(Attribute):
     save = read
 
 
+DETERMINISTIC_ALGORITHMS = DeterministicAlgorithms(
+    "torch",
+    "get_deterministic_debug_mode",
+    "set_deterministic_debug_mode",
+    to_profile=_MODES.__getitem__,
+    to_library=_MODES.index,
+)
+
 TORCH = (
     Knob(
         name="backends.torch.deterministic_algorithms",
         target="torch",
         legal=OneOf(_MODES),
-        access=DeterministicAlgorithms(
-            "torch",
-            "get_deterministic_debug_mode",
-            "set_deterministic_debug_mode",
-            to_profile=_MODES.__getitem__,
-            to_library=_MODES.index,
-        ),
+        access=DETERMINISTIC_ALGORITHMS,
         library="torch",
         summary="Every op takes a deterministic kernel; an op without one raises (error), warns "
         "and goes on (warn), or nothing is asked (none).",
@@ -158,7 +129,7 @@ TORCH = (
         name="backends.torch.inductor_deterministic",
         target="torch",
         legal=Switch(),
-        access=InductorDeterministic(),
+        access=InductorSwitch("TORCHINDUCTOR_DETERMINISTIC", "deterministic"),
         library="torch",
         scope=Scope.PROCESS_AND_CHILDREN,
         summary="Compiled code makes no choice by timing: no autotuning, no benchmarked fusion.",

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.knobs.knob import Knob, Phase, Scope
+from torchrepro.knobs.knob import Effect, Knob, Phase, Scope
 from torchrepro.knobs.legal import ANY_TEXT, Digits, Legal, Text
 
 if TYPE_CHECKING:
@@ -35,10 +35,15 @@ class Variable:
     save = read
 
     def restore(self, saved: Any) -> None:
-        if saved is None:
-            os.environ.pop(self.name, None)
-        else:
-            os.environ[self.name] = saved
+        put_back(self.name, saved)
+
+
+def put_back(name: str, text: str | None) -> None:
+    """Give the variable `name` the value `text`, or take it away if that is None."""
+    if text is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = text
 
 
 def variable(name: str) -> Knob:
@@ -57,10 +62,11 @@ def variable(name: str) -> Knob:
 
 
 PHASES = {
+    "": Phase.ANY_TIME,
     "interpreter": Phase.INTERPRETER_START,
+    "openmp": Phase.LIBRARY_LOAD,
     "torch": Phase.LIBRARY_LOAD,
     "torch_npu": Phase.LIBRARY_LOAD,
-    "inductor": Phase.LIBRARY_LOAD,
     "cuda": Phase.DEVICE_INIT,
     "npu": Phase.DEVICE_INIT,
     "communicator": Phase.COMMUNICATOR,
@@ -78,12 +84,14 @@ def row(  # noqa: PLR0913 - the columns of the table below
     cost: str = "none",
     aliases: tuple[str, ...] = (),
     enough: Callable[[str], bool] | None = None,
+    effect: Effect | None = None,
+    access: Variable | None = None,
 ) -> Knob:
     return Knob(
         name=f"env.{name}",
         target="env",
         legal=legal,
-        access=Variable(name),
+        access=access or Variable(name),
         variable=name,
         summary=summary,
         cost=cost,
@@ -93,6 +101,7 @@ def row(  # noqa: PLR0913 - the columns of the table below
         scope=Scope.PROCESS_AND_CHILDREN,
         aliases=aliases,
         enough=enough,
+        effect=effect,
     )
 
 

@@ -1,0 +1,205 @@
+"""`unchanged` and `applied` of a variable mean that it is in effect, or the row says who knows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+ASKED = {
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+    "OMP_DYNAMIC": "true",
+    "MKL_NUM_THREADS": "1",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1",
+    "ATEN_CPU_CAPABILITY": "default",
+    "MKL_CBWR": "COMPATIBLE",
+}
+APPLY = """
+import json, os, sys
+asked = json.loads(sys.argv[1])
+{before}
+import torchrepro
+with torchrepro.apply({{"name": "asked", "env": asked}}) as applied:
+    rows = {{row["knob"][4:]: row for row in applied.report.to_json()["knobs"]}}
+    text = str(applied.report)
+    import torch
+    shows = {{
+        "PYTHONHASHSEED": sys.flags.hash_randomization == 0,
+        "OMP_NUM_THREADS": torch.get_num_threads() == 1,
+        "MKL_NUM_THREADS": "mkl_get_max_threads() : 1" in torch.__config__.parallel_info(),
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": torch.get_float32_matmul_precision() == "high",
+        "ATEN_CPU_CAPABILITY": torch.backends.cpu.get_cpu_capability() == "DEFAULT",
+    }}
+    marked = [name for name in rows if f"unchanged, unverified  env.{{name}} " in text]
+print(json.dumps([rows, shows, marked]))
+"""
+TORCH = "import torch; torch.ones(9).exp(); torch.mm(*[torch.ones(9, 9)] * 2)"
+WRITE = "os.environ.update(asked)"
+
+
+def applied(answer_of, before, *, asked=ASKED, flags=(), env=None):
+    """Apply the variables after `before` has run; returns rows, what shows, and what is marked."""
+    return answer_of(*flags, "-c", APPLY.format(before=before), json.dumps(asked), env=env)
+
+
+def outcomes(rows):
+    """Return the outcome of every variable, and which of them nobody can verify."""
+    unverified = {name for name, row in rows.items() if row["unverified"]}
+    return {name: row["outcome"] for name, row in rows.items()}, unverified
+
+
+def test_a_variable_set_after_its_library_has_read_it_is_too_late(answer_of):
+    """What a program sets after torch has computed is too late, or nobody can tell: marked so."""
+    rows, shows, marked = applied(answer_of, f"{TORCH}\n{WRITE}")
+    said, unverified = outcomes(rows)
+
+    assert {name for name, shown in shows.items() if not shown} <= {
+        name for name, outcome in said.items() if outcome == "too_late"
+    }
+    assert {"MKL_CBWR"} == unverified == set(marked)
+    assert said["MKL_CBWR"] == "unchanged"
+
+
+def test_a_variable_that_was_there_at_the_start_is_unchanged_and_in_effect(answer_of):
+    """What was exported is unchanged, whether its effect shows or not, and nothing is marked."""
+    rows, shows, marked = applied(answer_of, TORCH, env=ASKED)
+    said, unverified = outcomes(rows)
+
+    assert {outcome for name, outcome in said.items() if shows.get(name, True)} == {"unchanged"}
+    assert shows["PYTHONHASHSEED"]
+    assert shows["OMP_NUM_THREADS"]
+    assert (unverified, marked) == (set(), [])
+
+
+def test_a_variable_set_before_its_library_is_loaded_is_in_effect(answer_of):
+    """What a program sets before it loads torch is unchanged, but what Python itself reads."""
+    rows, shows, _ = applied(answer_of, WRITE)
+    said, unverified = outcomes(rows)
+
+    assert {name for name, outcome in said.items() if outcome == "too_late"} == {"PYTHONHASHSEED"}
+    assert shows["OMP_NUM_THREADS"]
+    assert unverified == set()
+
+
+def test_set_in_time_without_a_trace_is_in_effect_where_that_shows(answer_of):
+    """Set in code, then torch, then torchrepro: unchanged, marked only where nothing shows."""
+    said, unverified = outcomes(applied(answer_of, f"{WRITE}\n{TORCH}")[0])
+
+    assert {name for name, outcome in said.items() if outcome != "unchanged"} == {"PYTHONHASHSEED"}
+    assert unverified == {"MKL_CBWR"}
+
+
+def test_a_number_of_threads_that_openmp_has_settled_is_too_late(answer_of):
+    """With torch's OpenMP loaded before torch, nothing says applied that is not in effect."""
+    before = """
+import ctypes, importlib.util, pathlib
+torch_files = pathlib.Path(importlib.util.find_spec("torch").origin).parent
+own = [*torch_files.glob("lib/lib*omp*.so*"), *torch_files.parent.glob("torch.libs/lib*omp*.so*")]
+for path in own:
+    ctypes.CDLL(str(path))
+"""
+    asked = {"OMP_NUM_THREADS": "1"}
+    rows, shows, _ = applied(answer_of, before, asked=asked)
+
+    assert (rows["OMP_NUM_THREADS"]["outcome"] == "applied") == shows["OMP_NUM_THREADS"]
+
+
+@pytest.mark.parametrize("flag", ["-E", "-R"])
+@pytest.mark.parametrize("seed", ["0", "7"])
+def test_a_hash_seed_that_python_ignores_is_too_late(answer_of, flag, seed):
+    """PYTHONHASHSEED is unchanged if the hashes are those of the seed, and else too late."""
+    asked = {"PYTHONHASHSEED": "0"}
+    source = APPLY.replace("import torch\n", "torch = None\n").format(before="")
+    source = source.partition("    text =")[0] + "print(json.dumps(rows))\n"
+    plain, ignored = (
+        answer_of(*flags, "-c", source, json.dumps(asked), env={"PYTHONHASHSEED": seed})
+        for flags in ([], [flag])
+    )
+
+    assert plain["PYTHONHASHSEED"]["outcome"] == "unchanged"
+    assert ignored["PYTHONHASHSEED"]["outcome"] == "too_late"
+
+
+EXPORTED = """
+import json, os, torchrepro
+name, found = "backends.torch.inductor_deterministic", []
+for profile in ("train-fast", "debug-strict"):
+    try:
+        with torchrepro.apply(profile) as applied:
+            found.append([applied.report[name].outcome, os.environ["TORCHINDUCTOR_DETERMINISTIC"]])
+    except torchrepro.ApplyError as error:
+        found.append([error.report[name].outcome, os.environ["TORCHINDUCTOR_DETERMINISTIC"]])
+print(json.dumps(found))
+"""
+
+
+def test_an_exported_variable_contradicts_the_switch_that_starts_from_it(answer_of):
+    """An exported TORCHINDUCTOR_DETERMINISTIC is kept, and is a conflict where it contradicts."""
+    fast, strict = answer_of("-c", EXPORTED, env={"TORCHINDUCTOR_DETERMINISTIC": "0"})
+
+    assert fast == ["unchanged", "0"]
+    assert strict == ["conflict", "0"]
+
+
+INDUCTOR = """
+import json, os, sys, threading
+import torch, torchrepro
+from torchrepro.knobs.catalogue import CATALOGUE
+from torchrepro.knobs.inductor import InductorVariable
+options = {
+    knob.variable: knob.access.option
+    for knob in CATALOGUE
+    if knob.variable and isinstance(knob.access, InductorVariable)
+}
+def state():
+    from torch._inductor import config
+    def read():
+        return {name: getattr(config, o) for name, o in options.items() if hasattr(config, o)}
+    elsewhere = []
+    thread = threading.Thread(target=lambda: elsewhere.append(read()))
+    thread.start()
+    thread.join()
+    return [read(), elsewhere[0], sorted(os.environ.keys() & options.keys())]
+def under(value):
+    with torchrepro.apply({"env": dict.fromkeys(options, value)}) as applied:
+        inside = state()
+        rows = {row.knob[4:]: row.outcome for row in applied.report}
+    return [rows, inside, state()]
+print(json.dumps([under("1"), under("1"), under("0")]))
+"""
+
+
+def test_what_inductor_took_from_a_variable_is_undone(answer_of):
+    """Options of inductor are what was asked within a profile, and after it as if it never was."""
+    first, again, off = answer_of("-c", INDUCTOR)
+
+    for (rows, inside, after), value in ((first, True), (again, True), (off, False)):
+        assert {outcome for name, outcome in rows.items() if name in inside[0]} == {"applied"}
+        assert [set(each.values()) for each in inside[:2]] == [{value}, {value}]
+        assert [set(each.values()) for each in after[:2]] == [{False}, {False}]
+        assert after[2] == []
+
+
+SWEPT = """
+import hydra
+@hydra.main(version_base=None, config_path=None)
+def main(config):
+    from torch._inductor import config
+    print("task", config.use_fast_math, config.max_autotune)
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_inductor_imported_in_a_job_starts_the_next_one_afresh(write, run_python):
+    """The options of inductor in a job of a sweep are those that this job asks for."""
+    write({"app.py": SWEPT})
+    overrides = [
+        'repro.env.TORCHINDUCTOR_USE_FAST_MATH="1",null',
+        'repro.env.TORCHINDUCTOR_MAX_AUTOTUNE="1",null',
+    ]
+    result = run_python("app.py", "-m", "+repro=seed-only", *overrides)
+    tasks = [line for line in result.stdout.splitlines() if line.startswith("task")]
+
+    assert tasks == ["task True True", "task True False", "task False True", "task False False"]
