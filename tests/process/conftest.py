@@ -14,6 +14,9 @@ from torchrepro.manifest.contents import RECORDED
 
 TIMEOUT = 120
 CONSOLE_SCRIPT = str(Path(sysconfig.get_path("scripts")) / "torchrepro")
+DEPRECATED = {"PYTHONWARNINGS": "ignore:The version_base parameter"}
+"""Hydra 1.4 warns of an argument of the apps below, without which 1.3 warns."""
+
 APP = """
 import hashlib, json, os, random, sys
 import hydra, numpy, torch
@@ -205,6 +208,7 @@ def app(hydra_app, run_python):
 
     def app(*overrides, env=None, config=None, run=run_python):
         hydra_app(APP, config)
+        env = {**DEPRECATED, **(env or {})}
         return Ended(run("app.py", *overrides, env=env, stdin=json.dumps(RECORDED)))
 
     return app

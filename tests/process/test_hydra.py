@@ -10,6 +10,8 @@ import pytest
 from torchrepro import load
 from torchrepro.manifest.contents import RECORDED
 
+from .conftest import DEPRECATED
+
 TWICE = """
 import contextlib, json, os, sys
 import hydra, torch
@@ -164,7 +166,7 @@ def test_a_profile_of_ones_own(little, write):
 def test_a_closed_dataclass_with_the_field(write, run_python):
     """An app whose config is a closed dataclass takes a profile in a field `repro: Any = None`."""
     write({"closed.py": CLOSED})
-    without = run_python("closed.py")
+    without = run_python("closed.py", env=DEPRECATED)
     below = run_python("closed.py", "+repro=debug-strict", "repro.seed=5", "size=4")
     plain = run_python("closed.py", "repro=debug-strict")
 
