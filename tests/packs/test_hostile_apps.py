@@ -62,6 +62,8 @@ def test_no_file_of_a_pack_reaches_hydra_by_itself(installed_pack, tmp_path, ask
     )
 
     assert not (pack.site / "marker").exists()
-    assert (done.returncode, done.stdout) == (3, ""), done.stderr
+    # Hydra 1.4 itself refuses a name that leads out of a group, with its own status.
+    hydra_refused = asked == "+repro=../beside" and "Parent traversal" in done.stderr
+    assert (done.returncode, done.stdout) == (1 if hydra_refused else 3, ""), done.stderr
     assert "Traceback" not in done.stderr
     assert "the secret" not in done.stderr
