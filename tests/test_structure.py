@@ -18,7 +18,7 @@ LAYERS = (  # from the bottom upward; a module imports only from its own layer o
     ("policies", "seeding"),
     ("knobs",),
     ("profile",),
-    ("report", "tables", "display"),
+    ("report", "tables", "display", "guarantee"),
     ("process", "threads"),
     ("planner",),
     ("manifest",),

@@ -17,6 +17,7 @@ from torchrepro.planner import (
     Plan,
     Step,
     aside,
+    beside,
     judged,
     lateness,
     make_plan,
@@ -28,10 +29,11 @@ from torchrepro.planner import (
 )
 from torchrepro.policies.effects import effects, forget, so_far
 from torchrepro.policies.refusals import handle_with
-from torchrepro.process import obstacle_to_relaunch, relaunch
+from torchrepro.process import closed_doors, obstacle_to_relaunch, relaunch
 from torchrepro.profile.load import resolve
 from torchrepro.report import STOPPING, Outcome, Report, Row
-from torchrepro.seeding.calls import seeding_calls
+from torchrepro.seeding import seed_plan
+from torchrepro.seeding.calls import note_calls, note_calls_of_new_modules, seeding_calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from torchrepro.agreement import Agreement
     from torchrepro.errors import TorchreproError
     from torchrepro.profile.resolved import Resolved
+    from torchrepro.report import Drift
     from torchrepro.seeding.calls import SeedingCall
 
 _lock = threading.RLock()
@@ -62,6 +65,7 @@ class Applied:
         self._before = so_far()
         self._last: Report | None = None
         self._agreement: Agreement | None = None
+        self._noting = False
         self.refuse: Callable[[TorchreproError], None] = _raise
         """What is done when a profile in force turns out not to hold, on this rank or for all."""
         self._undo.callback(handle_with(self._refuse))
@@ -81,7 +85,7 @@ class Applied:
 
     @property
     def report(self) -> Report:
-        """One outcome per knob, and what has drifted up to now if that is guarded."""
+        """One outcome per knob, what is held of the guarantee, and what has drifted up to now."""
         return self._present() if self.active else self._last or self._outcomes()
 
     @property
@@ -119,10 +123,11 @@ class Applied:
     def _present(self) -> Report:
         policies = {row.knob for row in self._rows}
         done = tuple(effect for effect in effects(self._before) if effect.policy in policies)
-        return replace(self._outcomes(), effects=done, unseen=self._unseen(), drift=drift_of(self))
+        return self._outcomes(drift_of(self), effects=done, unseen=self._unseen())
 
-    def _outcomes(self) -> Report:
-        return report_of(self.resolved, tuple(self._rows))
+    def _outcomes(self, drift: tuple[Drift, ...] = (), **more: Any) -> Report:
+        present = beside(self.resolved, closed_doors())
+        return report_of(self.resolved, tuple(self._rows), present, drift, **more)
 
     def _unseen(self) -> tuple[str, ...]:
         if not self.resolved.strict:
@@ -141,12 +146,23 @@ class Applied:
             moved = until_done.enter_context(by_a_profile())
             for step in steps:
                 self._rows.append(self._set(step))
-            bad = self._outcomes().having(*STOPPING)
+            self._note_seeds_of_the_program()
+            bad = [row for row in self._rows if row.outcome in STOPPING]
             if bad and self.resolved.strict:
                 raise ApplyError(refusal(self.resolved, bad), self._outcomes())
             self._agree_with_other_ranks()
             self._undo.enter_context(hold_to(self, self.plan, self._rows, moved()))
             until_done.pop_all()
+
+    def _note_seeds_of_the_program(self) -> None:
+        """Have the program's own seeds noted where a guarantee is asked for without a seed."""
+        if "guarantee" not in self.resolved.values or "seed" in self.resolved.values:
+            return
+        if self._noting:
+            note_calls_of_new_modules()
+        elif seed_plan.current().seed is None:
+            self._undo.callback(note_calls())
+            self._noting = True
 
     def _agree_with_other_ranks(self) -> None:
         """Have the ranks compared before the first step, if torch is there to make a group."""

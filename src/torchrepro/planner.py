@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.display import Displayed
 from torchrepro.errors import shown, some
+from torchrepro.guarantee import Beside, judge, needs_beside
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.knob import Knob, Missing, Scope
-from torchrepro.process import closed_doors, inherited, set_before_start
+from torchrepro.process import closed_doors, inherited, present_kinds, set_before_start
 from torchrepro.profile.load import resolve
-from torchrepro.report import STOPPING, Outcome, Report, Row
+from torchrepro.report import STOPPING, Drift, Outcome, Report, Row
+from torchrepro.seeding import seed_plan
+from torchrepro.seeding.calls import given_by_program
 from torchrepro.threads import other_threads_in_torch
 
 if TYPE_CHECKING:
@@ -59,6 +62,9 @@ class Facts:
     in_time: frozenset[str]
     """Variables that are known to have been set before whatever reads them."""
 
+    beside: Beside = field(default_factory=Beside)
+    """What the profile's guarantee depends on beside its knobs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -75,12 +81,13 @@ class Plan(Displayed):
 
     resolved: Resolved
     steps: tuple[Step, ...]
+    beside: Beside = field(default_factory=Beside)
 
     @property
     def report(self) -> Report:
         """The expected outcomes."""
         rows = tuple(step.expected for step in self.steps)
-        return report_of(self.resolved, rows, planned=True)
+        return report_of(self.resolved, rows, self.beside, planned=True)
 
     @property
     def late(self) -> tuple[Row, ...]:
@@ -129,6 +136,7 @@ def make_plan(resolved: Resolved, facts: Facts) -> Plan:
             Step(knob, value, _expected_with_needs(knob, value, resolved, facts))
             for knob, value in resolved.settings()
         ),
+        facts.beside,
     )
 
 
@@ -153,6 +161,7 @@ def observe(
         readings={knob.name: _reading(knob, value, closed) for knob, value in settings},
         exported={name: os.environ[name] for name in names - ours},
         in_time=frozenset(ours | set(filter(set_before_start, names))),
+        beside=beside(resolved, closed),
     )
 
 
@@ -168,9 +177,37 @@ def value_of(knob: Knob, text: str) -> Any:
     return text if row is knob or row.effect is None else row.effect.means(text)
 
 
-def report_of(resolved: Resolved, rows: tuple[Row, ...], **more: Any) -> Report:
+def beside(resolved: Resolved, closed: Mapping[str, str]) -> Beside:
+    """Return what the guarantee of `resolved` depends on beside the knobs that it names.
+
+    A variable that came after its door was `closed` says nothing of what holds.
+    """
+    kinds = present_kinds()
+    named = [knob.name for knob, _ in resolved.settings()]
+    readings, missing = {}, {}
+    for name in sorted(needs_beside(resolved.guarantee, kinds, named)):
+        knob = knobs_by_name()[name]
+        late = knob.variable and knob.door in closed and not set_before_start(knob.variable)
+        if late or not knob.loaded:
+            continue
+        try:
+            readings[name] = knob.access.read()
+        except Missing as absent:
+            missing[name] = str(absent)
+    seeded = seed_plan.current().seed is not None
+    return Beside(kinds, readings, missing, seeded, given_by_program())
+
+
+def report_of(
+    resolved: Resolved,
+    rows: tuple[Row, ...],
+    beside: Beside,
+    drift: tuple[Drift, ...] = (),
+    **more: Any,
+) -> Report:
     """Return the report on `resolved` with these rows; `more` are further fields of it."""
-    return Report(resolved.name, resolved.guarantee, resolved.digest, rows, **more)
+    guarantee = judge(resolved.guarantee, rows, drift, beside)
+    return Report(resolved.name, guarantee, resolved.digest, rows, drift=drift, **more)
 
 
 def refusal(resolved: Resolved, rows: Sequence[Row]) -> str:

@@ -1,4 +1,4 @@
-"""What is already settled in this process: one-way doors, the starting environment, relaunch."""
+"""What this process has and is settled on: one-way doors, kinds of device, relaunch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import json
 import os
 import sys
 from functools import cache, lru_cache
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import ApplyError
+from torchrepro.errors import ApplyError, SeedingError
+from torchrepro.knobs.npu_state import npu_with_devices
 from torchrepro.knobs.variable_effects import openmp_loaded
 from torchrepro.profile.difference import differences
 from torchrepro.profile.resolved import Resolved
+from torchrepro.seeding.ranks import world
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -60,6 +63,44 @@ DOORS: Mapping[str, tuple[Callable[[], bool], str]] = {
 def closed_doors() -> dict[str, str]:
     """Return the doors that are closed in this process now, each with the words for it."""
     return {door: words for door, (closed, words) in DOORS.items() if closed()}
+
+
+def _gpu_present() -> bool:
+    """Whether the loaded torch could use a GPU, told by the driver's files: no device is asked."""
+    version = getattr(sys.modules.get("torch"), "version", None)
+    built = version is None or version.cuda or version.hip
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    devices = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
+    return bool(built) and not hidden and any(map(glob, devices))
+
+
+def _onednn_present() -> bool:
+    backends = getattr(sys.modules.get("torch"), "backends", None)
+    mkldnn = getattr(backends, "mkldnn", None)  # torch may be in the middle of its import
+    return mkldnn is None or bool(mkldnn.is_available())
+
+
+def _several() -> bool:
+    try:
+        return world().size > 1
+    except SeedingError:  # a variable that numbers this process and is no number
+        return True
+
+
+KINDS: Mapping[str, Callable[[], bool]] = {
+    "numpy": lambda: "numpy" in sys.modules,
+    "onednn": _onednn_present,
+    "cuda": lambda: _initialised("cuda") or _gpu_present(),
+    "npu": lambda: npu_with_devices() is not None,
+    "several": _several,
+    "transformer_engine": lambda: "transformer_engine" in sys.modules,
+}
+"""Kind of device, library or run on which a guarantee may depend -> whether it is present."""
+
+
+def present_kinds() -> frozenset[str]:
+    """Return the `KINDS` that are present, asked without importing or initialising anything."""
+    return frozenset(kind for kind, present in KINDS.items() if present())
 
 
 @cache

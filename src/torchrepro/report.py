@@ -9,12 +9,13 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.display import Displayed
-from torchrepro.errors import Problem, near, shown
+from torchrepro.errors import Problem, near, shown, some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from torchrepro.display import Part
+    from torchrepro.guarantee import Guarantee
     from torchrepro.policies.effects import Effect
 
 
@@ -118,7 +119,9 @@ class Report(Displayed):
     """The outcome of every knob that a profile names, in the order in which they were set."""
 
     profile: str
-    guarantee: str
+    guarantee: Guarantee
+    """What the profile asks for, and what of it is held."""
+
     digest: str
     rows: tuple[Row, ...]
     planned: bool = False
@@ -131,7 +134,7 @@ class Report(Displayed):
     """Custom ops and Triton kernels, which torch's deterministic flag cannot see."""
 
     drift: tuple[Drift, ...] = ()
-    """Knobs that later code has changed, where `guard` looks for that."""
+    """Knobs that later code has changed, as they were last read: see `guard`."""
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -160,16 +163,23 @@ class Report(Displayed):
 
     @property
     def summary(self) -> str:
-        """One line: the profile and the number of knobs per outcome."""
+        """One line: the profile, what of its guarantee is held, the number of knobs per outcome."""
         counts = ", ".join(f"{number} {outcome}" for outcome, number in self.counts.items())
-        state = "would be" if self.planned else "is"
-        return f"{self.profile} ({self.guarantee}) {state} in force: {counts or 'nothing to set'}"
+        counts = counts or "nothing to set"
+        if self.drift:
+            state = "has drifted"
+            counts += f"; drifted: {some([drift.knob for drift in self.drift])}"
+        else:
+            state = "would be in force" if self.planned else "is in force"
+        if self.guarantee.lowered:
+            return f"{self.profile} {state}: {self.guarantee}; {counts}"
+        return f"{self.profile} ({self.guarantee}) {state}: {counts}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON values."""
         return {
             "profile": self.profile,
-            "guarantee": self.guarantee,
+            "guarantee": self.guarantee.to_json(),
             "digest": self.digest,
             "counts": dict(self.counts),
             "knobs": [row.to_json() for row in self.rows],

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torchrepro.applier import Applied
     from torchrepro.errors import TorchreproError
     from torchrepro.planner import Step
+    from torchrepro.report import Report
 
 _OWN_MODULE = {"random": "python", "numpy.random": "numpy"}  # module -> target of its knobs
 _MODULES = (*_OWN_MODULE, "torch")  # with torch comes everything else
@@ -101,8 +102,9 @@ def _carry_out(module: str) -> None:
     if module == "torch" and os.environ.get("TORCHREPRO_FIRST") == str(os.getpid()):
         from torchrepro.tables import announce
 
-        announce(applied.report)
-        atexit.register(_tell_what_policies_did)
+        announced = applied.report
+        announce(announced)
+        atexit.register(_tell_of_the_end, announced)
 
 
 def _record_if_asked() -> None:
@@ -115,10 +117,12 @@ def _record_if_asked() -> None:
         record_process(request, _end)
 
 
-def _tell_what_policies_did() -> None:
-    from torchrepro.tables import announce_effects
+def _tell_of_the_end(announced: Report) -> None:
+    from torchrepro.tables import announce_effects, announce_end
 
-    announce_effects(_applied().report)
+    report = _applied().report
+    announce_effects(report)
+    announce_end(report, announced)
 
 
 def _steps_for(module: str, steps: Sequence[Step]) -> list[Step]:

@@ -92,6 +92,14 @@ def _is_refused(row: Row) -> bool:
     return row.outcome is Outcome.UNSUPPORTED and knob is not None and knob.target == "policy"
 
 
+def announce_end(report: Report, announced: Report) -> None:
+    """Tell standard error in one line what did not stay at the end of a run as it was announced."""
+    if (report.guarantee, report.drift) == (announced.guarantee, announced.drift):
+        return
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"torchrepro: at the end, {report.summary}\n")
+
+
 def announce_effects(report: Report) -> None:
     """Tell standard error what the policies of a run have done, if they have done anything."""
     if os.environ.get("RANK", "0") != "0" or not (report.effects or report.unseen):

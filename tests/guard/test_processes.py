@@ -85,16 +85,20 @@ def test_an_error_that_nobody_catches_is_said_once(execute: Callable[..., Any]) 
     assert "torchrepro.DriftError" in done.stderr
 
 
-def test_who_asks_for_no_guard_loads_none(execute: Callable[..., Any]) -> None:
-    """Putting a profile without a guard in force, and taking it back, imports only the door."""
+def test_who_asks_for_no_guard_pays_at_no_step(execute: Callable[..., Any]) -> None:
+    """Under a profile without a guard no step reads a knob again; its end does, and says it."""
     lines = (
-        "import sys, torchrepro",
-        "with torchrepro.apply('debug-strict') as applied: applied.report",
-        "print(*(name for name in sys.modules if name.startswith('torchrepro.guard.')))",
+        "import torch, torchrepro",
+        "from torchrepro.guard.held import guards, guards_at_steps",
+        "with torchrepro.apply('debug-strict', ['guard=none']) as applied:",
+        "    torch.use_deterministic_algorithms(False)",
+        "    print(len(guards), len(guards_at_steps()))",
+        "print(*(drift.knob for drift in applied.report.drift[:1]), applied.report.guarantee.held)",
     )
     done = execute("\n".join(lines))
 
-    assert (done.returncode, done.stdout) == (0, "torchrepro.guard.door\n"), done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "1 0\nbackends.torch.deterministic_algorithms seeded\n"
 
 
 @MOMENTS

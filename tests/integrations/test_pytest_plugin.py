@@ -134,7 +134,7 @@ def test_a_session_is_under_its_profile_in_time_and_every_test_starts_alike(pyte
     together.assert_outcomes(passed=3)
     together.stdout.fnmatch_lines(
         [
-            "torchrepro: team (repeatable) is in force: * 1 too_late",
+            "torchrepro: team is in force: repeatable, except the order of sets (*; * 1 too_late",
             "  sha256:*",
             "  too late: env.PYTHONHASHSEED (Python has started)",
             "  imported too early: torch, by the pytest plugin culprit (*culprit.py)*",

@@ -29,10 +29,10 @@ def lock_profile(
     from torchrepro.lock.writing import write_lock
 
     resolved_profile(profile, overrides)  # says what is wrong with it before torch is imported
-    resolved = write_lock(Path(output), profile, overrides or ())
+    report = write_lock(Path(output), profile, overrides or ())
     sys.stdout.write(
-        f"{output} holds runs to {resolved.name} ({resolved.guarantee}) as it is here\n"
-        f"  {resolved.digest}\n"
+        f"{output} holds runs to {report.profile} ({report.guarantee}) as it is here\n"
+        f"  {report.digest}\n"
         f"  torchrepro check {output}\n"
         f"  torchrepro run --lock {output} -- COMMAND\n"
     )

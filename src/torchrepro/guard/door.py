@@ -1,7 +1,4 @@
-"""What a profile in force has to do with the guard: nothing, while there is none.
-
-The guard itself is imported once a profile asks for it.
-"""
+"""What a profile in force has to do with the guard, which is imported once there is a profile."""
 
 from __future__ import annotations
 
@@ -39,9 +36,7 @@ def by_a_profile() -> AbstractContextManager[Callable[[], tuple[Knob, ...]]]:
 def hold_to(
     applied: InForce, plan: Plan, rows: Iterable[Row], moved: Iterable[Knob]
 ) -> AbstractContextManager[object]:
-    """Guard what `applied` has set, as `guarding.hold_to` says, if there is a guard."""
-    if not _loaded() and mode() == "none":
-        return nullcontext()
+    """Hold what `applied` has set to what it reads now, as `guarding.hold_to` says."""
     from torchrepro.guard.guarding import hold_to
 
     return hold_to(applied, plan, rows, moved)

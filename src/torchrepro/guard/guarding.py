@@ -1,6 +1,7 @@
 """Reads knobs again while profiles are in force, and says or refuses what has drifted.
 
-That is before optimizer steps, when a profile is taken back, and as the process ends.
+That is when a profile is taken back, whatever the guard; with a guard that warns or refuses, also
+before optimizer steps and as the process ends.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from torchrepro.errors import DriftError
 from torchrepro.guard.door import mode
 from torchrepro.guard.ending import LastWord
 from torchrepro.guard.expected import expected
-from torchrepro.guard.held import Guard, guards, guards_of, key, look, noting_writers, settle
+from torchrepro.guard.held import (
+    Guard,
+    guards,
+    guards_at_steps,
+    guards_of,
+    key,
+    look,
+    noting_writers,
+    settle,
+)
 from torchrepro.report import Outcome
 
 if TYPE_CHECKING:
@@ -31,22 +41,23 @@ _writers_watched: list[bool] = []
 
 
 def hold_to(applied: InForce, plan: Plan, rows: Iterable[Row], moved: Iterable[Knob]) -> ExitStack:
-    """Guard what `applied` has set: from now on it is to read what it reads now.
+    """Hold what `applied` has set: from now on it is to read what it reads now.
 
     That is the knobs of `plan` which `rows` say are set, and those that were `moved` with them.
-    The first call for a profile imports ``torch.optim``, and adds a hook of torch's own before
-    optimizer steps, one at exit, and with `guard: error` wraps the writers of knobs. Closing what
-    is returned takes that back. Does nothing while no guard is on.
+    While a guard is on, the first call for a profile also imports ``torch.optim``, and adds a hook
+    of torch's own before optimizer steps, one at exit, and with `guard: error` wraps the writers of
+    knobs. Closing what is returned takes that back.
     """
     with ExitStack() as undo:
-        if guards or mode() != "none":
-            if not guards_of([applied]):
-                undo.enter_context(_in_force(Guard(applied)))
-            (guard,) = guards_of([applied])
-            knobs = {step.knob.name: step.knob for step in plan.steps}
-            held = [knobs[row.knob] for row in rows if _can_be_held(knobs[row.knob], row.outcome)]
-            guard.expected |= {knob.name: expected(knob) for knob in (*moved, *held)}
-            settle()
+        if not guards_of([applied]):
+            undo.enter_context(_in_force(Guard(applied)))
+        (guard,) = guards_of([applied])
+        knobs = {step.knob.name: step.knob for step in plan.steps}
+        held = [knobs[row.knob] for row in rows if _can_be_held(knobs[row.knob], row.outcome)]
+        guard.expected |= {knob.name: expected(knob) for knob in (*moved, *held)}
+        settle()
+        if mode() != "none" and not guard.at_steps:
+            undo.enter_context(_at_steps(guard))
         return undo.pop_all()
 
 
@@ -66,7 +77,7 @@ def _can_be_held(knob: Knob, outcome: Outcome) -> bool:
 
 def _act_on(found: list[tuple[Guard, Drift]], acting: str) -> None:
     """Say or refuse what was found, as `acting` says: `warn` or `error`."""
-    if not found:
+    if not found or acting == "none":
         return
     if acting != "error":
         _tell(found)
@@ -87,8 +98,9 @@ def _tell(found: Iterable[tuple[Guard, Drift]]) -> None:
 
 def _before_step(*_: Any) -> None:
     acting = mode()
-    present = tuple(guards)  # another thread may put a profile in force meanwhile
-    found = look(present, lambda guard: f"before step {guard.steps}")
+    present = guards_at_steps()
+    asked = present if acting != "none" else ()
+    found = look(asked, lambda guard: f"before step {guard.steps}")
     for guard in present:
         guard.steps += 1
     _act_on(found, acting)
@@ -100,7 +112,7 @@ _before_step._torchdynamo_disable = True  # type: ignore[attr-defined]  # noqa: 
 def _at_exit(process: int, last_word: LastWord) -> None:
     if os.getpid() != process:
         return  # a copy of the process, which does with its knobs what it likes
-    found = look(guards)
+    found = look(guards_at_steps()) if mode() != "none" else []
     _tell(found)
     if found and mode() == "error":
         last_word.status = DriftError.exit_status
@@ -108,19 +120,24 @@ def _at_exit(process: int, last_word: LastWord) -> None:
 
 @contextmanager
 def _in_force(guard: Guard) -> Iterator[None]:
+    guards.append(guard)
+    try:
+        yield
+    finally:
+        guards.remove(guard)
+        settle()
+
+
+@contextmanager
+def _at_steps(guard: Guard) -> Iterator[None]:
     with ExitStack() as undo:
-        if not guards:
+        if not guards_at_steps():
             undo.enter_context(_reading_again())
-        guards.append(guard)
-        undo.callback(_forget, guard)
+        guard.at_steps = True
+        undo.callback(setattr, guard, "at_steps", False)  # noqa: FBT003 - as it was
         if mode() == "error" and not _writers_watched:
             undo.enter_context(_telling_writers())
         yield
-
-
-def _forget(guard: Guard) -> None:
-    guards.remove(guard)
-    settle()
 
 
 @contextmanager

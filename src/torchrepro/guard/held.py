@@ -1,8 +1,8 @@
 """What the profiles in force hold knobs to, and what has drifted from it.
 
 There is one guard in a process, and what it does about drift is the knob `guard`. Every profile
-that is put in force while it is on adds what it has set; a knob that several of them name is held
-to the innermost.
+that is put in force adds what it has set; a knob that several of them name is held to the
+innermost. Those that are put in force while the guard is on are read at optimizer steps, too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torchrepro.errors import shown
-from torchrepro.guard.door import mode
 from torchrepro.guard.expected import HOLDS, Expected, Written, reading
 from torchrepro.guard.writers import watch_writers, writing_place
 from torchrepro.report import Drift
@@ -37,6 +36,9 @@ class Guard:
     """What one profile in force has set, and the drift from it that was seen so far."""
 
     applied: InForce
+    at_steps: bool = False
+    """Whether knobs are read again before optimizer steps."""
+
     steps: int = 0
     """Optimizer steps since the profile was put in force, of all optimizers."""
 
@@ -47,19 +49,26 @@ class Guard:
     @property
     def since(self) -> str:
         """The present moment, in words."""
+        if not self.at_steps:
+            return "at the end"
         return f"after step {self.steps - 1}" if self.steps else "before any step"
 
 
 guards: list[Guard] = []
-"""One for every profile that was put in force while the guard was on, outermost first."""
+"""One for every profile in force, outermost first."""
 
 _watched: list[tuple[Expected, Guard]] = []  # what counts of it all
 
 
 def guards_of(concerned: Iterable[InForce]) -> list[Guard]:
-    """Return the guards of those profiles that are `concerned` and guarded."""
+    """Return the guards of those profiles that are `concerned`."""
     profiles = list(concerned)
     return [guard for guard in guards if guard.applied in profiles]
+
+
+def guards_at_steps() -> tuple[Guard, ...]:
+    """Return those that are read again before optimizer steps, whatever other threads do."""
+    return tuple(guard for guard in tuple(guards) if guard.at_steps)
 
 
 def drift_of(applied: InForce) -> tuple[Drift, ...]:
@@ -100,7 +109,7 @@ def look(
     `moment` says when it was seen.
     """
     concerned = list(asked)
-    if mode() == "none" or present_worker() is not None:
+    if present_worker() is not None:
         return []
     found = []
     for each, guard in tuple(_watched):

@@ -6,6 +6,8 @@ stops a run here leaves as `SystemExit`, which gets through.
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,8 @@ from torchrepro.seeding.seed_plan import drawn, never_drawn
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+    from torchrepro.report import Report
 
 REFUSED_STATUS = 3
 
@@ -60,29 +64,68 @@ class ReproCallback(Callback):
             started_under = agreeing_run(resolved, "job")
             if started_under is not None and config.hydra.mode is RunMode.RUN:
                 # `run` has put this very profile in force: there is nothing to change.
-                _record(config, started_under)
+                _begin(_Job(config, started_under, started_under.report, from_run=True))
                 return
-            _job.append(apply_resolved(resolved, "Hydra has started the job"))
-            _job[-1].refuse = _exit
-            _record(config, _job[-1])
-            _announce(_job[-1])
+            applied = apply_resolved(resolved, "Hydra has started the job")
+            applied.refuse = _exit
+            _begin(_Job(config, applied, applied.report))
+            _announce(applied)
 
     def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
         """Complete the manifest and take the job's profile back: the next job starts clean."""
         with _StopOnRefusal():
-            if _job:
-                _record(config, _job[-1])
-                _tell_of_random_numbers(_job[-1])
+            _end()
             _take_back()
 
 
-_job: list[Applied] = []  # what the present job has in force
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A job under a profile."""
+
+    config: DictConfig
+    applied: Applied
+    announced: Report
+    from_run: bool = False
+    """Whether `torchrepro run` put the profile in force, which then tells of its end as well."""
+
+
+_job: list[_Job] = []  # the present one
+
+
+def _begin(job: _Job) -> None:
+    """Write the manifest of a job that starts, which is completed when it ends."""
+    _job.append(job)
+    _record(job)
+    atexit.register(_end_at_exit, os.getpid())
+
+
+def _end() -> None:
+    """Complete the manifest of the present job, and tell what did not stay as it was announced."""
+    for job in _job:
+        _record(job)
+        if not job.from_run:
+            from torchrepro.tables import announce_end
+
+            _tell_of_random_numbers(job.applied)
+            announce_end(job.applied.report, job.announced)
+
+
+def _end_at_exit(process: int) -> None:
+    """Do the same for a job that has left by `sys.exit`, of whose end Hydra does not tell."""
+    if os.getpid() == process:
+        try:
+            _end()
+        except TorchreproError as error:
+            sys.stderr.write(f"torchrepro: {error}\n")
 
 
 def _take_back() -> None:
     """Undo what a job left in force: the one that ends, or one that left by `sys.exit`."""
+    atexit.unregister(_end_at_exit)
     while _job:
-        _job.pop().restore()
+        job = _job.pop()
+        if not job.from_run:
+            job.applied.restore()
 
 
 def _announce(applied: Applied) -> None:
@@ -103,11 +146,11 @@ def _tell_of_random_numbers(applied: Applied) -> None:
         sys.stderr.writelines(f"torchrepro: {line}\n" for line in lines)
 
 
-def _record(config: DictConfig, applied: Applied) -> None:
+def _record(job: _Job) -> None:
     """Write the job's manifest; where that fails, nothing stays in force."""
-    folder = hydra_folder(config.hydra)
+    folder = hydra_folder(job.config.hydra)
     try:
-        write_manifest(folder, manifest(applied.resolved, applied.report))
+        write_manifest(folder, manifest(job.applied.resolved, job.applied.report))
     except OSError as error:
         _take_back()
         path = folder / FILE

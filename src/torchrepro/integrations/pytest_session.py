@@ -202,9 +202,9 @@ def how_to_repeat(item: pytest.Item) -> list[tuple[str, str]]:
     session, outer = item.config.stash.get(_SESSION, None), inherited()
     run = f"torchrepro run {outer.name} -- " if outer else ""
     words = [session.asked if session else "pytest", shlex.quote(item.nodeid)]
-    resolved = applied.resolved
+    report = applied.report
     lines = (
-        f"{resolved.name} ({resolved.guarantee}) {applied.digest}",
+        f"{report.profile} ({report.guarantee}) {report.digest}",
         f"to repeat: {run}{' '.join(words)}",
     )
     return [("torchrepro", "\n".join(lines))]

@@ -23,7 +23,7 @@ ORDER_OF_SUMS = {"nccl": ("NCCL_ALGO", "NCCL_PROTO"), "hccl": ("HCCL_DETERMINIST
 follows from sizes alone."""
 
 
-def _pinned(value: str) -> bool:
+def pinned(value: str) -> bool:
     """Whether a list of algorithms names some rather than excluding some."""
     return bool(value) and not value.startswith("^")
 
@@ -39,7 +39,7 @@ COLLECTIVES = (
         f"{NCCL_ENV}#nccl-algo",
         cost="one algorithm is not the fastest for every size",
         aliases=("backends.distributed.nccl_algo",),
-        enough=_pinned,
+        enough=pinned,
     ),
     row(
         "NCCL_PROTO",
@@ -49,7 +49,7 @@ COLLECTIVES = (
         f"{NCCL_ENV}#nccl-proto",
         cost="Simple is slow for small messages",
         aliases=("backends.distributed.nccl_proto",),
-        enough=_pinned,
+        enough=pinned,
     ),
     row(
         "NCCL_NTHREADS",

@@ -119,6 +119,12 @@ def _knobs(report: Any) -> Section:
     return {str(row["knob"]): _state(row["outcome"], row["after"]) for row in rows}
 
 
+def _guarantee(report: Any) -> Section | None:
+    """Return the guarantee that was held; older files tell only of the one that was asked for."""
+    its = _pairs(report)["guarantee"]
+    return None if isinstance(its, str) else {"held": str(its["held"])}
+
+
 def _state(outcome: Any, after: Any) -> Any:
     """Return the value that a knob has in force, or what became of it instead."""
     return after if outcome in IN_FORCE else str(outcome)
@@ -163,6 +169,7 @@ def _started(words: Any) -> Section:
 READERS: Mapping[str, tuple[str, Callable[[Any], Section | None]]] = {
     "profile": ("profile", _profile),
     "packs": ("origins", _packs),
+    "guarantee": ("report", _guarantee),
     "knobs": ("report", _knobs),
     "seeding calls": ("seeding_calls", _seeding_calls),
     "environment": ("environment", _pairs),

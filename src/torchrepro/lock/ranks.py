@@ -37,6 +37,7 @@ ROWS: tuple[tuple[str, Rank], ...] = (
     ("profile/guard*", Rank.SHOULD_NOT),
     ("profile/*", Rank.CHANGES),
     ("asked/*", Rank.CHANGES),
+    ("guarantee/*", Rank.MAY),
     ("knobs/*", Rank.CHANGES),
     ("seeding calls/*", Rank.CHANGES),
     ("environment/*_VISIBLE_DEVICES", Rank.MAY),

@@ -60,6 +60,7 @@ def _verdict(found: Checked) -> str:
 
 
 _CALLED = {
+    "guarantee": "guarantee ",
     "versions": "version of ",
     "environment": "exported ",
     "packs": "version of pack ",

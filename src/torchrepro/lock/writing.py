@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torchrepro.profile.resolved import Resolved
+    from torchrepro.report import Report
 
 
-def write_lock(path: Path, profile: str, overrides: Sequence[str]) -> Resolved:
-    """Write what a run of `profile` would be here, and return the profile.
+def write_lock(path: Path, profile: str, overrides: Sequence[str]) -> Report:
+    """Write what a run of `profile` would be here, and return the report on it.
 
     Imports torch; puts nothing in force. Raises `ProfileError` for a profile that is not valid, an
     override that holds a secret, and a file that cannot be written or is no lock, and `ApplyError`
@@ -45,7 +46,7 @@ def write_lock(path: Path, profile: str, overrides: Sequence[str]) -> Resolved:
         raise ProfileError(
             Problem(f"the lock cannot be written: {error.strerror}", found=str(path))
         ) from None
-    return resolved
+    return plan.report
 
 
 def plan_of_a_run(resolved: Resolved) -> Plan:

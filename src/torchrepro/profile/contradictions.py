@@ -1,114 +1,17 @@
-"""Values that are legal one by one and cannot hold together, each pair a row with its reason."""
+"""Values that are legal one by one and cannot hold together."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import shown
 from torchrepro.knobs.catalogue import knobs_by_name, other_names
 from torchrepro.policies.fallback.value import waits_for_refusal
 from torchrepro.profile.composition import flatten
-from torchrepro.profile.resolved import STRICT
+from torchrepro.profile.needs import NEEDS, folded
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import Resolved
-
-REPEATABLE = ("repeatable",)
-
-
-@dataclass(frozen=True, slots=True)
-class Contradiction:
-    """A guarantee that a value of a key breaks."""
-
-    guarantees: tuple[str, ...]
-    key: str
-    values: tuple[Any, ...]
-    because: str
-
-
-LOWERED = "float32 is then computed with fewer bits here and not on the other side"
-
-BROKEN_GUARANTEES: tuple[Contradiction, ...] = (
-    Contradiction(("aligned",), "backends.cuda.matmul_fp32_precision", ("tf32",), LOWERED),
-    Contradiction(("aligned",), "backends.cudnn.conv_fp32_precision", ("tf32",), LOWERED),
-    Contradiction(("aligned",), "backends.cudnn.rnn_fp32_precision", ("tf32",), LOWERED),
-    Contradiction(("aligned",), "backends.npu.conv_allow_hf32", (True,), LOWERED),
-    Contradiction(("aligned",), "backends.npu.matmul_allow_hf32", (True,), LOWERED),
-    Contradiction(
-        STRICT,
-        "backends.cudnn.benchmark",
-        (True,),
-        "cuDNN then chooses kernels by timing, and another kernel rounds differently",
-    ),
-    Contradiction(
-        REPEATABLE,
-        "backends.torch.deterministic_algorithms",
-        ("warn", "none"),
-        "ops without a deterministic kernel then go on, and warn keeps some that `error` "
-        "would replace",
-    ),
-    Contradiction(
-        REPEATABLE,
-        "backends.cudnn.deterministic",
-        (False,),
-        "cuDNN may then take kernels whose sums vary",
-    ),
-    Contradiction(
-        REPEATABLE,
-        "backends.torch.inductor_deterministic",
-        (False,),
-        "compiled code then chooses kernels by timing",
-    ),
-    Contradiction(
-        REPEATABLE,
-        "env.TORCHINDUCTOR_DETERMINISTIC",
-        ("0",),
-        "compiled code then chooses kernels by timing",
-    ),
-    Contradiction(
-        REPEATABLE,
-        "env.TORCHINDUCTOR_MAX_AUTOTUNE",
-        ("1",),
-        "compiled code then chooses kernels by timing",
-    ),
-    Contradiction(
-        REPEATABLE,
-        "env.TORCHINDUCTOR_COORDINATE_DESCENT_TUNING",
-        ("1",),
-        "compiled code then chooses kernels by timing",
-    ),
-    Contradiction(
-        STRICT,
-        "env.NVTE_ALLOW_NONDETERMINISTIC_ALGO",
-        ("1",),
-        "Transformer Engine may then take attention kernels whose sums vary",
-    ),
-    Contradiction(
-        STRICT,
-        "env.HCCL_DETERMINISTIC",
-        ("false",),
-        "Ascend's collectives then add up in any order",
-    ),
-    Contradiction(
-        STRICT,
-        "env.LCCL_DETERMINISTIC",
-        ("0", "false"),
-        "the collectives of ATB then add up in any order",
-    ),
-    Contradiction(
-        STRICT,
-        "env.PYTHONHASHSEED",
-        ("random",),
-        "sets of strings then iterate in another order in each process",
-    ),
-    Contradiction(
-        STRICT,
-        "backends.npu.deterministic_level",
-        (0,),
-        "level 0 switches determinism off on the NPU, and torch's own flag with it",
-    ),
-)
 
 
 def contradictions(resolved: Resolved) -> list[tuple[str, str, str]]:
@@ -116,20 +19,16 @@ def contradictions(resolved: Resolved) -> list[tuple[str, str, str]]:
     leaves = flatten(resolved.values)
     found = [
         (key, shown(leaves[key]), f"contradicts guarantee: {resolved.guarantee}; {row.because}")
-        for row in BROKEN_GUARANTEES
+        for row in NEEDS
         for key in leaves
         if resolved.guarantee in row.guarantees
-        and row.key in (key, *(knob.name for knob in other_names().get(key, ())))
-        and _folded(leaves[key]) in row.values
+        and row.knob in (key, *(knob.name for knob in other_names().get(key, ())))
+        and folded(leaves[key]) in row.broken_by
     ]
     found += _two_names(leaves)
     found += _npu_modes(leaves)
     found += _idle_fallback(leaves)
     return found
-
-
-def _folded(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) and value.isalpha() else value
 
 
 def _two_names(leaves: dict[str, Any]) -> list[tuple[str, str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +75,7 @@ class SeedingCalls:
 
     def write(self, value: Any) -> None:
         _calls.clear()
-        for module, name in FUNCTIONS:
-            _wrap(module, name)
+        note_calls_of_new_modules()
 
     def save(self) -> Any:
         return bool(_originals), dict(_calls)
@@ -95,6 +94,26 @@ class SeedingCalls:
 def seeding_calls() -> tuple[SeedingCall, ...]:
     """Return the places from which the program has seeded a generator under the present seed."""
     return tuple(_calls.values())
+
+
+def note_calls() -> Callable[[], None]:
+    """Record seeding calls of the program from now on; what is returned takes that back."""
+    access = SeedingCalls()
+    saved = access.save()
+    access.write(None)
+    return partial(access.restore, saved)
+
+
+def note_calls_of_new_modules() -> None:
+    """Record seeding calls to libraries that were loaded since, too."""
+    for module, name in FUNCTIONS:
+        _wrap(module, name)
+
+
+def given_by_program() -> frozenset[str]:
+    """Return the functions to which the program has given a seed: one of chance is none."""
+    of_chance = ("", shown(None))
+    return frozenset(call.function for call in _calls.values() if call.value not in of_chance)
 
 
 def _wrap(module: str, name: str) -> None:

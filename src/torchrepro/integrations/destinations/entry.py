@@ -34,10 +34,10 @@ class Entry:
 
     @property
     def profile(self) -> dict[str, Any]:
-        """The resolved profile in its sections, with its name, guarantee and digest."""
+        """The resolved profile in its sections, with its digest and the guarantee that is held."""
         report = self.manifest["report"]
-        asked = {"name": report["profile"], "guarantee": report["guarantee"]}
-        return {"digest": self.manifest["digest"], **asked, **self.manifest["profile"]}
+        held = {"name": report["profile"], "guarantee": report["guarantee"]["held"]}
+        return {"digest": self.manifest["digest"], **self.manifest["profile"], **held}
 
     @property
     def flat(self) -> dict[str, Any]:

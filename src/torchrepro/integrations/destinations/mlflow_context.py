@@ -21,12 +21,12 @@ class ProfileTags:
         return bool(_in_force())
 
     def tags(self) -> dict[str, str]:
-        """Return the name, guarantee and digest of the innermost profile in force."""
-        resolved = _in_force()[-1].resolved
+        """Return the name, the guarantee held and the digest of the innermost profile in force."""
+        report = _in_force()[-1].report
         return {
-            "torchrepro.name": resolved.name,
-            "torchrepro.guarantee": resolved.guarantee,
-            "torchrepro.digest": resolved.digest,
+            "torchrepro.name": report.profile,
+            "torchrepro.guarantee": report.guarantee.held,
+            "torchrepro.digest": report.digest,
         }
 
 

@@ -1,0 +1,300 @@
+"""What each guarantee needs: one row per knob, the kind of device that needs it, and what is open.
+
+A value that breaks a guarantee is refused; a need that is not met lowers the guarantee in name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.knobs.collective_rows import pinned
+from torchrepro.profile.resolved import STRICT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ALL = ("seeded", *STRICT)
+REPEATABLE = ("repeatable",)
+ALIGNED = ("aligned",)
+
+WEAKER = {
+    "aligned": ("repeatable", "seeded"),
+    "repeatable": ("seeded",),
+    "seeded": (),
+}
+"""What is still promised, the strongest first, where a guarantee itself is not held."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What guarantees need of a knob, or do not bear."""
+
+    guarantees: tuple[str, ...]
+    knob: str
+    met_by: Callable[[Any], bool] | None = None
+    """Whether a value will do; None where nothing is needed but the absence of `broken_by`."""
+
+    left_open: str = ""
+    """What may differ between two runs where this is not met."""
+
+    kinds: tuple[str, ...] = ()
+    """The kinds of device that are all present where this is needed; none: everywhere."""
+
+    broken_by: tuple[Any, ...] = ()
+    """The values that contradict the guarantee."""
+
+    because: str = ""
+    """What such a value leads to."""
+
+    if_there: bool = False
+    """Whether nothing is open where the state does not exist."""
+
+    calls: tuple[str, ...] = ()
+    """The functions with which a program sees to it by itself."""
+
+
+def _is(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: folded(value) in values
+
+
+def _any(_: Any) -> bool:
+    return True
+
+
+def folded(value: Any) -> Any:
+    """Return a value as it is compared: the case of a word does not count."""
+    return value.lower() if isinstance(value, str) and value.isalpha() else value
+
+
+SEED_TORCH = ("torch.manual_seed", "torch.random.manual_seed")
+LOWERED = "float32 is then computed with fewer bits here and not on the other side"
+TIMING = "compiled code then chooses kernels by timing"
+
+
+_ON, _OFF = _is(True), _is(False)  # noqa: FBT003 - values that will do
+_IN_FULL = _is("ieee", "none")  # torch asks only whether float32 is tf32 or bf16
+
+
+def _precision(
+    knob: str, what: str, kind: str, met_by: Callable[[Any], bool] = _IN_FULL, **more: Any
+) -> Need:
+    return Need(ALIGNED, knob, met_by, f"the precision of {what}", (kind,), **more)
+
+
+NEEDS: tuple[Need, ...] = (
+    Need(ALL, "seed.python", _any, "Python's random numbers", calls=("random.seed",)),
+    Need(
+        ALL, "seed.numpy", _any, "numpy's random numbers", ("numpy",), calls=("numpy.random.seed",)
+    ),
+    Need(ALL, "seed.torch", _any, "torch's random numbers", calls=SEED_TORCH),
+    Need(
+        ALL,
+        "seed.cuda",
+        _any,
+        "the random numbers of GPUs",
+        ("cuda",),
+        calls=(*SEED_TORCH, "torch.cuda.manual_seed", "torch.cuda.manual_seed_all"),
+    ),
+    Need(
+        ALL,
+        "seed.npu",
+        _any,
+        "the random numbers of NPUs",
+        ("npu",),
+        calls=(*SEED_TORCH, "torch.npu.manual_seed", "torch.npu.manual_seed_all"),
+    ),
+    Need(
+        STRICT,
+        "env.PYTHONHASHSEED",
+        str.isdecimal,
+        "the order of sets",
+        broken_by=("random",),
+        because="sets of strings then iterate in another order in each process",
+    ),
+    Need(
+        REPEATABLE,
+        "backends.torch.deterministic_algorithms",
+        _is("error"),
+        "ops without a deterministic kernel",
+        broken_by=("warn", "none"),
+        because="ops without a deterministic kernel then go on, and warn keeps some that `error` "
+        "would replace",
+    ),
+    Need(
+        REPEATABLE,
+        "backends.torch.fill_uninitialized_memory",
+        _ON,
+        "what uninitialised memory holds",
+        if_there=True,
+    ),
+    Need(
+        REPEATABLE,
+        "backends.torch.inductor_deterministic",
+        _ON,
+        "the kernels of compiled code",
+        broken_by=(False,),
+        because=TIMING,
+    ),
+    Need(REPEATABLE, "env.TORCHINDUCTOR_DETERMINISTIC", broken_by=("0",), because=TIMING),
+    Need(REPEATABLE, "env.TORCHINDUCTOR_MAX_AUTOTUNE", broken_by=("1",), because=TIMING),
+    Need(
+        REPEATABLE, "env.TORCHINDUCTOR_COORDINATE_DESCENT_TUNING", broken_by=("1",), because=TIMING
+    ),
+    Need(
+        REPEATABLE,
+        "backends.cpu.mkldnn_deterministic",
+        _ON,
+        "oneDNN's primitives on the CPU",
+        ("onednn",),
+        if_there=True,
+    ),
+    Need(
+        REPEATABLE,
+        "env.CUBLAS_WORKSPACE_CONFIG",
+        _is(":4096:8", ":16:8"),
+        "the sums of cuBLAS",
+        ("cuda",),
+    ),
+    Need(
+        STRICT,
+        "backends.cudnn.benchmark",
+        _OFF,
+        "the kernels that cuDNN chooses",
+        ("cuda",),
+        broken_by=(True,),
+        because="cuDNN then chooses kernels by timing, and another kernel rounds differently",
+    ),
+    Need(
+        REPEATABLE,
+        "backends.cudnn.deterministic",
+        _ON,
+        "the sums of cuDNN",
+        ("cuda",),
+        broken_by=(False,),
+        because="cuDNN may then take kernels whose sums vary",
+    ),
+    Need(
+        STRICT,
+        "env.NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+        _is("0"),
+        "Transformer Engine's attention",
+        ("transformer_engine",),
+        broken_by=("1",),
+        because="Transformer Engine may then take attention kernels whose sums vary",
+    ),
+    Need(
+        REPEATABLE, "env.NCCL_ALGO", pinned, "the sums of NCCL's collectives", ("cuda", "several")
+    ),
+    Need(
+        REPEATABLE, "env.NCCL_PROTO", pinned, "the sums of NCCL's collectives", ("cuda", "several")
+    ),
+    Need(
+        STRICT,
+        "env.HCCL_DETERMINISTIC",
+        _is("true", "strict"),
+        "the sums of HCCL's collectives",
+        ("npu", "several"),
+        broken_by=("false",),
+        because="Ascend's collectives then add up in any order",
+    ),
+    Need(
+        STRICT,
+        "env.LCCL_DETERMINISTIC",
+        _is("1", "true"),
+        "the sums of ATB's collectives",
+        ("npu", "several"),
+        broken_by=("0", "false"),
+        because="the collectives of ATB then add up in any order",
+    ),
+    Need(
+        REPEATABLE,
+        "env.CLOSE_MATMUL_K_SHIFT",
+        _is("1"),
+        "the sums of the NPU's matrix products",
+        ("npu",),
+    ),
+    Need(
+        REPEATABLE,
+        "env.ATB_MATMUL_SHUFFLE_K_ENABLE",
+        _is("0"),
+        "the sums of ATB's matrix products",
+        ("npu",),
+    ),
+    Need(
+        REPEATABLE,
+        "backends.npu.jit_compile",
+        _OFF,
+        "ops that the NPU compiles when first called",
+        ("npu",),
+        if_there=True,
+    ),
+    Need(
+        STRICT,
+        "backends.npu.deterministic_level",
+        broken_by=(0,),
+        because="level 0 switches determinism off on the NPU, and torch's own flag with it",
+    ),
+    Need(ALIGNED, "dropout", _is("zero"), "the masks of dropout"),
+    Need(ALIGNED, "device.rng", _is("host"), "random numbers drawn on GPUs", ("cuda",)),
+    Need(ALIGNED, "device.rng", _is("host"), "random numbers drawn on NPUs", ("npu",)),
+    _precision(
+        "backends.cuda.matmul_fp32_precision",
+        "CUDA's matrix products",
+        "cuda",
+        broken_by=("tf32",),
+        because=LOWERED,
+    ),
+    _precision(
+        "backends.cudnn.conv_fp32_precision",
+        "cuDNN's convolutions",
+        "cuda",
+        broken_by=("tf32",),
+        because=LOWERED,
+    ),
+    _precision(
+        "backends.cudnn.rnn_fp32_precision",
+        "cuDNN's recurrent layers",
+        "cuda",
+        broken_by=("tf32",),
+        because=LOWERED,
+    ),
+    _precision(
+        "backends.cuda.allow_fp16_reduced_precision_reduction",
+        "fp16 sums on CUDA",
+        "cuda",
+        _OFF,
+    ),
+    _precision(
+        "backends.cuda.allow_bf16_reduced_precision_reduction",
+        "bf16 sums on CUDA",
+        "cuda",
+        _OFF,
+    ),
+    _precision(
+        "backends.npu.conv_allow_hf32",
+        "the NPU's convolutions",
+        "npu",
+        _OFF,
+        broken_by=(True,),
+        because=LOWERED,
+    ),
+    _precision(
+        "backends.npu.matmul_allow_hf32",
+        "the NPU's matrix products",
+        "npu",
+        _OFF,
+        broken_by=(True,),
+        because=LOWERED,
+    ),
+    *(
+        _precision(
+            f"backends.cpu.mkldnn_{operation}_fp32_precision",
+            f"oneDNN's {operation} on the CPU",
+            "onednn",
+            if_there=True,
+        )
+        for operation in ("matmul", "conv", "rnn")
+    ),
+)
+"""What a guarantee needs further is a further row."""

@@ -1,0 +1,80 @@
+"""The manifest and the last line say what was held to the end, in real processes."""
+
+import json
+
+import pytest
+
+ALGORITHMS = "backends.torch.deterministic_algorithms"
+HASH_SEED = "env.PYTHONHASHSEED"
+OFF = """
+import sys
+import hydra, torch
+
+@hydra.main(version_base=None, config_path=CONFIG_PATH, config_name=CONFIG_NAME)
+def main(config):
+    torch.use_deterministic_algorithms(False)
+    if config.get("leave"):
+        sys.exit(0)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture
+def manifest_of(tmp_path, hydra_app, run_python):
+    """Run an app and return its standard error and the report in its manifest."""
+
+    def manifest_of(source, *overrides, run=run_python, config=None):
+        hydra_app(source, config)
+        ended = run("app.py", *overrides, f"hydra.run.dir={tmp_path / 'out'}")
+
+        assert ended.returncode == 0, ended.stderr
+        manifest = json.loads((tmp_path / "out" / ".hydra" / "repro.json").read_text())
+        return ended.stderr, manifest["report"]
+
+    return manifest_of
+
+
+def lowered(report):
+    return {each["knob"] for each in report["guarantee"]["lowered"]}
+
+
+def test_a_late_knob_lowers_the_guarantee_in_manifest_and_headline(manifest_of):
+    """Started plainly, a strict job says in manifest and headline that the order of sets varies."""
+    stderr, report = manifest_of(
+        OFF.replace("False", "True"), "+repro=debug-strict", "repro.on_late=warn"
+    )
+
+    assert report["guarantee"]["asked"] == "repeatable"
+    assert report["guarantee"]["held"] == "seeded"
+    assert HASH_SEED in lowered(report)
+    assert "the order of sets" in stderr.partition("\n")[0]
+    assert "at the end" not in stderr
+
+
+@pytest.mark.parametrize("more", [(), ("repro.guard=none",), ("+leave=true",)])
+def test_the_manifest_of_a_job_that_did_not_hold_says_so(manifest_of, more):
+    """A flag that the task switches off is in the manifest at the end, however the task ends."""
+    stderr, report = manifest_of(OFF, "+repro=debug-strict", "repro.on_late=warn", *more)
+
+    assert ALGORITHMS in lowered(report)
+    assert ALGORITHMS in {drift["knob"] for drift in report["drift"]}
+    assert report["guarantee"]["held"] == "seeded"
+    assert "in force" not in stderr.splitlines()[-1]
+
+
+def test_under_run_the_last_line_and_the_manifest_say_so(manifest_of, under):
+    """A job that names the profile of its `run` completes the manifest; one line tells of it."""
+
+    def run(*words):
+        return under("debug-strict", *words)
+
+    stderr, report = manifest_of(OFF, "+repro=debug-strict", run=run)
+    headline, *_, last = stderr.splitlines()
+
+    assert HASH_SEED not in lowered(report)
+    assert ALGORITHMS in lowered(report)
+    assert "is in force" in headline
+    assert "in force" not in last
+    assert stderr.count("at the end") == 1
