@@ -30,6 +30,7 @@ CHANGED = (
     ("hardware/threads", 77, "threads", Rank.CHANGES),
     ("hardware/gpu", "a GPU", "gpu", Rank.CHANGES),
     ("hardware/gpus", 8, "gpus", Rank.MAY),
+    ("report/guarantee/held", "none", "held", Rank.MAY),
     ("environment/MKL_CBWR", "AVX2", "MKL_CBWR", Rank.CHANGES),
     ("environment/CUDA_VISIBLE_DEVICES", "1", "CUDA_VISIBLE_DEVICES", Rank.MAY),
 )
@@ -66,6 +67,27 @@ def test_what_differs_is_named_with_its_rank(lock, answer, edit, change):
     assert keys == ([(named, str(rank))] if named else [])
     assert status == (1 if rank in HELD else 0)
     assert strictly == (1 if named else 0)
+
+
+def test_a_lock_holds_the_guarantee_that_was_held(lock, command, answer, edit, tmp_path):
+    """A lock of less holds less in name; one that tells only what was asked for is still met."""
+    less = tmp_path / "less.lock"
+    assert command("lock", "debug-strict", "seed=7", "~backends", "-o", less)[0] == 0
+    whole, lowered = (json.loads(path.read_text())["report"]["guarantee"] for path in (lock, less))
+    status, found = answer("diff", lock, less)
+    guarantee = [row for row in found["differences"] if row["section"] == "guarantee"]
+    edit(lock, {"report/guarantee": "repeatable"})
+    old = answer("check", lock)
+
+    assert (lowered["asked"], lowered["held"], bool(lowered["lowered"])) == (
+        *("repeatable", "seeded"),
+        True,
+    )
+    if whole["held"] == "repeatable":  # not before torch 2.10
+        assert status == 1
+        assert [(row["left"], row["right"]) for row in guarantee] == [("repeatable", "seeded")]
+    assert (old[0], old[1]["met"]) == (0, True)
+    assert [row["what"] for row in old[1]["not_compared"]] == ["guarantee"]
 
 
 def test_the_likeliest_to_change_numbers_comes_first(lock, command, edit):

@@ -50,7 +50,9 @@ def show_profile(
         bool, typer.Option("--origin", help="Say which file or override set each value.")
     ] = False,
 ) -> None:
-    """Show the resolved profile."""
+    """Show the resolved profile, and what its guarantee leaves open if it is put in force here."""
+    from torchrepro.planner import make_plan, observe
+
     resolved = resolved_profile(profile, overrides)
     if origin:
         _show_origins(resolved, as_json=as_json)
@@ -60,6 +62,9 @@ def show_profile(
         import yaml
 
         sys.stdout.write(f"# {resolved.digest}\n")
+        guarantee = make_plan(resolved, observe(resolved, closed={})).report.guarantee
+        if guarantee.lowered:
+            sys.stdout.write(f"# {guarantee}\n")
         dumped = yaml.safe_dump(plain(resolved.values), sort_keys=False, allow_unicode=True)
         sys.stdout.write(dumped)
 
