@@ -20,6 +20,7 @@ LAYERS = (  # from the bottom upward; a module imports only from its own layer o
     ("profile",),
     ("report", "tables", "display", "guarantee"),
     ("process", "threads"),
+    ("relaunch",),
     ("planner",),
     ("manifest",),
     ("agreement",),

@@ -29,8 +29,9 @@ from torchrepro.planner import (
 )
 from torchrepro.policies.effects import effects, forget, so_far
 from torchrepro.policies.refusals import handle_with
-from torchrepro.process import closed_doors, obstacle_to_relaunch, relaunch
+from torchrepro.process import closed_doors
 from torchrepro.profile.load import resolve
+from torchrepro.relaunch import obstacle_to_relaunch, relaunch
 from torchrepro.report import STOPPING, Outcome, Report, Row
 from torchrepro.seeding import seed_plan
 from torchrepro.seeding.calls import note_calls, note_calls_of_new_modules, seeding_calls
@@ -261,7 +262,8 @@ def apply(profile: Any, overrides: Sequence[str] = ()) -> Applied:
     knobs that the profile names. Raises `ProfileError` for a profile that is not valid,
     `ApplyError` if a strict one meets a conflict or a write that fails or does not hold, and
     `LateError` if a knob is past its phase and the profile's `on_late` is `error`; the process is
-    then as it was before. With `on_late: relaunch` the first call may replace the process.
+    then as it was before. With `on_late: relaunch` the first call may replace the process; with
+    `relaunch_or_warn` it never does.
     """
     return apply_resolved(resolve(profile, overrides), "")
 
@@ -286,21 +288,25 @@ def begin(resolved: Resolved, obstacle: str) -> Applied:
     return applied
 
 
-def stop_or_relaunch(plan: Plan, obstacle: str) -> None:
+def stop_or_relaunch(plan: Plan, obstacle: str, *, by_itself: bool = False) -> str:
     """Return if the plan may be carried out; else raise, or relaunch where `on_late` says so.
 
-    `obstacle` says why this is no moment for a relaunch, if it is none.
+    `obstacle` says why this is no moment for a relaunch, if it is none; `by_itself` that it is one
+    for a relaunch that the profile does not insist on. Returns why there was none, or nothing.
     """
     if plan.stopping:
         raise ApplyError(refusal(plan.resolved, plan.stopping), plan.report)
-    if not plan.late or plan.resolved.on_late == "warn":
-        return
+    on_late = plan.resolved.on_late
+    if not plan.late or on_late == "warn" or (on_late == "relaunch_or_warn" and not by_itself):
+        return ""
     why = ""
-    if plan.resolved.on_late == "relaunch":
+    if on_late != "error":
         earlier = "a profile was applied before in this process" if _past else ""
-        why = obstacle or earlier or obstacle_to_relaunch(plan.resolved.digest)
+        why = obstacle or earlier or obstacle_to_relaunch(insists=on_late == "relaunch")
         if not why:
-            relaunch(plan.variables, plan.resolved.digest)
+            relaunch(plan.variables)
+    if on_late == "relaunch_or_warn":
+        return why
     raise LateError(lateness(plan, why), plan.report)
 
 

@@ -1,4 +1,4 @@
-"""What this process has and is settled on: one-way doors, kinds of device, relaunch."""
+"""What this process has and is settled on: one-way doors, kinds of device, a run around."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from functools import cache, lru_cache
 from glob import glob
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchrepro.errors import ApplyError, SeedingError
 from torchrepro.knobs.npu_state import npu_with_devices
@@ -19,9 +19,6 @@ from torchrepro.seeding.ranks import world
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-RELAUNCHED = "TORCHREPRO_RELAUNCHED"
-"""Variable that marks a process as relaunched: its id, which exec keeps, and the digest."""
 
 PROFILE = "TORCHREPRO_PROFILE"
 """Variable that carries the resolved profile and its origins to every process below `run`."""
@@ -179,57 +176,3 @@ def interpreter_line(words: Sequence[str]) -> tuple[str, Sequence[str]]:
                 position += not rest
                 break
     return letters, words[position:]
-
-
-def obstacle_to_relaunch(digest: str) -> str:
-    """Return why the process cannot relaunch itself under the profile `digest`, or nothing."""
-    for applies, why in (
-        (os.environ.get(RELAUNCHED) == f"{os.getpid()}:{digest}", "it was relaunched once already"),
-        (_in_pytest(), "it runs under pytest"),
-        (_interactive(), "it is interactive or a notebook"),
-        (_is_worker(), "it is a worker of another process"),
-        (_script_on_stdin(), "its script came on standard input"),
-        (_script_out_of_reach(), "it has left the folder in which its script was named"),
-        (os.name != "posix", "this system has no exec"),
-    ):
-        if applies:
-            return why
-    return ""
-
-
-def relaunch(variables: Mapping[str, str], digest: str) -> None:
-    """Replace this process by the same command line with `variables` set; does not return.
-
-    The process id stays, and marks the environment so that it never happens twice.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    environment = {**os.environ, **variables, RELAUNCHED: f"{os.getpid()}:{digest}"}
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)  # noqa: S606
-
-
-def _in_pytest() -> bool:
-    # The variable alone is inherited by every process that a test starts.
-    return "_pytest" in sys.modules and "PYTEST_VERSION" in os.environ
-
-
-def _interactive() -> bool:
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive) or "ipykernel" in sys.modules
-
-
-def _is_worker() -> bool:
-    multiprocessing: Any = sys.modules.get("multiprocessing.process")
-    if multiprocessing is None:
-        return "--multiprocessing-fork" in sys.orig_argv
-    return multiprocessing.parent_process() is not None
-
-
-def _script_out_of_reach() -> bool:
-    """Whether the path of the script, as the command line has it, no longer leads to it."""
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    named = [word for word in sys.orig_argv[1:] if script and Path(word).name == Path(script).name]
-    return bool(named) and not any(Path(word).exists() for word in named)
-
-
-def _script_on_stdin() -> bool:
-    return sys.argv[:1] in ([""], ["-"]) or not sys.orig_argv[1:]

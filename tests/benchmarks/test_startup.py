@@ -59,6 +59,7 @@ def _run(command: list[str], environment: dict[str, str] | None = None) -> tuple
         text=True,
         timeout=120,
         check=True,
+        stdin=subprocess.DEVNULL,
         env=environment or _environment(),
     )
     return time.perf_counter() - start, done.stdout
@@ -157,3 +158,37 @@ def test_a_whole_process_costs_at_most_1_3_times_importing_torch() -> None:
     _report("whole process", [*rows, seen.cells("ratio", 1.3)])
 
     assert not seen.refutes(1.3)
+
+
+HYDRA = """
+import torch
+import hydra
+
+@hydra.main(version_base=None, config_path=None)
+def main(config):
+    pass
+
+main()
+"""
+
+
+def test_a_relaunch_costs_at_most_the_run_once_more(tmp_path: Path) -> None:
+    """A Hydra run that begins again takes at most twice as long as one that is in time."""
+    program = tmp_path / "app.py"
+    program.write_text(HYDRA, encoding="utf-8")
+    command = [sys.executable, str(program), "+repro=debug-strict", f"hydra.run.dir={tmp_path}"]
+    late = _environment()
+    in_time = partial(_seconds, command, {**late, "PYTHONHASHSEED": "0"})
+    seen = compare(in_time, partial(_seconds, command, late), 2)
+    rows = [
+        ("a Hydra run in time", f"{seen.plain:.2f} s"),
+        ("the same, relaunched", f"{seen.other:.2f} s"),
+        ("added", f"{seen.other - seen.plain:.2f} s"),
+    ]
+    _report("relaunch", [*rows, seen.cells("ratio", 2)])
+
+    assert not seen.refutes(2)
+
+
+def _seconds(command: list[str], environment: dict[str, str]) -> float:
+    return _run(command, environment)[0]

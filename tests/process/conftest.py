@@ -82,7 +82,7 @@ def execute(tmp_path, clean_environment):
     def execute(*command, env=None, stdin="", cwd=tmp_path):
         return subprocess.run(
             [str(word) for word in command],
-            input=stdin,
+            **({"input": stdin} if stdin else {"stdin": subprocess.DEVNULL}),
             env={**clean_environment, **(env or {})},
             cwd=cwd,
             capture_output=True,

@@ -234,6 +234,116 @@ def test_a_hydra_run_relaunches_before_the_task(write, run_python, starts):
     assert starts() == 2
 
 
+def test_a_strict_hydra_run_is_in_time_by_itself(write, run_python, starts, tmp_path):
+    """A shipped strict profile has a Hydra run begin again in time, its output told once."""
+    write({"app.py": "print('begins')\n" + APP})
+    result = run_python(
+        "app.py", "+repro=debug-strict", "hydra.run.dir=out", env={"PYTHONUNBUFFERED": ""}
+    )
+    hashed = run_python("-c", "print(hash('abc'))", env={"PYTHONHASHSEED": "0"}).stdout
+    manifest = json.loads((tmp_path / "out/.hydra/repro.json").read_text(encoding="utf-8"))
+
+    assert result.returncode == 0, result.stderr
+    assert ["begins", f"task {int(hashed)}"] == result.stdout.splitlines()
+    assert starts() == 2
+    assert "too_late" not in [row["outcome"] for row in manifest["report"]["knobs"]]
+
+
+def test_a_strict_hydra_run_that_has_read_its_input_goes_on(write, run_python, starts):
+    """Where the command line cannot begin again safely, a Hydra run goes on, and says why."""
+    write({"app.py": f"import sys\nprint('read', sys.stdin.read())\n{APP}"})
+    result = run_python("app.py", "+repro=debug-strict", stdin="words")
+
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("read words\ntask ")
+    assert "standard input" in result.stderr
+    assert starts() == 1
+
+
+def test_a_strict_sweep_goes_on_where_a_knob_is_late(write, run_python, starts):
+    """A sweep is never begun again by itself: its jobs may ask for different variables."""
+    write({"app.py": APP})
+    result = run_python("app.py", "-m", "+repro=debug-strict", "repro.seed=1,2")
+
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("task") == 2
+    assert starts() == 1
+
+
+def test_code_never_begins_again_by_itself(write, run_python, starts):
+    """`apply` goes on where a knob of a shipped strict profile is late."""
+    write({"program.py": RELAUNCHING.replace('"seed-only", ["on_late=relaunch"]', '"npu-align"')})
+    result = run_python("program.py")
+
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)[2] == "too_late"
+    assert starts() == 1
+
+
+ASK = """
+import json
+from torchrepro.relaunch import obstacle_to_relaunch
+print(json.dumps([bool(obstacle_to_relaunch(insists=insists)) for insists in (False, True)]))
+"""
+FIRST = {
+    "a tracer": "import sys; sys.settrace(lambda *_: None)",
+    "a profiler": "import sys; sys.setprofile(lambda *_: None)",
+    "a debugger's module": "import sys, types; sys.modules['pydevd'] = types.ModuleType('pydevd')",
+    "a communicator": "import torch.distributed as d\n"
+    "d.init_process_group('gloo', store=d.HashStore(), rank=0, world_size=1)",
+    "a thread": "import threading, time\n"
+    "threading.Thread(target=time.sleep, args=(30,), daemon=True).start()",
+    "another main": "import sys, types; sys.modules['__main__'] = types.ModuleType('__main__')",
+    "another folder": "import os; os.mkdir('x'); os.chdir('x')",
+}
+AROUND = {
+    "torchrun": {"RANK": "0", "WORLD_SIZE": "1"},
+    "a local rank": {"LOCAL_RANK": "1"},
+    "MPI": {"OMPI_COMM_WORLD_RANK": "0"},
+    "PMI": {"PMI_RANK": "0"},
+    "srun": {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"},
+    "submitit": {"SUBMITIT_EXECUTOR": "local"},
+}
+RUNNERS = {
+    "cProfile": ["-m", "cProfile", "-o", "stats", "ask.py"],
+    "pdb": ["-m", "pdb", "-c", "continue", "-c", "quit", "ask.py"],
+    "trace": ["-m", "trace", "--count", "-C", "counts", "ask.py"],
+    "ignored variables": ["-E", "ask.py"],
+}
+
+
+def obstacles(result):
+    """Whether there is one for a relaunch by itself, and for one that is insisted on."""
+    answers = [line for line in result.stdout.splitlines() if line.startswith("[")]
+    assert answers, result.stderr
+    return json.loads(answers[0])
+
+
+@pytest.mark.parametrize("words", [["ask.py"], ["-m", "ask"], ["-c", ASK], ["-uB", "ask.py"]])
+def test_a_plain_program_may_begin_again(write, run_python, words):
+    """A script, a module and a command of nobody else's have no obstacle, in every folder."""
+    write({"ask.py": ASK})
+
+    assert obstacles(run_python(*words)) == [False, False]
+
+
+@pytest.mark.parametrize("what", [*FIRST, *AROUND, *RUNNERS])
+def test_nothing_begins_again_by_itself_where_that_is_not_safe(write, run_python, what):
+    """A debugger, a profiler, a launcher and their like stop a relaunch that nobody insists on."""
+    write({"ask.py": f"{FIRST.get(what, '')}\n{ASK}"})
+    result = run_python(*RUNNERS.get(what, ["ask.py"]), env=AROUND.get(what))
+
+    assert obstacles(result)[0]
+
+
+@pytest.mark.parametrize(("stdin", "reads", "stands"), [("a", "", False), ("a", "read", True)])
+def test_standard_input_that_was_read_is_not_lost(write, run_python, stdin, reads, stands):
+    """A pipe in which something waits may be handed on; one that was read from may not."""
+    write({"ask.py": f"import sys\n{f'sys.stdin.{reads}()' if reads else ''}\n{ASK}"})
+
+    assert obstacles(run_python("ask.py", stdin=stdin))[0] == stands
+
+
 @pytest.mark.parametrize("on_late", ["relaunch", "error"])
 def test_a_hydra_sweep_stops_where_a_knob_is_late(write, run_python, starts, on_late):
     """Inside a sweep nothing is relaunched: it ends with status 3 before a task has run."""

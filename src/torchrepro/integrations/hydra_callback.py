@@ -41,12 +41,17 @@ class ReproCallback(Callback):
     _convert_: str = "object"  # Hydra makes an instance of this class from a config of its type
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Check the profile, and relaunch if it asks for that: no work has been done yet."""
+        """Check the profile, and relaunch if it asks for that: no work has been done yet.
+
+        A sweep has no such moment: its jobs may ask for different variables.
+        """
         with _StopOnRefusal():
             _take_back()
             resolved = resolved_profile(config)
             if resolved is not None and inherited() is None:
-                stop_or_relaunch(plan(resolved), "")
+                why = stop_or_relaunch(plan(resolved), "", by_itself=True)
+                if why and world().rank == 0:
+                    sys.stderr.write(f"torchrepro: not started again in time, because {why}\n")
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Start the sweep from a clean state."""

@@ -75,7 +75,7 @@ class Resolved:
 
     @property
     def on_late(self) -> str:
-        """What a knob past its phase leads to: relaunch, error or warn."""
+        """What a knob past its phase leads to: relaunch, relaunch_or_warn, error or warn."""
         return str(self.values.get("on_late", "warn"))
 
     @property

@@ -80,8 +80,9 @@ class Profile(BaseModel):
     dataloader: Annotated[Dataloader, NULL_IS_EMPTY] = Field(default_factory=Dataloader)
     """How data is loaded."""
 
-    on_late: Annotated[Any, Values(OneOf(("relaunch", "error", "warn")))] = None
-    """What a knob past its phase leads to."""
+    on_late: Annotated[Any, Values(OneOf(("relaunch", "relaunch_or_warn", "error", "warn")))] = None
+    """What a knob past its phase leads to. relaunch_or_warn: a Hydra run starts its command line
+    again where that is safe; everything else goes on, with the guarantee lowered in name."""
 
     guard: Annotated[Any, legal_values("guard")] = None
     """Whether knobs are read again during the run."""

@@ -1,0 +1,262 @@
+"""Starting the same command line again, in the same process, and what stands in the way of it."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.process import DOORS, interpreter_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+RELAUNCHED = "TORCHREPRO_RELAUNCHED"
+"""Variable that marks a process as relaunched: its id, which exec keeps."""
+
+_MPI = ("OMPI_COMM_", "PMI_", "PMIX_", "MV2_COMM_", "MPI_LOCAL")
+"""How the variables begin that an MPI gives to its processes."""
+
+_LAUNCHER = ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "SUBMITIT_EXECUTOR")
+_LAUNCHED = ("loky", "submitit", "default_worker.py", "torch.distributed", "torchrun")
+"""Words in the command line of a process that joblib, submitit, Ray or torchrun has started."""
+
+_DEBUGGERS = ("pydevd", "debugpy", "_pydevd_bundle")
+_PROFILERS = (
+    *("cProfile", "profile", "line_profiler", "kernprof", "memory_profiler", "mprof", "scalene"),
+    *("viztracer", "pyinstrument", "yappi", "austin"),
+)
+_DEBUGGER_TOOL, _COVERAGE_TOOL = 0, 1
+_TOOLS = 6
+"""Identifiers of `sys.monitoring`; see https://docs.python.org/3/library/sys.monitoring.html."""
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """One reason not to start the command line again."""
+
+    stands: Callable[[], bool]
+    words: str
+    always: bool = False
+    """Whether it stops a relaunch that the profile insists on too, and not only one that happens
+    by itself where it is safe."""
+
+
+def relaunch(variables: Mapping[str, str]) -> None:
+    """Replace this process by the same command line with `variables` set; does not return.
+
+    The process id stays, and marks the environment so that it never happens twice. What was
+    printed and is still buffered is dropped: the program prints it again.
+    """
+    environment = {**os.environ, **variables, RELAUNCHED: str(os.getpid())}
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)  # noqa: S606
+
+
+def obstacle_to_relaunch(*, insists: bool) -> str:
+    """Return why this process does not start its command line again, or an empty string.
+
+    `insists` says that the profile asks for it by name: then only what makes it impossible counts.
+    """
+    rows = (row for row in OBSTACLES if row.always or not insists)
+    return next((row.words for row in rows if row.stands()), "")
+
+
+def _in_pytest() -> bool:
+    # The variables alone are inherited by every process that a test starts.
+    return "_pytest" in sys.modules and bool(
+        {"PYTEST_VERSION", "PYTEST_CURRENT_TEST"} & os.environ.keys()
+    )
+
+
+def _interactive() -> bool:
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive) or "ipykernel" in sys.modules
+
+
+def _in_ipython() -> bool:
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return shell is not None and shell() is not None
+
+
+def _is_worker() -> bool:
+    multiprocessing: Any = sys.modules.get("multiprocessing.process")
+    if multiprocessing is None:
+        return "--multiprocessing-fork" in sys.orig_argv
+    return multiprocessing.parent_process() is not None
+
+
+def _script_out_of_reach() -> bool:
+    """Whether the path of the script, as the command line has it, no longer leads to it."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    named = [word for word in sys.orig_argv[1:] if script and Path(word).name == Path(script).name]
+    return bool(named) and not any(Path(word).exists() for word in named)
+
+
+def _script_on_stdin() -> bool:
+    return sys.argv[:1] in ([""], ["-"]) or not sys.orig_argv[1:]
+
+
+def _another_program() -> bool:
+    """Whether the command line, started here, begins another program than the one that runs.
+
+    A tool that runs a program for somebody replaces `__main__`; a program that has changed its
+    folder would begin elsewhere.
+    """
+    _, program = interpreter_line(sys.orig_argv[1:])
+    main: Any = sys.modules.get("__main__")
+    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+    if not program:
+        return True
+    if program[0] == "-c":
+        return file is not None
+    if file is None:
+        return True
+    if program[0] == "-m":
+        if spec is None or spec.name.removesuffix(".__main__") != program[1]:
+            return True
+        return not _found_at_every_start(Path(file).absolute().parents[spec.name.count(".")])
+    named = Path(program[0])
+    return not any(_same(named, here) for here in (Path(file), Path(file).parent))
+
+
+def _found_at_every_start(folder: Path) -> bool:
+    """Whether a new Python that begins in the present folder looks for modules in `folder`."""
+    entries = [Path.cwd(), *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(":")))]
+    installed = any(folder.is_relative_to(root) for root in (sys.prefix, sys.base_prefix))
+    return installed or any(_same(entry, folder) for entry in entries)
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False
+
+
+def _debugged() -> bool:
+    traced = sys.gettrace() is not None or _monitored(_DEBUGGER_TOOL)
+    return traced or any(name in sys.modules for name in _DEBUGGERS)
+
+
+def _covered() -> bool:
+    coverage: Any = getattr(sys.modules.get("coverage"), "Coverage", None)
+    current = getattr(coverage, "current", None)  # since coverage 5.0
+    return _monitored(_COVERAGE_TOOL) or (current is not None and current() is not None)
+
+
+def _profiled() -> bool:
+    _, program = interpreter_line(sys.orig_argv[1:])
+    runner = program[1:2] if program[:1] == ["-m"] else [Path(word).name for word in program[:1]]
+    measured = sys.getprofile() is not None or any(
+        map(_monitored, range(_COVERAGE_TOOL + 1, _TOOLS))
+    )
+    return measured or any(word.partition(".")[0] in _PROFILERS for word in runner)
+
+
+def _monitored(tool: int) -> bool:
+    monitoring = getattr(sys, "monitoring", None)  # since Python 3.12
+    return monitoring is not None and monitoring.get_tool(tool) is not None
+
+
+def _in_mpi() -> bool:
+    return "mpi4py.MPI" in sys.modules or any(name.startswith(_MPI) for name in os.environ)
+
+
+def _task_of_slurm() -> bool:
+    # The shell of a job has a number too, but is no task of a step.
+    several = os.environ.get("SLURM_NTASKS", "1") != "1" and "SLURM_PROCID" in os.environ
+    return several or "SLURM_STEP_ID" in os.environ
+
+
+def _launched() -> bool:
+    ranked = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    started_by = " ".join(interpreter_line(sys.orig_argv[1:])[1][:2])
+    return (
+        ranked
+        or any(name in os.environ for name in _LAUNCHER)
+        or any(word in started_by for word in _LAUNCHED)
+    )
+
+
+def _has_children() -> bool:
+    multiprocessing: Any = sys.modules.get("multiprocessing")
+    return multiprocessing is not None and bool(multiprocessing.active_children())
+
+
+def _stdin_may_be_used_up() -> bool:
+    """Whether the program may have read from standard input what the next one cannot read again.
+
+    Nothing tells whether a pipe was read from. One in which something waits, and of which no line
+    was read, is taken for untouched; an empty one is not.
+    """
+    try:
+        mode = os.fstat(0).st_mode
+    except OSError:
+        return False  # it is closed
+    if stat.S_ISREG(mode):
+        return os.lseek(0, 0, os.SEEK_CUR) > 0
+    if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+        return False  # a terminal, or the null device
+    return bool(getattr(sys.stdin, "newlines", None)) or not _waiting(0)
+
+
+def _waiting(descriptor: int) -> bool:
+    import fcntl
+    import termios
+
+    held = bytearray(4)
+    try:
+        fcntl.ioctl(descriptor, termios.FIONREAD, held)
+    except OSError:
+        return False
+    return any(held)
+
+
+def _door(name: str) -> Obstacle:
+    closed, words = DOORS[name]
+    return Obstacle(closed, words)
+
+
+OBSTACLES = (
+    Obstacle(
+        lambda: os.environ.get(RELAUNCHED) == str(os.getpid()),
+        "it was relaunched once already",
+        always=True,
+    ),
+    Obstacle(_in_pytest, "it runs under pytest", always=True),
+    Obstacle(_interactive, "it is interactive or a notebook", always=True),
+    Obstacle(_is_worker, "it is a worker of another process", always=True),
+    Obstacle(_script_on_stdin, "its script came on standard input", always=True),
+    Obstacle(
+        _script_out_of_reach,
+        "it has left the folder in which its script was named",
+        always=True,
+    ),
+    Obstacle(
+        lambda: os.name != "posix" or not sys.executable,
+        "its Python cannot be started again in place",
+        always=True,
+    ),
+    Obstacle(lambda: bool(sys.flags.ignore_environment), "its Python ignores variables (-E or -I)"),
+    Obstacle(_covered, "coverage measures it"),
+    Obstacle(_profiled, "a profiler measures it"),
+    Obstacle(_debugged, "a debugger or a tracer follows it"),
+    Obstacle(_in_ipython, "it runs in IPython"),
+    Obstacle(_in_mpi, "it is a process of MPI"),
+    Obstacle(_task_of_slurm, "it is a task of Slurm"),
+    Obstacle(_launched, "a launcher has started it"),
+    Obstacle(_another_program, "its command line begins another program, or in another folder"),
+    Obstacle(
+        _stdin_may_be_used_up,
+        "standard input may have been read already (an empty pipe: start it with `< /dev/null`)",
+    ),
+    _door("cuda"),
+    _door("npu"),
+    _door("communicator"),
+    Obstacle(lambda: threading.active_count() > 1, "it has started threads"),
+    Obstacle(_has_children, "it has started processes"),
+)
+"""What stands in the way of a relaunch; the first that applies is told."""
