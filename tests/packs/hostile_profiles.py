@@ -107,6 +107,14 @@ ENVIRONMENT = {
     "Python's start-up file": bad("env_extra: {PYTHONSTARTUP: x.py}\n", "dangerous"),
     "Python's start-up file in `env`": bad("env: {PYTHONSTARTUP: x.py}\n", "dangerous"),
     "a module for plots": bad("env_extra: {MPLBACKEND: 'module://evil_code'}\n", "dangerous"),
+    "a function that torch imports": bad(
+        "env_extra: {TORCH_PYTHON_NATIVE_USER_GRAPH_ORDER_FN: evil_code.function}\n", "dangerous"
+    ),
+    "a compiler that inductor starts": bad(
+        "env_extra: {TORCH_COMPILE_OVERRIDE_INDUCTOR_CONFIGS: '0-99:cpp.cxx=/x'}\n", "dangerous"
+    ),
+    "a variable that nobody knows": bad("env_extra: {ACME_FLAG: 1}\n", "--allow-env ACME_FLAG"),
+    "an allowed variable with a path": bad("env_extra: {NCCL_DEBUG: /tmp/x}\n", "--allow-env"),
     "a pickler": bad("env_extra: {LOKY_PICKLER: evil_code}\n", "dangerous"),
     "pickles in checkpoints": bad(
         "env_extra: {TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD: 1}\n", "dangerous"

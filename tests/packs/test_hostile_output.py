@@ -21,6 +21,12 @@ MARKUP = "<script>x</script> [link=http://x]y[/link] [red]z :bomb:"
 STEERING = "a\x1b[31mb\x1b]8;;http://x\x1b\\c\u202ed\re"
 
 
+@pytest.fixture(autouse=True)
+def _consent(monkeypatch):
+    """Consent to the variable of these profiles, whose value is to be anything."""
+    monkeypatch.setenv("TORCHREPRO_ALLOW_ENV", "TEAM")
+
+
 def _said(*arguments):
     out = io.StringIO()
     with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as left:

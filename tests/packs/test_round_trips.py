@@ -7,6 +7,7 @@ import io
 import json
 import random
 
+import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,6 +63,12 @@ PROFILES = st.fixed_dictionaries(
         ),
     },
 ).filter(bool)
+
+
+@pytest.fixture(autouse=True)
+def _consent(monkeypatch):
+    """Consent to the variables of these profiles, whose values are to be anything."""
+    monkeypatch.setenv("TORCHREPRO_ALLOW_ENV", "TEAM,Team,T_1")
 
 
 def _file(folder, values, name="p.yaml", **style):

@@ -108,11 +108,11 @@ def hydra_app(tmp_path):
     (tmp_path / "app.py").write_text(APP, encoding="utf-8")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
 
-    def hydra_app(*arguments):
+    def hydra_app(*arguments, **variables):
         done = subprocess.run(
             [sys.executable, "app.py", *arguments],
             cwd=tmp_path,
-            env={**environment, "SECRET": "the secret"},
+            env={**environment, "SECRET": "the secret", **variables},
             capture_output=True,
             text=True,
             timeout=TIMEOUT,

@@ -27,7 +27,7 @@ KEYS = {  # a few keys at several depths, with values that differ from each othe
     "device.rng": st.sampled_from(["native", "host", None]),
     "device.fallback": st.sampled_from(["error", "cpu"]),
     "env.OMP_NUM_THREADS": st.sampled_from(["1", "2", "3"]),
-    "env_extra.MINE": st.sampled_from(["x", "y"]),
+    "env_extra.WANDB_NAME": st.sampled_from(["x", "y"]),
     "backends.cudnn.enabled": st.booleans(),
     "backends.cudnn.benchmark_limit": st.integers(0, 9),
     "backends.torch.default_dtype": st.sampled_from(["float32", "float64"]),

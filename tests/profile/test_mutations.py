@@ -14,7 +14,7 @@ TEXTS = [path.read_text(encoding="utf-8") for path in sorted(SHIPPED.glob("*.yam
 TEXTS.append(
     "defaults: [debug-strict, _self_]\nname: acme\nseed: 20261120\ndropout: zero\n"
     "backends: {cudnn: {benchmark: false}, npu: {task_queue: 1}}\n"
-    "env_extra: {MINE: '1'}\ndevice: {modules: {'enc.*': cpu}}\n"
+    "env_extra: {TQDM_DISABLE: '1'}\ndevice: {modules: {'enc.*': cpu}}\n"
     "requires: {numpy: '>=1'}\nranks: distinct\ndataloader: {seeding: auto, num_workers: 0}\n"
 )
 TOKEN = re.compile(r"[\w.-]+|\s+|.")

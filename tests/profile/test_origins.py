@@ -47,7 +47,7 @@ def test_overrides_on_a_loaded_profile_keep_its_origins(team):
 @pytest.mark.parametrize("form", [dict, OmegaConf.create])
 def test_every_leaf_of_a_dict_has_an_origin(form):
     """Values that come from no file say what they were given in."""
-    given = {"defaults": ["debug-strict", "_self_"], "seed": 3, "env_extra": {"A": "b"}}
+    given = {"defaults": ["debug-strict", "_self_"], "seed": 3, "env_extra": {"WANDB_NAME": "b"}}
     resolved = resolve(form(given), ["dropout=zero"])
 
     assert set(resolved.origins) >= set(flatten(resolved.values)) - {"name"}

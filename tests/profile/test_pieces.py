@@ -46,10 +46,10 @@ def test_overrides_lie_on_top_of_pieces(order):
 def test_later_pieces_lie_on_top_of_earlier_ones(write):
     """Of two pieces that set the same, the one that is named last wins."""
     for name in ("one", "two"):
-        write(f"env_extra: {{WHO: {name}}}\n", f"with/{name}.yaml")
+        write(f"env_extra: {{WANDB_NAME: {name}}}\n", f"with/{name}.yaml")
     path = write("defaults: [with/one, with/two, _self_]\nseed: 1\n", "mine.yaml")
 
-    assert torchrepro.load(str(path)).resolved.values["env_extra"] == {"WHO": "two"}
+    assert torchrepro.load(str(path)).resolved.values["env_extra"] == {"WANDB_NAME": "two"}
 
 
 @pytest.mark.parametrize(
@@ -94,18 +94,18 @@ def test_pieces_lie_on_top_of_a_profile_in_hydra(tmp_path, arguments):
 def test_an_app_may_choose_pieces_in_its_own_defaults_list(tmp_path):
     """Pieces of the app's own folder work from its config, and its overrides lie on top."""
     (tmp_path / "conf" / "repro" / "with").mkdir(parents=True)
-    own = "dropout: zero\nenv_extra: {MINE: piece}\n"
+    own = "dropout: zero\nenv_extra: {WANDB_NAME: piece}\n"
     (tmp_path / "conf" / "repro" / "with" / "own.yaml").write_text(own, encoding="utf-8")
     config = "defaults: [{repro: seed-only}, {repro/with: [own]}, _self_]\n"
     (tmp_path / "conf" / "config.yaml").write_text(config, encoding="utf-8")
     (tmp_path / "app.py").write_text(SAYS.format(path="conf", name="config"), encoding="utf-8")
 
-    done = _app(tmp_path, "repro.env_extra.MINE=override")
+    done = _app(tmp_path, "repro.env_extra.WANDB_NAME=override")
 
     assert done.stdout == "SEEN zero seed-only\n", done.stderr
     held = json.loads((tmp_path / "out" / ".hydra" / "repro.json").read_text(encoding="utf-8"))
-    assert held["profile"]["env_extra"] == {"MINE": "override"}
-    replaced = held["origins"]["env_extra.MINE"]["replaced"]
+    assert held["profile"]["env_extra"] == {"WANDB_NAME": "override"}
+    replaced = held["origins"]["env_extra.WANDB_NAME"]["replaced"]
     assert [one["value"] for one in replaced] == ["piece"]
 
 
@@ -130,7 +130,7 @@ def two_pieces(tmp_path):
     folder = tmp_path / "conf" / "repro" / "with"
     folder.mkdir(parents=True)
     for name in ("one", "two"):
-        text = f"env_extra: {{WHO: {name}}}\ndropout: keep\n"
+        text = f"env_extra: {{WANDB_NAME: {name}}}\ndropout: keep\n"
         (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
     (tmp_path / "conf" / "config.yaml").write_text("{}\n", encoding="utf-8")
     (tmp_path / "app.py").write_text(SAYS.format(path="conf", name="config"), encoding="utf-8")
@@ -147,8 +147,8 @@ def test_the_piece_named_last_lies_on_top_in_hydra(two_pieces, order):
 
     held = json.loads((two_pieces / "out" / ".hydra" / "repro.json").read_text(encoding="utf-8"))
     assert done.returncode == 0, done.stderr
-    assert held["profile"]["env_extra"] == {"WHO": winner}
-    origin = held["origins"]["env_extra.WHO"]
+    assert held["profile"]["env_extra"] == {"WANDB_NAME": winner}
+    origin = held["origins"]["env_extra.WANDB_NAME"]
     assert origin["set_by"].endswith(f"with/{winner}.yaml:1")
     assert [each["value"] for each in origin["replaced"]] == [loser]
 

@@ -221,10 +221,10 @@ def test_a_dangerous_variable_is_refused(refusal, section, name):
 def test_an_unquoted_number_in_a_variable_is_its_digits(load_text, number):
     """An integer for a variable means its digits, in `env` and in `env_extra` alike."""
     resolved = load_text(
-        f"env: {{OMP_NUM_THREADS: {number}}}\nenv_extra: {{A: {number}}}\n"
+        f"env: {{OMP_NUM_THREADS: {number}}}\nenv_extra: {{TQDM_MINITERS: {number}}}\n"
     ).resolved
 
-    assert {"OMP_NUM_THREADS": str(number), "A": str(number)} == resolved.environment()
+    assert {"OMP_NUM_THREADS": str(number), "TQDM_MINITERS": str(number)} == resolved.environment()
 
 
 @pytest.mark.parametrize("word", ["true", "false"])
@@ -245,7 +245,7 @@ def _models(value):
 def test_a_profile_is_frozen_to_the_bottom(load_text):
     """No attribute and no mapping of a profile can be changed, at any depth."""
     profile = load_text(
-        "env_extra: {A: x}\ndevice: {modules: {enc.*: cpu}}\nrequires: {numpy: '>=1'}\n"
+        "env_extra: {WANDB_NAME: x}\ndevice: {modules: {enc.*: cpu}}\nrequires: {numpy: '>=1'}\n"
     )
     digest = profile.digest
 
@@ -369,7 +369,11 @@ def test_an_editor_underlines_a_mistake(refusal, in_an_editor, text):
 
 FINE = (
     *("schema: 1", "defaults: [seed-only, with/dropout-zero, _self_]", "requires: null"),
-    *("requires: {torch: '>=2.6', numpy: null}", "env_extra: {A: 1, B: x, C: null}", "env: null"),
+    *(
+        "requires: {torch: '>=2.6', numpy: null}",
+        "env_extra: {TQDM_MINITERS: 1, WANDB_NAME: x, C: null}",
+        "env: null",
+    ),
     *("ranks: {dp: same}", "streams: {split: 3}", "device: {fallback: {ops: {cumsum: cpu}}}"),
     *("backends: {cudnn: null}", "description: some words", "env_extra: null", "streams: null"),
 )

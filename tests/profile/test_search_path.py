@@ -142,7 +142,7 @@ class TestDiamonds:
                 "root": self.BASE,
                 "one": "defaults: [root, _self_]\ndropout: zero\n",
                 "two": "defaults: [root, _self_]\ndevice: {rng: host}\n",
-                "other": "defaults: [root, _self_]\nenv_extra: {A: b}\n",
+                "other": "defaults: [root, _self_]\nenv_extra: {WANDB_NAME: b}\n",
                 "decided": "defaults: [one, two, _self_]\ndropout: zero\n",
                 "quiet": "defaults: [two, other, _self_]\n",
             }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -42,6 +43,35 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="OVERRIDE", help="As in seed=7 or backends.cudnn.benchmark=false."),
 ]
+
+
+def _consent(context: typer.Context, names: list[str] | None) -> None:
+    """Consent to `names` in this process and those that it starts, until the command has ended."""
+    if not names or context.resilient_parsing:
+        return
+    from torchrepro.profile.consent import VARIABLE, allowed_by
+
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = allowed_by(names)
+
+    @context.call_on_close
+    def take_back() -> None:
+        del os.environ[VARIABLE]
+        if before is not None:
+            os.environ[VARIABLE] = before
+
+
+AllowEnv = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-env",
+        metavar="NAME",
+        callback=_consent,
+        help="Let the profile set this variable, which is not on the list of harmless ones.",
+    ),
+]
+"""For every command that reads a profile; its callback is all that happens."""
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from torchrepro.cli.answers import leave
-from torchrepro.cli.app import Json, Overrides, ProfileName, app, print_json, resolved_profile
+from torchrepro.cli.app import (
+    AllowEnv,
+    Json,
+    Overrides,
+    ProfileName,
+    app,
+    print_json,
+    resolved_profile,
+)
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import Resolved
@@ -21,6 +29,7 @@ Side = "A profile, a manifest, a lock, or the folder of a run."
 def lock_profile(
     profile: ProfileName,
     overrides: Overrides = None,
+    allow_env: AllowEnv = None,
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="FILE", help="Where the lock is written.")
     ] = "repro.lock",
@@ -44,6 +53,7 @@ def check_lock(
     strict: Annotated[  # noqa: FBT002
         bool, typer.Option("--strict", help="Hold to what should not change numbers, too.")
     ] = False,
+    allow_env: AllowEnv = None,
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
     """Say what differs here from a lock, likeliest to change numbers first; exit 1 if it does."""
@@ -83,6 +93,7 @@ def locked_profile(lock: str, profile: str, overrides: list[str] | None) -> Reso
 def show_differences(
     left: Annotated[str, typer.Argument(metavar="A", help=Side)],
     right: Annotated[str, typer.Argument(metavar="B", help=Side)],
+    allow_env: AllowEnv = None,
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
     """Say in what two profiles, manifests, locks or runs differ; exit 1 if they do."""

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchrepro.cli.app import Json, Overrides, ProfileName, app, print_json, resolved_profile
+from torchrepro.cli.app import (
+    AllowEnv,
+    Json,
+    Overrides,
+    ProfileName,
+    app,
+    print_json,
+    resolved_profile,
+)
 from torchrepro.errors import Problem, ProfileError, shown
 from torchrepro.profile.resolved import plain
 
@@ -45,6 +53,7 @@ def list_profiles(
 def show_profile(
     profile: ProfileName,
     overrides: Overrides = None,
+    allow_env: AllowEnv = None,
     as_json: Json = False,  # noqa: FBT002
     origin: Annotated[  # noqa: FBT002
         bool, typer.Option("--origin", help="Say which file or override set each value.")
@@ -94,6 +103,7 @@ def _replaced(row: dict[str, Any]) -> str:
 def plan_profile(
     profile: ProfileName,
     overrides: Overrides = None,
+    allow_env: AllowEnv = None,
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
     """Show what putting the profile in force at the start of a program would do."""
@@ -125,6 +135,7 @@ class EnvFormat(StrEnum):
 def show_environment(
     profile: ProfileName,
     overrides: Overrides = None,
+    allow_env: AllowEnv = None,
     form: Annotated[EnvFormat, typer.Option("--format", help="How to write them.")] = EnvFormat.SH,
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
@@ -183,6 +194,7 @@ def explain_knob(
 def examine_machine(
     profile: ProfileName = "debug-strict",
     overrides: Overrides = None,
+    allow_env: AllowEnv = None,
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
     """Say what on this machine would make a profile ineffective; exit 1 if something would."""

@@ -9,6 +9,7 @@ import typer
 
 from torchrepro.cli.answers import Report, check_page, leave, tell, write_page
 from torchrepro.cli.app import (
+    AllowEnv,
     Json,
     Overrides,
     ProfileName,
@@ -56,6 +57,7 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
     context: typer.Context,
     profile: ProfileName = "",
     overrides: Overrides = None,
+    allow_env: AllowEnv = None,
     lock: Annotated[
         str, typer.Option(metavar="FILE", help="Start only if this lock is met; names the profile.")
     ] = "",
@@ -177,6 +179,7 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
     context: typer.Context,
     profile: ProfileName = "",
     overrides: Overrides = None,
+    allow_env: AllowEnv = None,
     runs: Annotated[int, typer.Option(min=2, help="How often the command is run.")] = 2,
     stress: Annotated[  # noqa: FBT002
         bool, typer.Option("--stress", help="Perturb what a reproducible run must not depend on.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,10 +10,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchrepro.errors import Problem, ProfileError
 from torchrepro.integrations.hydra_choice import GROUP, chosen
-from torchrepro.profile.composition import NOT_INHERITED, Composition, flatten
+from torchrepro.profile.composition import EXTRA, NOT_INHERITED, Composition, flatten
 from torchrepro.profile.load import from_mapping, validate
 from torchrepro.profile.origin import Origin
-from torchrepro.profile.overrides import key_of
+from torchrepro.profile.overrides import key_of, parsed
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import Resolved
@@ -65,6 +66,8 @@ def resolved_profile(config: DictConfig) -> Resolved | None:
             [_with_override(problem, config) for problem in error.problems]
         ) from None
     _remember_places(composition, from_files, config)
+    if EXTRA in composition.values:
+        composition.typed |= _typed(composition, config)
     return validate(composition).resolved
 
 
@@ -83,6 +86,16 @@ def _remember_places(composition: Composition, from_files: Composition, config: 
             composition.origins[key] = file
         else:
             composition.origins[key] = Origin(APP, "", value, file)
+
+
+def _typed(composition: Composition, config: DictConfig) -> set[str]:
+    """Return the keys that have the very value which an override of this run gives them."""
+    given: dict[str, Any] = {}
+    for text in _overrides(config):
+        with suppress(ProfileError):  # an override of the app's own config may be anything
+            given |= flatten(parsed(text).nested())
+    values = flatten(composition.values)
+    return {key for key, value in values.items() if given.get(f"{GROUP}.{key}") == value}
 
 
 def _with_override(problem: Problem, config: DictConfig) -> Problem:

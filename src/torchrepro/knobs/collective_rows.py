@@ -28,12 +28,34 @@ def pinned(value: str) -> bool:
     return bool(value) and not value.startswith("^")
 
 
+_NCCL_ALGORITHM = "(tree|ring|collnetdirect|collnetchain|collnet|nvls|nvlstree|pat)"
+_NCCL_PROTOCOL = "(ll|ll128|simple)"
+_HCCL_ALGORITHM = (
+    "(level[0-2]:(NA|null|fullmesh|ring|doublering|pipeline|pairwise|star|H-D_R|NHR|NHR_V1|NB|"
+    "AHC|AHC_BROKE|ARS))"
+)
+_HCCL_OP = (
+    "(allreduce|allgather|allgatherv|reducescatter|reducescatterv|broadcast|reduce|scatter|"
+    "alltoall|alltoallv|alltoallvc|sendrecv|batchsendrecv|others)"
+)
+
+
+def _per_operation(one: str) -> str:
+    """Return the pattern of a list for all of NCCL's operations, or of one list for each."""
+    named = rf"\^?{one}(,{one})*"
+    operation = "(allreduce|allgather|reducescatter|broadcast|reduce)"
+    each = f"{operation}:{named}"
+    return f"({named};)?{each}(;{each})*|{named}"
+
+
 COLLECTIVES = (
     row(
         "NCCL_ALGO",
         "communicator",
         Text(
-            r"\^?[A-Za-z0-9]+([,;:][A-Za-z0-9:]+)*", "Ring, Tree, CollnetDirect, CollnetChain, NVLS"
+            _per_operation(_NCCL_ALGORITHM),
+            "Ring, Tree, CollnetDirect, CollnetChain, NVLS, NVLSTree, PAT",
+            ignore_case=True,
         ),
         "The algorithm of NCCL's collectives; left open, NCCL chooses by size and topology.",
         f"{NCCL_ENV}#nccl-algo",
@@ -44,7 +66,7 @@ COLLECTIVES = (
     row(
         "NCCL_PROTO",
         "communicator",
-        Text(r"\^?[A-Za-z0-9]+(,[A-Za-z0-9]+)*", "Simple, LL, LL128"),
+        Text(_per_operation(_NCCL_PROTOCOL), "Simple, LL, LL128", ignore_case=True),
         "The protocol of NCCL's collectives.",
         f"{NCCL_ENV}#nccl-proto",
         cost="Simple is slow for small messages",
@@ -99,7 +121,13 @@ COLLECTIVES = (
     row(
         "HCCL_ALGO",
         "communicator",
-        Text(r"[\w:;,/=-]+", "a list such as level0:NA;level1:ring"),
+        Text(
+            f"{_HCCL_ALGORITHM}(;{_HCCL_ALGORITHM})*|"
+            f"{_HCCL_OP}={_HCCL_ALGORITHM}(;{_HCCL_ALGORITHM})*"
+            f"(/{_HCCL_OP}={_HCCL_ALGORITHM}(;{_HCCL_ALGORITHM})*)*",
+            "a list such as level0:NA;level1:ring, or one per operation as in "
+            "allreduce=level0:NA;level1:ring/others=level0:NA;level1:NHR",
+        ),
         "The algorithm of Ascend's collectives.",
         ASCEND_ENV,
         aliases=("backends.distributed.hccl_algo",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchrepro.errors import Problem, ProfileError, near
+from torchrepro.knobs.allowed_rows import ALLOWED
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name, other_names
 from torchrepro.knobs.refused import WITHOUT_EFFECT
 
@@ -21,8 +22,11 @@ def explanations(name: str) -> list[dict[str, str]]:
     if name in WITHOUT_EFFECT:
         raise ProfileError(Problem(f"{name} does nothing: {WITHOUT_EFFECT[name]}"))
     rows = _rows(name)
+    variable = name.removeprefix("env_extra.")
+    if not rows and variable in ALLOWED:
+        return [_allowed(variable)]
     if not rows:
-        keys = [knob.profile_key for knob in CATALOGUE]
+        keys = [*(knob.profile_key for knob in CATALOGUE), *(f"env_extra.{row}" for row in ALLOWED)]
         words = {key.rpartition(".")[2]: key for key in reversed(keys)}
         close = words.get(near(name, words), "") or near(name, keys)
         raise ProfileError(
@@ -51,6 +55,15 @@ def _rows(name: str) -> tuple[Knob, ...]:
         for knob in CATALOGUE
         if knob.name.endswith(f".{name}") or knob.name.startswith(sections)
     )
+
+
+def _allowed(variable: str) -> dict[str, str]:
+    row = ALLOWED[variable]
+    return {
+        "knob": f"env_extra.{variable}",
+        "does": f"{row.why}.",
+        "values": row.legal.words,
+    }
 
 
 def _explanation(knob: Knob) -> dict[str, str]:

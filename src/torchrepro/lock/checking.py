@@ -99,7 +99,7 @@ def check(
     else:
         try:
             refuse_lost(name)
-            resolved = resolve(name, own_overrides)
+            resolved = resolve(name, own_overrides, typed=False)  # the lock is a file
         except ProfileError as error:
             return Checked(str(path), strict, None, _without_profile(locked, error).led_by(edited))
     its = common_contents(resolved, plan_of_a_run(resolved).report)
@@ -121,5 +121,5 @@ def _without_profile(locked: Described, error: ProfileError) -> Comparison:
     here = {"versions": software(), "hardware": hardware()}
     others = compare(locked, of_contents("this machine", "lock", here))
     problem = error.problems[0]
-    words = ": ".join(filter(None, (problem.found, problem.what)))
+    words = ": ".join(filter(None, (problem.key, problem.found, problem.what)))
     return others.led_by((Difference("profile", "(the whole)", "as locked", words),))

@@ -31,16 +31,21 @@ MAX_KEYS = 2000
 
 
 def compose(
-    name: str, overrides: Sequence[str] = (), folders: tuple[Folder, ...] = ()
+    name: str,
+    overrides: Sequence[str] = (),
+    folders: tuple[Folder, ...] = (),
+    *,
+    typed: bool = True,
 ) -> Composition:
     """Compose the profile `name` with `overrides` such as ``backends.cudnn.benchmark=true``.
 
-    Bare names are looked up in `folders` and on the search path. Raises `ProfileError`.
+    Bare names are looked up in `folders` and on the search path. `typed` says whether whoever
+    starts the run wrote the overrides. Raises `ProfileError`.
     """
     composition = Composition()
     chain = _Chain(composition, folders)
     chain.add_named(name)
-    _finish(composition, chain, overrides)
+    _finish(composition, chain, overrides, typed=typed)
     return composition
 
 
@@ -58,14 +63,18 @@ def compose_document(
 def compose_resolved(resolved: Resolved, overrides: Sequence[str]) -> Composition:
     """Compose a profile that is resolved already with further `overrides`."""
     origins = dict(resolved.origins)
-    composition = Composition(plain(resolved.values), origins, resolved.notes, only_shipped=False)
+    values = plain(resolved.values)
+    composition = Composition(values, origins, resolved.notes, only_shipped=False)
+    composition.typed |= flatten(values).keys()  # judged when they were resolved
     _finish(composition, _Chain(composition, ()), overrides)
     return composition
 
 
-def _finish(composition: Composition, chain: _Chain, overrides: Sequence[str]) -> None:
+def _finish(
+    composition: Composition, chain: _Chain, overrides: Sequence[str], *, typed: bool = True
+) -> None:
     """Lay the pieces among `overrides` on top, then all others, as they are written."""
-    given = [parsed(text) for text in overrides]
+    given = [parsed(text, typed=typed) for text in overrides]
     for override in given:
         if override.key == PIECES:
             for piece in _pieces(override):

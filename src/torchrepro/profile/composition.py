@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from torchrepro.profile.overrides import Override
 
 NOT_INHERITED = ("name", "description")  # what a file calls itself, not what it asks for
+EXTRA = "env_extra"
+"""The section of variables that the catalogue does not know."""
+
 WHOLE = ("device.fallback", "device.modules", "streams", "ranks")
 """One value each: their keys are not a profile's."""
 
@@ -29,6 +32,9 @@ class Composition:
     notes: tuple[str, ...] = ()
     """What a reader should be told of how the values were read."""
 
+    typed: set[str] = field(default_factory=set)
+    """Dotted keys whose value whoever starts the run wrote: an override, or a dict in code."""
+
     only_shipped: bool = True
     """No file but torchrepro's own took part, and no override."""
 
@@ -36,20 +42,25 @@ class Composition:
         """Lay the values of `document`, which belongs to the distribution `package`, on top."""
         # The keys of sections have their lines as well, for problems with the section itself.
         keys = document.lines or flatten(document.values)
-        self._lay(document.values, {key: document.place(key) for key in keys}, package)
+        places = {key: document.place(key) for key in keys}
+        self._lay(document.values, places, package, typed=document.typed)
 
     def override(self, override: Override) -> None:
         """Lay the value of `override` on top."""
         values = override.nested()
-        self._lay(values, dict.fromkeys(flatten(values), override.place), "")
+        places = dict.fromkeys(flatten(values), override.place)
+        self._lay(values, places, "", typed=override.typed)
 
-    def _lay(self, values: Mapping[str, Any], places: Mapping[str, str], package: str) -> None:
+    def _lay(
+        self, values: Mapping[str, Any], places: Mapping[str, str], package: str, *, typed: bool
+    ) -> None:
         before = dict(self.origins)
         leaves = flatten(values)
         _merge(self.values, values)
         for key, value in leaves.items():
             if value != {}:  # an empty section takes nothing away
                 self._forget(key)
+        self.typed = self.typed | leaves.keys() if typed else self.typed - leaves.keys()
         for key, place in places.items():
             self.origins[key] = Origin(place, package, leaves.get(key), before.get(key))
 

@@ -52,6 +52,9 @@ class Document:
     lines: Mapping[str, int] = field(default_factory=dict)
     """Dotted key to line number, counted from 1."""
 
+    typed: bool = False
+    """Whether whoever starts the run wrote it: a dict in code, never a file."""
+
     def place(self, key: str) -> str:
         """Return ``file:line`` of `key`, or of the nearest section that holds it."""
         while key and key not in self.lines:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.knobs.allowed_rows import ALLOWED
 from torchrepro.knobs.catalogue import CATALOGUE, other_names
+from torchrepro.profile.composition import EXTRA
 from torchrepro.profile.folder import PIECES, SHIPPED, Folder
 from torchrepro.profile.schema import Profile
 
@@ -73,12 +75,26 @@ def _entry(entry: dict[str, Any], definitions: dict[str, Any], key: str) -> dict
         section = _section(model, definitions, f"{key}.")
         return said | section | {"type": ["object", "null"]}
     kept = {k: v for k, v in entry.items() if k not in ("title", "default", "description")}
+    if key == EXTRA:
+        return said | {"properties": _allowed(), **_or_null(kept)}
     knobs = _rows().get(key)
     if knobs is None:
         return said | _or_null(kept)
     if knobs[0].variable:
         kept = {"anyOf": _texts(knobs[0].legal)}
     return _described(said["description"], knobs) | _or_null(kept)
+
+
+def _allowed() -> dict[str, Any]:
+    """Return the variables that a file may set by itself; an editor lets others be, with a hint."""
+    return {
+        name: {
+            "description": f"{row.why}. Values: {row.legal.words}; null leaves it alone.",
+            "type": ["string", "integer", "null"],
+            "pattern": _pattern(row.legal, []),
+        }
+        for name, row in ALLOWED.items()
+    }
 
 
 def _or_null(entry: dict[str, Any]) -> dict[str, Any]:

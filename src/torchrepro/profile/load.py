@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import Problem, ProfileError
 from torchrepro.profile.compose import compose, compose_document, compose_resolved
+from torchrepro.profile.composition import EXTRA
 from torchrepro.profile.document import Document
 from torchrepro.profile.overrides import check_values
 from torchrepro.profile.resolved import Resolved
@@ -45,8 +46,10 @@ def load(profile: str, overrides: Sequence[str] = ()) -> Profile:
     return validate(composition)
 
 
-def resolve(source: Any, overrides: Sequence[str] = ()) -> Resolved:
+def resolve(source: Any, overrides: Sequence[str] = (), *, typed: bool = True) -> Resolved:
     """Return the plain values of `source`: a name, a path, a `Profile`, a DictConfig or a dict.
+
+    `typed` says whether whoever starts the run wrote the overrides, rather than a file.
 
     The shipped profiles skip pydantic, whose import costs more than putting one in force: the
     tests hold their files to exactly the values that validation gives.
@@ -56,7 +59,10 @@ def resolve(source: Any, overrides: Sequence[str] = ()) -> Resolved:
     if isinstance(given, Resolved):
         return validate(compose_resolved(given, overrides)).resolved if overrides else given
     mapping = isinstance(source, Mapping) or _is_dictconfig(source)
-    composition = from_mapping(source, overrides) if mapping else compose(str(source), overrides)
+    if mapping:
+        composition = from_mapping(source, overrides)
+    else:
+        composition = compose(str(source), overrides, typed=typed)
     _tell(composition)
     if composition.only_shipped:
         return Resolved.of(composition.values, composition)
@@ -67,6 +73,7 @@ def validate(composition: Composition) -> Profile:
     """Validate composed values; raises `ProfileError` that names where each value was set."""
     from pydantic import ValidationError
 
+    from torchrepro.profile.consent import refuse_without_consent
     from torchrepro.profile.problems import problems
     from torchrepro.profile.schema import Profile
 
@@ -75,6 +82,7 @@ def validate(composition: Composition) -> Profile:
     except ValidationError as error:
         raise ProfileError(problems(error, composition)) from None
     profile.remember(composition)
+    refuse_without_consent(composition)
     from torchrepro.profile.requirements import check_requirements
 
     wanted = {package: text for package, text in profile.requires.items() if text is not None}
@@ -101,7 +109,9 @@ def from_mapping(source: Any, overrides: Sequence[str] = (), where: str = "") ->
     entries = tuple(defaults or ())
     if "_self_" not in entries:
         entries = (*entries, "_self_")
-    return compose_document(Document(where, values, entries), overrides)
+    # A config is composed from files, whoever hands it over.
+    typed = not any(map(_is_dictconfig, (source, source.get(EXTRA))))
+    return compose_document(Document(where, values, entries, typed=typed), overrides)
 
 
 def _refuse_other_types(source: Any, overrides: Any) -> None:

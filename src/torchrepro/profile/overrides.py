@@ -17,6 +17,8 @@ class Override:
     text: str
     key: str
     value: Any
+    typed: bool = True
+    """Whether whoever starts the run wrote it; one that is kept in a file is not."""
 
     @property
     def place(self) -> str:
@@ -32,7 +34,7 @@ class Override:
         return nested
 
 
-def parsed(text: str) -> Override:
+def parsed(text: str, *, typed: bool = True) -> Override:
     """Parse an override such as ``seed=7``; raises `ProfileError` for one that is not plain."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -53,7 +55,7 @@ def parsed(text: str) -> Override:
     value = None if found.is_delete() else _plain(found.value())
     key = found.key_or_group.replace("/", ".")
     check_values(value, place, key)
-    return Override(text, key, value)
+    return Override(text, key, value, typed)
 
 
 def key_of(text: str) -> str:

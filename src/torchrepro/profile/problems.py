@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, get_args
 
 from torchrepro.errors import Problem, near, shown, some
+from torchrepro.knobs.allowed_rows import ALLOWED
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name, other_names
 from torchrepro.knobs.refused import refusal
 from torchrepro.profile.folder import PIECES
@@ -120,8 +121,9 @@ def _unknown_variable(key: str, name: str, found: str, place: str, known: list[s
         place,
         key,
         found,
-        near=near(name, known),
-        todo=f"to set it all the same, move it to `env_extra: {{{name}: ...}}`",
+        near="" if name in ALLOWED else near(name, known),
+        todo=f"to set it all the same, move it to `env_extra: {{{name}: ...}}`"
+        + ("" if name in ALLOWED else ", which needs the consent of whoever starts the run"),
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name, other_names
 from torchrepro.knobs.variable import variable
-from torchrepro.profile.composition import NOT_INHERITED, flatten
+from torchrepro.profile.composition import EXTRA, NOT_INHERITED, flatten
 from torchrepro.profile.origin import Origin
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def plain(value: Any) -> Any:
 def knobs_for_key(key: str) -> tuple[Knob, ...]:
     """Return the rows that the profile's dotted `key` sets."""
     section, _, name = key.partition(".")
-    if section == "env_extra":
+    if section == EXTRA:
         return (variable(name),) if name else ()
     if key in knobs_by_name():
         return (knobs_by_name()[key],)

@@ -69,7 +69,8 @@ class Profile(BaseModel):
     """Environment variables that the catalogue knows."""
 
     env_extra: ExtraVariables = Field(default_factory=lambda: MappingProxyType({}))
-    """Other environment variables, never dangerous ones."""
+    """Other environment variables: those of an allow list; any other one needs the consent of
+    whoever starts the run (--allow-env NAME, or TORCHREPRO_ALLOW_ENV); never dangerous ones."""
 
     dropout: Annotated[Any, legal_values("dropout")] = None
     """zero: dropout passes everything through."""

@@ -1,0 +1,97 @@
+"""Which environment variables a profile may set by itself, and which need somebody's consent.
+
+A profile is data from others. The variables of the catalogue and of the allow list steer neither
+code nor hosts; any other one is set only if whoever starts the run consents, by name or by writing
+the value themselves. A dangerous variable is refused all the same, by the schema.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from torchrepro.errors import Problem, ProfileError, near, shown
+from torchrepro.knobs.allowed_rows import ALLOWED
+from torchrepro.knobs.catalogue import CATALOGUE
+from torchrepro.knobs.refused import refusal
+from torchrepro.profile.composition import EXTRA
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torchrepro.profile.composition import Composition
+
+VARIABLE = "TORCHREPRO_ALLOW_ENV"
+"""Variable with the names, separated by commas, that whoever starts the run consents to.
+
+No profile can set it, as none whose name begins so.
+"""
+
+OPTION = "--allow-env"
+
+
+def allowed_by(names: Sequence[str]) -> str:
+    """Return the value of `VARIABLE` that consents to `names` besides those it holds already.
+
+    Raises `ProfileError` for a name that no consent helps.
+    """
+    given = [*_names(os.environ.get(VARIABLE, "")), *_names(",".join(names))]
+    _refuse_dangerous(given, OPTION)
+    return ",".join(dict.fromkeys(given))
+
+
+def refuse_without_consent(composition: Composition) -> None:
+    """Raise `ProfileError` for variables that files set, and nobody has consented to."""
+    values = composition.values.get(EXTRA) or {}
+    asking = {
+        name: str(value)
+        for name, value in values.items()
+        if value is not None and f"{EXTRA}.{name}" not in composition.typed
+    }
+    wrong = {
+        name: value
+        for name, value in asking.items()
+        if name not in ALLOWED or ALLOWED[name].legal.complaint(value)
+    }
+    if not wrong:
+        return
+    consented = _names(os.environ.get(VARIABLE, ""))
+    _refuse_dangerous(consented, VARIABLE)
+    problems = [
+        _problem(name, value, composition.place(f"{EXTRA}.{name}"))
+        for name, value in wrong.items()
+        if name not in consented
+    ]
+    if problems:
+        raise ProfileError(problems)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _refuse_dangerous(names: Sequence[str], where: str) -> None:
+    problems = [Problem(why, where, found=name) for name in names if (why := refusal(name))]
+    if problems:
+        raise ProfileError(problems)
+
+
+def _problem(name: str, value: str, place: str) -> Problem:
+    key = f"{EXTRA}.{name}"
+    what = "not on the list of variables that a profile may set by itself"
+    legal, close = "", _near(name)
+    if name in ALLOWED:
+        row = ALLOWED[name]
+        what = "not a value that a profile may give this variable by itself"
+        legal, close = row.legal.words, near(value, row.legal.choices())
+    todo = (
+        f"if you want it, consent: {OPTION} {name}, or {VARIABLE}={name} in the environment (under "
+        f"Hydra, pytest and in code); or give the override {key}=... yourself"
+    )
+    return Problem(what, place, key, shown(value), legal, close, todo)
+
+
+def _near(name: str) -> str:
+    known = {knob.variable: f"env.{knob.variable}" for knob in CATALOGUE if knob.variable}
+    known |= {row: f"{EXTRA}.{row}" for row in ALLOWED}
+    return known.get(near(name, known), "")
