@@ -126,7 +126,7 @@ COLLECTIVES = (
             f"{_HCCL_OP}={_HCCL_ALGORITHM}(;{_HCCL_ALGORITHM})*"
             f"(/{_HCCL_OP}={_HCCL_ALGORITHM}(;{_HCCL_ALGORITHM})*)*",
             "a list such as level0:NA;level1:ring, or one per operation as in "
-            "allreduce=level0:NA;level1:ring/others=level0:NA;level1:NHR",
+            "allreduce=level0:NA;level1:ring/alltoall=level0:NA;level1:pairwise",
         ),
         "The algorithm of Ascend's collectives.",
         ASCEND_ENV,
