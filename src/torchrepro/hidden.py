@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 HIDDEN = "(hidden)"
 """Stands where something was left out."""
@@ -124,10 +124,24 @@ def url_without_login(url: str) -> str:
 
 def without_secrets(value: Any, secrets: Iterable[str]) -> Any:
     """Return plain JSON values with nothing in any text, key or value, that must not leave."""
+    return cleaner(secrets)(value)
+
+
+def cleaner(secrets: Iterable[str]) -> Callable[[Any], Any]:
+    """Return `without_secrets` for these secrets, prepared for many values."""
     patterns = [
-        re.compile(_edged(re.escape(secret), secret)) for secret in secrets if _to_look_for(secret)
+        re.compile(_edged("|".join(map(re.escape, _spellings(secret))), secret))
+        for secret in secrets
+        if _to_look_for(secret)
     ]
-    return _cleaned(value, patterns)
+    return lambda value: _cleaned(value, patterns)
+
+
+def _spellings(secret: str) -> Iterable[str]:
+    """Return a secret as it is, and as Python writes it within quotes, where it escapes some."""
+    quoted = repr(secret)[1:-1]
+    among_quotes = repr(f"{secret}\"'")[1:-4]
+    return dict.fromkeys((secret, quoted, among_quotes))
 
 
 def _to_look_for(secret: str) -> bool:
@@ -138,7 +152,7 @@ def _to_look_for(secret: str) -> bool:
 
 
 def _edged(pattern: str, secret: str) -> str:
-    return pattern if len(secret) >= _WHOLE else rf"(?<![A-Za-z0-9]){pattern}(?![A-Za-z0-9])"
+    return pattern if len(secret) >= _WHOLE else rf"(?<![A-Za-z0-9])(?:{pattern})(?![A-Za-z0-9])"
 
 
 def _cleaned(value: Any, patterns: list[re.Pattern[str]]) -> Any:

@@ -2,15 +2,22 @@
 
 import json
 import random
+import sqlite3
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from contextlib import closing
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from torchrepro.tables import as_text, table
+from torchrepro.trace import store as store_module
+from torchrepro.trace.reading import Trace
 from torchrepro.trace.store import FORMAT, StepRow, Store
 
 pytestmark = pytest.mark.benchmark
@@ -60,9 +67,8 @@ def _write(path: Path, change: Change, steps: int = STEPS) -> Path:
                 for _ in range(STEPS // steps)
             ],
         )
-        digest = random.Random(repr(rows)).randbytes(16)
         store.add_records(step, rows)
-        store.end_step(StepRow(step, first, len(rows), 0, digest, b"", b"", {}, finished=True))
+        store.end_step(StepRow(step, first, len(rows), 0, b"", b"", {}, finished=True))
         first += len(rows)
     store.close()
     return path
@@ -141,3 +147,57 @@ def test_a_million_ops_are_compared_in_three_seconds_and_500_megabytes(tmp_path:
 
     assert all(peak <= MEGABYTES for *_, peak in rows)
     assert all(took <= SECONDS for *_, took, _ in rows[:3])
+
+
+def test_opening_a_trace_takes_little_longer_than_reading_it(tmp_path: Path) -> None:
+    """To check every row of a trace takes at most three times as long as to fetch them all."""
+    path = _write(tmp_path / "run", _same, steps=STEPS) / "rank0.sqlite"
+
+    def fetch() -> None:
+        with closing(sqlite3.connect(path)) as connection:
+            cursor = connection.execute("select * from record")
+            while cursor.fetchmany(1000):
+                pass
+
+    def check() -> None:
+        Trace(path).close()
+
+    fetched, checked = (min(map(_seconds, [what] * 3)) for what in (fetch, check))
+    rows = (("fetched", f"{fetched:.2f} s"), ("opened", f"{checked:.2f} s"))
+    print(f"\n{as_text(f'{STEPS * OPS:,} ops', table(('', 'time'), rows))}")
+
+    assert checked / fetched <= 3
+
+
+def test_digests_are_a_small_part_of_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To write a trace takes at most a quarter longer than it would without digests."""
+    numbers = random.Random(5)
+    rows = [(0, 1, 0, numbers.randbytes(16), numbers.randbytes(16)) for _ in range(200)]
+    names = (f"{number}.sqlite" for number in count())
+
+    def write() -> None:
+        store = Store(tmp_path / next(names))
+        for step in range(STEPS):
+            store.add_records(step, rows)
+            store.add_losses([(step, 0, 0.5, bytes(16), "m.py:1")])
+            first = step * len(rows) + 1
+            store.end_step(StepRow(step, first, len(rows), 0, b"", b"", {}, finished=True))
+        store.close()
+
+    ratios = []
+    for _ in range(7):
+        with_digests = _seconds(write)
+        with monkeypatch.context() as patch:
+            patch.setattr(store_module, "as_bytes", lambda rows: b"")
+            ratios.append(with_digests / _seconds(write))
+    print(f"\nwith digests / without: {statistics.median(ratios):.2f} of {len(ratios)}: {ratios}")
+
+    assert statistics.median(ratios) <= 1.25
+
+
+def _seconds(what: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    what()
+    return time.perf_counter() - began

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -146,26 +148,80 @@ def test_a_profile_holds_no_secret_and_shows_none(command, tmp_path, name):
     assert list(tmp_path.iterdir()) == [profile]
 
 
-ABOUT = """
-import torchrepro
-torchrepro.apply("seed-only", ["env_extra.MY_MODE=swordfishes-11"])
-import json, torch
-from torchrepro.trace.about import about_this_process
-print(json.dumps(about_this_process()))
+RECORDED_PROGRAM = """
+import os, sys, threading
+import torch, torchrepro
+
+NAMES = ("GITHUB_PAT", "MY_PASSWORD", "SERVICE_TOKEN")
+pat, password, _ = (os.environ[name] for name in NAMES)
+os.environ["LATE_API_KEY"] = late = "abracadabra-late-11"
+namespace = torch.library.Library("planted", "DEF")
+namespace.define("say(Tensor x, str word, *, str? api_key=None) -> Tensor")
+namespace.impl("say", lambda x, word, api_key=None: x + 1, "CPU")
+say = torch.ops.planted.say
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.ModuleDict({password: torch.nn.Linear(2, 2)})
+
+    def forward(self, x):
+        for layer in self.inner.values():
+            x = layer(x)
+        return x
+
+torchrepro.apply("seed-only", ["env_extra.MY_MODE=" + password])
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+with torchrepro.record("recorded", keep=(password,)) as recording:
+    for word in (pat, "a" + pat + "b", late, os.environ["SERVICE_TOKEN"],
+                 "https://me:%s@host/x" % pat, "hf_AbCdEfGhIjKlMnOpQrStUvWxYz012345"):
+        say(torch.ones(2), word)
+    say(torch.ones(2), "plain", api_key="swordfishes")
+    thread = threading.Thread(target=lambda: torch.ones(2) + 1, name="thread " + password)
+    thread.start()
+    thread.join()
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    for name in os.listdir("recorded"):  # what is on the disk while it goes on: the log as well
+        sys.stdout.buffer.write(open(os.path.join("recorded", name), "rb").read())
+    sys.stdout.flush()
+    os.environ["LATER_TOKEN"] = "hocuspocus-later-22"
+    say(torch.ones(2), "hocuspocus-later-22")
 """
+PLANTED = {
+    "GITHUB_PAT": "pat-9f8e7d6c5b4a",
+    "MY_PASSWORD": "swordfishes-11",
+    "SERVICE_TOKEN": "quo'te\"d\\ back\nslash",
+}
 
 
-def test_a_recording_tells_no_secret_of_the_knobs(tmp_path, clean_environment):
-    """A value of the profile that is a secret of the process is hidden in what a trace says."""
+def test_a_recording_holds_no_secret_of_the_program(tmp_path, clean_environment):
+    """Secrets in arguments of ops, names of threads and modules, and knobs are not in its bytes."""
     done = subprocess.run(
-        [sys.executable, "-c", ABOUT],
+        [sys.executable, "-c", RECORDED_PROGRAM],
         cwd=tmp_path,
-        env={**clean_environment, "MYSQL_PWD": "swordfishes-11"},
+        env={**clean_environment, **PLANTED},
         capture_output=True,
-        text=True,
         timeout=60,
-        check=True,
+        check=False,
     )
+    assert done.returncode == 0, done.stderr.decode()
+    (path,) = (tmp_path / "recorded").iterdir()
+    everything = done.stdout + path.read_bytes()
+    with closing(sqlite3.connect(path)) as connection:
+        arguments = [text for (text,) in connection.execute("select text from argument")]
+        meta = dict(connection.execute("select key, value from meta"))
+        (module,) = connection.execute(
+            "select module from site where op = 'aten::addmm'"
+        ).fetchone()
+        threads = [name for (name,) in connection.execute("select name from thread order by id")]
 
-    assert json.loads(done.stdout)["knobs"]["env_extra.MY_MODE"] == "(hidden)"
-    assert "swordfishes" not in done.stdout
+    for secret in (
+        *("pat-9f8e7d6c5b4a", "swordfishes", "abracadabra-late-11", "hocuspocus-later-22"),
+        *("hf_AbCdEfGhIjKlMnOpQrStUvWxYz012345", "quo", "slash"),
+    ):
+        assert secret.encode() not in everything
+    assert "(_, 'plain', api_key=(hidden))" in arguments
+    assert json.loads(meta["knobs"])["env_extra.MY_MODE"] == "(hidden)"
+    assert (module, threads[1]) == ("inner.(hidden)", "thread (hidden)")

@@ -8,6 +8,9 @@ import sqlite3
 from contextlib import closing
 
 import pytest
+import xxhash
+
+from torchrepro.trace.store import as_bytes
 
 
 @pytest.fixture
@@ -29,10 +32,10 @@ def ranks(job, tmp_path):
                     "world_size": size or len(changes),
                     "versions": {**meta["versions"], **versions},
                 }
-                for key, its in new.items():
-                    connection.execute(
-                        "insert or replace into meta values (?, ?)", (key, json.dumps(its))
-                    )
+                meta = {key: json.dumps(its) for key, its in {**meta, **new}.items()}
+                connection.executemany("insert or replace into meta values (?, ?)", meta.items())
+                seal = xxhash.xxh3_128_digest(as_bytes(sorted(meta.items())))
+                connection.execute("update seal set digest = ? where name = 'meta'", (seal,))
         return folder
 
     return ranks

@@ -296,3 +296,20 @@ def test_a_folder_that_cannot_be_written_leaves_no_half_of_a_file(tmp_path: Path
         checkpoint.save()
 
     assert [path.name for path in blocked.parent.iterdir()] == [blocked.name]
+
+
+def test_a_relative_folder_is_the_one_it_was_when_it_was_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that goes to another directory saves where it has loaded from."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    part = Part()
+    checkpoint = torchrepro.Checkpoint("run #1%3F", part=part)
+    for _ in checkpoint.batches(_loader()):
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        checkpoint.save()
+        break
+
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert _value(tmp_path / "run #1%3F") == (1, 0.0)

@@ -80,7 +80,8 @@ class Writer:
 
     def step(self, number: int, step: Step) -> None:
         """Write one step."""
-        for thread in sorted({op.thread for op in step.ops} - self.threads.keys()):
+        last = max((op.thread for op in step.ops), default=0)
+        for thread in sorted({*range(last + 1)} - self.threads.keys()):  # in the order of numbers
             self.threads[thread] = thread
             name = f"worker {thread}" if thread else "MainThread"
             self.store.add_threads([(thread, name)])
@@ -102,7 +103,6 @@ class Writer:
                 first=first,
                 records=len(rows),
                 bytes=8 * len(rows),
-                digest=value(rows),
                 parameters=step.parameters,
                 gradients=step.gradients,
                 random=step.random,
@@ -130,7 +130,9 @@ def write(
     folder: Path, run: Iterable[Step], meta: Mapping[str, Any] | None = None, *, first: int = 0
 ) -> Path:
     """Write a run as one trace into a folder, steps numbered from `first` on."""
-    writer = Writer(folder, meta)
+    run = list(run)
+    steps = {"steps": (first, first + len(run) - 1)} if first else {}
+    writer = Writer(folder, {**steps, **(meta or {})})
     for number, step in enumerate(run, start=first):
         writer.step(number, step)
     writer.store.close()

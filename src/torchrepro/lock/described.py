@@ -208,7 +208,7 @@ def _of_folder(name: str, folder: Path) -> Described:
                 "torchrepro.log_to",
             )
         )
-    traces = read_run(folder)
+    traces = read_run(folder, records=False)
     try:
         return _of_traces(name, traces)
     finally:

@@ -47,7 +47,8 @@ class Checkpoint:
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, **parts: Any) -> None:
-        self.folder = None if folder is None else Path(folder)
+        # The program may go to another directory before it saves.
+        self.folder = None if folder is None else Path(folder).absolute()
         self.parts = parts
         self.epoch = 0
         self.batch = 0

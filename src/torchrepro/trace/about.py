@@ -1,25 +1,42 @@
-"""What a trace says of the process it was taken in."""
+"""What a trace says of the process it was taken in, and what it leaves out."""
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.applier import in_force
 from torchrepro.errors import shown
-from torchrepro.hidden import without_secrets
+from torchrepro.hidden import cleaner
 from torchrepro.manifest.contents import secrets_here
 from torchrepro.manifest.hardware import hardware
 from torchrepro.manifest.versions import software
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+
+class Redaction:
+    """Takes the secrets of this process out of a text, those that it learnt meanwhile too."""
+
+    def __init__(self) -> None:
+        self._environment: Mapping[str, str] | None = None
+        self._clean: Callable[[Any], Any]
+
+    def __call__(self, value: Any) -> Any:
+        """Return plain JSON values with no secret in any text."""
+        environment = os.environ.copy()
+        if environment != self._environment:
+            profiles = (applied.resolved for applied in in_force())
+            self._environment, self._clean = environment, cleaner(secrets_here(*profiles))
+        return self._clean(value)
 
 
 def about_this_process() -> Mapping[str, Any]:
     """Return the profile in force with its knobs, and what a manifest says of the machine.
 
-    Nothing in it is a secret of this process.
+    Secrets may be in it: whoever writes it takes them out (`Redaction`).
     """
     its: dict[str, Any] = {
         "versions": software(),
@@ -35,9 +52,7 @@ def about_this_process() -> Mapping[str, Any]:
         rows = [row for applied in profiles for row in applied.report]
         its["knobs"] = {row.knob: shown(row.after) for row in rows}
         its["outcomes"] = {row.knob: str(row.outcome) for row in rows}
-    secrets = secrets_here(*(applied.resolved for applied in profiles))
-    cleaned: Mapping[str, Any] = without_secrets(its, secrets)
-    return cleaned
+    return its
 
 
 def _accelerator() -> dict[str, str]:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from torchrepro.hidden import HIDDEN, sounds_secret
+
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor)})
 """The classes of tensors that have no part of their own in what an op does."""
 
@@ -18,9 +20,15 @@ _WRITTEN_OUT = (
 
 
 def call_text(args: Any, kwargs: Any) -> str:
-    """Return the arguments of a call as Python writes them, with `_` for a tensor."""
+    """Return the arguments of a call as Python writes them, with `_` for a tensor.
+
+    A string is hidden if the name of its argument sounds secret.
+    """
     words = [value_text(value) for value in args]
-    words += [f"{name}={value_text(value)}" for name, value in (kwargs or {}).items()]
+    words += [
+        f"{name}={HIDDEN if isinstance(value, str) and sounds_secret(name) else value_text(value)}"
+        for name, value in (kwargs or {}).items()
+    ]
     return f"({', '.join(words)})"
 
 

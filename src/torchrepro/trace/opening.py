@@ -13,6 +13,7 @@ import torch
 from torchrepro.errors import Problem, TraceError
 from torchrepro.seeding import devices
 from torchrepro.seeding.ranks import world
+from torchrepro.trace.about import Redaction
 from torchrepro.trace.device_fingerprint import algorithm
 from torchrepro.trace.fingerprint import ALGORITHM
 from torchrepro.trace.store import FORMAT, SUFFIX, Store
@@ -37,7 +38,7 @@ def open_store(request: Request, about: Mapping[str, Any]) -> Store:
         raise TraceError(
             Problem(f"cannot hold a recording: {error.strerror}", found=request.folder)
         ) from None
-    store = Store(path)
+    store = Store(path, Redaction())
     store.write_meta(
         {
             "format": FORMAT,

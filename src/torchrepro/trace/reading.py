@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sqlite3
-from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import Problem, TraceError
-from torchrepro.trace.store import FORMAT, SUFFIX, StepRow
+from torchrepro.trace.checking import (
+    check_records,
+    check_tables,
+    connected,
+    format_of,
+    has_begun,
+    meta_of,
+    steps_of,
+)
+from torchrepro.trace.store import SCHEMAS, SUFFIX, WITHOUT_SEALS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from torchrepro.trace.store import StepRow
 
 INPUT = 8
 """Bytes of the fingerprint of an input: the first half of the whole one."""
@@ -77,42 +86,43 @@ class Loss:
 
 
 class Trace:
-    """One process of a recorded run.
+    """One process of a recorded run, as it is when it is opened.
 
-    Raises `TraceError` for a file that is no trace, or one of a later format.
+    Raises `TraceError` for a file that is no trace, one that is not whole, and one of a later
+    format. Without `records`, what belongs to single records is neither checked nor to be read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, records: bool = True) -> None:
         self.path = path
         try:
-            self.connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
-            rows = self.connection.execute("select key, value from meta").fetchall()
-        except sqlite3.Error as error:
-            raise TraceError(Problem(f"not a trace: {error}", str(path))) from None
-        try:
-            self.meta: Mapping[str, Any] = {key: json.loads(value) for key, value in rows}
-            self._check_records()
-        except (ValueError, sqlite3.Error) as error:
+            with connected(path) as self.connection:
+                self._read(records=records)
+        except TraceError:
+            raise
+        except ValueError as error:
             raise TraceError(Problem(f"a damaged trace: {error}", str(path))) from None
-        if self.meta.get("format") != FORMAT:
+        except sqlite3.Error as error:
+            raise TraceError(Problem(f"cannot be read as a trace: {error}", str(path))) from None
+
+    def _read(self, *, records: bool) -> None:
+        its = format_of(self.connection)
+        if its is None:
             raise TraceError(
                 Problem(
                     "a trace of another format",
-                    str(path),
-                    found=str(self.meta.get("format")),
-                    legal=str(FORMAT),
+                    str(self.path),
+                    legal=" or ".join(map(str, sorted(SCHEMAS))),
                     todo="read it with the version of torchrepro that wrote it",
                 )
             )
-
-    def _check_records(self) -> None:
-        """Raise `ValueError` if there are not as many records as the steps say."""
-        steps = self.connection.execute("select json(random), first + records from step").fetchall()
-        (last,) = self.connection.execute("select coalesce(max(id), 0) from record").fetchone()
-        (sites,) = self.connection.execute("select count(*) from site").fetchone()
-        expected = max((end for _, end in steps), default=1) - 1
-        if last != expected or (last and not sites):
-            raise ValueError(f"{last} records, and {sites} sites, where steps say {expected}")
+        self.sealed = its != WITHOUT_SEALS
+        """Whether it has digests, which show damage."""
+        self.meta: Mapping[str, Any] = meta_of(self.connection)
+        check_tables(self.connection, its, records=records)
+        self.steps: Mapping[int, StepRow] = steps_of(self.connection, self.meta)
+        """Every step by its number, in order."""
+        if records:
+            check_records(self.connection, self.steps, sealed=self.sealed)
 
     def close(self) -> None:
         """Let go of the file."""
@@ -122,6 +132,11 @@ class Trace:
     def rank(self) -> int:
         """The rank of the process."""
         return int(self.meta["rank"])
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the process did not come to write the end of it."""
+        return not self.meta.get("finished")
 
     @cached_property
     def sites(self) -> Mapping[int, Site]:
@@ -138,28 +153,6 @@ class Trace:
     def threads(self) -> Mapping[int, str]:
         """The name of each thread by its id; 0 is the main thread."""
         return dict(self.connection.execute("select id, name from thread"))
-
-    @cached_property
-    def steps(self) -> Mapping[int, StepRow]:
-        """Every step by its number, in order."""
-        rows = self.connection.execute(
-            "select step, first, records, bytes, digest, parameters, gradients, random, finished"
-            " from step order by step"
-        )
-        return {
-            step: StepRow(
-                step,
-                first,
-                records,
-                size,
-                digest,
-                parameters,
-                gradients,
-                random=json.loads(random),
-                finished=bool(finished),
-            )
-            for step, first, records, size, digest, parameters, gradients, random, finished in rows
-        }
 
     @cached_property
     def losses(self) -> list[Loss]:
@@ -199,10 +192,11 @@ class Trace:
         ).fetchall()
 
 
-def read_run(folder: Path | str) -> list[Trace]:
+def read_run(folder: Path | str, *, records: bool = True) -> list[Trace]:
     """Return the traces of a recorded run, by rank and by the order in which they began.
 
-    Raises `TraceError` for a folder that is not there or holds no trace.
+    Raises `TraceError` for a folder that is not there or holds no trace, or one that is not whole.
+    Without `records` they are good for what they say of the run and its steps.
     """
     place = Path(folder)
     if place.is_file():
@@ -221,22 +215,21 @@ def read_run(folder: Path | str) -> list[Trace]:
                 "a run that ended before its first step leaves none",
             )
         )
-    return [Trace(path) for path in files]
+    return [Trace(path, records=records) for path in files]
 
 
 def _begun(path: Path) -> bool:
-    """Whether a file says what it is: a process that was killed before its first step leaves none.
+    """Whether a process has written anything to its file.
 
     A file that cannot be read as a trace at all counts as begun; whoever opens it says why.
     """
     try:
-        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
-            named = connection.execute("select 1 from sqlite_master where name = 'meta'")
-            return bool(
-                named.fetchone() and connection.execute("select 1 from meta limit 1").fetchone()
-            )
-    except sqlite3.Error:
+        with connected(path) as connection:
+            begun = has_begun(connection)
+    except (ValueError, sqlite3.Error):
         return True
+    connection.close()
+    return begun
 
 
 def _order(path: Path) -> list[int]:

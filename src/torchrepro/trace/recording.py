@@ -172,7 +172,6 @@ class Recording:
                     first=written.first,
                     records=written.count,
                     bytes=self.known.taken_bytes(),
-                    digest=written.digest,
                     parameters=_combined(map(self.known.digest, parameters)),
                     gradients=_combined(self._gradients),
                     random=random_states(),

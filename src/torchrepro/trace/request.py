@@ -40,9 +40,11 @@ class Request:
     """Whether a program ends, or goes on unrecorded, where its trace cannot be written."""
 
     def __post_init__(self) -> None:
+        # The program may go to another directory before the first step is written.
+        object.__setattr__(self, "folder", str(Path(self.folder).absolute()))
         _check("level", self.level, LEVELS)
         _check("on_unwritable", self.on_unwritable, UNWRITABLE)
-        if self.steps is not None and not _is_range(self.steps):
+        if self.steps is not None and not is_range(self.steps):
             raise TraceError(
                 Problem(
                     "names no steps",
@@ -54,7 +56,7 @@ class Request:
 
     def to_variable(self) -> str:
         """Return the request as the value of `VARIABLE`."""
-        return json.dumps({**asdict(self), "folder": str(Path(self.folder).absolute())})
+        return json.dumps(asdict(self))
 
     @classmethod
     def inherited(cls, environment: Mapping[str, str]) -> Request | None:
@@ -96,7 +98,7 @@ class Request:
             )
 
 
-def _is_range(steps: Any) -> bool:
+def is_range(steps: Any) -> bool:
     """Whether `steps` are two whole numbers, the second no less than the first."""
     return (
         isinstance(steps, tuple | list)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+import marshal
+import math
 import sqlite3
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
+
+import xxhash
 
 from torchrepro.errors import Problem, TraceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
-FORMAT = 1
+FORMAT = 2
 SUFFIX = ".sqlite"
-SCHEMA = """
+_TABLES = """
 create table meta (key text primary key, value text not null) without rowid;
 create table site (
     id integer primary key, phase text not null, module text not null, op text not null,
@@ -48,9 +53,24 @@ create table tensor (
     record integer not null, role text not null, position integer not null,
     dtype text not null, shape text not null, data blob not null
 );
-create index tensor_of_record on tensor (record);
 """
-"""What the tables hold is described in `reading`."""
+SCHEMA = f"{_TABLES}create table seal (name text primary key, digest blob not null) without rowid;"
+"""What the tables hold is described in `reading`.
+
+`seal` has a digest of the rows of every other table, written in the same transaction as they. It
+covers records by way of the digests of their steps.
+"""
+
+WITHOUT_SEALS = 1
+"""The format of 0.2.0."""
+
+SCHEMAS = {
+    WITHOUT_SEALS: f"{_TABLES}create index tensor_of_record on tensor (record);",
+    FORMAT: SCHEMA,
+}
+"""The tables of every format that is still read."""
+
+SEALED = ("meta", "site", "argument", "thread", "step", "loss", "statistics", "tensor")
 
 Fingerprint = bytes
 
@@ -59,6 +79,16 @@ Row = tuple[int, int, int, bytes, bytes]
 
 TOGETHER = 64
 """Records that are inserted by one statement, which takes two thirds of the time of one each."""
+
+_HEAD = len(marshal.dumps([], 2))
+
+
+def as_bytes(rows: list[Any]) -> memoryview:
+    """Return rows as bytes for a digest; those of two lists are those of one after the other.
+
+    Version 2 of marshal writes equal values as equal bytes, and values of other types as others.
+    """
+    return memoryview(marshal.dumps(rows, 2))[_HEAD:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +101,13 @@ class StepRow:
     records: int
     bytes: int
     """Bytes of all tensors that were read for the step's fingerprints."""
-    digest: Fingerprint
     parameters: Fingerprint
     gradients: Fingerprint
     random: Mapping[str, str]
     finished: bool
     """Whether an optimizer, or the program itself, has ended the step."""
+    digest: Fingerprint = b""
+    """Of its records; the store fills it in."""
 
 
 class Store:
@@ -84,11 +115,18 @@ class Store:
 
     Every step is one transaction, so a process that is killed leaves whole steps behind.
     https://sqlite.org/atomiccommit.html
+    `clean` takes out of texts of the program what must not be written down.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, clean: Callable[[Any], Any] = lambda text: text) -> None:
         self.path = path
         self.records = 0
+        self._clean = clean
+        self._meta: dict[str, str] = {}
+        self._sources: dict[str, str] = {}  # of losses: the same in every step
+        self._of_step = xxhash.xxh3_128()
+        self._digests = {name: xxhash.xxh3_128() for name in SEALED}
+        self._unsealed = set(SEALED)
         self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         execute = self._connection.execute
         # Survives the end of the process at any moment; only a power cut may lose the last steps.
@@ -99,26 +137,34 @@ class Store:
 
     def write_meta(self, values: Mapping[str, Any]) -> None:
         """Write what is known of the run as a whole."""
-        rows = [(key, json.dumps(value)) for key, value in values.items()]
+        rows = [(key, json.dumps(self._clean(value))) for key, value in values.items()]
         self._many("insert or replace into meta values (?, ?)", rows)
+        self._meta.update(rows)
+        self._digests["meta"] = xxhash.xxh3_128(as_bytes(sorted(self._meta.items())))
+        self._unsealed.add("meta")
 
     def add_sites(self, sites: Iterable[tuple[int, Sequence[str]]]) -> None:
         """Add places of the program that records refer to."""
-        for number, site in sites:
-            self._execute("insert into site values (?, ?, ?, ?, ?, ?)", (number, *site))
+        sites = list(sites)
+        shown = self._shown(chain.from_iterable(words for _, words in sites))
+        self._add("site", [(number, *map(shown.__getitem__, words)) for number, words in sites])
 
     def add_arguments(self, texts: Iterable[tuple[int, str]]) -> None:
         """Add arguments of ops that are not tensors."""
-        for row in texts:
-            self._execute("insert into argument values (?, ?)", row)
+        texts = list(texts)
+        # Without quotes there are only numbers and types in it, which every step may have new of.
+        shown = self._shown(text for _, text in texts if "'" in text or '"' in text)
+        self._add("argument", [(number, shown.get(text, text)) for number, text in texts])
 
     def add_threads(self, names: Iterable[tuple[int, str]]) -> None:
         """Add threads that records come from."""
-        for row in names:
-            self._execute("insert into thread values (?, ?)", row)
+        names = list(names)
+        shown = self._shown(name for _, name in names)
+        self._add("thread", [(number, shown[name]) for number, name in names])
 
-    def add_records(self, step: int, rows: Sequence[Row]) -> None:
+    def add_records(self, step: int, rows: list[Row]) -> None:
         """Add records of a step in their order."""
+        self._of_step.update(as_bytes(rows))
         for start in range(0, len(rows), TOGETHER):
             some = rows[start : start + TOGETHER]
             self._execute(_insertion(len(some)), [step, *chain.from_iterable(some)])
@@ -126,31 +172,36 @@ class Store:
 
     def add_losses(self, rows: Iterable[tuple[int, int, float | None, bytes, str]]) -> None:
         """Add what backward passes began from: step, position, value, fingerprint, source."""
-        for row in rows:
-            self._execute("insert into loss values (?, ?, ?, ?, ?)", row)
+        rows = list(rows)
+        self._sources |= self._shown({row[4] for row in rows} - self._sources.keys())
+        self._add(
+            "loss", [(*row[:2], _real(row[2]), row[3], self._sources[row[4]]) for row in rows]
+        )
 
     def add_statistics(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Add statistics of outputs: record, position, count, mean, norm, low, high."""
-        self._many("insert into statistics values (?, ?, ?, ?, ?, ?, ?)", rows)
+        numbers = [(*row[:3], *map(_real, row[3:])) for row in rows]
+        self._add("statistics", sorted(numbers, key=itemgetter(0, 1)))  # as they will be read
 
     def add_tensors(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Add kept tensors: record, role, position, dtype, shape, data."""
-        self._many("insert into tensor values (?, ?, ?, ?, ?, ?)", rows)
+        self._add("tensor", list(rows))
 
     def end_step(self, row: StepRow) -> None:
         """Add a step and commit all that belongs to it."""
         values = (
-            *(row.step, row.first, row.records, row.bytes, row.digest),
+            *(row.step, row.first, row.records, row.bytes, self._of_step.digest()),
             *(row.parameters, row.gradients),
             *(json.dumps(dict(row.random)), int(row.finished)),
         )
-        self._execute("insert into step values (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
-        self._execute("commit")
+        self._of_step.reset()
+        self._add("step", [values])
+        self._commit()
         self._execute("begin")
 
     def close(self) -> None:
         """Commit what is left and leave one file behind."""
-        self._execute("commit")
+        self._commit()
         with suppress(sqlite3.OperationalError):  # a reader may hold it: then it stays as it is
             self._connection.execute("pragma journal_mode = delete")
         self._connection.close()
@@ -165,6 +216,26 @@ class Store:
         with suppress(sqlite3.Error):
             self._connection.execute("rollback")
         self._connection.close()
+
+    def _shown(self, texts: Iterable[str]) -> dict[str, str]:
+        """Return each text as it may be written: without secrets, and as a database can hold it."""
+        distinct = list(dict.fromkeys(texts))
+        cleaned = self._clean(distinct) if distinct else []
+        # A path may hold what is no Unicode.
+        storable = (text.encode(errors="backslashreplace").decode() for text in cleaned)
+        return dict(zip(distinct, storable, strict=True))
+
+    def _add(self, table: str, rows: list[tuple[Any, ...]]) -> None:
+        if rows:
+            self._many(f"insert into {table} values ({', '.join('?' * len(rows[0]))})", rows)  # noqa: S608 - a table of ours
+            self._digests[table].update(as_bytes(rows))
+            self._unsealed.add(table)
+
+    def _commit(self) -> None:
+        seals = [(name, self._digests[name].digest()) for name in sorted(self._unsealed)]
+        self._many("insert or replace into seal values (?, ?)", seals)
+        self._unsealed.clear()
+        self._execute("commit")
 
     def _many(self, statement: str, rows: Iterable[Sequence[Any]]) -> None:
         try:
@@ -186,6 +257,11 @@ class Store:
                 todo="make room, or record into another folder",
             )
         )
+
+
+def _real(value: float | None) -> float | None:
+    """Return a number as it is read again: a database has no NaN and no negative zero."""
+    return None if value is None or math.isnan(value) else float(value) + 0.0
 
 
 @cache

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import marshal
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import xxhash
 
 from torchrepro.trace.arguments import shapes_text
 from torchrepro.trace.device_fingerprint import Pending, fetch
@@ -32,7 +29,6 @@ class Written:
     first: int
     """The id of the first of them."""
     count: int
-    digest: bytes
 
 
 class Tape:
@@ -44,7 +40,6 @@ class Tape:
         self.arguments: dict[Hashable, int] = {}
         self.moved = 0
         """Records of the step that is running which the store has already."""
-        self._digest = xxhash.xxh3_128()
         self.later = False
         """Whether some fingerprints among the records are not there yet."""
         self._texts: dict[str, int] = {"": 0}
@@ -105,17 +100,13 @@ class Tape:
             self._new_sites, self._new_arguments, self._new_threads = [], [], []
             later, self.later = self.later, False
             self.moved += count
-        rows = _completed(taken) if later else taken
-        self._digest.update(marshal.dumps(rows, 2))
-        store.add_records(step, rows)
+        store.add_records(step, _completed(taken) if later else taken)
 
     def end_step(self, store: Store, step: int) -> Written:
         """Hand what is left of a step to `store`, and say what the step came to."""
         self.move(store, step)
         count, self.moved = self.moved, 0
-        digest = self._digest.digest()
-        self._digest.reset()
-        return Written(store.records - count + 1, count, digest)
+        return Written(store.records - count + 1, count)
 
 
 def _completed(taken: list[Taken]) -> list[Row]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sqlite3
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -64,6 +65,7 @@ def answer(
         stack.enter_context(_no_garbage_sought())
         left, right = (_opened(run, stack) for run in (run_a, run_b))
         runs = str(run_a), str(run_b)
+        stack.enter_context(_read_to_the_end(runs))
         pairs = [Pair(left[which], right[which], runs) for which in sorted(left) if which in right]
         asked = asked_of(pairs, tolerance, one_program=one_program)
         verdict = _answer(runs, (left, right), pairs, asked)
@@ -78,8 +80,20 @@ def next_rung(verdict: Verdict) -> Rung | None:
     if verdict.first is None:
         return None
     with ExitStack() as stack:
-        meta = next(iter(_opened(verdict.left, stack).values())).meta
+        meta = next(iter(_opened(verdict.left, stack, records=False).values())).meta
         return rung_above_recording(meta, verdict.first)
+
+
+@contextmanager
+def _read_to_the_end(runs: tuple[str, str]) -> Iterator[None]:
+    """Raise `TraceError` if a trace, which was whole when it was opened, cannot be read on."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        found = " or ".join(runs)
+        raise TraceError(
+            Problem(f"has changed since it was opened: {error}", found=found)
+        ) from None
 
 
 @contextmanager
@@ -94,12 +108,13 @@ def _no_garbage_sought() -> Iterator[None]:
             gc.enable()
 
 
-def _opened(run: Path | str, stack: ExitStack) -> dict[tuple[int, int], Trace]:
-    """Return the traces of a run by rank and process, each as it is at this moment."""
-    traces = read_run(run)
+def _opened(
+    run: Path | str, stack: ExitStack, *, records: bool = True
+) -> dict[tuple[int, int], Trace]:
+    """Return the traces of a run by rank and process."""
+    traces = read_run(run, records=records)
     for trace in traces:
         stack.callback(trace.close)
-        trace.connection.execute("begin")  # a run that still goes on adds to what is read
     # Which of several processes of a rank was there first is a matter of time; its name is not.
     traces.sort(key=lambda trace: (trace.rank, _name(trace), int(trace.meta.get("ordinal", 0))))
     found: dict[tuple[int, int], Trace] = {}

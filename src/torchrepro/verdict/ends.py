@@ -15,22 +15,30 @@ if TYPE_CHECKING:
     from torchrepro.trace.reading import Trace
     from torchrepro.verdict.pair import Pair
 
+CUT = " (killed, ended by os._exit, or it still runs)"
+
 
 def ended(pair: Pair) -> Divergence | None:
-    """Return where one of two runs ended that were the same up to there."""
+    """Return where one of two runs ended that were the same up to there.
+
+    What a run that was killed would have done is not known: it is never the same as another.
+    """
     last = [_last_step(trace) for trace in pair.traces]
-    if pair.steps and last[0] == last[1]:
-        return None
     if not pair.steps:
         return at_step(pair, max(min(last), 0), Kind.ENDED, _nothing_in_common(pair, last))
     short = last.index(min(last))
     asked = pair.traces[short].meta.get("steps")
-    if asked and last[short] >= asked[1]:
+    if last[0] != last[1] and not (asked and last[short] >= asked[1]):
+        shorter, longer = pair.names[short], pair.names[1 - short]
+        killed = CUT if pair.traces[short].is_cut else ""
+        what = f"{shorter} ended after step {last[short]}{killed}; {longer} goes on to {max(last)}"
+        return at_step(pair, last[short] + 1, Kind.ENDED, what)
+    cut = [side for side, trace in enumerate(pair.traces) if trace.is_cut]
+    if not cut:
         return None  # more of it was not to be recorded
-    shorter, longer = pair.names[short], pair.names[1 - short]
-    killed = "" if pair.traces[short].meta.get("finished") else " (killed, or it still runs)"
-    what = f"{shorter} ended after step {last[short]}{killed}; {longer} goes on to {max(last)}"
-    return at_step(pair, last[short] + 1, Kind.ENDED, what)
+    names = " and ".join(pair.names[side] for side in cut)
+    step = min(last[side] for side in cut)
+    return at_step(pair, step + 1, Kind.ENDED, f"{names} ended after step {step}{CUT}")
 
 
 def _last_step(trace: Trace) -> int:

@@ -60,8 +60,13 @@ def _losses(trace: Trace) -> dict[int, float | None]:
 def notes(pair: Pair) -> Iterator[str]:
     """Yield what a reader has to know of how two recordings go together."""
     for trace, name in zip(pair.traces, pair.names, strict=True):
-        if not trace.meta.get("finished"):
+        if trace.is_cut:
             yield f"{name} was killed or still runs: it is compared up to its last whole step"
+        if not trace.sealed:
+            yield (
+                f"{name} was recorded by torchrepro 0.2.0 or older, without digests: "
+                "not all damage to it would be seen"
+            )
     for mine, theirs, name in (
         (pair.left, pair.right, pair.names[0]),
         (pair.right, pair.left, pair.names[1]),

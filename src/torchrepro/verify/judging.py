@@ -43,7 +43,7 @@ def verdict_of(question: Question, first: Run, other: Run, command: Sequence[str
         return replace(last, compared=found.compared, losses=found.losses, map=found.map)
     if first.status != other.status:
         found = replace(found, notes=(_ends(first, other), *found.notes))
-    meta = read_run(first.folder)[0].meta
+    meta = read_run(first.folder, records=False)[0].meta
     shown = shell_line(shareable(command, secrets_here()))
     return replace(found, advice=advice(found, meta, shown))
 

@@ -76,7 +76,7 @@ class Runner:
 
 def _steps(traces: Path) -> int:
     try:
-        return len(read_run(traces)[0].steps)
+        return len(read_run(traces, records=False)[0].steps)
     except TraceError:
         return 0
 

@@ -223,4 +223,4 @@ class _Verifying:
 
 def _meta(done: Sequence[Run]) -> Mapping[str, Any]:
     recorded = next(run for run in done if run.steps)
-    return read_run(recorded.folder)[0].meta
+    return read_run(recorded.folder, records=False)[0].meta

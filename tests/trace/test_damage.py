@@ -1,0 +1,321 @@
+"""What is damaged, cut off or hostile is never the same as anything, and never a traceback."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import time
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import torchrepro
+from torchrepro import TraceError
+from torchrepro.trace.reading import read_run
+from torchrepro.trace.store import SCHEMAS, SEALED, WITHOUT_SEALS, as_bytes
+from torchrepro.verdict.value import Kind
+
+from .conftest import Net, train
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+STEPS = 3
+SOON = 2.0
+FILE = "rank0.sqlite"
+TABLES = (*SEALED, "record", "seal")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The recordings of two runs that are the same, with all that a trace can hold."""
+    folder = tmp_path_factory.mktemp("pair")
+    for name in ("one", "two"):
+        torch.manual_seed(0)
+        net = Net()
+        with torchrepro.record(folder / name, statistics=True, keep=("layers.0",)):
+            train(net, steps=STEPS)
+    assert torchrepro.compare(folder / "one", folder / "two").same
+    return folder / "one", folder / "two"
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that examples may write to one after the other."""
+    return tmp_path_factory.mktemp("work")
+
+
+def _copy(run: Path, to: Path) -> Path:
+    shutil.rmtree(to, ignore_errors=True)
+    shutil.copytree(run, to)
+    return to / FILE
+
+
+def _ask(path: Path, statement: str, *values: Any) -> list[Any]:
+    with closing(sqlite3.connect(path)) as connection, connection:
+        return connection.execute(statement, values).fetchall()
+
+
+def _content(path: Path) -> list[list[Any]]:
+    return [_ask(path, f"select * from {table}") for table in TABLES]
+
+
+def _old(path: Path) -> Path:
+    """Make a trace one of 0.2.0, which had no digests."""
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("drop table seal")
+        connection.execute(SCHEMAS[WITHOUT_SEALS].split(";")[-2])
+        connection.execute("update meta set value = '1' where key = 'format'")
+    return path
+
+
+def _flip(path: Path, draw: Callable[..., Any]) -> None:
+    content = bytearray(path.read_bytes())
+    for _ in range(draw(st.integers(1, 8))):
+        content[draw(st.integers(0, len(content) - 1))] ^= draw(st.integers(1, 255))
+    path.write_bytes(content)
+
+
+def _overwrite(path: Path, draw: Callable[..., Any]) -> None:
+    content = bytearray(path.read_bytes())
+    start, noise = draw(st.integers(0, len(content) - 1)), draw(st.binary(min_size=1, max_size=64))
+    content[start : start + len(noise)] = noise
+    path.write_bytes(content)
+
+
+def _truncate(path: Path, draw: Callable[..., Any]) -> None:
+    os.truncate(path, draw(st.integers(0, path.stat().st_size - 1)))
+
+
+def _drop(path: Path, draw: Callable[..., Any]) -> None:
+    _ask(path, f"drop table {draw(st.sampled_from(TABLES))}")
+
+
+def _delete(path: Path, draw: Callable[..., Any]) -> None:
+    table, key, row = _row(path, draw)
+    _ask(path, f"delete from {table} where {key} = ?", row[0])
+
+
+def _edit(path: Path, draw: Callable[..., Any]) -> None:
+    """Put another value, of whatever type, or that of another row, into a cell."""
+    table, key, row = _row(path, draw)
+    columns = [name for (name,) in _ask(path, "select name from pragma_table_info(?)", table)]
+    column = draw(st.sampled_from(columns))
+    found = _ask(path, f"select {column} from {table}")
+    values = (
+        st.sampled_from([cell for (cell,) in found])
+        | st.integers(-(2**63), 2**63 - 1)
+        | st.text(st.characters(exclude_categories=("Cs",)), max_size=9)
+        | st.binary(max_size=32)
+        | st.floats(allow_nan=False)
+        | st.none()
+    )
+    with suppress(sqlite3.IntegrityError):
+        _ask(path, f"update {table} set {column} = ? where {key} = ?", draw(values), row[0])
+
+
+def _row(path: Path, draw: Callable[..., Any]) -> tuple[str, str, Any]:
+    """Return a table that is not empty, its first column, and a row."""
+    filled = [table for table in TABLES if _ask(path, f"select 1 from {table} limit 1")]
+    table = draw(st.sampled_from(filled))
+    key = _ask(path, "select name from pragma_table_info(?)", table)[0][0]
+    return table, key, draw(st.sampled_from(_ask(path, f"select * from {table}")))
+
+
+@pytest.mark.parametrize("damage", [_flip, _overwrite, _truncate, _drop, _delete, _edit])
+@given(st.data())
+@settings(max_examples=25)
+def test_no_damaged_trace_is_the_same(
+    pair: tuple[Path, Path], work: Path, damage: Callable[..., None], data: st.DataObject
+) -> None:
+    """A trace that was changed at random is refused, or differs, or still has the same content."""
+    one, two = pair
+    path = _copy(two, work / "changed")
+    damage(path, data.draw)
+    try:
+        same = torchrepro.compare(one, path.parent).same
+    except TraceError:
+        return
+    assert not same or _content(path) == _content(two / FILE)
+
+
+LOST = {
+    "a step in the middle": "delete from step where step = 1",
+    "the last step": f"delete from step where step = {STEPS - 1}",
+    "a record": "delete from record where id = 7",
+    "a loss": "delete from loss where step = 1",
+    "a table": "drop table loss",
+    "a site": "update site set module = module || 'x' where id = 2",
+    "statistics": "delete from statistics where record = 5",
+    "kept tensors": "update tensor set data = zeroblob(length(data))",
+    "the states of generators": """update step set random = '{"torch": "x"}' where step = 1""",
+    "what it says of its run": "delete from meta where key = 'versions'",
+    "that it has ended": "update meta set value = 'false' where key = 'finished'",
+    "a seal": "delete from seal where name = 'loss'",
+    "all seals": "drop table seal",
+}
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_what_was_lost_is_one_line_and_status_two(
+    pair: tuple[Path, Path], tmp_path: Path, command: Callable[..., Any], what: str
+) -> None:
+    """A trace that lost a part is malformed: neither the same nor diverged."""
+    path = _copy(pair[1], tmp_path / "lost")
+    _ask(path, LOST[what])
+    status, out, err = command("compare", pair[0], path.parent)
+
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert str(path) in err
+
+
+def _endless(table: str) -> Callable[[Path], None]:
+    def make(path: Path) -> None:
+        columns = [name for (name,) in _ask(path, "select name from pragma_table_info(?)", table)]
+        _ask(path, f"drop table {table}")
+        rows = "with recursive n(i) as (select 1 union all select i + 1 from n) select {} from n"
+        _ask(
+            path, f"create view {table} as " + rows.format(", ".join(f"i as {c}" for c in columns))
+        )
+
+    return make
+
+
+def _fifo(name: str) -> Callable[[Path], None]:
+    def make(path: Path) -> None:
+        (path.parent / name).unlink(missing_ok=True)
+        os.mkfifo(path.parent / name)
+
+    return make
+
+
+def _says(value: str) -> Callable[[Path], None]:
+    """Return what has a trace say something of its run, under a seal that fits."""
+
+    def make(path: Path) -> None:
+        _ask(path, f"insert into meta values ('more', {value})")
+        rows = _ask(path, "select key, value from meta order by key")
+        seal = xxhash.xxh3_128_digest(as_bytes(rows))
+        _ask(path, "update seal set digest = ? where name = 'meta'", seal)
+
+    return make
+
+
+def _old_with(statement: str) -> Callable[[Path], None]:
+    return lambda path: _ask(_old(path), statement) and None
+
+
+HOSTILE: dict[str, Callable[[Path], None]] = {
+    **{f"{name} without end": _endless(name) for name in ("meta", "loss", "record", "seal")},
+    "a trigger": lambda path: (
+        _ask(path, "create trigger t after insert on loss begin delete from loss; end") and None
+    ),
+    "a FIFO": _fifo(FILE),
+    "a FIFO as its log": _fifo(f"{FILE}-wal"),
+    "much JSON": _says("""'"' || hex(zeroblob(50000000)) || '"'"""),
+    "deep JSON": _says("replace(hex(zeroblob(50000)), '0', '[')"),
+    "a rank that is none": _old_with("update meta set value = '[]' where key = 'rank'"),
+    "no rank": _old_with("delete from meta where key = 'rank'"),
+    "records beyond all": _old_with(f"update step set records = {2**62} where step = 0"),
+    "fewer than no records": _old_with("update step set records = -1 where step = 0"),
+    "sites that are not there": _old_with(f"update record set site = {2**40} where id = 3"),
+    "a text for numbers": _old_with("update record set inputs = 'x' where id = 3"),
+    "a lost step": _old_with("delete from step where step = 1"),
+    "a step beyond all": _old_with(f"update step set step = {2**62} where step = {STEPS - 1}"),
+    "generators that are none": _old_with("update step set random = '3' where step = 1"),
+    "text that is none": _old_with("update site set op = cast(x'ff' as text) where id = 1"),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_trace_is_refused_at_once(
+    pair: tuple[Path, Path], tmp_path: Path, command: Callable[..., Any], what: str
+) -> None:
+    """Whatever somebody has put into the place of a trace, it is status 2 in one line, and soon."""
+    path = _copy(pair[1], tmp_path / "hostile")
+    HOSTILE[what](path)
+    torchrepro.compare(*pair)  # imports
+    began = time.perf_counter()
+    status, out, err = command("compare", pair[0], path.parent)
+    took = time.perf_counter() - began
+
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert took < SOON
+
+
+def test_a_trace_without_digests_is_read_with_a_note(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """What 0.2.0 has recorded is compared, and said to be less certain."""
+    path = _old(_copy(pair[1], tmp_path / "old"))
+    verdict = torchrepro.compare(pair[0], path.parent)
+
+    assert verdict.same
+    assert ["B" in note and "0.2.0" in note for note in verdict.notes] == [True]
+
+
+@pytest.fixture(scope="module")
+def cut(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a process that is killed leaves of the same run: its file and the log of it."""
+    folder = tmp_path_factory.mktemp("cut")
+    torch.manual_seed(0)
+    net = Net()
+    with torchrepro.record(folder / "run", statistics=True, keep=("layers.0",)):
+        train(net, steps=STEPS)
+        shutil.copytree(folder / "run", folder / "cut")
+    assert (folder / "cut" / f"{FILE}-wal").stat().st_size
+    return folder / "cut"
+
+
+def test_a_run_that_was_cut_off_is_never_the_same(
+    pair: tuple[Path, Path], cut: Path, command: Callable[..., Any]
+) -> None:
+    """A process that did not come to its end is compared as far as it went, and that is the answer.
+
+    So it is with itself: what it would have done is not known.
+    """
+    for runs in ((pair[0], cut), (cut, pair[0]), (cut, cut)):
+        verdict = torchrepro.compare(*runs)
+
+        assert not verdict.same
+        assert verdict.first is not None
+        assert (verdict.first.kind, verdict.first.step) == (Kind.ENDED, STEPS)
+        assert (verdict.compared.steps, verdict.propagated, verdict.independent) == (STEPS, 0, 0)
+        assert command("compare", *runs)[0] == 1
+
+
+@given(st.data())
+@settings(max_examples=20)
+def test_a_damaged_log_of_a_trace_is_no_traceback(
+    cut: Path, work: Path, data: st.DataObject
+) -> None:
+    """What a killed process has not yet moved to its file is read as far as it is whole."""
+    _copy(cut, work / "log")
+    data.draw(st.sampled_from([_flip, _overwrite, _truncate]))(
+        work / "log" / f"{FILE}-wal", data.draw
+    )
+    with suppress(TraceError):
+        assert not torchrepro.compare(cut, work / "log").same
+
+
+def test_a_folder_of_any_name_is_read(
+    net: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recording lies where its name led when it began, whatever characters are in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("run#1", "100%25", "x?mode=rwc", "a&b=c", "ü b", "%41"):
+        monkeypatch.chdir(tmp_path)
+        with torchrepro.record(name):
+            monkeypatch.chdir(tmp_path / "elsewhere")
+            train(net, steps=1)
+
+        assert len(read_run(tmp_path / name)[0].steps) == 1
+    assert list((tmp_path / "elsewhere").iterdir()) == []
