@@ -257,7 +257,8 @@ class Applied:
 def apply(profile: Any, overrides: Sequence[str] = ()) -> Applied:
     """Put a profile in force in this process, and return the way back.
 
-    `profile` is a name, a path, a `Profile`, a DictConfig or a dict. Environment variables are
+    `profile` is a name, a path, a `Profile`, a DictConfig or a dict; of a whole program's config,
+    its section `repro` is taken. Environment variables are
     set first, then flags, then seeds; torch is imported when a knob needs it. Changes exactly the
     knobs that the profile names. Raises `ProfileError` for a profile that is not valid,
     `ApplyError` if a strict one meets a conflict or a write that fails or does not hold, and
@@ -324,6 +325,11 @@ def own_variables() -> dict[str, str]:
             if text is not None and value_of(step.knob, text) == step.value:
                 own[name] = text
     return own
+
+
+def was_applied() -> bool:
+    """Whether any profile was put in force in this process, now or before."""
+    return bool(_past)
 
 
 def in_force() -> tuple[Applied, ...]:

@@ -145,11 +145,11 @@ for _public in (
     _public.__module__ = "torchrepro"  # tracebacks show the name that a caller imports
 
 
-def near(word: str, words: Iterable[str]) -> str:
-    """Return the entry of `words` closest to `word`, or an empty string."""
+def near(word: str, words: Iterable[str], alike: float = 0.6) -> str:
+    """Return the entry of `words` closest to `word`, or an empty string if none is so `alike`."""
     pool = list(words)
     folded = {entry.casefold(): entry for entry in pool}
-    found = get_close_matches(word.casefold(), list(folded), n=1, cutoff=0.6)
+    found = get_close_matches(word.casefold(), list(folded), n=1, cutoff=alike)
     return folded[found[0]] if found else ""
 
 

@@ -231,7 +231,7 @@ def test_variables_that_hydra_sets(app):
 
 
 def test_a_composed_profile_can_be_applied_by_hand(write, answer_of):
-    """hydra.compose gives a config whose profile apply takes, or refuses with ProfileError."""
+    """apply takes the profile of a composed config, the whole or its part, or refuses it."""
     bad = write({"bad.yaml": "seed: 1\n_target_: os.system\n"})
     source = """
 import json, sys, torchrepro
@@ -239,7 +239,7 @@ from hydra import compose, initialize
 with initialize(version_base=None, config_path=None):
     good = compose(overrides=["+repro=debug-strict", "repro.seed=7"])
     bad = compose(overrides=[f"+repro={sys.argv[1]}"])
-with torchrepro.apply(good.repro) as applied:
+with torchrepro.apply(good) as applied:
     import torch
     seen = [torch.initial_seed(), torch.are_deterministic_algorithms_enabled(), applied.digest]
 try:

@@ -8,16 +8,6 @@ from functools import partial
 import pytest
 
 
-@pytest.mark.parametrize("config", ["repro: debug-strict\n", "repro: [debug-strict]\n", "repro: 1"])
-def test_a_plain_value_is_stopped(little, config):
-    """A config whose `repro` is no profile stops with status 3 rather than run unprotected."""
-    result = little(config=config)
-
-    assert (result.returncode, result.tasks) == (3, [])
-    assert "repro" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
 def test_an_exported_contradiction_stops_before_the_task(app):
     """A contradicting exported variable is named with status 3, and nothing was changed."""
     ended = app("+repro=debug-strict", env={"CUBLAS_WORKSPACE_CONFIG": ":0:0"})

@@ -10,6 +10,7 @@ https://hydra.cc/docs/advanced/plugins/develop and https://hydra.cc/docs/experim
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -25,6 +26,14 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from torchrepro.errors import ProfileError
 from torchrepro.integrations.hydra_callback import ReproCallback
 from torchrepro.integrations.hydra_choice import GROUP, chosen
+from torchrepro.integrations.hydra_exit import asked_on_the_command_line, note_composed
+from torchrepro.integrations.hydra_wish import (
+    Standing,
+    close_name,
+    files_called,
+    standing_of_file,
+    values_in,
+)
 from torchrepro.profile.compose import compose
 from torchrepro.profile.composition import NOT_INHERITED
 from torchrepro.profile.find import UnknownProfileError, find
@@ -40,14 +49,18 @@ from torchrepro.profile.load import REFUSED
 from torchrepro.profile.packs import folders_for, package, search_path
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from hydra.core.config_search_path import ConfigSearchPath
 
 SCHEME = "torchrepro"
 CALLBACK = "torchrepro"  # its name among the callbacks of an app, and in its defaults list
 _SEPARATOR = "|"
+_APPS_OWN = "main="  # begins the path of the app's own config folder, as Hydra's provider calls it
 
 _profiles: dict[str, DictConfig] = {}
 _latest: list[ReproConfigSource] = []
+_asked_for: list[str] = []  # the config outside of Hydra's own that was asked for last
 
 
 class ReproSearchPath(SearchPathPlugin):
@@ -95,8 +108,12 @@ class _ProfilesElement:
 
     @property
     def path(self) -> str:
-        others = [e.path for e in self.owner.get_path() if not isinstance(e, _ProfilesElement)]
-        return f"{SCHEME}://{_SEPARATOR.join(filter(None, others))}"
+        others = [
+            (_APPS_OWN if each.provider == "main" else "") + each.path
+            for each in self.owner.get_path()
+            if not isinstance(each, _ProfilesElement) and each.path
+        ]
+        return f"{SCHEME}://{_SEPARATOR.join(others)}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _ProfilesElement:
         return _ProfilesElement(copy.deepcopy(self.owner, memo))
@@ -117,6 +134,8 @@ class ReproConfigSource(ConfigSource):
     def is_group(self, config_path: str) -> bool:
         """Return whether `config_path` is the group of profiles or a folder in it."""
         group = config_path.strip("/")
+        if group == GROUP and not asked_on_the_command_line() and self._has_a_value_of_its_own():
+            return False  # `repro=false` gives the app's own value another one
         if group in ("", GROUP):
             return True
         inner = group.removeprefix(f"{GROUP}/")
@@ -128,17 +147,31 @@ class ReproConfigSource(ConfigSource):
             return True  # a pack that is not whole: `load_config` says so
         return any(folder.has_group(inner) for folder in folders)
 
+    def _has_a_value_of_its_own(self) -> bool:
+        """Whether the app's primary config has a plain value under the name of our group."""
+        # Hydra asks whether an override names a group right after it has asked for that config.
+        names = [f"{name.removesuffix('.yaml')}.yaml" for name in _asked_for]
+        files = [root / name for name in names for root, _ in self._roots()]
+        held: Any = [values_in(path) for path in files if path.is_file()]
+        store = ConfigStore.instance()
+        held += [store.load(n).node for n in names if store.get_type(n) is ObjectType.CONFIG]
+        own = [each.get(GROUP) for each in held if hasattr(each, "get")]
+        return any(value is not None and not isinstance(value, Mapping) for value in own)
+
     def is_config(self, config_path: str) -> bool:
         """Return whether `config_path` names a profile that can be read, well-formed or not."""
         self._notice_new_composition()
+        if not config_path.startswith("hydra/"):
+            _asked_for[:] = [config_path]
         name = _profile_name(config_path)
-        if name is None:
+        if name is None or self._is_the_apps_own(name):
             return False
         try:
             find(name, self._folders())
         except UnknownProfileError:
             # No file of ours is called so, but one of Hydra's may be, and it would run its code.
-            return not is_name(name)
+            # A name that is nearly a profile's is refused: an optional one would be passed over.
+            return not is_name(name) or bool(close_name(name, self._folders()))
         except ProfileError:
             return True  # there is something, and `load_config` says what is wrong with it
         return True
@@ -161,7 +194,22 @@ class ReproConfigSource(ConfigSource):
             self._lay_on_top()
         else:
             _profiles[name] = config
+            note_composed(name)
         return self._result(config)
+
+    def _is_the_apps_own(self, name: str) -> bool:
+        """Whether the app has a config of this name in its group `repro` that is no profile.
+
+        Then Hydra composes it as it does any other config of the app. What lies elsewhere, in a
+        pack say, is read as data all the same.
+        """
+        if ".." in name or (is_name(name) and any(one.file(name) for one in folders_for(name))):
+            return False
+        own = [folder for folder in self._folders() if folder.origin.startswith(_APPS_OWN)]
+        for file in files_called(name, own):
+            return standing_of_file(file, own) is not Standing.WISH
+        stored = ConfigStore.instance().get_type(f"{GROUP}/{name.removesuffix('.yaml')}.yaml")
+        return stored is ObjectType.CONFIG
 
     def _values(self, name: str) -> dict[str, Any]:
         """Return the values of a profile with the pieces that are known so far, or of a piece."""
@@ -215,16 +263,19 @@ class ReproConfigSource(ConfigSource):
 
     def _folders(self) -> tuple[Folder, ...]:
         """Return the folder of profiles in every other place on Hydra's search path."""
-        folders = []
+        folders = [Folder(root / GROUP, entry) for root, entry in self._roots()]
+        return tuple(folder for folder in folders if folder.path.is_dir())
+
+    def _roots(self) -> Iterator[tuple[Path, str]]:
+        """Yield every other place on Hydra's search path that is a folder, and how it is named."""
         for entry in self.path.split(_SEPARATOR):
-            scheme, _, rest = entry.rpartition("://")
+            scheme, _, rest = entry.removeprefix(_APPS_OWN).rpartition("://")
             if scheme == "pkg":
                 name, _, inner = rest.partition("/")
                 roots = [root / inner for root in package(name).folders]
             else:
                 roots = [Path(rest)] if scheme in ("", "file") and rest else []
-            folders += [Folder(root / GROUP, entry) for root in roots]
-        return tuple(folder for folder in folders if folder.path.is_dir())
+            yield from ((root, entry) for root in roots)
 
 
 def _profile_name(config_path: str) -> str | None:

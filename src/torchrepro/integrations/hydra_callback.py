@@ -18,8 +18,10 @@ from hydra.types import RunMode
 from torchrepro.applier import Applied, apply_resolved, stop_or_relaunch
 from torchrepro.errors import ApplyError, DriftError, TorchreproError, near, some
 from torchrepro.integrations.agreeing_run import agreeing_run
-from torchrepro.integrations.hydra_config import resolved_profile
+from torchrepro.integrations.hydra_config import note_on_the_apps_own, resolved_profile
+from torchrepro.integrations.hydra_exit import note_callback
 from torchrepro.integrations.hydra_folder import hydra_folder
+from torchrepro.integrations.hydra_rerun import send_with
 from torchrepro.manifest.contents import FILE, manifest, write_manifest
 from torchrepro.planner import plan
 from torchrepro.process import inherited
@@ -29,6 +31,7 @@ from torchrepro.seeding.seed_plan import drawn, never_drawn
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from torchrepro.profile.resolved import Resolved
     from torchrepro.report import Report
 
 REFUSED_STATUS = 3
@@ -46,6 +49,7 @@ class ReproCallback(Callback):
         A sweep has no such moment: its jobs may ask for different variables.
         """
         with _StopOnRefusal():
+            note_callback()
             _take_back()
             resolved = resolved_profile(config)
             if resolved is not None and inherited() is None:
@@ -56,6 +60,7 @@ class ReproCallback(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Start the sweep from a clean state."""
         with _StopOnRefusal():
+            note_callback(sweeping=True)
             _take_back()
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -64,7 +69,9 @@ class ReproCallback(Callback):
             _take_back()
             resolved = resolved_profile(config)
             if resolved is None:
+                _leave_alone(config)
                 return
+            send_with(config, resolved)
             sys.stderr.writelines(f"torchrepro: note: {note}\n" for note in resolved.notes)
             started_under = agreeing_run(resolved, "job")
             if started_under is not None and config.hydra.mode is RunMode.RUN:
@@ -95,6 +102,7 @@ class _Job:
 
 
 _job: list[_Job] = []  # the present one
+_notes: set[str] = set()  # what this process has said once
 
 
 def _begin(job: _Job) -> None:
@@ -109,10 +117,7 @@ def _end() -> None:
     for job in _job:
         _record(job)
         if not job.from_run:
-            from torchrepro.tables import announce_end
-
-            _tell_of_random_numbers(job.applied)
-            announce_end(job.applied.report, job.announced)
+            _tell_of_the_end(job.applied, job.announced)
 
 
 def _end_at_exit(process: int) -> None:
@@ -122,6 +127,34 @@ def _end_at_exit(process: int) -> None:
             _end()
         except TorchreproError as error:
             sys.stderr.write(f"torchrepro: {error}\n")
+
+
+def protect(resolved: Resolved) -> None:
+    """Put the profile of a job that Hydra runs again in force, until the process ends.
+
+    Its folder holds the manifest of the run before, and keeps it.
+    """
+    with _StopOnRefusal():
+        if agreeing_run(resolved, "job") is None:
+            applied = apply_resolved(resolved, "")
+            applied.refuse = _exit
+            _announce(applied)
+            atexit.register(_tell_of_the_end, applied, applied.report)
+
+
+def _tell_of_the_end(applied: Applied, announced: Report) -> None:
+    from torchrepro.tables import announce_end
+
+    _tell_of_random_numbers(applied)
+    announce_end(applied.report, announced)
+
+
+def _leave_alone(config: DictConfig) -> None:
+    """Say once that no profile is in force where the app's config may look as if there were."""
+    note = note_on_the_apps_own(config)
+    if note and note not in _notes:
+        _notes.add(note)
+        sys.stderr.write(f"torchrepro: note: {note}\n")
 
 
 def _take_back() -> None:

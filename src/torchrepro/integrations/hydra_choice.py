@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torchrepro.profile.compose import compose
 from torchrepro.profile.composition import Composition
 from torchrepro.profile.folder import PIECES, is_piece
+from torchrepro.profile.load import SECTION
 from torchrepro.profile.origin import Origin
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from torchrepro.profile.folder import Folder
 
-GROUP = "repro"
+GROUP = SECTION
 
 
 class Choice:
@@ -24,6 +25,10 @@ class Choice:
         self.profiles: list[str] = []
         self._pieces: list[str] = []
         self._folders: tuple[Folder, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether anything is chosen."""
+        return bool(self.profiles or self._pieces)
 
     def clear(self) -> None:
         """Forget all of it."""

@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from torchrepro.errors import Problem, ProfileError
+from torchrepro.errors import Problem, ProfileError, shown, some
 from torchrepro.integrations.hydra_choice import GROUP, chosen
+from torchrepro.integrations.hydra_wish import Standing, close_name, mistyped, standing_of
 from torchrepro.profile.composition import EXTRA, NOT_INHERITED, Composition, flatten
 from torchrepro.profile.load import from_mapping, validate
 from torchrepro.profile.origin import Origin
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from torchrepro.profile.resolved import Resolved
 
 APP = "this app's config"
+_IF_OWN = f"if it is the app's own and no profile, ~hydra.callbacks.{GROUP} leaves it alone"
 
 
 def resolved_profile(config: DictConfig) -> Resolved | None:
@@ -29,7 +32,6 @@ def resolved_profile(config: DictConfig) -> Resolved | None:
     for text in _overrides(config):
         if text.startswith("~"):
             chosen.forget(key_of(text))
-    section = config.get(GROUP)
     names = chosen.profiles
     if len(names) > 1:
         raise ProfileError(
@@ -39,25 +41,15 @@ def resolved_profile(config: DictConfig) -> Resolved | None:
                 todo="write a profile that inherits both: defaults: [one, two, _self_]",
             )
         )
-    if section is None and names:
-        raise ProfileError(
-            Problem(
-                f"the profile was put elsewhere than `{GROUP}`, so it is not in force",
-                found=", ".join(names),
-                todo=f"choose it without a package: +{GROUP}={names[0]}",
-            )
-        )
+    if not _is_asked_for(config):
+        _refuse_what_looks_like_a_wish(_standing(config))
+        return None
+    section = config.get(GROUP)
     if section is None:
+        _refuse_what_was_put_elsewhere(names)
         return None
     if not isinstance(section, DictConfig):
-        raise ProfileError(
-            Problem(
-                f"`{GROUP}` is a plain value in this app's config, so no profile is in force",
-                found=str(section),
-                todo=f"choose the profile in the defaults list: `- {GROUP}: {section}`, "
-                f"or on the command line: +{GROUP}={section}",
-            )
-        )
+        raise ProfileError(_plain_value(section, ""))
     try:
         composition = from_mapping(section, where=APP)
         from_files = chosen.compose()
@@ -68,7 +60,120 @@ def resolved_profile(config: DictConfig) -> Resolved | None:
     _remember_places(composition, from_files, config)
     if EXTRA in composition.values:
         composition.typed |= _typed(composition, config)
-    return validate(composition).resolved
+    if not chosen and _choices(config):  # a file of the app that is a profile by being chosen
+        composition.call(_choices(config)[0], Origin(APP))
+    try:
+        return validate(composition).resolved
+    except ProfileError as error:
+        raise ProfileError([_of_the_app(problem, names) for problem in error.problems]) from None
+
+
+def note_on_the_apps_own(config: DictConfig) -> str:
+    """Return a line for an app whose `repro` is its own, once it is known to be no wish."""
+    if _is_asked_for(config) or _standing(config) is None:
+        return ""
+    return (
+        f"`{GROUP}` in this app's config is the app's own and asks for no profile "
+        "(to run under one: torchrepro run PROFILE -- COMMAND)"
+    )
+
+
+def _refuse_what_was_put_elsewhere(names: list[str]) -> None:
+    if names:
+        raise ProfileError(
+            Problem(
+                f"the profile was put elsewhere than `{GROUP}`, so it is not in force",
+                found=", ".join(names),
+                todo=f"choose it without a package: +{GROUP}={names[0]}",
+            )
+        )
+
+
+def _is_asked_for(config: DictConfig) -> bool:
+    """Whether the profile was chosen on the search path, or on the command line by a `+`."""
+    if chosen:
+        return True
+    standing = _standing(config)
+    choices = _choices(config)
+    if any(choice.startswith("{") for choice in choices):
+        return True
+    if not isinstance(standing, dict):
+        return False
+    if choices:  # the search path left it to Hydra, because its file does not tell what it is
+        return standing_of(standing) is not Standing.OWN
+    added = [text for text in _overrides(config) if text.startswith("+")]
+    return bool(standing) and all(any(_sets(text, key) for text in added) for key in standing)
+
+
+def _choices(config: DictConfig) -> list[str]:
+    """Return what was added as the whole of `repro` on the command line."""
+    added = [text for text in _overrides(config) if text.startswith("+")]
+    return [text.partition("=")[2] for text in added if key_of(text) == GROUP]
+
+
+def _standing(config: DictConfig) -> Any:
+    """Return what stands under `repro`, as plain values with their interpolations as they are."""
+    try:
+        if OmegaConf.is_missing(config, GROUP) or GROUP not in config:
+            return None
+        if OmegaConf.is_interpolation(config, GROUP) and not _calls_a_resolver(config):
+            value: Any = config[GROUP]
+            return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+        held = OmegaConf.masked_copy(config, GROUP)
+        values: Any = OmegaConf.to_container(held, resolve=False)
+        return values[GROUP]
+    except OmegaConfBaseException:
+        return None
+
+
+def _calls_a_resolver(config: DictConfig) -> bool:
+    held: Any = OmegaConf.to_container(OmegaConf.masked_copy(config, GROUP), resolve=False)
+    return ":" in held[GROUP]
+
+
+def _refuse_what_looks_like_a_wish(standing: Any) -> None:
+    """Raise `ProfileError` for what the app's author may have meant as a profile."""
+    if isinstance(standing, dict):
+        if standing_of(standing) is Standing.WISH:
+            raise ProfileError(_values_in_place(standing))
+        return
+    for word in standing if isinstance(standing, list) else [standing]:
+        close = close_name(word, ()) if isinstance(word, str) else ""
+        if close:
+            raise ProfileError(_plain_value(standing, close))
+
+
+def _of_the_app(problem: Problem, names: list[str]) -> Problem:
+    """Return `problem` with a way out where it is about a key that the app has for itself."""
+    if problem.where != APP or problem.todo or not names:
+        return problem
+    todo = f"if `{GROUP}` is the app's own: torchrepro run {names[0]} -- COMMAND"
+    return replace(problem, todo=todo)
+
+
+def _plain_value(value: Any, close: str) -> Problem:
+    name = close or "NAME"
+    return Problem(
+        f"`{GROUP}` is a plain value in this app's config, so no profile is in force",
+        key=GROUP,
+        found=shown(value),
+        near=close if close != value else "",
+        todo=f"choose the profile in the defaults list, `- {GROUP}: {name}`, "
+        f"or on the command line, +{GROUP}={name}; {_IF_OWN}",
+    )
+
+
+def _values_in_place(values: dict[Any, Any]) -> Problem:
+    wrong = ", ".join(f"{key} -> {right}" for key, right in mistyped(values).items())
+    return Problem(
+        f"`{GROUP}` in this app's config looks like a profile that nobody has chosen, "
+        "so it is not in force",
+        key=GROUP,
+        found=f"{{{some(map(str, values))}}}",
+        near=wrong,
+        todo=f"write it to the file {GROUP}/NAME.yaml in the app's config folder and choose it, "
+        f"`- {GROUP}: NAME` in the defaults list or +{GROUP}=NAME; {_IF_OWN}",
+    )
 
 
 def _remember_places(composition: Composition, from_files: Composition, config: DictConfig) -> None:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from torchrepro.profile.schema import Profile
 
 
+SECTION = "repro"
+"""Key under which the config of a whole program holds its profile."""
+
 REFUSED = "_refused_"
 """Key under which a config carries the reason why its profile was refused while Hydra composed.
 
@@ -49,6 +52,7 @@ def load(profile: str, overrides: Sequence[str] = ()) -> Profile:
 def resolve(source: Any, overrides: Sequence[str] = (), *, typed: bool = True) -> Resolved:
     """Return the plain values of `source`: a name, a path, a `Profile`, a DictConfig or a dict.
 
+    Of the config of a whole program, its section `repro`.
     `typed` says whether whoever starts the run wrote the overrides, rather than a file.
 
     The shipped profiles skip pydantic, whose import costs more than putting one in force: the
@@ -59,6 +63,8 @@ def resolve(source: Any, overrides: Sequence[str] = (), *, typed: bool = True) -
     if isinstance(given, Resolved):
         return validate(compose_resolved(given, overrides)).resolved if overrides else given
     mapping = isinstance(source, Mapping) or _is_dictconfig(source)
+    if mapping and SECTION in source:
+        return resolve(_section(source), overrides, typed=typed)
     if mapping:
         composition = from_mapping(source, overrides)
     else:
@@ -67,6 +73,15 @@ def resolve(source: Any, overrides: Sequence[str] = (), *, typed: bool = True) -
     if composition.only_shipped:
         return Resolved.of(composition.values, composition)
     return validate(composition).resolved
+
+
+def _section(config: Any) -> Any:
+    """Return the profile in the `config` of a program; raises `ProfileError` if there is none."""
+    section = config.get(SECTION)
+    if section is None:
+        todo = f"choose one, +{SECTION}=NAME, or apply one by its name"
+        raise ProfileError(Problem("this config asks for no profile", key=SECTION, todo=todo))
+    return section
 
 
 def validate(composition: Composition) -> Profile:

@@ -1,0 +1,121 @@
+"""A profile that Hydra composed and nothing put in force: refused before a job, or said at exit.
+
+Hydra calls callbacks for the jobs of an app, unless the app takes ours away, and none for
+`hydra.compose` (https://hydra.cc/docs/advanced/compose_api), whose caller has to apply the profile.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import sys
+from dataclasses import dataclass, field
+
+from torchrepro.applier import was_applied
+from torchrepro.errors import ApplyError
+from torchrepro.guard.ending import LastWord
+from torchrepro.integrations.hydra_choice import GROUP
+from torchrepro.process import inherited
+
+_ASKED = re.compile(rf"\+{GROUP}(/\w+)?(@[^=]*)?=.")
+_TODO = {
+    "compose": f"call torchrepro.apply(config.{GROUP}) before the program's first random number",
+    "main": "let Hydra call torchrepro's callback: this app, or a ~hydra.callbacks on the command "
+    "line, takes it away",
+}
+
+
+@dataclass
+class _Waiting:
+    """What was composed in this process and has to be put in force by somebody."""
+
+    names: list[str] = field(default_factory=list)
+    composer: str = ""
+    sweeping: bool = False
+    """Our callback has seen the start of the sweep whose jobs are composed now."""
+
+    watched_by: int = 0
+    """The process that says at its end what is left."""
+
+
+_waiting = _Waiting()
+
+
+def note_composed(name: str) -> None:
+    """Note that Hydra has composed the profile `name`, for a job or for whoever called `compose`.
+
+    Ends the process for a job of a sweep that our callback is not there to protect.
+    """
+    composer = _composer()
+    if composer == "sweep":
+        if not _waiting.sweeping and inherited() is None:
+            sys.stderr.write(f"torchrepro: {_said([name], 'main')}\n")
+            raise SystemExit(ApplyError.exit_status)
+        return  # its job may run in another process, where the callback takes it
+    _waiting.sweeping = False
+    _waiting.composer = composer
+    if name not in _waiting.names:
+        _waiting.names.append(name)
+    if _waiting.watched_by != os.getpid():
+        _waiting.watched_by = os.getpid()
+        atexit.register(_at_exit, os.getpid(), LastWord())
+
+
+def note_callback(*, sweeping: bool = False) -> None:
+    """Note that our callback is there and sees to what was composed."""
+    _waiting.names.clear()
+    _waiting.sweeping = sweeping
+
+
+def asked_on_the_command_line() -> bool:
+    """Whether whoever started this program asked for a profile."""
+    return any(_ASKED.match(word) for word in sys.argv[1:])
+
+
+def _composer() -> str:
+    """Return who has Hydra compose: `compose`, a `sweep` for one of its jobs, or `main`.
+
+    Hydra tells a source nothing but the name of a config. Both functions looked for here are
+    public: hydra.compose, and ConfigLoader.load_sweep_config, which launchers call.
+    """
+    frame = sys._getframe(1)  # noqa: SLF001 - documented, if only for CPython
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "hydra.compose":
+            return "compose"
+        if frame.f_code.co_name == "load_sweep_config":
+            return "sweep"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "main"
+
+
+def _at_exit(process: int, last_word: LastWord) -> None:
+    if os.getpid() != process or not _waiting.names or was_applied() or inherited() is not None:
+        return
+    if _waiting.composer == "main" and not _a_job_has_run():
+        return  # --cfg and --help only show what would be composed, and an error is said already
+    sys.stderr.write(f"torchrepro: {_said(_waiting.names, _waiting.composer)}\n")
+    if asked_on_the_command_line():
+        last_word.status = ApplyError.exit_status
+
+
+def _a_job_has_run() -> bool:
+    """Whether Hydra has begun a job in this process, and it is over.
+
+    Hydra sets its HydraConfig for a job and unsets it behind; what only shows a config leaves it
+    set, and what ends before never makes it.
+    """
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.core.singleton import Singleton
+
+    made = HydraConfig in Singleton.get_state()["instances"]
+    return made and not HydraConfig.initialized()
+
+
+def _said(names: list[str], composer: str) -> str:
+    which = ", ".join(names)
+    return (
+        f"{GROUP}={which} was composed by Hydra, and nothing put it in force: the program is not "
+        f"protected\n    to do: {_TODO[composer]}, or start with `torchrepro run {names[0]} -- "
+        "COMMAND`"
+    )

@@ -1,0 +1,156 @@
+"""Whether what stands under `repro` in an app is a wish for a profile or the app's own.
+
+Nobody reserved that word for torchrepro. So a mapping is read as a wish only for what no other
+program would write: the keys of a profile, spelled right or nearly so, with values that fit them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from functools import cache
+from typing import TYPE_CHECKING, Any, get_args
+
+import yaml
+
+from torchrepro.errors import near
+from torchrepro.knobs.catalogue import knobs_by_name, other_names
+from torchrepro.profile.folder import is_name, piece_named
+from torchrepro.profile.packs import folders_for, search_path
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from torchrepro.profile.folder import Folder
+
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is optional in PyYAML's builds
+
+CLOSE = 0.75
+"""How alike a key is to one of a profile if it is that one mistyped: `sead`, and not `card`."""
+
+_UNMISTAKABLE = ("guarantee", "backends", "on_late", "env_extra")
+"""Keys that no other program has, whatever their values."""
+
+_EVERYBODYS = ("name", "description", "seed")
+"""Keys of a profile that say nothing: any experiment has them."""
+
+
+class Standing(Enum):
+    """What a mapping is, as far as it tells."""
+
+    WISH = "a profile, well-formed or not"
+    OWN = "no profile: the app's own"
+    EITHER = "what a profile and any other mapping may hold"
+
+
+def standing_of(values: Mapping[Any, Any]) -> Standing:
+    """Return what the mapping `values` is: the value of a config, or all of a file."""
+    meant = {key: _meant(str(key)) for key in values}
+    if any(name in _UNMISTAKABLE or _is_a_setting(name) for name in meant.values()):
+        return Standing.WISH
+    if "schema" in values and any(key in other_names() for key in values):
+        return Standing.WISH
+    if not all(meant.values()):
+        return Standing.OWN
+    fits = {key: _fits(meant[key], value) for key, value in values.items()}
+    if any(fits[key] and (meant[key] not in _EVERYBODYS or meant[key] != key) for key in values):
+        return Standing.WISH
+    return Standing.EITHER if all(meant[key] == key for key in values) else Standing.OWN
+
+
+def mistyped(values: Mapping[Any, Any]) -> dict[str, str]:
+    """Return the keys of `values` that are nearly keys of a profile, each with the right one."""
+    return {str(key): name for key in values if (name := _meant(str(key))) and name != key}
+
+
+def standing_of_file(path: Path, folders: Sequence[Folder]) -> Standing:
+    """Return what the file `path` is, which lies in one of the app's own `folders`.
+
+    A file that is no mapping is a wish: it is then refused with its line, and never runs.
+    """
+    return _of_file(path, folders, ())
+
+
+def files_called(name: str, folders: Iterable[Folder]) -> list[Path]:
+    """Return the files that Hydra would compose as `name`, links and all: they are the app's."""
+    paths = [folder.path / f"{name.removesuffix('.yaml')}.yaml" for folder in folders]
+    return [path for path in paths if path.is_file()]
+
+
+def values_in(path: Path) -> Any:
+    """Return what the YAML file `path` of an app holds, or None if it is none."""
+    try:
+        return yaml.load(path.read_text(encoding="utf-8-sig"), Loader=_Loader)  # noqa: S506 - safe
+    except (OSError, UnicodeError, ValueError, yaml.YAMLError, RecursionError):
+        return None
+
+
+def close_name(word: str, folders: Iterable[Folder]) -> str:
+    """Return the name of a profile in `folders` or on the search path that `word` nearly is."""
+    return near(word, [name for each in (*folders, *search_path()) for name in each.names()])
+
+
+def _of_file(path: Path, folders: Sequence[Folder], above: tuple[Path, ...]) -> Standing:
+    values = values_in(path)
+    if not isinstance(values, Mapping):
+        return Standing.WISH
+    defaults = values.get("defaults")
+    rest = standing_of({key: value for key, value in values.items() if key != "defaults"})
+    if rest is Standing.WISH or "defaults" not in values:
+        return rest
+    entries = defaults if isinstance(defaults, list) else []
+    named = [entry for entry in entries if isinstance(entry, str) and entry != "_self_"]
+    wishes = any(_names_a_profile(entry, folders, (*above, path)) for entry in named)
+    return Standing.WISH if wishes else Standing.OWN
+
+
+def _names_a_profile(entry: str, folders: Sequence[Folder], above: tuple[Path, ...]) -> bool:
+    """Whether `entry` of a defaults list is the name of a profile, or nearly one."""
+    if not is_name(entry):
+        return entry.startswith("pkg://")
+    for file in (*files_called(entry, folders), *files_called(piece_named(entry), folders)):
+        if file not in above:
+            return _of_file(file, folders, above) is Standing.WISH
+    return any(folder.file(entry) for folder in folders_for(entry)) or bool(close_name(entry, ()))
+
+
+@cache
+def _fields() -> dict[str, frozenset[str]]:
+    """Return the keys of a profile, each with the keys of its section, if it is one."""
+    from pydantic import BaseModel
+
+    from torchrepro.profile.schema import Profile
+
+    found: dict[str, frozenset[str]] = {}
+    for name, field in Profile.model_fields.items():
+        kinds = (field.annotation, *get_args(field.annotation))
+        model = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
+        found[field.alias or name] = frozenset(model.model_fields if model else ())
+    return found
+
+
+def _meant(key: str) -> str:
+    """Return the key of a profile, or the name of a setting, that `key` is or nearly is."""
+    return key if key in _fields() or _is_a_setting(key) else near(key, _fields(), CLOSE)
+
+
+def _is_a_setting(key: str) -> bool:
+    """Whether `key` is a name of torch's own or a variable, as schema 0 lists them."""
+    return f"env.{key}" in knobs_by_name() or ("." in key and key in other_names())
+
+
+def _fits(key: str, value: Any) -> bool:
+    """Whether `value` is one that the profile's `key` may have, or its section nearly."""
+    from pydantic import ValidationError
+
+    from torchrepro.profile.schema import Profile
+
+    inner = _fields()[key]
+    if inner and isinstance(value, Mapping):
+        return any(near(str(name), inner) for name in value)
+    try:
+        Profile.model_validate({key: value})
+    except ValidationError:
+        return False
+    return value is not None and value != {}

@@ -1,0 +1,158 @@
+"""Which apps have asked for a profile: the others are left alone, and a typo is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+MANY_APPS = Path(__file__).with_name("many_apps.py")
+PLAIN = "size: 3\n"
+AUTHOR = {"repro/paper1.yaml": "author: me\nseed: 3\n", "repro/paper2.yaml": "author: you\n"}
+SEEDED = {"repro/mine.yaml": "seed: 9\n"}
+CHOSEN = "defaults: [{{repro: {}}}, _self_]\n"
+
+
+class Case(NamedTuple):
+    """An app, the words it is started with, and what it is to come to."""
+
+    config: str
+    expected: object
+    files: dict[str, str] = {}  # noqa: RUF012 - never changed
+    words: tuple[str, ...] = ()
+
+
+OWN = [  # with what stands under `repro` in the config that the task gets
+    Case("repro: true\n", True),
+    Case("repro: true\n", False, words=("repro=false",)),
+    Case("repro: 1\n", 1),
+    Case("repro: paper1\n", "paper1"),
+    Case("repro: [a, b]\n", ["a", "b"]),
+    Case("repro: ${oc.env:NOWHERE}\n", "${oc.env:NOWHERE}"),
+    Case("repro: {author: me}\n", {"author": "me"}),
+    Case("repro: {author: me}\n", {"author": "you"}, words=("repro.author=you",)),
+    Case("repro: {name: paper1, seed: 3}\n", {"name": "paper1", "seed": 3}),
+    Case("repro: {device: cuda, seeds: [1, 2]}\n", {"device": "cuda", "seeds": [1, 2]}),
+    Case(CHOSEN.format("paper1"), {"author": "me", "seed": 3}, AUTHOR),
+    Case(CHOSEN.format("paper1"), {"author": "you"}, AUTHOR, ("repro=paper2",)),
+    Case(PLAIN, {"author": "me", "seed": 3}, AUTHOR, ("+repro=paper1",)),
+    Case(CHOSEN.format("mine"), {"seed": 9}, SEEDED),
+    Case(
+        CHOSEN.format("lr"),
+        {"author": "me", "seed": 3, "home": "${size}"},
+        {**AUTHOR, "repro/lr.yaml": "defaults: [paper1, _self_]\nhome: ${size}\n"},
+    ),
+    Case(
+        CHOSEN.format("_own"),
+        {"lr": 1},
+        {
+            "repro/_own.yaml": "# @package repro\ndefaults: [/opt@_here_: sgd]\n",
+            "opt/sgd.yaml": "lr: 1\n",
+        },
+    ),
+]
+WISHES = [  # with the word that the refusal has to show
+    Case("repro: debug-strict\n", "- repro: debug-strict"),
+    Case("repro: [debug-strict]\n", "- repro: debug-strict"),
+    Case("repro: debug-strct\n", "did you mean: debug-strict"),
+    Case("p: debug-strict\nrepro: ${p}\n", "- repro: debug-strict"),
+    Case("repro: {sead: 3}\n", "sead -> seed"),
+    Case("repro: {seed: 3, backend: {cudnn: {benchmark: false}}}\n", "backend -> backends"),
+    Case("repro: {seed: 3, guarante: repeatable}\n", "guarante -> guarantee"),
+    Case("repro: {seed: 3, guarantee: repeatable}\n", "+repro=NAME"),
+    Case(CHOSEN.format("debug-strct"), "did you mean: debug-strict"),
+    Case("defaults: [{optional repro: debug-strct}, _self_]\n", "did you mean: debug-strict"),
+    Case(
+        CHOSEN.format("acme"),
+        "acme.yaml:1",
+        {"repro/acme.yaml": "defaults: [debug-strct, _self_]\nseed: 5\n"},
+    ),
+    Case(
+        CHOSEN.format("acme"), "dropout", {"repro/acme.yaml": "seed: 5\ndropout: zero\nsead: 1\n"}
+    ),
+    Case(CHOSEN.format("acme"), "guarantee", {"repro/acme.yaml": "guarante: repeatable\n"}),
+    Case(CHOSEN.format("acme"), "acme.yaml", {"repro/acme.yaml": "guarantee: {\n"}),
+    Case(
+        CHOSEN.format("debug-strict"),
+        "two profiles",
+        {"repro/debug-strict.yaml": "author: me\n"},
+    ),
+    Case(PLAIN, "did you mean: seed", words=("+repro={sead: 7}",)),
+    Case(PLAIN, "author", words=("+repro={author: me}",)),
+    Case(PLAIN, "did you mean: debug-strict", words=("+repro=debug-strct",)),
+    Case("repro: {author: me}\n", "torchrepro run debug-strict", words=("+repro=debug-strict",)),
+]
+ASKED = [  # with the seed that the task starts from
+    Case(PLAIN, 7, words=("+repro={seed: 7}",)),
+    Case(PLAIN, 7, words=("+repro.seed=7",)),
+    Case(PLAIN, 9, SEEDED, ("+repro=mine",)),
+    Case("repro: true\n", 1234, words=("+repro=seed-only",)),
+    Case(CHOSEN.format("seed-only") + "repro: {seed: 4}\n", 4),
+    Case(CHOSEN.format("acme"), 5, {"repro/acme.yaml": "defaults: [seed-only, _self_]\nseed: 5\n"}),
+    Case(CHOSEN.format("acme"), 5, {"repro/acme.yaml": "seed: 5\ndropout: keep\n"}),
+    Case(
+        CHOSEN.format("deep"),
+        6,
+        {
+            "repro/deep.yaml": "defaults: [acme, _self_]\nseed: 6\n",
+            "repro/acme.yaml": "defaults: [seed-only, _self_]\nseed: 5\n",
+        },
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def became(tmp_path_factory):
+    """What became of every case, by its place in the lists above."""
+    cases = [case for each in (OWN, WISHES, ASKED) for case in each]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHREPRO")}
+    done = subprocess.run(
+        [sys.executable, MANY_APPS],
+        input=json.dumps([(case.config, case.files, case.words) for case in cases]),
+        cwd=tmp_path_factory.mktemp("apps"),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {id(case): answer for case, answer in zip(cases, found, strict=True)}
+
+
+def _id(case):
+    return " ".join((case.config.strip(), *case.words))
+
+
+@pytest.mark.parametrize("case", OWN, ids=_id)
+def test_what_is_the_apps_own_is_left_alone(became, case):
+    """An app's own `repro` reaches the task as written, no knob is moved, and one line is said."""
+    ended = became[id(case)]
+
+    assert ended["status"] == 0, ended["said"]
+    assert ended["config"]["repro"] == case.expected
+    assert (ended["deterministic"], ended["seed"]) == (False, 99)
+    assert len(ended["said"].splitlines()) == 1, ended["said"]
+
+
+@pytest.mark.parametrize("case", WISHES, ids=_id)
+def test_what_looks_like_a_mistyped_wish_is_refused(became, case):
+    """What may have been meant as a profile stops with status 3, the near match and the way out."""
+    ended = became[id(case)]
+
+    assert (ended["status"], "config" in ended) == (3, False), ended["said"]
+    assert case.expected in ended["said"]
+    assert "Traceback" not in ended["said"]
+
+
+@pytest.mark.parametrize("case", ASKED, ids=_id)
+def test_what_was_asked_for_is_in_force(became, case):
+    """A profile that was typed, chosen on the search path, or inherits one of ours is in force."""
+    ended = became[id(case)]
+
+    assert (ended["status"], ended["seed"]) == (0, case.expected), ended["said"]

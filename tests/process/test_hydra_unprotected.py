@@ -1,0 +1,104 @@
+"""A profile that Hydra composed and nothing put in force: never without a word."""
+
+from __future__ import annotations
+
+import pytest
+
+PICKLED = """
+hydra:
+  callbacks:
+    pickled: {_target_: hydra.experimental.callbacks.PickleJobInfoCallback}
+"""
+WITHOUT_CALLBACK = ("~hydra.callbacks.repro",)
+COMPOSED = """
+import sys
+from hydra import compose, initialize
+
+with initialize(version_base=None, config_path=None):
+    config = compose(overrides=ASKED or sys.argv[1:])
+if APPLIED:
+    import torch, torchrepro
+    torchrepro.apply(config)
+    print(torch.initial_seed())
+sys.exit(5 if FAILS else 0)
+"""
+
+
+@pytest.fixture
+def composed(write, run_python):
+    """Run a program that composes a config, asked for by itself or by its command line."""
+
+    def composed(*words, asked=(), applied=False, fails=False, run=run_python):
+        head = f"ASKED, APPLIED, FAILS = {list(asked)}, {applied}, {fails}\n"
+        return run(write({"composed.py": head + COMPOSED}), *words)
+
+    return composed
+
+
+def test_a_job_that_is_run_again_is_under_its_profile(little):
+    """What Hydra runs again from a job's pickle is under that job's profile, or is refused."""
+    words = ("+repro=debug-strict", "repro.seed=7", "hydra.run.dir=out")
+    again = ("--experimental-rerun", "out/.hydra/config.pickle")
+    first = little(*words, config=PICKLED)
+    second = little(*again, config=PICKLED)
+    refused = little(*again, config=PICKLED, env={"CUBLAS_WORKSPACE_CONFIG": ":0:0"})
+
+    assert first.tasks == second.tasks == ["task True 7"], second.stderr
+    assert (refused.returncode, refused.tasks) == (3, [])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "defaults: [{override hydra/env: mine}, _self_]\n",
+        "defaults: [{override hydra/env: null}, _self_]\n",
+    ],
+)
+def test_no_job_of_a_sweep_is_unprotected(little, write, config):
+    """Whatever the app puts in place of Hydra's groups, each job of a sweep has its profile."""
+    write({"conf/hydra/env/mine.yaml": "# @package _global_\nhydra: {job: {name: zz}}\n"})
+    result = little("-m", "+repro=debug-strict,seed-only", config=config)
+
+    assert (result.returncode, result.tasks) in (
+        (0, ["task True 1234", "task False 1234"]),
+        (3, []),
+    ), result.stderr
+
+
+def test_a_sweep_without_the_callback_is_refused(little):
+    """A sweep of profiles whose callback was taken away stops with status 3 before its first job."""
+    result = little("-m", "+repro=debug-strict,seed-only", *WITHOUT_CALLBACK)
+
+    assert (result.returncode, result.tasks) == (3, []), result.stderr
+    assert "debug-strict" in result.stderr
+
+
+def test_a_job_without_the_callback_says_so_at_its_end(little):
+    """A run that asked for a profile and did not get it ends with status 3 and names the profile."""
+    asked = little("+repro=seed-only", *WITHOUT_CALLBACK)
+    shown = little("+repro=seed-only", *WITHOUT_CALLBACK, "--cfg", "job")
+    wrong = little("+repro=seed-only", *WITHOUT_CALLBACK, "nonsense=1")
+
+    assert (asked.returncode, len(asked.tasks)) == (3, 1)
+    assert "repro=seed-only" in asked.stderr
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert wrong.returncode == 1
+    assert "torchrepro" not in wrong.stderr
+
+
+def test_a_composed_profile_that_nobody_applies_is_said_at_exit(composed, under):
+    """Asked for on the command line it is status 3, else a line; applied or under run, nothing."""
+    said = "repro=seed-only was composed by Hydra, and nothing put it in force"
+    typed = composed("+repro=seed-only")
+    failed = composed("+repro=seed-only", fails=True)
+    in_code = composed(asked=["+repro=seed-only"])
+    applied = composed("+repro=seed-only", "repro.seed=8", applied=True)
+    below = composed("+repro=seed-only", run=lambda *words: under("seed-only", *words))
+    unasked = composed()
+
+    assert (typed.returncode, in_code.returncode) == (3, 0)
+    assert failed.returncode != 0
+    assert (said in typed.stderr, said in in_code.stderr) == (True, True)
+    assert (applied.returncode, applied.stdout, applied.stderr) == (0, "8\n", "")
+    assert (below.returncode, said in below.stderr) == (0, False)
+    assert (unasked.returncode, unasked.stderr) == (0, "")
