@@ -9,7 +9,7 @@ hydra:
   callbacks:
     pickled: {_target_: hydra.experimental.callbacks.PickleJobInfoCallback}
 """
-WITHOUT_CALLBACK = ("~hydra.callbacks.repro",)
+WITHOUT_CALLBACK = ("~hydra.callbacks.torchrepro",)
 COMPOSED = """
 import sys
 from hydra import compose, initialize
@@ -66,7 +66,7 @@ def test_no_job_of_a_sweep_is_unprotected(little, write, config):
 
 
 def test_a_sweep_without_the_callback_is_refused(little):
-    """A sweep of profiles whose callback was taken away stops with status 3 before its first job."""
+    """A sweep of profiles whose callback was taken away stops before its first job."""
     result = little("-m", "+repro=debug-strict,seed-only", *WITHOUT_CALLBACK)
 
     assert (result.returncode, result.tasks) == (3, []), result.stderr
@@ -74,7 +74,7 @@ def test_a_sweep_without_the_callback_is_refused(little):
 
 
 def test_a_job_without_the_callback_says_so_at_its_end(little):
-    """A run that asked for a profile and did not get it ends with status 3 and names the profile."""
+    """A run that asked for a profile and did not get it ends with status 3 and names it."""
     asked = little("+repro=seed-only", *WITHOUT_CALLBACK)
     shown = little("+repro=seed-only", *WITHOUT_CALLBACK, "--cfg", "job")
     wrong = little("+repro=seed-only", *WITHOUT_CALLBACK, "nonsense=1")

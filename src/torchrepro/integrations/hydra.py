@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from torchrepro.errors import ProfileError
 from torchrepro.integrations.hydra_callback import ReproCallback
-from torchrepro.integrations.hydra_choice import GROUP, chosen
+from torchrepro.integrations.hydra_choice import CALLBACK, GROUP, chosen
 from torchrepro.integrations.hydra_exit import asked_on_the_command_line, note_composed
 from torchrepro.integrations.hydra_wish import (
     Standing,
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from hydra.core.config_search_path import ConfigSearchPath
 
 SCHEME = "torchrepro"
-CALLBACK = "torchrepro"  # its name among the callbacks of an app, and in its defaults list
 _SEPARATOR = "|"
 _APPS_OWN = "main="  # begins the path of the app's own config folder, as Hydra's provider calls it
 

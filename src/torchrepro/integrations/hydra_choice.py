@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torchrepro.profile.folder import Folder
 
 GROUP = SECTION
+CALLBACK = "torchrepro"  # its name among the callbacks of an app, and in its defaults list
 
 
 class Choice:

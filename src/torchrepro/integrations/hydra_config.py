@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchrepro.errors import Problem, ProfileError, shown, some
-from torchrepro.integrations.hydra_choice import GROUP, chosen
+from torchrepro.integrations.hydra_choice import CALLBACK, GROUP, chosen
 from torchrepro.integrations.hydra_wish import Standing, close_name, mistyped, standing_of
 from torchrepro.profile.composition import EXTRA, NOT_INHERITED, Composition, flatten
 from torchrepro.profile.load import from_mapping, validate
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torchrepro.profile.resolved import Resolved
 
 APP = "this app's config"
-_IF_OWN = f"if it is the app's own and no profile, ~hydra.callbacks.{GROUP} leaves it alone"
+_IF_OWN = f"if it is the app's own and no profile, ~hydra.callbacks.{CALLBACK} leaves it alone"
 
 
 def resolved_profile(config: DictConfig) -> Resolved | None:
