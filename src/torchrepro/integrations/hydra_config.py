@@ -33,14 +33,7 @@ def resolved_profile(config: DictConfig) -> Resolved | None:
         if text.startswith("~"):
             chosen.forget(key_of(text))
     names = chosen.profiles
-    if len(names) > 1:
-        raise ProfileError(
-            Problem(
-                "two profiles at once",
-                found=f"{GROUP}: [{', '.join(names)}]",
-                todo="write a profile that inherits both: defaults: [one, two, _self_]",
-            )
-        )
+    _refuse_two_at_once(names)
     if not _is_asked_for(config):
         _refuse_what_looks_like_a_wish(_standing(config))
         return None
@@ -76,6 +69,17 @@ def note_on_the_apps_own(config: DictConfig) -> str:
         f"`{GROUP}` in this app's config is the app's own and asks for no profile "
         "(to run under one: torchrepro run PROFILE -- COMMAND)"
     )
+
+
+def _refuse_two_at_once(names: list[str]) -> None:
+    if len(names) > 1:
+        raise ProfileError(
+            Problem(
+                "two profiles at once",
+                found=f"{GROUP}: [{', '.join(names)}]",
+                todo="write a profile that inherits both: defaults: [one, two, _self_]",
+            )
+        )
 
 
 def _refuse_what_was_put_elsewhere(names: list[str]) -> None:
