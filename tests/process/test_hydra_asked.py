@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
+from .conftest import DEPRECATED
+
 MANY_APPS = Path(__file__).with_name("many_apps.py")
 PLAIN = "size: 3\n"
 AUTHOR = {"repro/paper1.yaml": "author: me\nseed: 3\n", "repro/paper2.yaml": "author: you\n"}
@@ -110,12 +112,12 @@ ASKED = [  # with the seed that the task starts from
 def became(tmp_path_factory):
     """What became of every case, by its place in the lists above."""
     cases = [case for each in (OWN, WISHES, ASKED) for case in each]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHREPRO")}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("TORCHREPRO")}
     done = subprocess.run(
         [sys.executable, MANY_APPS],
         input=json.dumps([(case.config, case.files, case.words) for case in cases]),
         cwd=tmp_path_factory.mktemp("apps"),
-        env=environment,
+        env={**kept, **DEPRECATED},
         capture_output=True,
         text=True,
         timeout=300,
