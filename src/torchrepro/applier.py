@@ -47,6 +47,11 @@ if TYPE_CHECKING:
     from torchrepro.seeding.calls import SeedingCall
 
 _lock = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    # A fork waits until no other thread is applying: a child never begins with half a profile.
+    os.register_at_fork(
+        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+    )
 _in_force: list[Applied] = []
 _past: list[bool] = []  # non-empty once a profile was applied: a relaunch would lose work
 

@@ -24,16 +24,13 @@ POLICIES: dict[str, dict[str, Any]] = {
     },
     "modules": {"device": {"modules": {"0": "cpu"}}},
 }
-OPS = ("dropout", "native_dropout", "rrelu", "uniform_", "bernoulli_.float", "put_", "lstm.input")
 
 
 def _dispatcher() -> dict[str, str]:
-    """Return what torch's dispatcher knows of some ops, and what comes before it."""
-    dumps = {op: torch._C._dispatch_dump_table(f"aten::{op}") for op in OPS}
+    """Return what comes before torch's dispatcher, and which ops policies stand in front of."""
     kernels = torch.ops.aten.dropout.default.py_kernels
     hooks = torch.nn.modules.module._global_forward_pre_hooks
     return {
-        **dumps,
         "decompositions": str({str(key): kernel.__name__ for key, kernel in kernels.items()}),
         "hooks": str(len(hooks)),
         "finders": str([type(finder).__name__ for finder in sys.meta_path]),
@@ -43,14 +40,84 @@ def _dispatcher() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_leaves_the_dispatcher_as_it_was(name: str) -> None:
-    """After the undo every table, decomposition, hook, finder and tag is what it was before."""
+def test_a_policy_stands_in_front_of_no_op_afterwards(name: str) -> None:
+    """After the undo every decomposition, hook, finder and tag is what it was before."""
     before = _dispatcher()
     with torchrepro.apply(POLICIES[name]):
         inside = _dispatcher()
 
     assert inside != before
     assert _dispatcher() == before
+
+
+COMPUTE = """
+import hashlib, json, torch, torchrepro
+from torch.nn import functional as f
+
+def results():
+    x, h = torch.linspace(-2, 2, 24).reshape(2, 3, 4), torch.linspace(-1, 1, 6)
+    layer = torch.nn.LSTM(4, 4, num_layers=2, dropout=0.5)
+    calls = {
+        "uniform_": lambda: torch.empty(7).uniform_(),
+        "rand out": lambda: torch.rand(5, out=torch.empty(5)),
+        "bernoulli_": lambda: torch.empty(9).bernoulli_(0.3),
+        "dropout": lambda: f.dropout(x, 0.4),
+        "dropout in place": lambda: f.dropout(x.clone(), 0.4, inplace=True),
+        "inference": lambda: torch.inference_mode()(lambda: f.dropout(x, 0.4))(),
+        "feature dropout": lambda: f.dropout2d(x, 0.4),
+        "alpha dropout": lambda: f.alpha_dropout(x, 0.4),
+        "feature alpha dropout": lambda: f.feature_alpha_dropout(x, 0.4),
+        "native_dropout": lambda: torch.native_dropout(x, 0.4, True)[0],
+        "rrelu": lambda: f.rrelu(x, training=True),
+        "vmap": lambda: torch.vmap(lambda y: f.dropout(y, 0.4), randomness="different")(x),
+        "func grad": lambda: torch.func.grad(lambda y: (f.dropout(y, 0.4) * y).sum())(h),
+        "recurrent": lambda: layer(x)[0],
+        "attention": lambda: f.scaled_dot_product_attention(x, x, x, dropout_p=0.4),
+        "put_": lambda: torch.zeros(4).put_(torch.tensor([1, 1]), torch.ones(2), accumulate=True),
+        "backward": lambda: backward(f.dropout, x, 0.4),
+        "backward of rrelu": lambda: backward(f.rrelu, x, 0.1, 0.3, True),
+        "scripted": lambda: torch.jit.script(scripted)(x),
+    }
+    found = {}
+    for name, call in calls.items():
+        torch.manual_seed(5)
+        layer.load_state_dict({k: v * 0 + 0.1 for k, v in layer.state_dict().items()})
+        found[name] = hashlib.sha256(call().detach().numpy().tobytes()).hexdigest()
+    return found
+
+def scripted(x: torch.Tensor):
+    return torch.dropout(x, 0.4, True)
+
+def backward(fn, x, *args):
+    x = x.clone().requires_grad_()
+    fn(x, *args).square().sum().backward()
+    return x.grad
+"""
+
+
+def test_after_the_undo_every_op_computes_what_it_did(tmp_path: Path) -> None:
+    """Ops that a policy stood in front of give the bits that they gave before it."""
+    code = (
+        f"{COMPUTE}\nbefore = results()\n"
+        f"for profile in {list(POLICIES.values())!r}:\n"
+        "    with torchrepro.apply(profile):\n"
+        "        inside = results()\n"
+        "    after = results()\n"
+        "    print(json.dumps({name: after[name] == before[name] for name in before}))\n"
+        "    print(json.dumps(inside != before))"
+    )
+    program = tmp_path / "compute.py"  # TorchScript reads the source of what it compiles
+    program.write_text(code)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", program],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+
+    assert answers[1] is True  # dropout: zero did something, and left nothing of it
+    assert len(answers) == 2 * len(POLICIES)
+    assert [name for after in answers[::2] for name, same in after.items() if not same] == []
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(POLICIES, 2)), ids="-".join)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+from torchrepro.locks import fork_safe_lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 Counts = Mapping[tuple[str, str, str, str], tuple[int, int]]
 
 _MANY = 1000  # places; a program that draws from ever new lines does not fill the memory
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 _counted: dict[tuple[str, str, str, str], list[int]] = {}
 _sources: list[Callable[[list[Effect]], Iterable[Effect]]] = []
 

@@ -6,17 +6,22 @@ its formulas, and above the kernels of every device
 there for one op (https://docs.pytorch.org/docs/stable/library.html) sees the calls of Python, of
 C++ and of backward alike, may change them, and hands them on. Other ops are not touched and cost
 what they did.
+
+A registration stays once it is made, and hands every call on where no policy wants it any longer.
+Taking one back would free a kernel that another thread may be running at that moment: torch gives
+up its interpreter lock within an op, and its dispatcher has no lock of its own for kernels.
 """
 
 from __future__ import annotations
 
-import threading
 import warnings
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.locks import fork_safe_lock
 from torchrepro.policies.wrapped_numbers import with_tensors
 
 if TYPE_CHECKING:
@@ -36,9 +41,13 @@ class Place(IntEnum):
     HOST_RNG = 3
 
 
-_lock = threading.RLock()
+_RUNTIME_KEYS = {"CompositeImplicitAutograd": "CPU", "Autograd": "AutogradCPU"}
+"""Alias keys, and a key at which torch keeps the kernel that was registered at the alias."""
+
+_lock = fork_safe_lock()
 _around: dict[Any, dict[Place, Callable[..., Any]]] = {}
 _libraries: dict[Any, Any] = {}  # op -> the torch.library.Library that holds its registration
+_overrides: dict[tuple[Any, str], _Override] = {}
 
 
 def interpose(op: Any, place: Place, around: Callable[..., Any]) -> None:
@@ -49,8 +58,9 @@ def interpose(op: Any, place: Place, around: Callable[..., Any]) -> None:
     """
     with _lock:
         _around[op] = {**_around.get(op, {}), place: around}
-        _libraries.setdefault(op, None)
-        _register(op)
+        if op not in _libraries:
+            walk = with_tensors(op, partial(_walk, op))
+            _libraries[op] = _registered(op, _KEY, partial(_through, op, walk))
 
 
 def withdraw(op: Any, place: Place) -> None:
@@ -61,7 +71,69 @@ def withdraw(op: Any, place: Place) -> None:
             _around[op] = left
         else:
             _around.pop(op, None)
-            _libraries.pop(op, None)  # dropping the library takes its registration back
+
+
+def override(op: Any, key: str, stand_in: Callable[..., Any]) -> Callable[[], None]:
+    """Put `stand_in` in the place of the kernel of `op` at `key`; return the call that undoes it.
+
+    `stand_in(original, *args, **kwargs)` returns what the caller gets; `original` takes the same
+    arguments. Changes torch's dispatcher. Torch without ``torch.library.get_kernel`` cannot hand a
+    call on to the kernel that was there: its registration is taken back, and another thread that
+    runs the op at that moment may crash.
+    """
+    with _lock:
+        kept = _overrides.get((op, key))
+        if kept is None:
+            kept = _Override(_kernel(op, key))
+            kept.library = _registered(op, key, kept)
+            _overrides[op, key] = kept
+        kept.stand_ins.append(stand_in)
+    return partial(_take_back, op, key, stand_in)
+
+
+def _take_back(op: Any, key: str, stand_in: Callable[..., Any]) -> None:
+    with _lock:
+        kept = _overrides[op, key]
+        kept.stand_ins.remove(stand_in)
+        if kept.original is None and not kept.stand_ins:
+            del _overrides[op, key]
+
+
+@dataclass(eq=False)
+class _Override:
+    """What is registered in the place of a kernel: the latest stand-in, or that kernel again."""
+
+    original: Callable[..., Any] | None
+    stand_ins: list[Callable[..., Any]] = field(default_factory=list)
+    library: Any = None
+
+    def __call__(self, keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
+        stand_ins = self.stand_ins[-1:]  # one look: another thread may take the stand-in back
+        proceed = partial(self.original, keyset) if self.original is not None else None
+        if stand_ins:
+            return stand_ins[0](proceed, *args, **kwargs)
+        if proceed is None:
+            raise RuntimeError("this op was called while its override was being taken back")
+        return proceed(*args, **kwargs)
+
+
+def _kernel(op: Any, key: str) -> Callable[..., Any] | None:
+    """Return the kernel of `op` at `key`, called with a keyset first; None where torch is older."""
+    library = import_module("torch").library
+    if not hasattr(library, "get_kernel"):
+        return None
+    kernel: Callable[..., Any] = library.get_kernel(op, _RUNTIME_KEYS.get(key, key)).call_boxed
+    return kernel
+
+
+def _registered(op: Any, key: str, kernel: Callable[..., Any]) -> Any:
+    """Register `kernel`, which takes a keyset first, and return the library that holds it."""
+    namespace, _, name = op.name().partition("::")
+    library = import_module("torch").library.Library(namespace, "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns where there is a kernel already
+        library.impl(name, kernel, key, with_keyset=True)
+    return library
 
 
 def interposed_ops() -> tuple[Any, ...]:
@@ -71,15 +143,17 @@ def interposed_ops() -> tuple[Any, ...]:
 
 def can_be_interposed(op: Any) -> bool:
     """Whether calls of `op` reach BackendSelect as such: else torch makes them of other ops."""
-    return op in _around or not any(has_kernel(op, key) for key in _IN_PIECES)
+    return not any(has_kernel(op, key) for key in _IN_PIECES)
 
 
 def has_kernel(op: Any, key: str) -> bool:
-    """Whether the overload `op` has a kernel of its own at the dispatch key `key`.
+    """Whether the overload `op` has a kernel at the dispatch key `key` that is not ours.
 
     Private (``_dispatch_has_kernel_for_dispatch_key``): torch offers no public way to ask. Where
     it is gone, a policy that asks fails, and its report says so.
     """
+    if key == _KEY and op in _libraries:
+        return False  # only ops without one are interposed
     c = import_module("torch")._C  # noqa: SLF001 - see above
     return bool(c._dispatch_has_kernel_for_dispatch_key(op.name(), key))  # noqa: SLF001
 
@@ -118,19 +192,9 @@ def random_ops() -> tuple[Any, ...]:
     return tuple(filter(can_be_interposed, seeded_ops()))
 
 
-def _register(op: Any) -> None:
-    if _libraries[op] is not None:
-        return
-    namespace, _, name = op.name().partition("::")
-    library = import_module("torch").library.Library(namespace, "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns where another library has its own there
-        walk = with_tensors(op, partial(_walk, op))
-        library.impl(name, partial(_through, op, walk), _KEY, with_keyset=True)
-    _libraries[op] = library
-
-
 def _through(op: Any, walk: Any, keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
+    if op not in _around:
+        return op.redispatch(keyset & _below(), *args, **kwargs)
     return walk(partial(op.redispatch, keyset & _below()), *args, **kwargs)
 
 

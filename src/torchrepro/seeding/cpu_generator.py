@@ -8,11 +8,11 @@ this torch keeps to it; where it does not, seeding raises rather than giving oth
 
 from __future__ import annotations
 
-import threading
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import Problem, SeedingError
+from torchrepro.locks import fork_safe_lock
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ STATE_BYTES = 4 * WORDS
 _FIRST_WORD = 24  # after the seed, the words left and seeded, and the position
 _PROBE_SEED = 20260101
 _TOP_BIT = 0x80000000
-_lock = threading.Lock()  # one buffer serves every caller
+_lock = fork_safe_lock()  # one buffer serves every caller
 
 
 def start(generator: torch.Generator, seed: int, material: bytes) -> torch.Generator:

@@ -6,7 +6,6 @@ An iteration starts with ``DataLoader.__iter__``, which is wrapped while anythin
 from __future__ import annotations
 
 import sys
-import threading
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 from torchrepro.imports import AfterImport
+from torchrepro.locks import fork_safe_lock
 from torchrepro.seeding import drawing, loader_register
 from torchrepro.seeding.loader_register import loading_of
 from torchrepro.seeding.loading import ExplicitLoading, Loading, SeededSampler
@@ -39,7 +39,7 @@ _forced: list[int] = []  # the number of workers of every loader, where a profil
 _preparing: list[Callable[[], None]] = []  # what a worker that is started afresh does first
 _wrapped: dict[tuple[type, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
 _unsettled: list[bool] = []  # one entry for every time that the state has changed
-_starting = threading.RLock()  # torch's maker of readers is one for all threads
+_starting = fork_safe_lock()  # torch's maker of readers is one for all threads
 _being_started: list[Any] = []
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torchrepro.errors import Problem, TraceError
+from torchrepro.locks import fork_safe_lock
 from torchrepro.trace.request import Request
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def record(  # noqa: PLR0913 - one for each thing that can be asked of a recordi
         recording.stop()
 
 
-_starting = threading.Lock()
+_starting = fork_safe_lock()
 _of_process: list[Recording] = []  # what `run --record` asks for goes on beside a program's own
 
 

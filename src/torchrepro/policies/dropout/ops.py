@@ -8,7 +8,6 @@ that drop inside a larger computation are given a probability of 0
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from torchrepro.policies.interposed import (
     interpose,
     op_names,
     ops_named,
+    override,
     withdraw,
 )
 
@@ -139,33 +139,24 @@ WITH_KERNELS: dict[str, Callable[..., Any]] = {
 """Ops with kernels of their own, and what stands in for them."""
 
 
-def override() -> list[Callable[[], None]]:
+def override_dropout() -> list[Callable[[], None]]:
     """Put the stand-ins in the place of torch's dropout; return the calls that undo it."""
-    library = import_module("torch").library.Library("aten", "IMPL")
+    undo: list[Callable[[], None]] = []
     for table, keys in ((COMPOSITE, _COMPOSITE_KEYS), (WITH_KERNELS, _KERNEL_KEYS)):
         for name, stand_in in table.items():
-            _implement(library, name, stand_in, keys)
-    undo: list[Callable[[], None]] = [partial(_drop, [library])]
+            undo += _overridden(name, partial(_instead, stand_in), keys)
     for name, stand_in in WITH_KERNELS.items():
         undo += [_interposed(op, partial(_instead, stand_in)) for op in ops_named(f"aten::{name}")]
     undo += [_interposed(op, partial(_without, places)) for op, places in _larger_kernels()]
     return [*undo, *map(_replaced_in_python, ops_named(*(f"aten::{name}" for name in COMPOSITE)))]
 
 
-def _drop(held: list[Any]) -> None:
-    held.clear()  # dropping the library takes its overrides back
-
-
-def _implement(
-    library: Any, name: str, stand_in: Callable[..., Any], keys: tuple[str, ...]
-) -> None:
-    """Register `stand_in` at each of `keys` at which the op has a kernel."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that these ops have an implementation
-        for op in ops_named(f"aten::{name}"):
-            for key in keys:
-                if has_kernel(op, key):
-                    library.impl(name, stand_in, key)
+def _overridden(
+    name: str, stand_in: Callable[..., Any], keys: tuple[str, ...]
+) -> list[Callable[[], None]]:
+    """Put `stand_in` at each of `keys` at which the op has a kernel; return what undoes it."""
+    ops = tuple(ops_named(f"aten::{name}"))
+    return [override(op, key, stand_in) for op in ops for key in keys if has_kernel(op, key)]
 
 
 def _interposed(op: Any, around: Callable[..., Any]) -> Callable[[], None]:

@@ -16,11 +16,11 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from threading import RLock
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.imports import AfterImport
+from torchrepro.locks import fork_safe_lock
 from torchrepro.policies.dropout.mask_rows import ROWS
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class _State:
 
 
 _state = _State()
-_lock = RLock()  # modules are imported in any thread
+_lock = fork_safe_lock()  # modules are imported in any thread
 
 
 def zero() -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def _zero(undo: ExitStack) -> None:
-    for call in ops.override():
+    for call in ops.override_dropout():
         undo.callback(call)
     undo.callback(written_masks.restore)
     written_masks.zero()

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.callers import place
+from torchrepro.locks import fork_safe_lock
 from torchrepro.policies import interposed
 from torchrepro.policies.effects import count
 from torchrepro.policies.fallback.deterministic_ops import IMPLEMENTATIONS, implementation
@@ -33,7 +34,7 @@ OWN = "ran in a deterministic implementation of torchrepro's"
 NATIVE = "ran non-deterministically, as the profile allows"
 
 _handled = threading.local()  # .names: the ops that this thread is already handling
-_modes = threading.RLock()
+_modes = fork_safe_lock()
 _varying: list[int] = []  # the mode to go back to, once for every call that may vary just now
 
 

@@ -7,7 +7,6 @@ Nothing is decided here about which kernels are deterministic: torch decides tha
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -15,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from torchrepro.errors import Problem, ProfileError, near
+from torchrepro.locks import fork_safe_lock
 from torchrepro.policies.effects import Effect, tell_also
 from torchrepro.policies.fallback import acts as done
 from torchrepro.policies.fallback.nondeterministic_ops import OPS
@@ -25,7 +25,7 @@ from torchrepro.policies.ops_by_name import overloads_named
 
 Act = Callable[..., Any]
 
-_lock = threading.RLock()
+_lock = fork_safe_lock()
 
 
 @dataclass(slots=True)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import Problem, ProfileError, near
+from torchrepro.locks import fork_safe_lock
 from torchrepro.policies.ops_by_name import overloads_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_lock = threading.RLock()
+_lock = fork_safe_lock()
 _registered: dict[str, Callable[..., Any]] = {}
 _watchers: list[Callable[[], None]] = []
 

@@ -10,7 +10,6 @@ compiles calls these ops too, by its option `fallback_random`.
 from __future__ import annotations
 
 import sys
-import warnings
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from torchrepro.imports import AfterImport
 from torchrepro.policies.effects import count
 from torchrepro.policies.host_rng import drawn_inside
 from torchrepro.policies.host_rng.generators import HostGenerators
-from torchrepro.policies.interposed import Place, interpose, random_ops, withdraw
+from torchrepro.policies.interposed import Place, interpose, override, random_ops, withdraw
 from torchrepro.policies.on_cpu import is_on_device, on_cpu
 from torchrepro.policies.toggle import Toggle
 
@@ -39,13 +38,8 @@ def _host(undo: ExitStack) -> None:
 
 def _draw_on_host(undo: ExitStack) -> None:
     generators = HostGenerators()
-    factories = import_module("torch").library.Library("aten", "IMPL")
-    undo.callback([factories].clear)  # dropping the library takes its kernels back
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that the device has kernels of its own
-        for op in drawn_inside.factories_of_devices():
-            name = op.name().partition("::")[2]
-            factories.impl(name, partial(_on_host, op, generators, op), "PrivateUse1")
+    for op in drawn_inside.factories_of_devices():
+        undo.callback(override(op, "PrivateUse1", partial(_on_host, op, generators)))
     for op in (*random_ops(), *drawn_inside.ops_with_device_kernels()):
         undo.callback(withdraw, op, Place.HOST_RNG)
         interpose(op, Place.HOST_RNG, partial(_on_host, op, generators))

@@ -7,12 +7,11 @@ a CPU.
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.policies.interposed import has_kernel, ops_named, seeded_ops
+from torchrepro.policies.interposed import has_kernel, ops_named, override, seeded_ops
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -52,24 +51,15 @@ def take_apart() -> Iterator[Callable[[], None]]:
     """
     if not hasattr(import_module("torch").library, "get_kernel"):
         return
-    yield _overridden("aten::scaled_dot_product_attention", _attention)
-    for name in _RECURRENT:
-        yield _overridden(name, _recurrent)
+    stand_ins = {"aten::scaled_dot_product_attention": _attention}
+    for name, stand_in in (stand_ins | dict.fromkeys(_RECURRENT, _recurrent)).items():
+        for op in ops_named(name):
+            yield override(op, _COMPOSITE, partial(stand_in, _positions(op)))
 
 
-def _overridden(name: str, stand_in: Callable[..., Any]) -> Callable[[], None]:
-    torch = import_module("torch")
-    (op,) = ops_named(name)
-    # One function serves all devices; only a runtime key, not the alias, can be asked for it.
-    original = torch.library.get_kernel(op, "CPU").call_boxed
-    library = torch.library.Library("aten", "IMPL")
-    positions = {argument.name: n for n, argument in enumerate(op._schema.arguments)}  # noqa: SLF001 - the schema has no public reader
-    kernel = partial(stand_in, original, positions)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that the op has an implementation
-        library.impl(name.partition("::")[2], kernel, _COMPOSITE, with_keyset=True)
-    held = [library]
-    return held.clear  # dropping the library takes its override back
+def _positions(op: Any) -> dict[str, int]:
+    arguments = op._schema.arguments  # noqa: SLF001 - the schema has no public reader
+    return {argument.name: position for position, argument in enumerate(arguments)}
 
 
 def _given(positions: dict[str, int], args: Any, kwargs: Any, name: str) -> Any:
@@ -77,20 +67,20 @@ def _given(positions: dict[str, int], args: Any, kwargs: Any, name: str) -> Any:
     return args[position] if position < len(args) else kwargs.get(name)
 
 
-def _attention(original: Any, positions: Any, keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _attention(positions: Any, original: Any, /, *args: Any, **kwargs: Any) -> Any:
     torch = import_module("torch")
     if args[0].device.type == "cpu" or not _given(positions, args, kwargs, "dropout_p"):
-        return original(keyset, *args, **kwargs)
+        return original(*args, **kwargs)
     return torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]  # noqa: SLF001 - an op of torch's
 
 
-def _recurrent(original: Any, positions: Any, keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _recurrent(positions: Any, original: Any, /, *args: Any, **kwargs: Any) -> Any:
     drops = _given(positions, args, kwargs, "dropout") and _given(positions, args, kwargs, "train")
     cudnn = import_module("torch").backends.cudnn
     if args[0].device.type == "cpu" or not drops or not cudnn.enabled:
-        return original(keyset, *args, **kwargs)
+        return original(*args, **kwargs)
     cudnn.enabled = False
     try:
-        return original(keyset, *args, **kwargs)
+        return original(*args, **kwargs)
     finally:
         cudnn.enabled = True

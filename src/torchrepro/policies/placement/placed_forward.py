@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 from importlib import import_module
 from inspect import signature
-from threading import RLock
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+from torchrepro.locks import fork_safe_lock
 from torchrepro.policies.effects import count
 from torchrepro.policies.placement.elsewhere import run_there
 
@@ -34,7 +34,7 @@ class PlacedForward:
         self.calls = 0
         self._module = ref(module)
         self._in_force = False
-        self._lock = RLock()  # while it runs, the module has other parameters than its own
+        self._lock = fork_safe_lock()  # while it runs, the module has other parameters than its own
         self._own: Any = _own_of(module)
         self._uncompiled = import_module("torch").compiler.disable(self._run)
 

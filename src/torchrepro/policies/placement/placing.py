@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import atexit
 import sys
-import threading
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from torchrepro.errors import ApplyError, Problem, near, some
+from torchrepro.locks import fork_safe_lock
 from torchrepro.policies.compiled import forget_compiled
 from torchrepro.policies.placement.device_words import absence, device_named
 from torchrepro.policies.placement.elsewhere import Place
@@ -70,7 +70,7 @@ class Placement:
 
     def __init__(self, patterns: Mapping[str, str]) -> None:
         self.patterns = dict(patterns)
-        self._lock = threading.RLock()
+        self._lock = fork_safe_lock()
         self._seen: WeakSet[Any] = WeakSet()
         self._models: WeakSet[Any] = WeakSet()
         self._placed: list[PlacedForward] = []
