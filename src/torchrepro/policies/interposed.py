@@ -47,6 +47,7 @@ _RUNTIME_KEYS = {"CompositeImplicitAutograd": "CPU", "Autograd": "AutogradCPU"}
 _lock = fork_safe_lock()
 _around: dict[Any, dict[Place, Callable[..., Any]]] = {}
 _libraries: dict[Any, Any] = {}  # op -> the torch.library.Library that holds its registration
+_names: set[str] = set()  # of these ops, and of custom ones that were defined anew since
 _overrides: dict[tuple[Any, str], _Override] = {}
 
 
@@ -60,7 +61,8 @@ def interpose(op: Any, place: Place, around: Callable[..., Any]) -> None:
         _around[op] = {**_around.get(op, {}), place: around}
         if op not in _libraries:
             walk = with_tensors(op, partial(_walk, op))
-            _libraries[op] = _registered(op, _KEY, partial(_through, op, walk))
+            _names.add(op.name())
+            _libraries[op] = _registered(op, _KEY, partial(_through, op, walk, _below()))
 
 
 def withdraw(op: Any, place: Place) -> None:
@@ -152,7 +154,7 @@ def has_kernel(op: Any, key: str) -> bool:
     Private (``_dispatch_has_kernel_for_dispatch_key``): torch offers no public way to ask. Where
     it is gone, a policy that asks fails, and its report says so.
     """
-    if key == _KEY and op in _libraries:
+    if key == _KEY and op.name() in _names:
         return False  # only ops without one are interposed
     c = import_module("torch")._C  # noqa: SLF001 - see above
     return bool(c._dispatch_has_kernel_for_dispatch_key(op.name(), key))  # noqa: SLF001
@@ -192,10 +194,8 @@ def random_ops() -> tuple[Any, ...]:
     return tuple(filter(can_be_interposed, seeded_ops()))
 
 
-def _through(op: Any, walk: Any, keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
-    if op not in _around:
-        return op.redispatch(keyset & _below(), *args, **kwargs)
-    return walk(partial(op.redispatch, keyset & _below()), *args, **kwargs)
+def _through(op: Any, walk: Any, below: Any, keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return walk(partial(op.redispatch, keyset & below), *args, **kwargs)
 
 
 def _walk(op: Any, proceed: Any, /, *args: Any, **kwargs: Any) -> Any:
