@@ -310,7 +310,8 @@ def stop_or_relaunch(plan: Plan, obstacle: str, *, by_itself: bool = False) -> s
         earlier = "a profile was applied before in this process" if _past else ""
         why = obstacle or earlier or obstacle_to_relaunch(insists=on_late == "relaunch")
         if not why:
-            relaunch(plan.variables)
+            # What is not late is set after the start as ever, and taken back after the job.
+            relaunch(plan.late_variables)
     if on_late == "relaunch_or_warn":
         return why
     raise LateError(lateness(plan, why), plan.report)

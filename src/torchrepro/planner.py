@@ -97,11 +97,18 @@ class Plan(Displayed):
     @property
     def variables(self) -> dict[str, str]:
         """The variables to set for a process that has not started, the user's own left alone."""
-        wanted = (Outcome.APPLIED, Outcome.TOO_LATE)
+        return self._variables(Outcome.APPLIED, Outcome.TOO_LATE)
+
+    @property
+    def late_variables(self) -> dict[str, str]:
+        """Those of them that this process is past."""
+        return self._variables(Outcome.TOO_LATE)
+
+    def _variables(self, *outcomes: Outcome) -> dict[str, str]:
         return {
             step.knob.variable: step.value
             for step in self.steps
-            if step.knob.variable and step.expected.outcome in wanted
+            if step.knob.variable and step.expected.outcome in outcomes
         }
 
     @property

@@ -218,3 +218,41 @@ def test_other_callbacks_are_under_the_profile(write, hydra_app, run_python):
     lines = [line for line in swept.stdout.splitlines() if "HYDRA" not in line]
     assert lines == seen + [line.replace("True", "False") for line in seen], swept.stderr
     assert "torchrepro.integrations" not in single.stderr + swept.stderr
+
+
+PICKLES = """
+import pickle, sys
+import hydra
+from hydra.core.hydra_config import HydraConfig
+
+@hydra.main(version_base=None, config_path=CONFIG_PATH, config_name=CONFIG_NAME)
+def main(config):
+    with open("config.pickle", "wb") as file:
+        pickle.dump(HydraConfig.instance().cfg, file)
+
+if __name__ == "__main__":
+    main()
+"""
+READS = """
+import pickle, sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torchrepro":
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Missing())
+with open("config.pickle", "rb") as file:
+    print(list(pickle.load(file).hydra.callbacks))
+"""
+
+
+def test_the_config_of_a_job_without_a_profile_is_read_anywhere(write, hydra_app, run_python):
+    """What an app pickles of a job that asked for no profile needs no torchrepro to be read."""
+    hydra_app(PICKLES, "hydra: {job: {chdir: false}}\n")
+    write({"read.py": READS})
+    pickled = run_python("app.py")
+    read = run_python("read.py")
+
+    assert pickled.returncode == 0, pickled.stderr
+    assert read.stdout.splitlines() == ["['torchrepro']"], read.stderr

@@ -21,7 +21,7 @@ def main(config):
     stream = torchrepro.stream("split").seed if config.get("repro") else None
     zeroed = not bool((torch.nn.functional.dropout(torch.ones(64)) == 0).any())
     said = {"seed": torch.initial_seed(), "drawn": drawn, "stream": stream, "zeroed": zeroed}
-    with open(f"job{config.job}.json", "w") as file:
+    with open(f"job{config.job}-{torch.initial_seed()}.json", "w") as file:
         json.dump(said, file)
 
 if __name__ == "__main__":
@@ -40,7 +40,7 @@ PLUGINS = {
 
 @pytest.fixture
 def sweep(hydra_app, run_python, tmp_path):
-    """Run a sweep under a launcher and return what each job wrote, by the name of the job."""
+    """Run a sweep under a launcher and return what each job wrote, by its name and seed."""
 
     def sweep(launcher, *overrides):
         hydra_app(APP, "job: 0\nhydra: {job: {chdir: false}}\n")
@@ -60,21 +60,24 @@ def test_every_job_of_a_sweep_has_its_own_seed_and_starts_clean(sweep, launcher)
     if launcher in PLUGINS and find_spec(PLUGINS[launcher]) is None:
         pytest.skip(f"{PLUGINS[launcher]} is not installed")
     swept = sweep(launcher, "+repro=seed-only", "repro.seed=1,2", "repro.dropout=zero", "job=1,2")
-    seeds = {name: job["seed"] for name, job in swept.items()}
-    again = sweep(launcher, "+repro=seed-only", "repro.seed=2", "job=3")
+    again = sweep(launcher, "+repro=seed-only", "repro.seed=2", "job=3")["job3-2"]
 
-    assert set(seeds) == {"job1", "job2"}
-    assert again["job3"]["drawn"] == swept["job2"]["drawn"]
-    assert again["job3"]["stream"] == swept["job2"]["stream"]
-    assert swept["job2"]["zeroed"]
-    assert not again["job3"]["zeroed"]
+    assert set(swept) == {"job1-1", "job1-2", "job2-1", "job2-2"}
+    assert swept["job1-1"]["drawn"] == swept["job2-1"]["drawn"]
+    for job in (swept["job1-2"], swept["job2-2"]):
+        assert again["drawn"] == job["drawn"] != swept["job1-1"]["drawn"]
+        assert again["stream"] == job["stream"] != swept["job1-1"]["stream"]
+    assert all(job["zeroed"] for job in swept.values())
+    assert not again["zeroed"]
 
 
 @pytest.mark.parametrize("launcher", ["basic"])
 def test_one_stream_is_swept_alone(sweep, launcher):
     """`repro.streams.split=1,2` changes that stream from job to job and nothing else."""
     swept = {
-        value: sweep(launcher, "+repro=seed-only", f"repro.streams.split={value}", "job=1")["job1"]
+        value: sweep(launcher, "+repro=seed-only", f"repro.streams.split={value}", "job=1")[
+            "job1-1234"
+        ]
         for value in (1, 2)
     }
 

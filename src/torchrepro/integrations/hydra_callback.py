@@ -12,12 +12,15 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
+from omegaconf import open_dict, read_write
 
 from torchrepro.applier import Applied, apply_resolved, stop_or_relaunch
 from torchrepro.errors import ApplyError, DriftError, TorchreproError, near, some
 from torchrepro.integrations.agreeing_run import agreeing_run
+from torchrepro.integrations.hydra_choice import CALLBACK
 from torchrepro.integrations.hydra_config import note_on_the_apps_own, resolved_profile
 from torchrepro.integrations.hydra_exit import note_callback
 from torchrepro.integrations.hydra_folder import hydra_folder
@@ -42,6 +45,11 @@ class ReproCallback(Callback):
     """Puts the profile of each job in force; does nothing without one."""
 
     _convert_: str = "object"  # Hydra makes an instance of this class from a config of its type
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Arrive in another process, where a launcher composes and runs jobs of a sweep."""
+        self.__dict__.update(state)
+        note_callback(sweeping=True)
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the profile, and relaunch if it asks for that: no work has been done yet.
@@ -70,6 +78,7 @@ class ReproCallback(Callback):
             resolved = resolved_profile(config)
             if resolved is None:
                 _leave_alone(config)
+                _forget_the_type(config)
                 return
             send_with(config, resolved)
             sys.stderr.writelines(f"torchrepro: note: {note}\n" for note in resolved.notes)
@@ -155,6 +164,18 @@ def _leave_alone(config: DictConfig) -> None:
     if note and note not in _notes:
         _notes.add(note)
         sys.stderr.write(f"torchrepro: note: {note}\n")
+
+
+def _forget_the_type(config: DictConfig) -> None:
+    """Leave a job without a profile configs that can be pickled for Pythons without torchrepro.
+
+    Hydra has made its callbacks already, and other callbacks may write the config to a file.
+    """
+    configs: tuple[Any, ...] = (config, HydraConfig.instance().cfg)
+    for each in filter(None, configs):
+        callbacks = each.hydra.callbacks
+        with read_write(callbacks), open_dict(callbacks):
+            callbacks[CALLBACK] = dict(callbacks[CALLBACK])
 
 
 def _take_back() -> None:
