@@ -11,6 +11,7 @@ import pytest
 
 from torchrepro.errors import ProfileError, TraceError
 from torchrepro.profile.load import resolve
+from torchrepro.trace.reading import read_run
 from torchrepro.verify.told import verification_json
 from torchrepro.verify.verifying import command_line, verify
 
@@ -61,6 +62,15 @@ def test_recording_without_a_profile_changes_nothing_else(training, tmp_path, mo
     for run in found.runs:
         recorded = Path(run.log).read_text(encoding="utf-8")
         assert json.loads(recorded) == json.loads(plain)
+
+
+def test_a_program_that_leaves_past_its_exit_handlers_is_recorded_to_its_end(training, tmp_path):
+    """`os._exit` leaves a whole trace behind, and in a forked child it does nothing to it."""
+    end = "torch.ones(2).sum()\nimport os; os.fork() and os.wait(); os._exit(0)\n"
+    found = verify(None, program(training, end), folder=tmp_path / "out")
+
+    assert found.same
+    assert all(not read_run(run.folder)[0].is_cut for run in found.runs)
 
 
 @pytest.mark.slow

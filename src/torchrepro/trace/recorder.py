@@ -5,8 +5,11 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
+import traceback
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from functools import wraps
+from typing import TYPE_CHECKING, NoReturn
 
 from torchrepro.errors import Problem, TraceError
 from torchrepro.locks import fork_safe_lock
@@ -86,6 +89,27 @@ def record_process(request: Request, refuse: Callable[[TraceError], None]) -> No
     recording.refuse = refuse
     _of_process.append(recording)
     atexit.register(recording.finish)
+    _finish_before_exit(recording)
+
+
+def _finish_before_exit(recording: Recording) -> None:
+    """Finish `recording` where the main thread of this process calls `os._exit`.
+
+    A program that ends by it, to get past the exit handlers of its libraries, has done all it
+    wanted to: its trace is whole. Called from another thread it ends a program that hangs.
+    """
+    leave, process = os._exit, os.getpid()
+
+    @wraps(leave)
+    def finish_and_leave(status: int) -> NoReturn:
+        if os.getpid() == process and threading.current_thread() is threading.main_thread():
+            try:
+                recording.finish()
+            except Exception:  # noqa: BLE001 - the program ends all the same
+                traceback.print_exc()
+        leave(status)
+
+    os._exit = finish_and_leave
 
 
 def _begin(request: Request) -> Recording:

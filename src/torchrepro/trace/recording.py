@@ -69,9 +69,16 @@ class Recording:
         self.finish()
 
     def finish(self) -> None:
-        """Write what is left, and that the trace is whole; for a process that ends."""
+        """Write what is left, and that the trace is whole; for a process that ends.
+
+        Writes nothing the second time, nor in a child that was forked.
+        """
+        if self.ended:
+            return
         self.level.abandon()
         self.ended = True
+        if self._failed:
+            return
         if self.tape.taken or self.tape.moved or self._losses:
             self._write_step((), finished=False)
         self._say_what_was_in_vain()
