@@ -6,6 +6,8 @@ first used, so that a profile can still set what is fixed while torch loads.
 PYTEST_DONT_REWRITE: under `torchrepro run` it is there before pytest, which would warn about that.
 """
 
+from torchrepro.forks import loading as _loading
+
 TYPE_CHECKING = False  # type checkers know the name; importing typing would cost 5 ms
 
 if TYPE_CHECKING:
@@ -123,13 +125,14 @@ def _loaded(module: str) -> object:
     import gc
     from importlib import import_module
 
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        return import_module(module)
-    finally:
-        if collecting:
-            gc.enable()
+    with _loading:
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            return import_module(module)
+        finally:
+            if collecting:
+                gc.enable()
 
 
 def __dir__() -> list[str]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import ApplyError, LateError
+from torchrepro.forks import applying
 from torchrepro.guard.door import behind, by_a_profile, drift_of, hold_to, last_look
 from torchrepro.knobs.knob import Missing, unfrozen
 from torchrepro.planner import (
@@ -46,12 +46,6 @@ if TYPE_CHECKING:
     from torchrepro.report import Drift
     from torchrepro.seeding.calls import SeedingCall
 
-_lock = threading.RLock()
-if hasattr(os, "register_at_fork"):
-    # A fork waits until no other thread is applying: a child never begins with half a profile.
-    os.register_at_fork(
-        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
-    )
 _in_force: list[Applied] = []
 _past: list[bool] = []  # non-empty once a profile was applied: a relaunch would lose work
 
@@ -115,7 +109,7 @@ class Applied:
         Every knob is put back even if one of them raises; that error is raised at the end, and so
         is `DriftError` where knobs have drifted under `guard: error`.
         """
-        with _lock, unfrozen(), ExitStack() as all_scopes:
+        with applying, unfrozen(), ExitStack() as all_scopes:
             scopes = _in_force[_in_force.index(self) :] if self.active else []
             all_scopes.callback(last_look(scopes))
             for scope in scopes:  # outermost first: the stack unwinds the other way round
@@ -271,12 +265,13 @@ def apply(profile: Any, overrides: Sequence[str] = ()) -> Applied:
     then as it was before. With `on_late: relaunch` the first call may replace the process; with
     `relaunch_or_warn` it never does.
     """
-    return apply_resolved(resolve(profile, overrides), "")
+    with applying:  # the profile is read by modules that are imported only then
+        return apply_resolved(resolve(profile, overrides), "")
 
 
 def apply_resolved(resolved: Resolved, obstacle: str) -> Applied:
     """Put `resolved` in force, as `apply` does; `obstacle` says why it may not relaunch, if so."""
-    with _lock:
+    with applying:
         applied = begin(resolved, obstacle)
         applied.carry_out(applied.plan.steps)
         return applied
