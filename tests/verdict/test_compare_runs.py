@@ -172,14 +172,16 @@ def test_nothing_recorded_is_not_the_same(tmp_path: Path, left: int, right: int)
 
 def test_steps_that_one_recording_left_out_are_said(tmp_path: Path) -> None:
     """A recording of some steps is compared with those of a whole one, which a note says."""
-    whole, part = write(tmp_path / "whole", _run(5)), tmp_path / "part"
-    write(part, _run(5)[3:], first=3)
+    whole = write(tmp_path / "whole", _run(5))
+    end = write(tmp_path / "end", _run(5)[3:], first=3)
+    beginning = write(tmp_path / "beginning", _run(2), {"steps": (0, 1)})
 
-    verdict = compare(whole, part)
+    for part, first in ((end, 0), (beginning, 2)):
+        verdict = compare(whole, part)
 
-    assert verdict.same
-    assert verdict.compared.steps == 2
-    assert verdict.notes == ("3 steps are recorded in A only, from step 0 on",)
+        assert verdict.same
+        assert verdict.compared.steps == 2
+        assert verdict.notes == (f"3 steps are recorded in A only, from step {first} on",)
 
 
 def test_a_divergence_comes_with_advice(tmp_path: Path) -> None:

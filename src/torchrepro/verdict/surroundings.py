@@ -72,10 +72,11 @@ def notes(pair: Pair) -> Iterator[str]:
         (pair.right, pair.left, pair.names[1]),
     ):
         steps = [step for step in mine.steps if step not in theirs.steps]
-        before = [step for step in steps if theirs.steps and step < max(theirs.steps)]
-        if before:
-            steps_are = f"{counted(len(before), 'step')} {are(len(before))}"
-            yield f"{steps_are} recorded in {name} only, from step {before[0]} on"
+        asked, last = theirs.meta.get("steps"), max(theirs.steps, default=0)
+        left_out = [step for step in steps if step < last or (asked and step > asked[1])]
+        if left_out:
+            steps_are = f"{counted(len(left_out), 'step')} {are(len(left_out))}"
+            yield f"{steps_are} recorded in {name} only, from step {left_out[0]} on"
     streams = Streams(pair)
     parted = next((step for step in pair.steps if streams.unequal(step)), None)
     if parted is not None:
