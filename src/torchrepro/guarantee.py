@@ -127,11 +127,18 @@ def _lack(need: Need, row: Row | None, drift: Drift | None, beside: Beside) -> s
     if drift is not None:
         change = f"{name} was {shown(drift.was)}, is {shown(drift.now)}"
         return "" if _meets(need, drift.now) else change
-    if row is None:
-        return _lack_beside(need, name, beside)
+    return _lack_beside(need, name, beside) if row is None else _lack_here(need, name, row)
+
+
+def _lack_here(need: Need, name: str, row: Row) -> str:
+    """Return why what the profile came to does not meet `need`, or an empty string."""
     match row.outcome:
+        case Outcome.UNCHANGED if row.unverified:
+            return f"{name} is unverified: {row.why}; start with `torchrepro run`"
         case Outcome.APPLIED | Outcome.UNCHANGED:
             return "" if _meets(need, row.after) else f"{name} is {shown(row.after)}"
+        case Outcome.TOO_LATE if _meets(need, row.after):
+            return f"{name} is set and not in effect: {row.why}"
         case Outcome.TOO_LATE:
             return f"{name} is late: start with `torchrepro run`, or set `on_late: relaunch`"
         case Outcome.UNSUPPORTED if need.if_there:
@@ -144,7 +151,8 @@ def _lack_beside(need: Need, name: str, beside: Beside) -> str:
     """Return why a process does not meet `need` by itself, or an empty string."""
     if need.calls:
         given = beside.seeded or not beside.calls.isdisjoint(need.calls)
-        return "" if given else "neither the profile nor the program has given a seed"
+        who = "neither the profile nor, since it is in force, the program"
+        return "" if given else f"{who} has given a seed"
     if need.knob in beside.missing:
         return "" if need.if_there else f"{name}: {beside.missing[need.knob]}"
     now = beside.readings.get(need.knob)

@@ -104,7 +104,7 @@ def _carry_out(module: str) -> None:
 
         announced = applied.report
         announce(announced)
-        atexit.register(_tell_of_the_end, announced)
+        atexit.register(_tell_of_the_end, announced, os.getpid())
 
 
 def _record_if_asked() -> None:
@@ -117,7 +117,9 @@ def _record_if_asked() -> None:
         record_process(request, _end)
 
 
-def _tell_of_the_end(announced: Report) -> None:
+def _tell_of_the_end(announced: Report, process: int) -> None:
+    if os.getpid() != process:
+        return  # a copy of the process, of whose end nobody asked
     from torchrepro.tables import announce_effects, announce_end
 
     report = _applied().report

@@ -143,6 +143,19 @@ def test_an_inner_profile_decides_while_it_is_in_force(step: Callable[[], Any]) 
     assert [(drift.was, drift.now) for drift in caught.value.drift] == [(False, True)]
 
 
+def test_a_profile_that_puts_right_what_had_drifted_does_not_hide_it() -> None:
+    """What had drifted before another profile was put in force stays in the report of the first."""
+    with torchrepro.apply("debug-strict", ["guard=none"]) as outer:
+        torch.use_deterministic_algorithms(False)
+        with torchrepro.apply("debug-strict", ["guard=none"]) as inner:
+            before = inner.report
+        torch.use_deterministic_algorithms(True)
+
+    assert before.drift == ()
+    assert "backends.torch.deterministic_algorithms" in {drift.knob for drift in outer.report.drift}
+    assert "in force" not in outer.report.summary
+
+
 def test_what_torch_ties_together_is_no_drift_of_the_outer_profile(step: Callable[[], Any]) -> None:
     """A profile may move more than it names: that is its doing and nobody's drift."""
     with guarded("error", "backends.cudnn.deterministic=true") as outer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,20 @@ def test_late_lowers_a_guarantee_in_name() -> None:
     assert report.guarantee.held == "seeded"
     assert "the order of sets" in report.summary
     assert "\n" not in report.summary
+
+
+def test_what_nobody_can_verify_lowers_a_guarantee_in_name() -> None:
+    """A variable that may have come too late is no more held than one that did, and says so."""
+    kinds = frozenset(("cuda", "several"))
+    for need in (need for need in NEEDS if need.met_by and need.knob.startswith("env.")):
+        value = next(v for v in ("0", "1", ":4096:8", "Ring", "true") if need.met_by(v))
+        row = Row(need.knob, Outcome.UNCHANGED, after=value, why="latched")
+        for guarantee in need.guarantees:
+            beside = Beside(kinds | set(need.kinds), seeded=True)
+            told = judge(guarantee, [row], (), beside)
+            untold = judge(guarantee, [replace(row, unverified=True)], (), beside)
+
+            assert knobs(untold) - knobs(told) == {need.knob}
 
 
 def test_what_a_process_holds_by_itself_counts_as_it_is_read() -> None:

@@ -78,3 +78,18 @@ def test_under_run_the_last_line_and_the_manifest_say_so(manifest_of, under):
     assert "is in force" in headline
     assert "in force" not in last
     assert stderr.count("at the end") == 1
+
+
+def test_a_copy_of_a_run_says_nothing_of_the_end(under):
+    """A forked child that does with its flags what it likes and exits is no end of the run."""
+    code = (
+        "import os, sys, torch\n"
+        "if os.fork() == 0:\n"
+        "    torch.use_deterministic_algorithms(False)\n"
+        "    sys.exit(0)\n"
+        "os.wait()"
+    )
+    ended = under("debug-strict", "-c", code)
+
+    assert ended.returncode == 0
+    assert "at the end" not in ended.stderr

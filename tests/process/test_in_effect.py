@@ -203,3 +203,16 @@ def test_inductor_imported_in_a_job_starts_the_next_one_afresh(write, run_python
     tasks = [line for line in result.stdout.splitlines() if line.startswith("task")]
 
     assert tasks == ["task True True", "task True False", "task False True", "task False False"]
+
+
+def test_a_variable_that_is_ignored_lowers_the_guarantee_with_the_reason_of_its_row(answer_of):
+    """A seed of hashes that is exported and ignored is not called one that came too late."""
+    code = (
+        "import json, torchrepro; "
+        "report = torchrepro.apply('debug-strict').report; "
+        "print(json.dumps([report['env.PYTHONHASHSEED'].why, report.guarantee.to_json()]))"
+    )
+    why, guarantee = answer_of("-E", "-c", code, env={"PYTHONHASHSEED": "0"})
+    told = {each["knob"]: each["why"] for each in guarantee["lowered"]}
+
+    assert why in told["env.PYTHONHASHSEED"]

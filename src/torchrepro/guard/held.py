@@ -96,7 +96,9 @@ def by_a_profile() -> Iterator[Callable[[], tuple[Knob, ...]]]:
     """Yield a function that tells which knobs that are held were moved within the block so far.
 
     Putting a profile in force may move more than it names: torch ties some of its flags together.
+    It may also put right what has drifted until now, which is therefore read before.
     """
+    look(guards)
     before = [(each.knob, reading(each.knob)) for each, _ in _watched]
     yield lambda: tuple(knob for knob, value in before if reading(knob) != value)
 

@@ -148,7 +148,12 @@ def protect(resolved: Resolved) -> None:
             applied = apply_resolved(resolved, "")
             applied.refuse = _exit
             _announce(applied)
-            atexit.register(_tell_of_the_end, applied, applied.report)
+            atexit.register(_tell_at_exit, os.getpid(), applied, applied.report)
+
+
+def _tell_at_exit(process: int, applied: Applied, announced: Report) -> None:
+    if os.getpid() == process:
+        _tell_of_the_end(applied, announced)
 
 
 def _tell_of_the_end(applied: Applied, announced: Report) -> None:
