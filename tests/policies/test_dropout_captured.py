@@ -191,6 +191,7 @@ def test_code_captured_in_force_does_not_drop(how: str, function: Function) -> N
         assert is_without(CAPTURES[how](function), FUNCTIONS[function])
 
 
+@pytest.mark.filterwarnings("error:Dynamo does not know")
 @pytest.mark.parametrize("how", ["scripted", "compiled, eager", "compiled, aot_eager"])
 def test_a_captured_model_drops_before_and_after_and_not_in_between(how: str) -> None:
     """A model with a dropout module and a recurrent one is zeroed wherever it was captured."""

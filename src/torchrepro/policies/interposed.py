@@ -128,8 +128,28 @@ def _kernel(op: Any, key: str) -> Callable[..., Any] | None:
     return kernel
 
 
+_OF_DYNAMO = ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
+
+
+@cache
+def _keep_from_dynamo() -> None:
+    """Have torch.compile run what only hands calls on, and not trace it.
+
+    Private (``set_code_exec_strategy``): the public ways import torch._dynamo, which takes a
+    second. Where it is gone, Dynamo may warn that it cannot trace the kernel at the end.
+    """
+    frames = import_module("torch")._C._dynamo.eval_frame  # noqa: SLF001 - see above
+    if not all(hasattr(frames, name) for name in _OF_DYNAMO):
+        return
+    action = frames._FrameAction  # noqa: SLF001 - see above
+    this_frame_alone = frames._FrameExecStrategy(action.SKIP, action.DEFAULT)  # noqa: SLF001 - see above
+    for function in (_Override.__call__, _through, _walk):
+        frames.set_code_exec_strategy(function.__code__, this_frame_alone)
+
+
 def _registered(op: Any, key: str, kernel: Callable[..., Any]) -> Any:
     """Register `kernel`, which takes a keyset first, and return the library that holds it."""
+    _keep_from_dynamo()
     namespace, _, name = op.name().partition("::")
     library = import_module("torch").library.Library(namespace, "IMPL")
     with warnings.catch_warnings():
