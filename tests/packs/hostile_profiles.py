@@ -271,9 +271,7 @@ ENTRY_POINTS = {
         named="team/creds",
         files={"/acme_pack-1.0.dist-info/direct_url.json": EDITED},
     ),
-    "a pack called with": named(
-        GROUP + "with = acme_pack\n", "unknown profile", named="with/bad", under_hydra=UNKNOWN
-    ),
+    "a pack called with": named(GROUP + "with = acme_pack\n", "unknown profile", named="with/bad"),
     "a pack called ..": named(GROUP + "../team = acme_pack\n", "unknown", under_hydra=UNKNOWN),
     "half a million packs": named(
         GROUP + "team = acme_pack\n" + "".join(f"k{n} = acme_pack\n" for n in range(500_000)),

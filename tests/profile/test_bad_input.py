@@ -61,7 +61,7 @@ OVERRIDES = {  # what the override says, words of the message
     "a free target": ("env_extra._target_=evil.touch", ()),
 }
 HYDRAS_OWN = {  # requests that Hydra itself refuses before it asks for a profile
-    "an unknown profile": (["+repro=debug-strikt"], "debug-strict"),
+    "an unknown profile": (["+repro=nothing-like-it"], "nothing-like-it"),
     "two values": (["+repro=seed-only", "repro.seed=1,2"], "repro.seed=1,2"),
     "a bracket left open": (["+repro=seed-only", "repro.seed=["], "'['"),
     "two values for the profile": (["+repro=seed-only,train-fast"], "seed-only,train-fast"),
@@ -175,6 +175,13 @@ def test_hydra_refuses_a_bad_override(hydra_app, marker, case):
     ended = hydra_app("+repro=seed-only", f"++repro.{override}")
 
     _was_refused(ended, 3, (f"override ++repro.{override}", *words))
+    assert not marker.exists()
+
+
+@pytest.mark.slow
+def test_hydra_refuses_a_mistyped_profile(hydra_app, marker):
+    """A name that is nearly a profile's ends with status 3 and the near match; no task runs."""
+    _was_refused(hydra_app("+repro=debug-strikt"), 3, ("did you mean: debug-strict",))
     assert not marker.exists()
 
 

@@ -26,11 +26,16 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from torchrepro.errors import ProfileError
 from torchrepro.integrations.hydra_callback import ReproCallback
 from torchrepro.integrations.hydra_choice import CALLBACK, GROUP, chosen
-from torchrepro.integrations.hydra_exit import asked_on_the_command_line, note_composed
+from torchrepro.integrations.hydra_exit import (
+    asked_by_name,
+    asked_on_the_command_line,
+    note_composed,
+)
 from torchrepro.integrations.hydra_wish import (
     Standing,
     close_name,
     files_called,
+    is_plainly_own,
     standing_of_file,
     values_in,
 )
@@ -202,13 +207,22 @@ class ReproConfigSource(ConfigSource):
         Then Hydra composes it as it does any other config of the app. What lies elsewhere, in a
         pack say, is read as data all the same.
         """
-        if ".." in name or (is_name(name) and any(one.file(name) for one in folders_for(name))):
+        if ".." in name or self._is_in_a_pack(name):
             return False
         own = [folder for folder in self._folders() if folder.origin.startswith(_APPS_OWN)]
         for file in files_called(name, own):
+            if name in asked_by_name():
+                return is_plainly_own(file)
             return standing_of_file(file, own) is not Standing.WISH
         stored = ConfigStore.instance().get_type(f"{GROUP}/{name.removesuffix('.yaml')}.yaml")
         return stored is ObjectType.CONFIG
+
+    @staticmethod
+    def _is_in_a_pack(name: str) -> bool:
+        try:
+            return is_name(name) and any(folder.file(name) for folder in folders_for(name))
+        except ProfileError:
+            return True  # a pack that is not whole: `load_config` says so
 
     def _values(self, name: str) -> dict[str, Any]:
         """Return the values of a profile with the pieces that are known so far, or of a piece."""

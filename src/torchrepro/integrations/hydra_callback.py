@@ -22,7 +22,7 @@ from torchrepro.errors import ApplyError, DriftError, TorchreproError, near, som
 from torchrepro.integrations.agreeing_run import agreeing_run
 from torchrepro.integrations.hydra_choice import CALLBACK
 from torchrepro.integrations.hydra_config import note_on_the_apps_own, resolved_profile
-from torchrepro.integrations.hydra_exit import note_callback
+from torchrepro.integrations.hydra_exit import note_callback, note_launched, words_that_ask
 from torchrepro.integrations.hydra_folder import hydra_folder
 from torchrepro.integrations.hydra_rerun import send_with
 from torchrepro.manifest.contents import FILE, manifest, write_manifest
@@ -46,8 +46,13 @@ class ReproCallback(Callback):
 
     _convert_: str = "object"  # Hydra makes an instance of this class from a config of its type
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Take along what was asked for: a launcher's processes have other command lines."""
+        return {**self.__dict__, "words": words_that_ask()}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Arrive in another process, where a launcher composes and runs jobs of a sweep."""
+        note_launched(state.pop("words"))
         self.__dict__.update(state)
         note_callback(sweeping=True)
 

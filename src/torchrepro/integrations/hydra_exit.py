@@ -19,6 +19,7 @@ from torchrepro.integrations.hydra_choice import GROUP
 from torchrepro.process import inherited
 
 _ASKED = re.compile(rf"\+{GROUP}(/\w+)?(@[^=]*)?=.")
+_SEPARATORS = re.compile(r"[\s,()\[\]'\"]+")
 _TODO = {
     "compose": f"call torchrepro.apply(config.{GROUP}) before the program's first random number",
     "main": "let Hydra call torchrepro's callback: this app, or a ~hydra.callbacks on the command "
@@ -34,6 +35,9 @@ class _Waiting:
     composer: str = ""
     sweeping: bool = False
     """Our callback has seen the start of the sweep whose jobs are composed now."""
+
+    words_of_the_launcher: list[str] | None = None
+    """In a process of a launcher, whose command line is its own: the words of the sweep's."""
 
     watched_by: int = 0
     """The process that says at its end what is left."""
@@ -68,9 +72,27 @@ def note_callback(*, sweeping: bool = False) -> None:
     _waiting.sweeping = sweeping
 
 
+def words_that_ask() -> list[str]:
+    """Return the words of the command line with which whoever started this asked for a profile."""
+    if _waiting.words_of_the_launcher is not None:
+        return _waiting.words_of_the_launcher
+    return [word for word in sys.argv[1:] if _ASKED.match(word)]
+
+
+def note_launched(words: list[str]) -> None:
+    """Note that a launcher runs jobs of a sweep here, which was started with `words` that ask."""
+    _waiting.words_of_the_launcher = words
+
+
 def asked_on_the_command_line() -> bool:
     """Whether whoever started this program asked for a profile."""
-    return any(_ASKED.match(word) for word in sys.argv[1:])
+    return bool(words_that_ask())
+
+
+def asked_by_name() -> frozenset[str]:
+    """Return the names after ``+repro=`` and ``+repro/with=``, those of a sweep included."""
+    values = (word.partition("=")[2] for word in words_that_ask())
+    return frozenset(name for value in values for name in _SEPARATORS.split(value) if name)
 
 
 def _composer() -> str:

@@ -36,6 +36,10 @@ _EVERYBODYS = ("name", "description", "seed")
 """Keys of a profile that say nothing: any experiment has them."""
 
 
+_HYDRAS = ("defaults", "hydra")
+"""Keys with which a file that Hydra composes reaches beyond its group."""
+
+
 class Standing(Enum):
     """What a mapping is, as far as it tells."""
 
@@ -70,6 +74,22 @@ def standing_of_file(path: Path, folders: Sequence[Folder]) -> Standing:
     A file that is no mapping is a wish: it is then refused with its line, and never runs.
     """
     return _of_file(path, folders, ())
+
+
+def is_plainly_own(path: Path) -> bool:
+    """Whether the file `path`, which somebody named in ``+repro=``, can be no profile.
+
+    Who names it there asks for a profile, unless it holds keys that nobody would write in one.
+    """
+    values = values_in(path)
+    if not isinstance(values, Mapping) or not values.keys() - set(_EVERYBODYS):
+        return False
+    return all(
+        _fits(key, value)
+        if key in _EVERYBODYS
+        else not (str(key).startswith("_") or key in _HYDRAS or _meant_deep(str(key)))
+        for key, value in values.items()
+    )
 
 
 def files_called(name: str, folders: Iterable[Folder]) -> list[Path]:
@@ -133,6 +153,11 @@ def _fields() -> dict[str, frozenset[str]]:
 def _meant(key: str) -> str:
     """Return the key of a profile, or the name of a setting, that `key` is or nearly is."""
     return key if key in _fields() or _is_a_setting(key) else near(key, _fields(), CLOSE)
+
+
+def _meant_deep(key: str) -> str:
+    """Return the key or the setting that `key` is or nearly is, also without its section."""
+    return _meant(key) or near(key, {name.rpartition(".")[2] for name in knobs_by_name()}, CLOSE)
 
 
 def _is_a_setting(key: str) -> bool:

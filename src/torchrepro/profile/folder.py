@@ -111,9 +111,9 @@ def _inside(folder: Path) -> Iterator[Path]:
             found = sorted(islice(entries, left), key=lambda entry: entry.name)
             left -= len(found)
             for entry in found:
-                if not entry.is_dir(follow_symlinks=False):
+                if entry.is_file():  # no pipe, no device, no link that leads nowhere
                     yield Path(entry.path)
-                elif depth < DEEPEST:
+                elif entry.is_dir(follow_symlinks=False) and depth < DEEPEST:
                     folders.append((Path(entry.path), depth + 1))
 
 
