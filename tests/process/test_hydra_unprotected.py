@@ -68,6 +68,25 @@ def test_no_job_of_a_sweep_is_unprotected(little, write, config):
     ), result.stderr
 
 
+def test_a_job_of_a_sweep_may_compose_for_itself(write, run_python):
+    """What one job of a sweep composes stops none of the jobs after it."""
+    app = """
+import hydra, torch
+
+@hydra.main(version_base=None, config_path="conf", config_name="config")
+def main(config):
+    inner = hydra.compose("config", overrides=["size=9"])
+    print("task", torch.initial_seed(), config.size, inner.size)
+
+main()
+"""
+    write({"conf/config.yaml": "defaults: [{repro: seed-only}, _self_]\nsize: 0\n"})
+    result = run_python(write({"app.py": app}), "-m", "size=1,2")
+    tasks = [line for line in result.stdout.splitlines() if line.startswith("task")]
+
+    assert (result.returncode, tasks) == (0, ["task 1234 1 9", "task 1234 2 9"]), result.stderr
+
+
 def test_a_sweep_without_the_callback_is_refused(little):
     """A sweep of profiles whose callback was taken away stops before its first job."""
     result = little("-m", "+repro=debug-strict,seed-only", *WITHOUT_CALLBACK)

@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 from torchrepro.applier import was_applied
 from torchrepro.errors import ApplyError
 from torchrepro.guard.ending import LastWord
-from torchrepro.integrations.hydra_choice import GROUP
+from torchrepro.integrations.hydra_choice import CALLBACK, GROUP
 from torchrepro.process import inherited
 
 _ASKED = re.compile(rf"\+{GROUP}(/\w+)?(@[^=]*)?=.")
 _SEPARATORS = re.compile(r"[\s,()\[\]'\"]+")
 _TODO = {
     "compose": f"call torchrepro.apply(config.{GROUP}) before the program's first random number",
-    "main": "let Hydra call torchrepro's callback: this app, or a ~hydra.callbacks on the command "
-    "line, takes it away",
+    "main": f"let Hydra call torchrepro's callback: this app, or a ~hydra.callbacks.{CALLBACK} on "
+    "the command line, takes it away",
 }
 
 
@@ -57,7 +57,8 @@ def note_composed(name: str) -> None:
             sys.stderr.write(f"torchrepro: {_said([name], 'main')}\n")
             raise SystemExit(ApplyError.exit_status)
         return  # its job may run in another process, where the callback takes it
-    _waiting.sweeping = False
+    if composer == "main":  # another program begins; a job of a sweep may compose for itself
+        _waiting.sweeping = False
     _waiting.composer = composer
     if name not in _waiting.names:
         _waiting.names.append(name)
