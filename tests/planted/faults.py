@@ -21,6 +21,13 @@ def one_ulp(tensor: torch.Tensor) -> None:
     flat[5] = np.nextafter(flat[5], np.float32(np.inf))
 
 
+def one_ulp_of_the_smallest(tensor: torch.Tensor) -> None:
+    """Move the element nearest to zero, whose ulp is lost in any sum, to the next float."""
+    flat = tensor.detach().numpy().reshape(-1)
+    nearest = np.abs(flat).argmin()
+    flat[nearest] = np.nextafter(flat[nearest], np.float32(np.inf))
+
+
 def halved(tensor: torch.Tensor) -> None:
     """Halve one element, without an op."""
     tensor.detach().numpy().reshape(-1)[5] /= 2

@@ -22,6 +22,7 @@ from .faults import (
     in_memory,
     kernel,
     one_ulp,
+    one_ulp_of_the_smallest,
     permuted,
     swapped_rows,
     zero_of_another_sign,
@@ -123,7 +124,7 @@ TABLE = (
     Row(
         "a weight one ulp off, which the forward pass rounds away",
         transformer(),
-        in_memory(_weight, 6, one_ulp),
+        in_memory(_weight, 6, one_ulp_of_the_smallest),
         *(6, "optimizer", "", "aten::_foreach_mul_.Scalar", "AdamW", Kind.INPUT),
         what="other than torch has changed it",
     ),

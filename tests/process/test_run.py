@@ -215,7 +215,7 @@ def test_only_a_seed_is_loaded_for_a_program_without_torch(run_python, under):
     more = {*last(under("debug-strict", "-c", source))} - {*last(run_python("-c", source))}
 
     assert {name for name in more if name.startswith("torchrepro")} == {
-        *("torchrepro", "torchrepro.imports", "torchrepro.started")
+        *("torchrepro", "torchrepro.forks", "torchrepro.imports", "torchrepro.started")
     }
     assert len(more) <= 10
 
