@@ -95,8 +95,12 @@ def _script_out_of_reach() -> bool:
     return bool(named) and not any(Path(word).exists() for word in named)
 
 
-def _script_on_stdin() -> bool:
-    return sys.argv[:1] in ([""], ["-"]) or not sys.orig_argv[1:]
+def _script_read_once() -> bool:
+    """Whether the script came from where it can be read only once: `- < FILE`, `<(COMMAND)`."""
+    if sys.argv[:1] in ([""], ["-"]) or not sys.orig_argv[1:]:
+        return True
+    script = Path(getattr(sys.modules.get("__main__"), "__file__", None) or os.devnull)
+    return script.is_fifo() or script.is_socket()
 
 
 def _another_program() -> bool:
@@ -229,7 +233,7 @@ OBSTACLES = (
     Obstacle(_in_pytest, "it runs under pytest", always=True),
     Obstacle(_interactive, "it is interactive or a notebook", always=True),
     Obstacle(_is_worker, "it is a worker of another process", always=True),
-    Obstacle(_script_on_stdin, "its script came on standard input", always=True),
+    Obstacle(_script_read_once, "its script came on standard input or by a pipe", always=True),
     Obstacle(
         _script_out_of_reach,
         "it has left the folder in which its script was named",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -174,6 +175,17 @@ def test_no_relaunch_of_a_script_on_standard_input(run_python, starts):
         assert "LateError" in result.stderr
         assert "standard input" in result.stderr
     assert starts() == 2
+
+
+def test_no_relaunch_of_a_script_from_a_pipe(write, execute, starts):
+    """A script that came by a pipe is read once: a Hydra run goes on, and its task runs."""
+    write({"app.py": APP})
+    shell = f"exec {sys.executable} <(cat app.py) +repro=debug-strict hydra.run.dir=out"
+    result = execute("bash", "-c", shell)
+
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("task ")
+    assert starts() == 1
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
