@@ -124,9 +124,11 @@ if sys.argv.pop() == "without":
 warnings.simplefilter("ignore")
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
 from omegaconf import OmegaConf
 
+Plugins.instance()  # some register their configs as they are imported, which happens once
 NONE = (None, None)
 exec(Path("shapes.py").read_text())
 found = {}
