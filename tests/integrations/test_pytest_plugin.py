@@ -221,5 +221,6 @@ def test_without_a_profile_the_plugin_imports_nothing(pytester):
 
     result = pytester.run(sys.executable, "-c", code, timeout=TIMEOUT)
 
-    loaded = "torchrepro torchrepro.integrations torchrepro.integrations.pytest_plugin"
+    plugin = "torchrepro.integrations torchrepro.integrations.pytest_plugin"
+    loaded = f"torchrepro torchrepro.forks {plugin}"
     assert result.outlines == [f"loaded {loaded}"]

@@ -247,7 +247,8 @@ import torch, torchrepro
 def world():
     cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
     flags = cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32, mkldnn.deterministic
-    return flags, [getattr(each, "fp32_precision", None) for each in (cudnn.conv, cudnn.rnn)]
+    parts = [getattr(cudnn, name, None) for name in ("conv", "rnn")]  # since torch 2.9
+    return flags, [getattr(part, "fp32_precision", None) for part in parts]
 before = world()
 scope = torchrepro.apply("debug-strict")
 inside = world()

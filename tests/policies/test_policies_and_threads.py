@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 THREADS = """
 import sys, threading, torch, torchrepro
@@ -63,6 +64,8 @@ def _python(code: str) -> subprocess.CompletedProcess[str]:
 )
 def test_threads_that_run_ops_meanwhile_go_on(name: str, applying: int) -> None:
     """Threads that draw and drop run on while policies come and go, from one thread or from six."""
+    if "dropout" in name and not hasattr(torch.library, "get_kernel"):
+        pytest.skip("this torch cannot hand a call on: what it documents may crash")
     done = _python(f"PROFILE, APPLYING = {PROFILES[name]!r}, {applying}\n{THREADS}")
 
     assert done.returncode == 0, done.stderr[-2000:]

@@ -99,6 +99,7 @@ def _take_back(op: Any, key: str, stand_in: Callable[..., Any]) -> None:
         kept.stand_ins.remove(stand_in)
         if kept.original is None and not kept.stand_ins:
             del _overrides[op, key]
+            kept.library = None  # dropping the library takes its registration back
 
 
 @dataclass(eq=False)
