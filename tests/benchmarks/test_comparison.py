@@ -23,18 +23,26 @@ from torchrepro.trace.store import FORMAT, StepRow, Store
 pytestmark = pytest.mark.benchmark
 
 STEPS, OPS, MODULES = 1000, 1000, 100
-SECONDS, MEGABYTES = 3.0, 500
+READS, MEGABYTES = 4, 500
+"""What a comparison may take: times a plain read of both traces, and memory."""
 
 CHILD = """
-import json, re, sys, time
-began = time.perf_counter()
+import json, re, sqlite3, sys, time
 from torchrepro.verdict.comparing import compare
+began = time.process_time()
+for path in sys.argv[1:3]:
+    cursor = sqlite3.connect(f"{path}/rank0.sqlite").execute("select * from record")
+    while cursor.fetchmany(1000):
+        pass
+read = time.process_time() - began
+began = time.process_time()
 verdict = compare(*sys.argv[1:3])
-took = time.perf_counter() - began
+took = time.process_time() - began
 peak = int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
 first = verdict.first and [verdict.first.step, verdict.first.op]
 later = verdict.propagated + verdict.independent
-print(json.dumps([took, peak, verdict.same, first, later, verdict.compared.ops, len(verdict.map)]))
+compared = [verdict.compared.ops, len(verdict.map)]
+print(json.dumps([took, read, peak, verdict.same, first, later, *compared]))
 """
 
 Row = tuple[int, int, int, bytes, bytes]
@@ -103,19 +111,20 @@ def _measured(left: Path, right: Path) -> list[Any]:
     return result
 
 
-def _fastest(left: Path, right: Path) -> list[Any]:
-    """Return the fastest of up to three comparisons: what else a machine does only adds time."""
+def _nearest(left: Path, right: Path) -> list[Any]:
+    """Return the quickest of up to three comparisons: what else a machine does only adds time."""
     best = _measured(left, right)
     for _ in range(2):
-        if best[0] > SECONDS:
-            best = min(best, _measured(left, right), key=lambda measured: measured[0])
+        if best[0] > READS * best[1]:
+            best = min(best, _measured(left, right), key=lambda found: found[0] / found[1])
     return best
 
 
-def test_a_million_ops_are_compared_in_three_seconds_and_500_megabytes(tmp_path: Path) -> None:
-    """Whether two runs are the same, part at once, or take turns in another order in every step.
+def test_a_million_ops_are_compared_in_four_reads_and_500_megabytes(tmp_path: Path) -> None:
+    """Whether two runs are the same, differ at once, or take turns in another order in every step.
 
-    A program that never ends a step takes no more memory, though perhaps more time.
+    The checks of both traces are part of it. A program that never ends a step takes no more
+    memory, though perhaps more time.
     """
     left = _write(tmp_path / "left", _same)
     rows = []
@@ -126,8 +135,8 @@ def test_a_million_ops_are_compared_in_three_seconds_and_500_megabytes(tmp_path:
         ("an op more in every step, and all differs", _an_op_more, False, [0, "aten::op7"]),
     ):
         right = _write(tmp_path / "right", change)
-        took, peak, *found = _fastest(left, right)
-        rows.append((name, f"{took:.2f} s", f"{peak:.0f} MB", took, peak))
+        took, read, peak, *found = _nearest(left, right)
+        rows.append((name, f"{took:.2f} s", f"{took / read:.1f}", f"{peak:.0f} MB"))
         (right / "rank0.sqlite").unlink()
         right.rmdir()
 
@@ -137,16 +146,17 @@ def test_a_million_ops_are_compared_in_three_seconds_and_500_megabytes(tmp_path:
         for path in (left, right):
             (path / "rank0.sqlite").unlink(missing_ok=True)
         _write(left, _same, steps=1)
-        took, peak, *found = _measured(left, _write(right, change, steps=1))
-        rows.append((f"a single step: {name}", f"{took:.2f} s", f"{peak:.0f} MB", took, peak))
+        took, read, peak, *found = _measured(left, _write(right, change, steps=1))
+        title = f"a single step: {name}"
+        rows.append((title, f"{took:.2f} s", f"{took / read:.1f}", f"{peak:.0f} MB"))
 
         assert found[0] is False
         assert found[3] == STEPS * OPS
-    shown = [row[:3] for row in rows]
-    print(f"\n{as_text('two traces of 1,000,000 ops', table(('', 'time', 'peak memory'), shown))}")
+    columns = ("", "processor time", "plain reads", "peak memory")
+    print(f"\n{as_text('two traces of 1,000,000 ops', table(columns, rows))}")
 
-    assert all(peak <= MEGABYTES for *_, peak in rows)
-    assert all(took <= SECONDS for *_, took, _ in rows[:3])
+    assert all(float(peak.split()[0]) <= MEGABYTES for *_, peak in rows)
+    assert all(float(ratio) <= READS for *_, ratio, _ in rows[:3])
 
 
 def test_opening_a_trace_takes_little_longer_than_reading_it(tmp_path: Path) -> None:
