@@ -22,7 +22,8 @@ print(json.dumps([
     random.random(), numpy.random.rand(), torch.rand(1).item(), torch.initial_seed(),
     torch.are_deterministic_algorithms_enabled(), torch.get_num_threads(), hash("word"),
     torch.backends.mkldnn.deterministic, torch.utils.deterministic.fill_uninitialized_memory,
-    sys.path, sys.argv, sys.flags.hash_randomization,
+    [each for each in sys.path if not each.startswith("/tmp/tmp")],  # torch 2.6 makes one
+    sys.argv, sys.flags.hash_randomization,
     {k: v for k, v in os.environ.items() if k not in ("TORCHREPRO_RECORD", "PYTHONPATH")},
 ]))
 """

@@ -120,7 +120,8 @@ def _parallel_info() -> str:
 
 
 def _capability() -> str:
-    return str(Calls("torch.backends.cpu", "get_cpu_capability", "get_cpu_capability").read())
+    found = str(Calls("torch.backends.cpu", "get_cpu_capability", "get_cpu_capability").read())
+    return {"NO AVX": "DEFAULT"}.get(found, found)  # as older torch calls it
 
 
 def of_npu(getter: str, means: Callable[[str], Any], words: str) -> Effect:
