@@ -60,7 +60,9 @@ def read_world() -> dict[str, Any]:
         try:
             state[knob.name] = knob.access.read()
         except Missing as missing:
-            state[knob.name] = f"missing: {missing}"
+            # An option that inductor lacks is known to be missing once inductor is loaded.
+            unset = os.environ.get(knob.variable) if knob.variable else f"missing: {missing}"
+            state[knob.name] = unset
     for name, read in _other_names().items():
         try:
             state[name] = read()
