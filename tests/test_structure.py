@@ -13,7 +13,9 @@ import torchrepro
 PACKAGE = Path(torchrepro.__file__).parent
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
 LAYERS = (  # from the bottom upward; a module imports only from its own layer or one below
-    ("errors", "hidden", "forks", "locks"),
+    ("hidden", "forks", "locks"),
+    ("messages",),
+    ("errors",),
     ("imports", "callers"),
     ("policies", "seeding"),
     ("knobs",),

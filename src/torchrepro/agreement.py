@@ -14,9 +14,10 @@ from functools import wraps
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torchrepro.errors import ApplyError, shown
+from torchrepro.errors import ApplyError
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.collective_rows import ORDER_OF_SUMS
+from torchrepro.messages import shown
 from torchrepro.report import Outcome
 from torchrepro.seeding import seed_plan
 from torchrepro.seeding.mesh import seed_as_this_rank

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import shown
+from torchrepro.messages import shown
 from torchrepro.profile.needs import NEEDS, WEAKER, Need
 from torchrepro.report import Outcome
 

@@ -12,9 +12,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchrepro.errors import ApplyError, Problem, ProfileError, TraceError
+from torchrepro.errors import ApplyError, ProfileError, TraceError
 from torchrepro.hidden import secret_values
 from torchrepro.manifest.command_line import shareable
+from torchrepro.messages import Problem
 from torchrepro.planner import Plan, make_plan, observe, refusal
 from torchrepro.process import PROFILE, interpreter_line, outer_run
 

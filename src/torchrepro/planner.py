@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.display import Displayed
-from torchrepro.errors import shown, some
 from torchrepro.guarantee import Beside, judge, needs_beside
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.knob import Knob, Missing, Scope
+from torchrepro.messages import shown, some
 from torchrepro.process import closed_doors, inherited, present_kinds, set_before_start
 from torchrepro.profile.load import resolve
 from torchrepro.report import STOPPING, Drift, Outcome, Report, Row

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.display import Displayed
-from torchrepro.errors import Problem, near, shown, some
+from torchrepro.messages import Problem, near, shown, some
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

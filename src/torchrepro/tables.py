@@ -9,8 +9,8 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import printable, shown, some
 from torchrepro.knobs.catalogue import knobs_by_name
+from torchrepro.messages import printable, shown, some
 from torchrepro.report import Outcome
 
 _state = random.getstate()  # rich draws from the global generator while it is imported

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import torchrepro
-from torchrepro.errors import printable
+from torchrepro.messages import printable
 from torchrepro.profile.compose import compose
 from torchrepro.profile.composition import NOT_INHERITED, flatten
 from torchrepro.profile.folder import SHIPPED

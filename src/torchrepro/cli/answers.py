@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from torchrepro.errors import Problem, TraceError
+from torchrepro.errors import TraceError
+from torchrepro.messages import Problem
 
 if TYPE_CHECKING:
     from torchrepro.verdict.ladder import Rung

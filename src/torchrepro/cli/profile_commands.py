@@ -17,7 +17,8 @@ from torchrepro.cli.app import (
     print_json,
     resolved_profile,
 )
-from torchrepro.errors import Problem, ProfileError, shown
+from torchrepro.errors import ProfileError
+from torchrepro.messages import Problem, shown
 from torchrepro.profile.resolved import plain
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from torchrepro.cli.app import (
     resolved_profile,
 )
 from torchrepro.cli.lock_commands import locked_profile
-from torchrepro.errors import Problem, ProfileError, TraceError
+from torchrepro.errors import ProfileError, TraceError
+from torchrepro.messages import Problem
 from torchrepro.trace.request import VARIABLE, Request
 
 if TYPE_CHECKING:

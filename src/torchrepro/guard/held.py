@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torchrepro.errors import shown
 from torchrepro.guard.expected import HOLDS, Expected, Written, reading
 from torchrepro.guard.writers import watch_writers, writing_place
+from torchrepro.messages import shown
 from torchrepro.report import Drift
 from torchrepro.seeding.streams import present_worker
 

@@ -18,7 +18,7 @@ from hydra.types import RunMode
 from omegaconf import open_dict, read_write
 
 from torchrepro.applier import Applied, apply_resolved, stop_or_relaunch
-from torchrepro.errors import ApplyError, DriftError, TorchreproError, near, some
+from torchrepro.errors import ApplyError, DriftError, TorchreproError
 from torchrepro.integrations.agreeing_run import agreeing_run
 from torchrepro.integrations.hydra_choice import CALLBACK
 from torchrepro.integrations.hydra_config import note_on_the_apps_own, resolved_profile
@@ -26,6 +26,7 @@ from torchrepro.integrations.hydra_exit import note_callback, note_launched, wor
 from torchrepro.integrations.hydra_folder import hydra_folder
 from torchrepro.integrations.hydra_rerun import send_with
 from torchrepro.manifest.contents import FILE, manifest, write_manifest
+from torchrepro.messages import near, some
 from torchrepro.planner import plan
 from torchrepro.process import inherited
 from torchrepro.seeding.ranks import world

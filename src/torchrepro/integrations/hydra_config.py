@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from torchrepro.errors import Problem, ProfileError, shown, some
+from torchrepro.errors import ProfileError
 from torchrepro.integrations.hydra_choice import CALLBACK, GROUP, chosen
 from torchrepro.integrations.hydra_wish import Standing, close_name, mistyped, standing_of
+from torchrepro.messages import Problem, shown, some
 from torchrepro.profile.composition import EXTRA, NOT_INHERITED, Composition, flatten
 from torchrepro.profile.load import from_mapping, validate
 from torchrepro.profile.origin import Origin

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import yaml
 
-from torchrepro.errors import near
 from torchrepro.knobs.catalogue import knobs_by_name, other_names
+from torchrepro.messages import near
 from torchrepro.profile.folder import is_name, piece_named
 from torchrepro.profile.packs import folders_for, search_path
 

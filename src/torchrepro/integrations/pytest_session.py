@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from torchrepro.applier import Applied, apply_resolved
-from torchrepro.errors import Problem, ProfileError, TorchreproError, shown
+from torchrepro.errors import ProfileError, TorchreproError
 from torchrepro.integrations.agreeing_run import agreeing_run
 from torchrepro.integrations.early_imports import imported_early
 from torchrepro.manifest.command_line import shareable
 from torchrepro.manifest.contents import secrets_here
+from torchrepro.messages import Problem, shown
 from torchrepro.process import inherited
 from torchrepro.profile.load import resolve
 from torchrepro.report import Outcome

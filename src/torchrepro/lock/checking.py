@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import Problem, ProfileError
+from torchrepro.errors import ProfileError
 from torchrepro.imports import import_torch
 from torchrepro.lock.described import Described, of_contents
 from torchrepro.lock.differing import Comparison, Difference, NotCompared, compare
@@ -16,6 +16,7 @@ from torchrepro.lock.writing import plan_of_a_run
 from torchrepro.manifest.contents import common_contents
 from torchrepro.manifest.hardware import hardware
 from torchrepro.manifest.versions import software
+from torchrepro.messages import Problem
 from torchrepro.profile.load import resolve
 
 if TYPE_CHECKING:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import Problem, ProfileError, some
+from torchrepro.errors import ProfileError
 from torchrepro.lock.whole import read_whole
 from torchrepro.manifest.contents import FILE
+from torchrepro.messages import Problem, some
 from torchrepro.profile.composition import flatten
 from torchrepro.profile.load import resolve
 from torchrepro.profile.resolved import plain

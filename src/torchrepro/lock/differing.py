@@ -6,13 +6,14 @@ import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import Problem, ProfileError, shown
+from torchrepro.errors import ProfileError
 from torchrepro.hidden import HIDDEN
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
 from torchrepro.knobs.variable import variable
 from torchrepro.lock.described import ABSENT_IS_UNSET, Described
 from torchrepro.lock.ranks import ORDER, Rank, rank_of
 from torchrepro.manifest.rows import UNKNOWN
+from torchrepro.messages import Problem, shown
 from torchrepro.profile.composition import NOT_INHERITED
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torchrepro.errors import Problem, ProfileError
+from torchrepro.errors import ProfileError
+from torchrepro.messages import Problem
 from torchrepro.profile.folder import SUFFIXES
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import printable, shown, some
 from torchrepro.lock.ranks import HELD, HELD_STRICTLY, Rank
+from torchrepro.messages import printable, shown, some
 from torchrepro.tables import table
 
 if TYPE_CHECKING:

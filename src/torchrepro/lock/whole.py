@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import Problem, ProfileError, some
+from torchrepro.errors import ProfileError
 from torchrepro.hidden import HIDDEN
 from torchrepro.manifest.reading import read_contents
+from torchrepro.messages import Problem, some
 from torchrepro.profile.resolved import Resolved
 
 if TYPE_CHECKING:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchrepro.errors import ApplyError, Problem, ProfileError
+from torchrepro.errors import ApplyError, ProfileError
 from torchrepro.hidden import without_secrets
 from torchrepro.imports import import_torch
 from torchrepro.lock.naming import from_its_lock
 from torchrepro.manifest.contents import as_text, common_contents, secrets_here
 from torchrepro.manifest.reading import KINDS, read_contents
+from torchrepro.messages import Problem
 from torchrepro.planner import Plan, make_plan, observe, refusal
 from torchrepro.profile.load import resolve
 from torchrepro.profile.overrides import key_of

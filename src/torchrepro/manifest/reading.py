@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import Problem, ProfileError
+from torchrepro.errors import ProfileError
 from torchrepro.manifest.contents import FORMAT
+from torchrepro.messages import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

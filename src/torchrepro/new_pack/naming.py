@@ -8,7 +8,8 @@ from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from torchrepro.errors import Problem, ProfileError, shown
+from torchrepro.errors import ProfileError
+from torchrepro.messages import Problem, shown
 from torchrepro.profile.declared import ENTRY_POINTS
 from torchrepro.profile.folder import PIECES
 from torchrepro.profile.packs import DISTRIBUTION

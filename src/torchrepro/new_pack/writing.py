@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchrepro.errors import Problem, ProfileError
+from torchrepro.errors import ProfileError
+from torchrepro.messages import Problem
 from torchrepro.new_pack.naming import PackName, pack_name
 from torchrepro.profile.folder import SUFFIXES
 

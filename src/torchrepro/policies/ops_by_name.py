@@ -9,7 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import Problem, ProfileError, near
+from torchrepro.errors import ProfileError
+from torchrepro.messages import Problem, near
 from torchrepro.policies.interposed import can_be_interposed, op_names
 
 if TYPE_CHECKING:

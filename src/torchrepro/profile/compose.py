@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from torchrepro.errors import Problem, ProfileError, shown
+from torchrepro.errors import ProfileError
+from torchrepro.messages import Problem, shown
 from torchrepro.profile.composition import NOT_INHERITED, Composition, flatten
 from torchrepro.profile.document import Document, read_document
 from torchrepro.profile.find import find

@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from torchrepro.errors import Problem, ProfileError, near, shown
+from torchrepro.errors import ProfileError
 from torchrepro.knobs.allowed_rows import ALLOWED
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.refused import refusal
+from torchrepro.messages import Problem, near, shown
 from torchrepro.profile.composition import EXTRA
 
 if TYPE_CHECKING:

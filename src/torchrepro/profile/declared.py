@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchrepro.errors import printable
+from torchrepro.messages import printable
 from torchrepro.profile.folder import PIECES, is_name
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from torchrepro.errors import Problem, ProfileError, shown
+from torchrepro.errors import ProfileError
+from torchrepro.messages import Problem, shown
 from torchrepro.profile.plain_text import (
     refuse_characters,
     refuse_instructions,

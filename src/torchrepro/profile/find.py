@@ -6,7 +6,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchrepro.errors import Problem, ProfileError, near, shown, some
+from torchrepro.errors import ProfileError
+from torchrepro.messages import Problem, near, shown, some
 from torchrepro.profile.folder import SUFFIXES, Folder, Found, is_name
 from torchrepro.profile.packs import (
     VARIABLE,

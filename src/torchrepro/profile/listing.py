@@ -12,7 +12,7 @@ from torchrepro.profile.origin import versioned
 from torchrepro.profile.packs import incomplete_packs, search_path
 
 if TYPE_CHECKING:
-    from torchrepro.errors import Problem
+    from torchrepro.messages import Problem
     from torchrepro.profile.folder import Folder
 
 NOTHING = "-"

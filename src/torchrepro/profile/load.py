@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import Problem, ProfileError
+from torchrepro.errors import ProfileError
+from torchrepro.messages import Problem
 from torchrepro.profile.compose import compose, compose_document, compose_resolved
 from torchrepro.profile.composition import EXTRA
 from torchrepro.profile.document import Document

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import Problem, ProfileError, shown
+from torchrepro.errors import ProfileError
 from torchrepro.knobs.catalogue import knobs_by_name, other_names
 from torchrepro.knobs.legal import SchemaVersion
+from torchrepro.messages import Problem, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

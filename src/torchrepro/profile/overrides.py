@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torchrepro.errors import Problem, ProfileError
+from torchrepro.errors import ProfileError
+from torchrepro.messages import Problem
 from torchrepro.profile.document import MAX_DEPTH
 from torchrepro.profile.plain_text import refuse_instructions, refuse_interpolation
 

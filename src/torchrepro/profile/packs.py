@@ -14,7 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchrepro.errors import Problem, ProfileError
+from torchrepro.errors import ProfileError
+from torchrepro.messages import Problem
 from torchrepro.profile.declared import MOST, Declared, declared
 from torchrepro.profile.folder import PIECES, SHIPPED, Folder
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from torchrepro.errors import Problem, ProfileError, shown
+from torchrepro.errors import ProfileError
+from torchrepro.messages import Problem, shown
 
 MAX_TEXT = 4096  # characters of one key or value
 

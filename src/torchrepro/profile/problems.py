@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, get_args
 
-from torchrepro.errors import Problem, near, shown, some
 from torchrepro.knobs.allowed_rows import ALLOWED
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name, other_names
 from torchrepro.knobs.refused import refusal
+from torchrepro.messages import Problem, near, shown, some
 from torchrepro.profile.folder import PIECES
 from torchrepro.profile.schema import Profile
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion
 
-from torchrepro.errors import Problem, ProfileError, shown
+from torchrepro.errors import ProfileError
 from torchrepro.imports import installed_version
+from torchrepro.messages import Problem, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.callers import package, place
-from torchrepro.errors import shown
+from torchrepro.messages import shown
 from torchrepro.policies.effects import count
 from torchrepro.seeding.streams import present_worker
 

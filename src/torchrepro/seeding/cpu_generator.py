@@ -11,8 +11,9 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import Problem, SeedingError
+from torchrepro.errors import SeedingError
 from torchrepro.locks import fork_safe_lock
+from torchrepro.messages import Problem
 
 if TYPE_CHECKING:
     import torch

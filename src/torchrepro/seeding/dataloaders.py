@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import Problem, SeedingError, shown
+from torchrepro.errors import SeedingError
+from torchrepro.messages import Problem, shown
 from torchrepro.seeding import loader_hook, loader_register, seed_plan
 from torchrepro.seeding.loading import ExplicitLoading
 from torchrepro.seeding.streams import judged_name

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from torchrepro.errors import Problem, SeedingError
+from torchrepro.errors import SeedingError
+from torchrepro.messages import Problem
 from torchrepro.seeding.generators import HostState, host_state, seed_host
 
 if TYPE_CHECKING:

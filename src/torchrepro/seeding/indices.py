@@ -6,7 +6,8 @@ from collections import Counter
 from operator import index as as_index
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import Problem, SeedingError, shown
+from torchrepro.errors import SeedingError
+from torchrepro.messages import Problem, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import Problem, SeedingError, shown
+from torchrepro.errors import SeedingError
 from torchrepro.imports import AfterImport
+from torchrepro.messages import Problem, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrepro.errors import Problem, SeedingError, near, shown
+from torchrepro.errors import SeedingError
+from torchrepro.messages import Problem, near, shown
 
 POLICIES = ("distinct", "same")
 RankPolicy = str | Mapping[str, str] | None

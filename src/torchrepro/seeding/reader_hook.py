@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import Problem, SeedingError
+from torchrepro.errors import SeedingError
+from torchrepro.messages import Problem
 from torchrepro.seeding import fetching
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torchrepro.errors import Problem, SeedingError, shown
+from torchrepro.errors import SeedingError
+from torchrepro.messages import Problem, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable

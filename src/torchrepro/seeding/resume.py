@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zipfile import BadZipFile, ZipFile
 
-from torchrepro.errors import Problem, SeedingError, shown, some
+from torchrepro.errors import SeedingError
+from torchrepro.messages import Problem, shown, some
 from torchrepro.seeding import loader_register
 from torchrepro.seeding.dataloaders import advice, knows_epochs, set_epoch, yields_items
 from torchrepro.seeding.ranks import world

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchrepro.errors import Problem, SeedingError
+from torchrepro.errors import SeedingError
+from torchrepro.messages import Problem
 from torchrepro.seeding.ranks import Mesh, RankPolicy, coordinate
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import Problem, SeedingError, shown, some
+from torchrepro.errors import SeedingError
+from torchrepro.messages import Problem, shown, some
 from torchrepro.seeding import devices, loader_register, seed_plan
 from torchrepro.seeding.generators import global_state
 from torchrepro.seeding.ranks import world

@@ -14,7 +14,8 @@ from hashlib import blake2b, shake_256
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import Problem, SeedingError, shown
+from torchrepro.errors import SeedingError
+from torchrepro.messages import Problem, shown
 from torchrepro.seeding import cpu_generator, seed_plan
 from torchrepro.seeding.whole import whole
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from operator import index
 from typing import Any
 
-from torchrepro.errors import Problem, SeedingError, shown
+from torchrepro.errors import SeedingError
+from torchrepro.messages import Problem, shown
 
 LARGEST = 2**63 - 1
 

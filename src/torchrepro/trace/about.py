@@ -7,11 +7,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.applier import in_force
-from torchrepro.errors import shown
 from torchrepro.hidden import cleaner
 from torchrepro.manifest.contents import secrets_here
 from torchrepro.manifest.hardware import hardware
 from torchrepro.manifest.versions import software
+from torchrepro.messages import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchrepro.errors import Problem, TraceError
+from torchrepro.errors import TraceError
+from torchrepro.messages import Problem
 from torchrepro.seeding import devices
 from torchrepro.seeding.ranks import world
 from torchrepro.trace.about import Redaction

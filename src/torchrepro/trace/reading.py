@@ -9,7 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import Problem, TraceError
+from torchrepro.errors import TraceError
+from torchrepro.messages import Problem
 from torchrepro.trace.checking import (
     check_records,
     check_tables,

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, NoReturn
 
-from torchrepro.errors import Problem, TraceError
+from torchrepro.errors import TraceError
 from torchrepro.locks import fork_safe_lock
+from torchrepro.messages import Problem
 from torchrepro.trace.request import Request
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
-from torchrepro.errors import Problem, TraceError
+from torchrepro.errors import TraceError
+from torchrepro.messages import Problem
 from torchrepro.trace import passes
 from torchrepro.trace.about import about_this_process
 from torchrepro.trace.frames import ModuleNames, place_of_user, source_of

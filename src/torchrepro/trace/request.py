@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import Problem, TraceError, near
+from torchrepro.errors import TraceError
+from torchrepro.messages import Problem, near
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from torchrepro.errors import Problem, TraceError
+from torchrepro.errors import TraceError
+from torchrepro.messages import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

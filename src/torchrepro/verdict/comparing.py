@@ -10,7 +10,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from torchrepro.errors import Problem, TraceError
+from torchrepro.errors import TraceError
+from torchrepro.messages import Problem
 from torchrepro.trace.reading import read_run
 from torchrepro.trace.request import LEVELS
 from torchrepro.verdict.asked import asked_of

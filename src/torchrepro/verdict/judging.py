@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from operator import and_, eq, ne, or_
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torchrepro.errors import Problem, TraceError
+from torchrepro.errors import TraceError
+from torchrepro.messages import Problem
 from torchrepro.verdict.digests import FIELDS, Digests, at_step
 from torchrepro.verdict.explaining import described, divergence
 from torchrepro.verdict.history import seen

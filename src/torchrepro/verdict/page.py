@@ -8,7 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import printable
+from torchrepro.messages import printable
 from torchrepro.verdict import words
 from torchrepro.verdict.agreement_map import agreement_map
 from torchrepro.verdict.loss_curves import chart

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from torchrepro.errors import printable, shown
+from torchrepro.messages import printable, shown
 from torchrepro.tables import listing
 from torchrepro.verdict import words
 from torchrepro.verdict.value import Kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 from linecache import getline
 from typing import TYPE_CHECKING
 
-from torchrepro.errors import printable
+from torchrepro.messages import printable
 from torchrepro.trace.reading import UNINITIALISED
 from torchrepro.verdict.value import Kind
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 from shlex import join
 from typing import TYPE_CHECKING
 
-from torchrepro.errors import ApplyError, Problem, TorchreproError, TraceError, printable
+from torchrepro.errors import ApplyError, TorchreproError, TraceError
 from torchrepro.manifest.command_line import shareable, shell_line
 from torchrepro.manifest.contents import secrets_here
+from torchrepro.messages import Problem, printable
 from torchrepro.trace.reading import read_run
 from torchrepro.verdict.causes import advice
 from torchrepro.verdict.value import Compared, Divergence, Kind, Verdict

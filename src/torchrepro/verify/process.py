@@ -10,7 +10,8 @@ import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from torchrepro.errors import Problem, ProfileError
+from torchrepro.errors import ProfileError
+from torchrepro.messages import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

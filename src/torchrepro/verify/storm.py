@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchrepro.errors import Problem, ProfileError, near
+from torchrepro.errors import ProfileError
+from torchrepro.messages import Problem, near
 from torchrepro.verify.perturbation import PERTURBATIONS
 from torchrepro.verify.surroundings import Surroundings, together
 from torchrepro.verify.value import Stressed

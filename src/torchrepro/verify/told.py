@@ -6,7 +6,7 @@ from dataclasses import asdict
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import printable, some
+from torchrepro.messages import printable, some
 from torchrepro.verdict.as_json import verdict_json
 from torchrepro.verdict.told import verdict_parts
 from torchrepro.verdict.words import counted

@@ -6,10 +6,11 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import Problem, ProfileError
+from torchrepro.errors import ProfileError
 from torchrepro.hidden import HIDDEN, sounds_secret, without_secrets
 from torchrepro.manifest.command_line import shareable, shell_line
 from torchrepro.manifest.contents import secrets_here
+from torchrepro.messages import Problem
 from torchrepro.profile.load import resolve
 from torchrepro.trace.reading import read_run
 from torchrepro.trace.request import Request

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.applier import in_force
-from torchrepro.errors import Problem, TorchreproError, near, shown
+from torchrepro.errors import TorchreproError
 from torchrepro.integrations.destinations.entry import Destination, Entry
 from torchrepro.integrations.destinations.to_folder import FOLDER, HYDRA
 from torchrepro.integrations.destinations.to_mlflow import MLFLOW
 from torchrepro.integrations.destinations.to_tensorboard import TENSORBOARD
 from torchrepro.integrations.destinations.to_wandb import WANDB
+from torchrepro.messages import Problem, near, shown
 from torchrepro.started import in_force_now
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-from torchrepro.errors import Problem, ProfileError, near
+from torchrepro.errors import ProfileError
 from torchrepro.locks import fork_safe_lock
+from torchrepro.messages import Problem, near
 from torchrepro.policies.effects import Effect, tell_also
 from torchrepro.policies.fallback import acts as done
 from torchrepro.policies.fallback.nondeterministic_ops import OPS

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import Problem, ProfileError, near
+from torchrepro.errors import ProfileError
 from torchrepro.locks import fork_safe_lock
+from torchrepro.messages import Problem, near
 from torchrepro.policies.ops_by_name import overloads_named
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from torchrepro.errors import near, some
+from torchrepro.messages import near, some
 
 
 def devices_here() -> tuple[str, ...]:

@@ -15,8 +15,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from torchrepro.errors import ApplyError, Problem, near, some
+from torchrepro.errors import ApplyError
 from torchrepro.locks import fork_safe_lock
+from torchrepro.messages import Problem, near, some
 from torchrepro.policies.compiled import forget_compiled
 from torchrepro.policies.placement.device_words import absence, device_named
 from torchrepro.policies.placement.elsewhere import Place

@@ -1,0 +1,100 @@
+"""The parts that a message is built from: what is wrong, a near match, a value on one line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+WIDE = 80  # characters of a value that a message shows
+MANY = 12  # above this a list of legal names helps nobody without a near match
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with a request, and all that a reader needs to mend it."""
+
+    what: str
+    """The rule that is broken, in words."""
+
+    where: str = ""
+    """``file:line``, the override, or the argument that holds the value."""
+
+    key: str = ""
+    """The dotted key of the profile."""
+
+    found: str = ""
+    """The value found, as the user wrote it."""
+
+    legal: str = ""
+    """What would be legal."""
+
+    near: str = ""
+    """A legal value close to the one found."""
+
+    todo: str = ""
+    """What to do about it."""
+
+    def __str__(self) -> str:
+        from torchrepro.hidden import HIDDEN, sounds_secret
+
+        where, found = self.where, self.found
+        if sounds_secret(self.key.rpartition(".")[2]):
+            where, found = where.partition("=")[0], found and HIDDEN
+        subject = f"{self.key} = {found}" if self.key and found else self.key or found
+        if where.startswith("override "):  # the override already shows key and value
+            subject = ""
+        head = printable(": ".join(part for part in (where, subject) if part))
+        what = "\n".join(map(printable, self.what.split("\n")))
+        lines = [f"{head}: {what}" if head else what]
+        for label, text in (
+            ("did you mean", self.near),
+            ("legal", self.legal),
+            ("to do", self.todo),
+        ):
+            if text:
+                lines.append(f"    {label}: {printable(text)}")
+        return "\n".join(lines)
+
+
+def near(word: str, words: Iterable[str], alike: float = 0.6) -> str:
+    """Return the entry of `words` closest to `word`, or an empty string if none is so `alike`."""
+    pool = list(words)
+    folded = {entry.casefold(): entry for entry in pool}
+    found = get_close_matches(word.casefold(), list(folded), n=1, cutoff=alike)
+    return folded[found[0]] if found else ""
+
+
+def some(words: Iterable[str]) -> str:
+    """Return `words` as one line, cut after the first dozen."""
+    pool = list(words)
+    rest = len(pool) - MANY
+    return ", ".join(pool[:MANY]) + (f", ... ({rest} more)" if rest > 0 else "")
+
+
+def shown(value: Any) -> str:
+    """Return `value` as a reader of YAML would write it, cut to a line."""
+    text = {None: "null", True: "true", False: "false"}.get(value) if _plain(value) else None
+    if text is None:
+        text = value if isinstance(value, str) else _written(value)
+    text = printable(text) or "''"
+    return text if len(text) <= WIDE else text[: WIDE - 3] + "..."
+
+
+def printable(text: str) -> str:
+    """Return `text` with every control character escaped: a file must not steer a terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def _written(value: Any) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # Python writes no integer of more than some thousand digits
+        return "a number of thousands of digits"
+
+
+def _plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
