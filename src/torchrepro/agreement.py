@@ -138,7 +138,7 @@ def in_force(report: Report) -> dict[str, str]:
     found = {}
     for row in report:
         knob = knobs_by_name().get(row.knob)
-        if knob is not None and knob.key == "seed":
+        if knob is not None and knob.per_rank:
             continue
         set_here = row.outcome in (Outcome.APPLIED, Outcome.UNCHANGED)
         found[row.knob] = shown(row.after) if set_here else str(row.outcome)

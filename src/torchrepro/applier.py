@@ -204,7 +204,7 @@ class Applied:
         if row.outcome is Outcome.UNCHANGED and knob.variable:
             return row  # the user's own: it is theirs to take away, as Hydra's `env_set` does
         saved = access.save()
-        if knob.holds(value) and knob.key != "seed":
+        if knob.holds(value) and not knob.moves_on:
             self._undo.callback(access.restore, saved)
             planned = step.expected
             if planned.outcome is Outcome.APPLIED and planned.before is not None:
@@ -218,7 +218,7 @@ class Applied:
             access.write(value)
         except BaseException:
             # Some of torch's setters assign first and refuse afterwards.
-            if knob.key == "seed" or access.read() != before:
+            if knob.moves_on or access.read() != before:
                 with unfrozen():
                     access.restore(saved)
             raise

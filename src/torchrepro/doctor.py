@@ -121,7 +121,7 @@ def _too_late(patient: Patient) -> Iterator[Finding]:
 
 def _not_acted_on(patient: Patient) -> Iterator[Finding]:
     for step in patient.plan.steps:
-        if step.knob.target == "policy" and step.expected.outcome is Outcome.UNSUPPORTED:
+        if step.knob.warn_if_unsupported and step.expected.outcome is Outcome.UNSUPPORTED:
             yield Finding(f"{step.knob.name}: {step.expected.why}")
 
 

@@ -242,7 +242,7 @@ def aside(knob: Knob) -> str:
         reached = other_threads_in_torch()
         return f"it reaches threads that run torch now: {some(reached)}" if reached else ""
     torch = sys.modules.get("torch")
-    if knob.target in ("cuda", "cudnn") and torch is not None and not torch.version.cuda:
+    if knob.cuda_only and torch is not None and not torch.version.cuda:
         return "" if torch.version.hip else "this torch is not built for CUDA: nothing reads it"
     return ""
 
@@ -275,7 +275,7 @@ def _expected(knob: Knob, value: Any, facts: Facts) -> Row:
         return conflict
     if not reading.known:
         return replace(row, why=f"{knob.library} is not loaded yet")
-    if knob.key == "seed":
+    if knob.moves_on:
         return row  # a generator has moved on since it was seeded: seeding again is never idle
     row = replace(row, why=aside(knob))
     return replace(row, outcome=Outcome.UNCHANGED, before=value) if reading.holds else row

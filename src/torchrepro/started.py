@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from torchrepro.planner import Step
     from torchrepro.report import Report
 
-_OWN_MODULE = {"random": "python", "numpy.random": "numpy"}  # module -> target of its knobs
-_MODULES = (*_OWN_MODULE, "torch")  # with torch comes everything else
-SEED_PLAN = "seed plan"  # target of the knobs that are torchrepro's own state
+_MODULES = ("random", "numpy.random", "torch")  # with torch comes all but their two seeds
+_BEFORE_ALL = ""  # the knobs on which all seeds depend wait for no module
 _NOT_IN_FORCE = 3
 _BY_RANK = "by rank"  # the seed is this process's own to work out, from the whole profile
 _state: dict[str, Any] = {}
@@ -80,7 +79,7 @@ def _when_imported(module: str) -> None:
 def _seed_alone(module: str) -> bool:
     """Give `module` the seed that `run` handed over, if that is all there is to do until torch."""
     number = os.environ.get("TORCHREPRO_SEED", _BY_RANK)
-    if module not in _OWN_MODULE or number == _BY_RANK or "applied" in _state:
+    if module == "torch" or number == _BY_RANK or "applied" in _state:
         return False
     if number:
         sys.modules[module].seed(int(number))
@@ -128,15 +127,7 @@ def _tell_of_the_end(announced: Report, process: int) -> None:
 
 
 def _steps_for(module: str, steps: Sequence[Step]) -> list[Step]:
-    target = _OWN_MODULE.get(module)
-    if target is not None:
-        return _steps_of(target, steps)
-    others = (*_OWN_MODULE.values(), SEED_PLAN)
-    return [step for step in steps if step.knob.target not in others]
-
-
-def _steps_of(target: str, steps: Sequence[Step]) -> list[Step]:
-    return [step for step in steps if step.knob.target == target]
+    return [step for step in steps if step.knob.set_on_import == module]
 
 
 def _end(error: TorchreproError) -> None:
@@ -172,8 +163,7 @@ def _applied() -> Applied:
             raise ApplyError("no profile came with this process")
         _state["applied"] = begin(resolved, "the process was started by `torchrepro run`")
         _state["applied"].refuse = _refuse
-        # What all seeds depend on, before the first of them.
-        _state["applied"].carry_out(_steps_of(SEED_PLAN, _state["applied"].plan.steps))
+        _state["applied"].carry_out(_steps_for(_BEFORE_ALL, _state["applied"].plan.steps))
         for module in _seeded_alone:
             _take_over(module)
     applied: Applied = _state["applied"]

@@ -89,7 +89,7 @@ def announce(report: Report) -> None:
 def _is_refused(row: Row) -> bool:
     """Whether a policy was asked for that cannot be put in force."""
     knob = knobs_by_name().get(row.knob)
-    return row.outcome is Outcome.UNSUPPORTED and knob is not None and knob.target == "policy"
+    return row.outcome is Outcome.UNSUPPORTED and knob is not None and knob.warn_if_unsupported
 
 
 def announce_end(report: Report, announced: Report) -> None:

@@ -72,7 +72,7 @@ def last_look(concerned: Iterable[InForce]) -> Callable[[], None]:
 def _can_be_held(knob: Knob, outcome: Outcome) -> bool:
     """Whether `knob`, after `outcome`, is to stay as it is: generators are there to move."""
     set_here = outcome in (Outcome.APPLIED, Outcome.UNCHANGED)
-    return set_here and knob.key != "seed" and knob.name != "guard"
+    return set_here and knob.guarded
 
 
 def _act_on(found: list[tuple[Guard, Drift]], acting: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -12,6 +13,8 @@ from torchrepro.knobs.legal import OneOf, Switch
 
 BACKENDS = "https://docs.pytorch.org/docs/stable/backends.html#torch-backends-cuda"
 NUMERICS = "https://docs.pytorch.org/docs/stable/notes/cuda.html"
+
+_knob = partial(Knob, target="cuda", library="torch", cuda_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +29,8 @@ class ReducedPrecision(Attribute):
 
 
 def _library(which: str, choices: tuple[str, ...], since: str) -> Knob:
-    return Knob(
+    return _knob(
         name=f"backends.cuda.preferred_{which}_library",
-        target="cuda",
         legal=OneOf(choices),
         access=Calls(
             "torch.backends.cuda",
@@ -36,7 +38,6 @@ def _library(which: str, choices: tuple[str, ...], since: str) -> Knob:
             f"preferred_{which}_library",
             to_profile=lambda backend: backend.name.lower(),
         ),
-        library="torch",
         summary=f"The library that computes {which} operations on CUDA tensors.",
         cost="each library is fastest for other shapes",
         source=BACKENDS,
@@ -46,12 +47,10 @@ def _library(which: str, choices: tuple[str, ...], since: str) -> Knob:
 
 
 def _attention(kernel: str, since: str, cost: str) -> Knob:
-    return Knob(
+    return _knob(
         name=f"backends.cuda.{kernel}_sdp",
-        target="cuda",
         legal=Switch(),
         access=Calls("torch.backends.cuda", f"{kernel}_sdp_enabled", f"enable_{kernel}_sdp"),
-        library="torch",
         summary=f"scaled_dot_product_attention may take its {kernel} kernel.",
         cost=cost,
         source=BACKENDS,
@@ -62,12 +61,10 @@ def _attention(kernel: str, since: str, cost: str) -> Knob:
 
 def _reduction(dtype: str, since: str) -> Knob:
     name = f"allow_{dtype}_reduced_precision_reduction"
-    return Knob(
+    return _knob(
         name=f"backends.cuda.{name}",
-        target="cuda",
         legal=Switch(),
         access=ReducedPrecision("torch.backends.cuda:matmul", name),
-        library="torch",
         summary=f"{dtype} matrix products may add up partial sums in {dtype}.",
         cost="off: slower products with a long inner dimension on some GPUs",
         source=f"{NUMERICS}#reduced-precision-reduction-in-{dtype}-gemms",
@@ -77,12 +74,10 @@ def _reduction(dtype: str, since: str) -> Knob:
 
 
 CUDA = (
-    Knob(
+    _knob(
         name="backends.cuda.matmul_fp32_precision",
-        target="cuda",
         legal=OneOf(("ieee", "tf32")),
         access=Fp32Precision("cuda.matmul"),
-        library="torch",
         summary="float32 matrix products on CUDA: all 23 mantissa bits (ieee) or 10 (tf32).",
         cost="ieee is up to several times slower than tf32 on tensor cores",
         source=f"{NUMERICS}#tf32-on-ampere",
@@ -97,12 +92,10 @@ CUDA = (
     ),
     _reduction("fp16", "1.10"),
     _reduction("bf16", "1.12"),
-    Knob(
+    _knob(
         name="backends.cuda.allow_fp16_accumulation",
-        target="cuda",
         legal=Switch(),
         access=Attribute("torch.backends.cuda:matmul", "allow_fp16_accumulation"),
-        library="torch",
         summary="fp16 matrix products may accumulate in fp16.",
         cost="on: faster on some GPUs, with larger errors",
         source=f"{NUMERICS}#full-fp16-accmumulation-in-fp16-gemms",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torchrepro.knobs.fp32_precision import Fp32Precision
 from torchrepro.knobs.knob import Attribute, Knob, OptionalAttribute
 from torchrepro.knobs.legal import OneOf, Switch, Whole
@@ -10,14 +12,14 @@ BACKENDS = "https://docs.pytorch.org/docs/stable/backends.html#torch-backends-cu
 RANDOMNESS = "https://docs.pytorch.org/docs/stable/notes/randomness.html"
 _OWNER = "torch.backends.cudnn"
 
+_knob = partial(Knob, target="cudnn", library="torch", cuda_only=True)
+
 
 def _precision(operation: str) -> Knob:
-    return Knob(
+    return _knob(
         name=f"backends.cudnn.{operation}_fp32_precision",
-        target="cudnn",
         legal=OneOf(("ieee", "tf32")),
         access=Fp32Precision(f"cudnn.{operation}"),
-        library="torch",
         summary=f"float32 {operation} in cuDNN: all 23 mantissa bits (ieee) or 10 (tf32, "
         "torch's default).",
         cost="ieee is up to several times slower than tf32 on tensor cores",
@@ -28,24 +30,20 @@ def _precision(operation: str) -> Knob:
 
 
 CUDNN = (
-    Knob(
+    _knob(
         name="backends.cudnn.enabled",
-        target="cudnn",
         legal=Switch(),
         access=Attribute(_OWNER, "enabled"),
-        library="torch",
         summary="cuDNN is used at all. (The often copied `cudnn.enable` does nothing.)",
         cost="off: convolutions and RNNs are much slower; the last resort of a hunt",
         source=BACKENDS,
         since="0.3",
         aliases=(f"{_OWNER}.enabled", "cudnn.enable"),
     ),
-    Knob(
+    _knob(
         name="backends.cudnn.benchmark",
-        target="cudnn",
         legal=Switch(),
         access=Attribute(_OWNER, "benchmark"),
-        library="torch",
         summary="cuDNN times its algorithms at every new shape and takes the fastest, so that "
         "timing noise decides which one computes.",
         cost="on: faster with constant shapes; with changing ones it tunes again at every shape "
@@ -54,24 +52,20 @@ CUDNN = (
         since="0.3",
         aliases=(f"{_OWNER}.benchmark",),
     ),
-    Knob(
+    _knob(
         name="backends.cudnn.benchmark_limit",
-        target="cudnn",
         legal=Whole(0),
         access=OptionalAttribute(_OWNER, "benchmark_limit"),
-        library="torch",
         summary="How many algorithms cuDNN's benchmark tries; 0 tries all.",
         cost="more candidates take longer at the first call of a shape",
         source=BACKENDS,
         since="1.13",
         aliases=(f"{_OWNER}.benchmark_limit",),
     ),
-    Knob(
+    _knob(
         name="backends.cudnn.deterministic",
-        target="cudnn",
         legal=Switch(),
         access=Attribute(_OWNER, "deterministic"),
-        library="torch",
         summary="cuDNN takes only deterministic algorithms.",
         cost="some convolutions are several times slower "
         "(https://github.com/pytorch/pytorch/issues/28777)",

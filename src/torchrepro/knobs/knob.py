@@ -102,6 +102,9 @@ class Knob:
     door: str = ""
     """The name of the one-way door (see `process.DOORS`) that closes the phase."""
 
+    set_on_import: str = "torch"
+    """The module with whose import `torchrepro run` sets the knob; empty: before all others."""
+
     scope: Scope = Scope.PROCESS
     since: str = ""
     """First version that has it, as documented; whether it is there is found out by looking."""
@@ -131,6 +134,24 @@ class Knob:
 
     effect: Effect | None = None
     """For a variable: how to see what its library made of it, if that shows."""
+
+    moves_on: bool = False
+    """Whether use changes the state in ways that reading does not show, as with a generator.
+
+    Such a knob is always written, and always put back.
+    """
+
+    guarded: bool = True
+    """Whether the drift guard reads the knob again."""
+
+    per_rank: bool = False
+    """Whether each rank of a distributed run may have a value of its own."""
+
+    cuda_only: bool = False
+    """Whether the state is there in every torch, but read only by one that is built for CUDA."""
+
+    warn_if_unsupported: bool = False
+    """Whether a user is told each time that the knob cannot be set here, not only how many."""
 
     @property
     def profile_key(self) -> str:

@@ -42,7 +42,7 @@ def _policy(  # noqa: PLR0913, PLR0917 - the columns of a row
     source: str = SOURCE,
     **more: Any,
 ) -> Knob:
-    columns = {"target": "policy", "library": "torch", **more}
+    columns = {"target": "policy", "library": "torch", "warn_if_unsupported": True, **more}
     return Knob(
         name=name,
         legal=legal,
@@ -119,6 +119,8 @@ POLICIES = (
         source=RANDOMNESS,
         target="seed plan",
         library="",
+        set_on_import="",
+        warn_if_unsupported=False,
     ),
     _policy(
         "ranks",
@@ -130,6 +132,8 @@ POLICIES = (
         source=RANDOMNESS,
         target="seed plan",
         library="",
+        set_on_import="",
+        warn_if_unsupported=False,
     ),
     _policy(
         "dataloader.seeding",
@@ -163,5 +167,6 @@ POLICIES = (
         "again per write of a flag or a variable, and such a write in compiled code ends the graph",
         "https://docs.pytorch.org/docs/stable/generated/"
         "torch.optim.optimizer.register_optimizer_step_pre_hook.html",
+        guarded=False,
     ),
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -137,12 +138,13 @@ def _of_rank(seed: int) -> int:
     return seed_of_rank(seed, plan.started_as) if plan.ranks_differ else seed
 
 
+_seed = partial(Knob, key="seed", legal=SEED, moves_on=True, guarded=False, per_rank=True)
+
+
 def _accelerator(device: str, source: str, since: str) -> Knob:
-    return Knob(
+    return _seed(
         name=f"seed.{device}",
-        key="seed",
         target=device,
-        legal=SEED,
         access=OfRank(AcceleratorSeed(device)),
         library="torch",
         summary=f"Seed of the default generator of every {device.upper()} device.",
@@ -154,21 +156,18 @@ def _accelerator(device: str, source: str, since: str) -> Knob:
 
 
 SEEDS = (
-    Knob(
+    _seed(
         name="seed.streams",
-        key="seed",
         target="seed plan",
-        legal=SEED,
+        set_on_import="",
         access=RootSeed(),
         summary="Root of every named stream: torchrepro.stream, seeded, dataloader_kwargs.",
         cost="none; deriving a stream takes about 5 microseconds",
         source="https://www.rfc-editor.org/rfc/rfc7693",
     ),
-    Knob(
+    _seed(
         name="seed.libraries",
-        key="seed",
         target="torch",
-        legal=SEED,
         access=OfRank(LibrarySeeds()),
         library="torch",
         summary="Seed of other libraries that draw numbers (cupy, tensorflow, registered ones), "
@@ -176,22 +175,20 @@ SEEDS = (
         cost="none",
         source="https://docs.cupy.dev/en/stable/reference/random.html",
     ),
-    Knob(
+    _seed(
         name="seed.python",
-        key="seed",
         target="python",
-        legal=SEED,
+        set_on_import="random",
         access=OfRank(PythonSeed()),
         summary="Seed of the generator behind the functions of Python's `random`.",
         cost="none",
         source="https://docs.python.org/3/library/random.html#random.seed",
         aliases=("random.seed",),
     ),
-    Knob(
+    _seed(
         name="seed.numpy",
-        key="seed",
         target="numpy",
-        legal=SEED,
+        set_on_import="numpy.random",
         access=OfRank(NumpySeed()),
         library="numpy",
         summary="Seed of numpy's legacy global generator; a Generator of your own is not reached.",
@@ -199,11 +196,9 @@ SEEDS = (
         source="https://numpy.org/doc/stable/reference/random/legacy.html",
         aliases=("numpy.random.seed", "np.random.seed"),
     ),
-    Knob(
+    _seed(
         name="seed.torch",
-        key="seed",
         target="torch",
-        legal=SEED,
         access=OfRank(TorchSeed()),
         library="torch",
         summary="Seed of torch's default CPU generator, of which only the low 32 bits count.",
@@ -211,11 +206,9 @@ SEEDS = (
         source=RANDOMNESS,
         aliases=("torch.manual_seed",),
     ),
-    Knob(
+    _seed(
         name="seed.calls",
-        key="seed",
         target="torch",
-        legal=SEED,
         access=SeedingCalls(),
         library="torch",
         summary="Later calls of the program that seed a generator are honoured and recorded, each "
