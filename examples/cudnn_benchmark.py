@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import torchrepro
-from torchrepro.tables import show, table
+from torchrepro.console import show, table
 
 IMAGES = 2  # in every pass
 

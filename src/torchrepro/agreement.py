@@ -14,6 +14,7 @@ from functools import wraps
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torchrepro.console import say
 from torchrepro.errors import ApplyError
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.collective_rows import ORDER_OF_SUMS
@@ -225,7 +226,5 @@ def name_what_is_not_pinned(backend: str) -> None:
     for kind, variables in ORDER_OF_SUMS.items():
         missing = [name for name in variables if name not in os.environ]
         if kind in backend and missing:
-            sys.stderr.write(
-                f"torchrepro: {kind} adds up in an order of its own choosing: "
-                f"{', '.join(missing)} not set\n"
-            )
+            unset = ", ".join(missing)
+            say(f"{kind} adds up in an order of its own choosing: {unset} not set")

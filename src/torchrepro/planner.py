@@ -7,14 +7,22 @@ import sys
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.display import Displayed
-from torchrepro.guarantee import Beside, judge, needs_beside
+from torchrepro.console import Displayed, parts
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.knob import Knob, Missing, Scope
 from torchrepro.messages import shown, some
 from torchrepro.process import closed_doors, inherited, present_kinds, set_before_start
 from torchrepro.profile.load import resolve
-from torchrepro.report import STOPPING, Drift, Outcome, Report, Row
+from torchrepro.report import (
+    STOPPING,
+    Beside,
+    Drift,
+    Outcome,
+    Report,
+    Row,
+    judge,
+    needs_beside,
+)
 from torchrepro.seeding import seed_plan
 from torchrepro.seeding.calls import given_by_program
 from torchrepro.threads import other_threads_in_torch
@@ -22,7 +30,7 @@ from torchrepro.threads import other_threads_in_torch
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torchrepro.display import Part
+    from torchrepro.console import Part
     from torchrepro.profile.resolved import Resolved
 
 
@@ -120,9 +128,11 @@ class Plan(Displayed):
         """Return the plan as plain JSON values."""
         return self.report.to_json()
 
-    def parts(self) -> tuple[Part, ...]:
-        """Return the expected outcomes, as a report shows them."""
-        return self.report.parts()
+
+@parts.register(Plan)
+def _plan_parts(plan: Plan) -> tuple[Part, ...]:
+    """Return the expected outcomes, as a report shows them."""
+    return parts(plan.report)
 
 
 def plan(profile: Any, overrides: Sequence[str] = ()) -> Plan:

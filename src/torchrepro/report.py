@@ -1,22 +1,44 @@
-"""What happened to every knob that a profile names: one row each, as a table and as JSON."""
+"""What happened to every knob that a profile names, and what that leaves of its guarantee.
+
+A report is one row per knob. The guarantee is held to its substance: what was asked for, what is
+held, and what lowers it. Both are shown as tables and as JSON.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.display import Displayed
+from torchrepro.console import Displayed, Styled, parts, say, show_aside, table
+from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.messages import Problem, near, shown, some
+from torchrepro.profile.needs import NEEDS, WEAKER, Need
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
-    from torchrepro.display import Part
-    from torchrepro.guarantee import Guarantee
+    from torchrepro.console import Part, Table
     from torchrepro.policies.effects import Effect
+
+STYLES = {
+    "applied": "green",
+    "unchanged": "dim",
+    "unsupported": "dim",
+    "too_late": "yellow",
+    "ineffective": "bold red",
+    "conflict": "bold red",
+    "failed": "bold red",
+    "drifted": "bold red",
+}
+
+NONE = "none"
+"""What is held where not even the random numbers are."""
+
+_TOLD = 3  # reasons that a line has room for
 
 
 class Outcome(StrEnum):
@@ -115,6 +137,74 @@ class Drift:
 
 
 @dataclass(frozen=True, slots=True)
+class Lowered:
+    """A knob that keeps a guarantee from being held."""
+
+    knob: str
+    left_open: str
+    """What may differ between two runs."""
+
+    because: str
+
+    @property
+    def why(self) -> str:
+        """What may differ, and the reason."""
+        return f"{self.left_open}: {self.because}"
+
+
+@dataclass(frozen=True, slots=True)
+class Guarantee:
+    """What a profile asks for, and what of it is held."""
+
+    asked: str
+    held: str
+    """The strongest guarantee, up to the one asked for, whose needs are all met; or `none`."""
+
+    lowered: tuple[Lowered, ...] = ()
+    """Why that is not the one asked for."""
+
+    def __str__(self) -> str:
+        """Return the guarantee by its name, with what it leaves open."""
+        if not self.lowered:
+            return self.asked
+        by_reason: dict[str, list[str]] = {}
+        for each in self.lowered:
+            by_reason.setdefault(each.because, []).append(each.left_open)
+        told = [
+            f"{' and '.join(dict.fromkeys(left_open))} ({because})"
+            for because, left_open in by_reason.items()
+        ]
+        more = len(told) - _TOLD
+        last = f", and {more} more" if more > 0 else ""
+        return f"{self.asked}, except {', '.join(told[:_TOLD])}{last}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the guarantee as plain JSON values."""
+        lowered = [{"knob": each.knob, "why": each.why} for each in self.lowered]
+        return {"asked": self.asked, "held": self.held, "lowered": lowered}
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What a guarantee depends on beside the knobs of a profile: a process as it was read."""
+
+    kinds: frozenset[str] = frozenset()
+    """The kinds of device that are present."""
+
+    readings: Mapping[str, Any] = field(default_factory=dict)
+    """Knobs that the profile leaves alone, with what they read."""
+
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """Knobs that the profile leaves alone and that do not exist here, with the reason."""
+
+    seeded: bool = False
+    """Whether a profile with a seed is in force, this one or another."""
+
+    calls: frozenset[str] = frozenset()
+    """The functions with which the program has given a seed itself."""
+
+
+@dataclass(frozen=True, slots=True)
 class Report(Displayed):
     """The outcome of every knob that a profile names, in the order in which they were set."""
 
@@ -188,11 +278,189 @@ class Report(Displayed):
             "drift": [drift.to_json() for drift in self.drift],
         }
 
-    def parts(self) -> tuple[Part, ...]:
-        """Return the report as tables and lines."""
-        from torchrepro.tables import report_parts
 
-        return report_parts(self)
+def needs_beside(asked: str, kinds: frozenset[str], named: Iterable[str]) -> set[str]:
+    """Return the knobs to read for `asked`: needed where `kinds` are present, and not `named`."""
+    wanted = {need.knob for each in (asked, *WEAKER[asked]) for need in _needs(each, kinds)}
+    return {knob for knob in wanted.difference(named) if not knob.startswith("seed.")}
+
+
+def judge(asked: str, rows: Iterable[Row], drift: Iterable[Drift], beside: Beside) -> Guarantee:
+    """Return what is held of the guarantee `asked` where a profile has come to `rows`."""
+    outcomes = {row.knob: row for row in rows}
+    drifted = {each.knob: each for each in drift}
+
+    def lacking(guarantee: str) -> tuple[Lowered, ...]:
+        found = {}
+        for need in _needs(guarantee, beside.kinds):
+            row, moved = outcomes.get(need.knob), drifted.get(need.knob)
+            because = _lack(need, row, moved, beside)
+            if because:
+                found[need.knob] = Lowered(need.knob, need.left_open, because)
+        return tuple(found.values())
+
+    lowered = lacking(asked)
+    if not lowered:
+        return Guarantee(asked, asked)
+    held = next((weaker for weaker in WEAKER[asked] if not lacking(weaker)), NONE)
+    return Guarantee(asked, held, lowered)
+
+
+def _needs(guarantee: str, kinds: frozenset[str]) -> Iterator[Need]:
+    for need in NEEDS:
+        if need.met_by and guarantee in need.guarantees and kinds.issuperset(need.kinds):
+            yield need
+
+
+def _lack(need: Need, row: Row | None, drift: Drift | None, beside: Beside) -> str:
+    """Return why `need` is not met, or an empty string."""
+    name = need.knob.rpartition(".")[2]
+    if drift is not None:
+        change = f"{name} was {shown(drift.was)}, is {shown(drift.now)}"
+        return "" if _meets(need, drift.now) else change
+    return _lack_beside(need, name, beside) if row is None else _lack_here(need, name, row)
+
+
+def _lack_here(need: Need, name: str, row: Row) -> str:
+    """Return why what the profile came to does not meet `need`, or an empty string."""
+    match row.outcome:
+        case Outcome.UNCHANGED if row.unverified:
+            return f"{name} is unverified: {row.why}; start with `torchrepro run`"
+        case Outcome.APPLIED | Outcome.UNCHANGED:
+            return "" if _meets(need, row.after) else f"{name} is {shown(row.after)}"
+        case Outcome.TOO_LATE if _meets(need, row.after):
+            return f"{name} is set and not in effect: {row.why}"
+        case Outcome.TOO_LATE:
+            return f"{name} is late: start with `torchrepro run`, or set `on_late: relaunch`"
+        case Outcome.UNSUPPORTED if need.if_there:
+            return ""
+        case _:
+            return f"{name} is {row.outcome}: {row.why}"
+
+
+def _lack_beside(need: Need, name: str, beside: Beside) -> str:
+    """Return why a process does not meet `need` by itself, or an empty string."""
+    if need.calls:
+        given = beside.seeded or not beside.calls.isdisjoint(need.calls)
+        who = "neither the profile nor, since it is in force, the program"
+        return "" if given else f"{who} has given a seed"
+    if need.knob in beside.missing:
+        return "" if need.if_there else f"{name}: {beside.missing[need.knob]}"
+    now = beside.readings.get(need.knob)
+    if _meets(need, now):
+        return ""
+    reading = f", and it is {shown(now)}" if now is not None else ""
+    return f"{name} is not set by the profile{reading}"
+
+
+def _meets(need: Need, value: Any) -> bool:
+    return value is not None and need.met_by is not None and need.met_by(value)
+
+
+def announce(report: Report) -> None:
+    """Tell standard error what was put in force: the summary, then every knob that was touched.
+
+    Knobs that are so already, as far as that can be told, or are not here are counted only, unlike
+    a policy that cannot be put in force; ranks but the first stay silent.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    quiet = (Outcome.UNCHANGED, Outcome.UNSUPPORTED)
+    rows = tuple(
+        row for row in report if row.outcome not in quiet or row.unverified or _is_refused(row)
+    )
+    head = f"torchrepro: {report.summary}"
+    show_aside(head, report.digest, report_table(replace(report, rows=rows)))
+
+
+def _is_refused(row: Row) -> bool:
+    """Whether a policy was asked for that cannot be put in force."""
+    knob = knobs_by_name().get(row.knob)
+    return row.outcome is Outcome.UNSUPPORTED and knob is not None and knob.warn_if_unsupported
+
+
+def announce_end(report: Report, announced: Report) -> None:
+    """Tell standard error in one line what did not stay at the end of a run as it was announced."""
+    if (report.guarantee, report.drift) == (announced.guarantee, announced.drift):
+        return
+    if os.environ.get("RANK", "0") == "0":
+        say(f"at the end, {report.summary}")
+
+
+def announce_effects(report: Report) -> None:
+    """Tell standard error what the policies of a run have done, if they have done anything."""
+    if os.environ.get("RANK", "0") != "0" or not (report.effects or report.unseen):
+        return
+    title = f"torchrepro: {report.profile}, what its policies did:"
+    show_aside(title, *_effects_parts(report))
+
+
+@parts.register(Report)
+def report_parts(report: Report) -> tuple[Part, ...]:
+    """Return all that a report says: its knobs, its summary, drift, what its policies have done."""
+    drift = (drift_table(report.drift),) if report.drift else ()
+    said = (report.summary, report.digest)
+    return report_table(report), *said, *drift, *_effects_parts(report)
+
+
+def _effects_parts(report: Report) -> tuple[Part, ...]:
+    effects = (effects_table(report.effects),) if report.effects else ()
+    unseen = (f"torch's deterministic flag cannot see: {some(report.unseen)}",)
+    return *effects, *(unseen if report.unseen else ())
+
+
+def drift_table(drift: Iterable[Drift]) -> Table:
+    """Return the table of the knobs that later code has changed."""
+    rows = [
+        (
+            Styled("drifted", STYLES["drifted"]),
+            each.knob,
+            _change(each.was, each.now),
+            each.when,
+            each.where or "not seen",
+        )
+        for each in drift
+    ]
+    return table(("", "knob", "was -> is", "seen", "written at"), rows)
+
+
+def effects_table(effects: Iterable[Effect]) -> Table:
+    """Return the table of what policies have done, the most frequent first."""
+    from rich.filesize import decimal
+
+    rows = [
+        (str(effect.calls), effect.policy, effect.subject, effect.what, effect.where, moved)
+        for effect in sorted(effects, key=lambda effect: -effect.calls)
+        for moved in [decimal(effect.moved) if effect.moved else ""]
+    ]
+    return table(("calls", "policy", "op or module", "what", "where", "moved"), rows, fold=4)
+
+
+def report_table(report: Report) -> Table:
+    """Return the table of a report or of a plan."""
+    rows = [
+        (
+            _outcome(row),
+            row.knob,
+            _change(row.before, row.after),
+            row.why,
+        )
+        for row in report
+    ]
+    change = "now -> then" if report.planned else "before -> after"
+    return table(("outcome", "knob", change, "why"), rows)
+
+
+def _outcome(row: Row) -> Styled:
+    mark = ", unverified" if row.unverified else ""
+    return Styled(f"{row.outcome}{mark}", "yellow" if mark else STYLES[str(row.outcome)])
+
+
+def _change(before: Any, after: Any) -> str:
+    then = "-" if after is None else shown(after)
+    if before == after:
+        return then
+    return f"{'-' if before is None else shown(before)} -> {then}"
 
 
 def _json_or_text(value: Any) -> Any:

@@ -99,7 +99,7 @@ def _carry_out(module: str) -> None:
     if module == "torch":
         _record_if_asked()
     if module == "torch" and os.environ.get("TORCHREPRO_FIRST") == str(os.getpid()):
-        from torchrepro.tables import announce
+        from torchrepro.report import announce
 
         announced = applied.report
         announce(announced)
@@ -119,7 +119,7 @@ def _record_if_asked() -> None:
 def _tell_of_the_end(announced: Report, process: int) -> None:
     if os.getpid() != process:
         return  # a copy of the process, of whose end nobody asked
-    from torchrepro.tables import announce_effects, announce_end
+    from torchrepro.report import announce_effects, announce_end
 
     report = _applied().report
     announce_effects(report)
@@ -146,8 +146,11 @@ def _refuse(error: TorchreproError) -> None:
 
 
 def _leave(error: TorchreproError, status: int) -> NoReturn:
-    sys.stderr.write(f"torchrepro: {error}\n")
-    sys.stderr.flush()
+    from torchrepro.console import say
+
+    say(error)
+    if sys.stderr is not None:
+        sys.stderr.flush()
     os._exit(status)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from torchrepro.tables import as_text, table
+from torchrepro.console import as_text, table
 from torchrepro.trace import store as store_module
 from torchrepro.trace.reading import Trace
 from torchrepro.trace.store import FORMAT, StepRow, Store

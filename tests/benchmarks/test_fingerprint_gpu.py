@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from torchrepro.tables import as_text, table
+from torchrepro.console import as_text, table
 from torchrepro.trace import device_fingerprint as module
 from torchrepro.trace.device_fingerprint import device_fingerprint, fetch
 from torchrepro.trace.memory import unobserved

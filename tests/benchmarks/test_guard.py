@@ -10,8 +10,8 @@ import torch
 from rich.console import Console
 
 import torchrepro
+from torchrepro.console import table
 from torchrepro.guard import held
-from torchrepro.tables import table
 
 from .paired import compare
 from .workloads import Step, convolutional, transformer

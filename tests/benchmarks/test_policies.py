@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 import torchrepro
+from torchrepro.console import as_text, table
 from torchrepro.policies.on_cpu import on_cpu
-from torchrepro.tables import as_text, table
 
 from .paired import Comparison, compare
 

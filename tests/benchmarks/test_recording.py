@@ -14,7 +14,7 @@ from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchrepro
-from torchrepro.tables import table
+from torchrepro.console import table
 
 from .paired import Comparison, compare
 from .workloads import Step, convolutional, tiny_ops, transformer

@@ -13,7 +13,7 @@ from torch.nn.functional import interpolate
 from torch.utils.data import DataLoader, Dataset
 
 import torchrepro
-from torchrepro.tables import as_text, table
+from torchrepro.console import as_text, table
 
 from .paired import compare
 

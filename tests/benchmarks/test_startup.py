@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrepro.tables import as_text, table
+from torchrepro.console import as_text, table
 
 from .paired import compare
 

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 import torchrepro
-from torchrepro.guarantee import Beside, judge
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.planner import make_plan, observe
 from torchrepro.profile.needs import NEEDS, WEAKER, folded
-from torchrepro.report import Outcome, Row
+from torchrepro.report import Beside, Outcome, Row, judge
 
 HASH_SEED = "env.PYTHONHASHSEED"
 ALGORITHMS = "backends.torch.deterministic_algorithms"

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchrepro.console import as_text
 from torchrepro.errors import TorchreproError
 from torchrepro.lock.checking import check
 from torchrepro.lock.described import Described, describe
 from torchrepro.lock.differing import compare
 from torchrepro.lock.told import checked_parts, difference_parts
 from torchrepro.lock.writing import write_lock
-from torchrepro.tables import as_text
 
 NONSENSE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from torchrepro.tables import as_text, table
+from torchrepro.console import as_text, table
 from torchrepro.trace.device_fingerprint import device_fingerprint
 from torchrepro.trace.fingerprint import fingerprint
 from torchrepro.trace.statistics import statistics

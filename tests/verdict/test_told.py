@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrepro.tables import as_text
+from torchrepro.console import as_text
 from torchrepro.trace.reading import UNINITIALISED
 from torchrepro.verdict.as_json import verdict_json
 from torchrepro.verdict.ladder import next_rung

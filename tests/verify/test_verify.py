@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from torchrepro.console import as_text
 from torchrepro.errors import ApplyError, ProfileError, TraceError
-from torchrepro.tables import as_text
 from torchrepro.trace.reading import read_run
 from torchrepro.verdict.value import Kind
 from torchrepro.verify.told import verification_json, verification_parts

@@ -40,7 +40,7 @@ def _begin():
 
 
 def _tell_if_torch_was_imported():
-    if "torch" in sys.modules:
+    if "torch" in sys.modules and sys.stderr is not None:
         lacks = "under no profile" if os.environ.get("TORCHREPRO_PROFILE") else "not recorded"
         words = "imported torch and is " + lacks + ": no torchrepro can be imported by"
         line = " ".join(["torchrepro: process", str(os.getpid()), words, sys.executable])

@@ -15,6 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     import torchrepro.cli.profile_commands
     import torchrepro.cli.run_commands  # noqa: F401 - they enter the app
     from torchrepro.cli.app import app
+    from torchrepro.console import say
     from torchrepro.errors import TorchreproError
 
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -23,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(ours, prog_name="torchrepro", obj=theirs)
     except TorchreproError as error:
-        sys.stderr.write(f"torchrepro: {error}\n")
+        say(error)
         sys.exit(error.exit_status)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output has gone: nobody to tell

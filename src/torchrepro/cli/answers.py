@@ -44,9 +44,10 @@ def write_page(verdict: Verdict, rung: Rung | None, report: str) -> None:
 
 
 def tell(text: str) -> None:
-    """Say something that is no part of the answer, at once."""
-    sys.stderr.write(text)
-    sys.stderr.flush()
+    """Say something that is no part of the answer, at once, where there is a standard error."""
+    if sys.stderr is not None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def leave(*, same: bool) -> NoReturn:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from torchrepro.console import say
 from torchrepro.errors import ProfileError
 from torchrepro.messages import Problem
 
@@ -100,5 +101,5 @@ def resolved_profile(profile: str, overrides: list[str] | None) -> Resolved:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ProfileNote)
         resolved = load(profile, overrides or ()).resolved
-    sys.stderr.writelines(f"torchrepro: note: {note}\n" for note in resolved.notes)
+    say(*(f"note: {note}" for note in resolved.notes))
     return resolved

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from torchrepro.cli.answers import leave
+from torchrepro.cli.answers import leave, tell
 from torchrepro.cli.app import (
     AllowEnv,
     Json,
@@ -63,8 +63,8 @@ def check_lock(
     if as_json:
         print_json(found.to_json())
     else:
+        from torchrepro.console import show
         from torchrepro.lock.told import checked_parts
-        from torchrepro.tables import show
 
         show(*checked_parts(found))
     leave(same=found.met)
@@ -82,10 +82,10 @@ def locked_profile(lock: str, profile: str, overrides: list[str] | None) -> Reso
         found = check(Path(lock), profile=profile, overrides=overrides or ())
     if found.resolved is not None and found.met:
         return found.resolved
+    from torchrepro.console import as_text
     from torchrepro.lock.told import checked_parts
-    from torchrepro.tables import as_text
 
-    sys.stderr.write(as_text(*checked_parts(found)) + "\n")
+    tell(as_text(*checked_parts(found)) + "\n")
     raise typer.Exit(1)
 
 
@@ -104,8 +104,8 @@ def show_differences(
     if as_json:
         print_json(found.to_json())
     else:
+        from torchrepro.console import show
         from torchrepro.lock.told import difference_parts
-        from torchrepro.tables import show
 
         show(*difference_parts(found, left, right))
     leave(same=found.same)

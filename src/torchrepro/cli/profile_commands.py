@@ -17,6 +17,7 @@ from torchrepro.cli.app import (
     print_json,
     resolved_profile,
 )
+from torchrepro.console import say
 from torchrepro.errors import ProfileError
 from torchrepro.messages import Problem, shown
 from torchrepro.profile.resolved import plain
@@ -41,13 +42,13 @@ def list_profiles(
     if as_json:
         print_json([entry.to_json() for entry in entries])
     else:
-        from torchrepro.tables import show, table
+        from torchrepro.console import show, table
 
         rows = [(e.name, e.guarantee, e.origin, e.description) for e in entries]
         show(table((kind, "guarantee", "origin", "what it is for"), rows))
     for folder in missing_folders():
         words = f"{VARIABLE} names {shown(folder)}, which is no folder"
-        sys.stderr.write(f"torchrepro: note: {words}\n")
+        say(f"note: {words}")
 
 
 @app.command("show")
@@ -89,7 +90,7 @@ def _show_origins(resolved: Resolved, *, as_json: bool) -> None:
     if as_json:
         print_json(rows)
         return
-    from torchrepro.tables import show, table
+    from torchrepro.console import show, table
 
     cells = [(r["key"], shown(r["value"]), r["origin"], r["package"], _replaced(r)) for r in rows]
     show(table(("key", "value", "set by", "package", "replaced"), cells))
@@ -119,7 +120,8 @@ def plan_profile(
     if as_json:
         print_json(report.to_json())
         return
-    from torchrepro.tables import report_table, show
+    from torchrepro.console import show
+    from torchrepro.report import report_table
 
     show(report_table(report), report.summary)
 
@@ -184,7 +186,7 @@ def explain_knob(
     if as_json:
         print_json(found)
         return
-    from torchrepro.tables import listing, show
+    from torchrepro.console import listing, show
 
     for entry in found:
         rows = [(label, text) for label, text in entry.items() if text and label != "knob"]

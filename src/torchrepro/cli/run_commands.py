@@ -167,7 +167,7 @@ def compare_runs(  # noqa: PLR0913, PLR0917 - see above
     if as_json:
         print_json(verdict_json(found, rung))
     else:
-        from torchrepro.tables import show
+        from torchrepro.console import show
         from torchrepro.verdict.told import verdict_parts
 
         show(*verdict_parts(found, rung))
@@ -238,7 +238,7 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
     if as_json:
         print_json(verification_json(found))
     else:
-        from torchrepro.tables import show
+        from torchrepro.console import show
 
         show(*verification_parts(found))
     write_page(found.verdict, found.next_rung, report)

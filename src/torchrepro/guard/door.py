@@ -6,6 +6,7 @@ import sys
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
+from torchrepro.console import say
 from torchrepro.errors import DriftError
 from torchrepro.knobs.catalogue import knobs_by_name
 
@@ -75,7 +76,7 @@ def behind(error: BaseException | None) -> Iterator[None]:
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
             raise
         if not isinstance(error, DriftError):  # that one has said it
-            sys.stderr.write(f"torchrepro: {drift}\n")
+            say(drift)
 
 
 def _loaded() -> bool:

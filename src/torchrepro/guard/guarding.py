@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.console import say
 from torchrepro.errors import DriftError
 from torchrepro.guard.door import mode
 from torchrepro.guard.ending import LastWord
@@ -93,7 +93,7 @@ def _tell(found: Iterable[tuple[Guard, Drift]]) -> None:
     for guard, drift in found:
         if key(drift) not in guard.said:
             guard.said.add(key(drift))
-            sys.stderr.write(f"torchrepro: drift: {drift}\n")
+            say(f"drift: {drift}")
 
 
 def _before_step(*_: Any) -> None:

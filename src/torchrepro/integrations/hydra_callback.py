@@ -18,6 +18,7 @@ from hydra.types import RunMode
 from omegaconf import open_dict, read_write
 
 from torchrepro.applier import Applied, apply_resolved, stop_or_relaunch
+from torchrepro.console import say
 from torchrepro.errors import ApplyError, DriftError, TorchreproError
 from torchrepro.integrations.agreeing_run import agreeing_run
 from torchrepro.integrations.hydra_choice import CALLBACK
@@ -69,7 +70,7 @@ class ReproCallback(Callback):
             if resolved is not None and inherited() is None:
                 why = stop_or_relaunch(plan(resolved), "", by_itself=True)
                 if why and world().rank == 0:
-                    sys.stderr.write(f"torchrepro: not started again in time, because {why}\n")
+                    say(f"not started again in time, because {why}")
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Start the sweep from a clean state."""
@@ -87,7 +88,7 @@ class ReproCallback(Callback):
                 _forget_the_type(config)
                 return
             send_with(config, resolved)
-            sys.stderr.writelines(f"torchrepro: note: {note}\n" for note in resolved.notes)
+            say(*(f"note: {note}" for note in resolved.notes))
             started_under = agreeing_run(resolved, "job")
             if started_under is not None and config.hydra.mode is RunMode.RUN:
                 # `run` has put this very profile in force: there is nothing to change.
@@ -141,7 +142,7 @@ def _end_at_exit(process: int) -> None:
         try:
             _end()
         except TorchreproError as error:
-            sys.stderr.write(f"torchrepro: {error}\n")
+            say(error)
 
 
 def protect(resolved: Resolved) -> None:
@@ -163,7 +164,7 @@ def _tell_at_exit(process: int, applied: Applied, announced: Report) -> None:
 
 
 def _tell_of_the_end(applied: Applied, announced: Report) -> None:
-    from torchrepro.tables import announce_end
+    from torchrepro.report import announce_end
 
     _tell_of_random_numbers(applied)
     announce_end(applied.report, announced)
@@ -174,7 +175,7 @@ def _leave_alone(config: DictConfig) -> None:
     note = note_on_the_apps_own(config)
     if note and note not in _notes:
         _notes.add(note)
-        sys.stderr.write(f"torchrepro: note: {note}\n")
+        say(f"note: {note}")
 
 
 def _forget_the_type(config: DictConfig) -> None:
@@ -199,7 +200,7 @@ def _take_back() -> None:
 
 
 def _announce(applied: Applied) -> None:
-    from torchrepro.tables import announce  # only a job with a profile pays for it
+    from torchrepro.report import announce  # only a job with a profile pays for it
 
     announce(applied.report)
 
@@ -213,7 +214,7 @@ def _tell_of_random_numbers(applied: Applied) -> None:
         for name in never_drawn()
     ]
     if world().rank == 0:
-        sys.stderr.writelines(f"torchrepro: {line}\n" for line in lines)
+        say(*lines)
 
 
 def _record(job: _Job) -> None:
@@ -246,7 +247,7 @@ class _StopOnRefusal:
         self, kind: type[BaseException] | None, error: BaseException | None, _: Any
     ) -> None:
         if isinstance(error, TorchreproError):
-            sys.stderr.write(f"torchrepro: {error}\n")
+            say(error)
             drifted = isinstance(error, DriftError)  # the job has run: nothing was refused
             raise SystemExit(error.exit_status if drifted else REFUSED_STATUS) from None
         if isinstance(error, Exception):

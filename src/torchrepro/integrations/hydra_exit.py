@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass, field
 
 from torchrepro.applier import was_applied
+from torchrepro.console import say
 from torchrepro.errors import ApplyError
 from torchrepro.guard.ending import LastWord
 from torchrepro.integrations.hydra_choice import CALLBACK, GROUP
@@ -54,7 +55,7 @@ def note_composed(name: str) -> None:
     composer = _composer()
     if composer == "sweep":
         if not _waiting.sweeping and inherited() is None:
-            sys.stderr.write(f"torchrepro: {_said([name], 'main')}\n")
+            say(_said([name], "main"))
             raise SystemExit(ApplyError.exit_status)
         return  # its job may run in another process, where the callback takes it
     if composer == "main":  # another program begins; a job of a sweep may compose for itself
@@ -117,7 +118,7 @@ def _at_exit(process: int, last_word: LastWord) -> None:
         return
     if _waiting.composer == "main" and not _a_job_has_run():
         return  # --cfg and --help only show what would be composed, and an error is said already
-    sys.stderr.write(f"torchrepro: {_said(_waiting.names, _waiting.composer)}\n")
+    say(_said(_waiting.names, _waiting.composer))
     if asked_on_the_command_line():
         last_word.status = ApplyError.exit_status
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.console import table
 from torchrepro.lock.ranks import HELD, HELD_STRICTLY, Rank
 from torchrepro.messages import printable, shown, some
-from torchrepro.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from rich.table import Table
-
+    from torchrepro.console import Part, Table
     from torchrepro.lock.checking import Checked
     from torchrepro.lock.differing import Comparison, Difference, NotCompared
 
@@ -25,20 +24,20 @@ _NONE = {
 }
 
 
-def difference_parts(found: Comparison, left: str, right: str) -> tuple[Table | str, ...]:
+def difference_parts(found: Comparison, left: str, right: str) -> tuple[Part, ...]:
     """Return what a reader is shown of a comparison: the table, then what could not be compared."""
     differing = [each for each in found.differences if each.rank is not Rank.STARTED]
     aside = found.having(Rank.STARTED)
-    parts: list[Table | str] = [_table(differing, left, right)] if differing else ["the same"]
+    parts: list[Part] = [_table(differing, left, right)] if differing else ["the same"]
     parts += [
         f"{each.key}: {_value(each, each.left)} | {_value(each, each.right)}" for each in aside
     ]
     return (*parts, *_not_compared(found.not_compared))
 
 
-def checked_parts(found: Checked) -> tuple[Table | str, ...]:
+def checked_parts(found: Checked) -> tuple[Part, ...]:
     """Return what a reader is shown of a check: what breaks the lock, then the verdict."""
-    parts: list[Table | str] = [_table(found.broken, "locked", "here")] if found.broken else []
+    parts: list[Part] = [_table(found.broken, "locked", "here")] if found.broken else []
     parts.append(_verdict(found))
     held = HELD_STRICTLY if found.strict else HELD
     for rank in (rank for rank in Rank if rank not in held):

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.callers import package, place
+from torchrepro.console import say
 from torchrepro.messages import shown
 from torchrepro.policies.effects import count
 from torchrepro.seeding.streams import present_worker
@@ -170,7 +171,7 @@ def _note(function: str, values: tuple[Any, ...], frame: FrameType) -> None:
         call.value, call.times = seeds, call.times + 1
         if call.times == 1 and present_worker() == 0:
             # What a worker records stays in the worker: one of them tells.
-            sys.stderr.write(f"torchrepro: seeded by the program itself, in workers: {call}\n")
+            say(f"seeded by the program itself, in workers: {call}")
 
 
 def _host_draws() -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.console import say
 from torchrepro.errors import SeedingError
 from torchrepro.imports import AfterImport
 from torchrepro.messages import Problem, shown
@@ -176,10 +177,8 @@ def _seed_when_loaded(module: str) -> None:
     try:
         _seed(module)
     except Exception as error:  # noqa: BLE001 - whatever a seeder raises must not fail the import
-        sys.stderr.write(
-            f"torchrepro: the seeder of {module} failed, so it is not seeded: "
-            f"{type(error).__name__}: {error}\n"
-        )
+        why = f"{type(error).__name__}: {error}"
+        say(f"the seeder of {module} failed, so it is not seeded: {why}")
 
 
 def _seeders() -> dict[str, Seeder]:

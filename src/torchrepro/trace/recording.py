@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
+from torchrepro.console import say
 from torchrepro.errors import TraceError
 from torchrepro.messages import Problem
 from torchrepro.trace import passes
@@ -96,8 +96,7 @@ class Recording:
             said.append(f"none of the steps {request.steps[0]} to {request.steps[1]} was reached")
         if self._store is not None:
             said += [f"no module fits `{pattern}`" for pattern in self.level.unmet()]
-        for sentence in said:
-            sys.stderr.write(f"torchrepro: {request.folder}: {sentence}\n")
+        say(*(f"{request.folder}: {sentence}" for sentence in said))
 
     def abandon(self) -> None:
         """Take no more records and leave the store alone: it is another process's."""
@@ -211,7 +210,7 @@ class Recording:
             if self.request.on_unwritable == "stop":
                 self.refuse(error)
                 return
-            sys.stderr.write(f"torchrepro: {error}\n    the run goes on, unrecorded from here\n")
+            say(f"{error}\n    the run goes on, unrecorded from here")
 
 
 _recordings: list[Recording] = []

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from torchrepro.console import parts
 from torchrepro.errors import TraceError
 from torchrepro.messages import Problem
 from torchrepro.trace.reading import read_run
@@ -20,6 +21,7 @@ from torchrepro.verdict.ends import ended, missing
 from torchrepro.verdict.ladder import rung_above_recording
 from torchrepro.verdict.pair import ALONE, INDEPENDENT, NAMES, PROPAGATED, Pair, StepFound
 from torchrepro.verdict.surroundings import losses, notes, replicas, settings
+from torchrepro.verdict.told import verdict_parts
 from torchrepro.verdict.value import Cell, Compared, Divergence, Kind, Verdict
 from torchrepro.verdict.words import are, counted
 
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from torchrepro.trace.reading import Trace
     from torchrepro.verdict.asked import Asked, Comparison
     from torchrepro.verdict.ladder import Rung
+
+parts.register(Verdict, verdict_parts)
 
 
 def compare(

@@ -5,16 +5,15 @@ from __future__ import annotations
 from shlex import quote
 from typing import TYPE_CHECKING
 
+from torchrepro.console import listing
 from torchrepro.messages import printable, shown
-from torchrepro.tables import listing
 from torchrepro.verdict import words
 from torchrepro.verdict.value import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rich.table import Table
-
+    from torchrepro.console import Part, Table
     from torchrepro.verdict.ladder import Rung
     from torchrepro.verdict.value import Advice, Divergence, Verdict
 
@@ -26,7 +25,7 @@ _NOTES = 3
 Rows = list[tuple[str, str]]
 
 
-def verdict_parts(verdict: Verdict, rung: Rung | None = None) -> tuple[Table | str, ...]:
+def verdict_parts(verdict: Verdict, rung: Rung | None = None) -> tuple[Part, ...]:
     """Return the lines and tables that tell a verdict; `rung` is what to try next, if known."""
     groups = (
         _where(verdict.first) if verdict.first else [],
@@ -43,9 +42,7 @@ def verdict_parts(verdict: Verdict, rung: Rung | None = None) -> tuple[Table | s
 
 
 def _grid(rows: Rows) -> Table:
-    grid = listing([(f"  {label}", printable(text)) for label, text in rows])
-    grid.columns[0].style = "bold"
-    return grid
+    return listing([(f"  {label}", printable(text)) for label, text in rows], style="bold")
 
 
 def _where(first: Divergence) -> Rows:

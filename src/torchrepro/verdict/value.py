@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torchrepro.display import Displayed
-
-if TYPE_CHECKING:
-    from torchrepro.display import Part
+from torchrepro.console import Displayed
 
 
 class Kind(StrEnum):
@@ -175,12 +172,6 @@ class Verdict(Displayed):
         """
         differing = tuple(cell for cell in self.map if cell.differing)
         return {key: _plain(each) for key, each in asdict(replace(self, map=differing)).items()}
-
-    def parts(self) -> tuple[Part, ...]:
-        """Return the verdict as tables and lines."""
-        from torchrepro.verdict.told import verdict_parts
-
-        return verdict_parts(self)
 
 
 def _plain(value: Any) -> Any:

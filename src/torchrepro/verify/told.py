@@ -14,12 +14,11 @@ from torchrepro.verdict.words import counted
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rich.table import Table
-
+    from torchrepro.console import Part
     from torchrepro.verify.value import Stressed, Tried, Verification
 
 
-def verification_parts(found: Verification) -> tuple[Table | str, ...]:
+def verification_parts(found: Verification) -> tuple[Part, ...]:
     """Return the lines and tables that tell a verification."""
     return (*verdict_parts(found.verdict, found.next_rung), *_more(found))
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchrepro.display import Displayed
+from torchrepro.console import Displayed
 
 if TYPE_CHECKING:
-    from torchrepro.display import Part
     from torchrepro.verdict.ladder import Rung
     from torchrepro.verdict.value import Verdict
 
@@ -93,9 +92,3 @@ class Verification(Displayed):
     def equal_on(self) -> Rung | None:
         """The rung of the ladder on which the runs became the same."""
         return next((tried.rung for tried in self.climbed or () if tried.same), None)
-
-    def parts(self) -> tuple[Part, ...]:
-        """Return the answer as tables and lines."""
-        from torchrepro.verify.told import verification_parts
-
-        return verification_parts(self)

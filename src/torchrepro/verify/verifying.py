@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.console import parts
 from torchrepro.errors import ProfileError
 from torchrepro.hidden import HIDDEN, sounds_secret, without_secrets
 from torchrepro.manifest.command_line import shareable, shell_line
@@ -28,6 +29,7 @@ from torchrepro.verify.judging import (
 from torchrepro.verify.question import Question, question_of
 from torchrepro.verify.runner import Runner
 from torchrepro.verify.storm import Storm
+from torchrepro.verify.told import verification_parts
 from torchrepro.verify.value import Run, Verification
 from torchrepro.verify.workplace import workplace
 
@@ -43,6 +45,8 @@ FOOT_OF_THE_LADDER = {"schema": 1, "name": "nothing", "guarantee": "seeded"}
 
 FEWEST = 2
 """Runs that it takes to compare anything."""
+
+parts.register(Verification, verification_parts)
 
 
 def _nothing(text: str) -> None:

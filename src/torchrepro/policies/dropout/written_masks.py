@@ -19,6 +19,7 @@ from fnmatch import fnmatchcase
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.console import say
 from torchrepro.imports import AfterImport
 from torchrepro.locks import fork_safe_lock
 from torchrepro.policies.dropout.mask_rows import ROWS
@@ -84,7 +85,7 @@ def _zero_when_loaded(module: str) -> None:
         try:
             _zero_in(module)
         except SourceMissingError as error:  # an import must not fail for it
-            sys.stderr.write(f"torchrepro: dropout is not zeroed: {error}\n")
+            say(f"dropout is not zeroed: {error}")
 
 
 _finder = AfterImport({row.modules for row in ROWS}, _zero_when_loaded)

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from torchrepro.console import say
 from torchrepro.errors import ApplyError
 from torchrepro.locks import fork_safe_lock
 from torchrepro.messages import Problem, near, some
@@ -197,7 +198,7 @@ class Placement:
                 f"{POLICY}: never called, so nothing of it ran elsewhere: {some(idle)} "
                 "(a module may use the weights of its parts without calling them)"
             )
-        sys.stderr.writelines(f"torchrepro: {line}\n" for line in filter(None, lines))
+        say(*filter(None, lines))
 
     @property
     def _compiled(self) -> bool:
