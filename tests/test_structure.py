@@ -1,6 +1,7 @@
 """The shape of the package: imports run one way, start-up is light, names say what is there."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,10 @@ from pathlib import Path
 import pytest
 
 import torchrepro
+from torchrepro.imports import named
+from torchrepro.knobs.catalogue import CATALOGUE
+from torchrepro.knobs.knob import Knob
+from torchrepro.knobs.lazy_access import LazyAccess
 
 PACKAGE = Path(torchrepro.__file__).parent
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
@@ -18,8 +23,8 @@ LAYERS = (  # from the bottom upward; a module imports only from its own layer o
     ("console",),
     ("errors",),
     ("imports", "callers"),
-    ("policies", "seeding"),
     ("knobs",),
+    ("policies", "seeding"),
     ("profile",),
     ("report",),
     ("process", "threads"),
@@ -82,6 +87,8 @@ def _loaded(statement: str) -> set[str]:
     return set(done.stdout.splitlines()[-1].split())
 
 
+ACCESSED = ("torchrepro.seeding", "torchrepro.policies")
+LIGHT = 30
 HEAVY = {"torch", "hydra", "omegaconf", "pydantic", "numpy", "rich", "typer", "yaml"}
 
 
@@ -93,6 +100,37 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 def test_the_import_test_can_fail() -> None:
     """The test above sees a heavy import if there is one."""
     assert {"hydra", "omegaconf"} <= _loaded("import torchrepro, hydra")
+
+
+def test_the_catalogue_loads_no_access_of_another_package() -> None:
+    """Rows are data: what seeds and policies do is imported when a row is first used."""
+    own = {name for name in _loaded("import torchrepro.knobs.catalogue") if "torchrepro." in name}
+    first_use = "from torchrepro.knobs.catalogue import knobs_by_name as rows; "
+    used = _loaded(first_use + "rows()['streams'].access.read(); rows()['dropout'].access.read()")
+
+    assert "torchrepro.knobs.catalogue" in own
+    assert {name for name in own if name.startswith(ACCESSED)} == set()
+    assert len(own) < LIGHT
+    assert "torchrepro.seeding.seed_access" in used
+    assert not any(name.startswith("torchrepro.policies.dropout") for name in used)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((PACKAGE / "knobs").glob("*.py")), ids=lambda path: path.stem
+)
+def test_no_row_imports_what_it_names(path: Path) -> None:
+    """The catalogue imports neither seeding nor policies, nor in functions or for types."""
+    imported = re.findall(r"^\s*(?:from|import) +(\S+)", path.read_text(encoding="utf-8"), re.M)
+
+    assert [name for name in imported if name.startswith(ACCESSED)] == []
+
+
+@pytest.mark.parametrize("knob", CATALOGUE, ids=lambda knob: knob.name)
+def test_every_access_that_a_row_names_is_there(knob: Knob) -> None:
+    """A row names an access that can be imported."""
+    if isinstance(knob.access, LazyAccess):
+        access = named(knob.access.path)
+        assert all(hasattr(access, each) for each in ("read", "write", "save", "restore"))
 
 
 def test_loading_a_profile_imports_no_torch() -> None:

@@ -34,6 +34,12 @@ def import_torch() -> None:
         ) from None
 
 
+def named(path: str) -> Any:
+    """Return the object of this package that `path` names, such as ``seeding.streams:stream``."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(f"torchrepro.{module}"), name)
+
+
 def installed_version(distribution: str) -> str | None:
     """Return the version of an installed distribution.
 

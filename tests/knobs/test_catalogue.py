@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchrepro
-from torchrepro.knobs.accelerator_seeds import AcceleratorSeed, _Queued
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
 from torchrepro.knobs.explain import explanations
 from torchrepro.knobs.knob import Knob, Missing, Phase
@@ -21,6 +20,7 @@ from torchrepro.profile.composition import WHOLE
 from torchrepro.profile.resolved import knobs_for_key
 from torchrepro.profile.schema import Profile
 from torchrepro.report import Outcome
+from torchrepro.seeding.seed_access import AcceleratorSeed, _Queued
 
 ROWS = [pytest.param(knob, id=knob.name) for knob in CATALOGUE]
 
@@ -228,7 +228,7 @@ def test_an_undo_before_device_init_takes_a_queued_seed_back() -> None:
 
 
 def _restore(access: AcceleratorSeed, saved: _Queued) -> bool:
-    from torchrepro.knobs.accelerator_seeds import _put_back_queue
+    from torchrepro.seeding.seed_access import _put_back_queue
 
     return _put_back_queue(getattr(torch, access.device), saved.queue)
 

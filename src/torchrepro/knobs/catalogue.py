@@ -13,7 +13,7 @@ from torchrepro.knobs.cudnn_rows import CUDNN
 from torchrepro.knobs.env_rows import ENV
 from torchrepro.knobs.npu_rows import NPU
 from torchrepro.knobs.policy_rows import POLICIES
-from torchrepro.knobs.seeds import SEEDS
+from torchrepro.knobs.seed_rows import SEEDS
 from torchrepro.knobs.torch_rows import TORCH
 
 if TYPE_CHECKING:

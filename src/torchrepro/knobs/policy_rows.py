@@ -5,13 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torchrepro.knobs.fallback import FallbackPolicy
-from torchrepro.knobs.inherited import Inherited
 from torchrepro.knobs.knob import Knob, Scope
+from torchrepro.knobs.lazy_access import LazyAccess
 from torchrepro.knobs.legal import Fallback, OneOf, Patterns, RankPolicies, Seeds, Whole
-from torchrepro.knobs.on_demand import OnDemand
-from torchrepro.seeding.loader_hook import SeedingPolicy, WorkersPolicy
-from torchrepro.seeding.seed_plan import PlanField
 
 RANDOMNESS = "https://docs.pytorch.org/docs/stable/notes/randomness.html"
 SOURCE = "https://docs.pytorch.org/docs/stable/library.html"
@@ -54,38 +50,32 @@ def _policy(  # noqa: PLR0913, PLR0917 - the columns of a row
     )
 
 
-def _inherited(name: str, legal: Any, home: str, at_rest: Any, *texts: str) -> Knob:
-    """Return the row of a policy that data-loading workers are under as well."""
-    access = Inherited(f"torchrepro.policies.{home}", at_rest)
-    return _policy(name, legal, access, *texts, scope=Scope.EVERY_THREAD)
-
-
 POLICIES = (
-    _inherited(
+    _policy(
         "dropout",
         OneOf(("keep", "zero")),
-        "dropout.zeroing",
-        "keep",
+        LazyAccess("policies.dropout.zeroing:policy", at_rest="keep", inherited=True),
         "zero turns torch's dropout into the identity, and rrelu into what it is in evaluation: "
         "in modules and functions, in compiled, scripted and exported code, inside of attention "
         "and recurrent kernels, and in known modules that write masks of their own. Which random "
         "ops still ran is in the report.",
         "zero: less than dropout, one copy instead of a random mask (a step of a small transformer "
         "took 0.6 times as long); 5 us for every other op that draws, which is counted",
+        scope=Scope.EVERY_THREAD,
     ),
-    _inherited(
+    _policy(
         "device.rng",
         OneOf(("native", "host")),
-        "host_rng.drawing",
-        "native",
+        LazyAccess("policies.host_rng.drawing:policy", at_rest="native", inherited=True),
         "host draws every random number from the CPU's generator, the same on every device.",
         "host: 16 us per op that draws, 2 ns per uniform number (a million: 2.2 ms, measured on "
         "2 cores), and the copy to the device; without an accelerator nothing",
+        scope=Scope.EVERY_THREAD,
     ),
     _policy(
         "device.fallback",
         Fallback(),
-        FallbackPolicy(),
+        LazyAccess("policies.fallback.deciding:policy", at_rest=None),
         "What an op does of which torch has no deterministic kernel here: raise and say what to do "
         "instead, or run on the CPU, that op alone. `{ops: {cumsum: cpu, put_: error, "
         "median: native}}` decides for every call of an op, on devices that raise nothing too; "
@@ -102,7 +92,7 @@ POLICIES = (
     _policy(
         "device.modules",
         Patterns(),
-        OnDemand("torchrepro.policies.placement.placing", {}),
+        LazyAccess("policies.placement.placing:policy", at_rest={}),
         "Parts of a model that run elsewhere, to find out whether a device is the culprit. Such a "
         "part draws random numbers from the generator of the device that it runs on, and runs "
         "uncompiled; gradients, buffers and checkpoints are those of the model as it is.",
@@ -114,7 +104,7 @@ POLICIES = (
     _policy(
         "streams",
         Seeds(),
-        PlanField("streams", {}),
+        LazyAccess("seeding.seed_access:streams_field"),
         "Streams with a seed of their own, so that one source of variation can be swept alone.",
         source=RANDOMNESS,
         target="seed plan",
@@ -125,7 +115,7 @@ POLICIES = (
     _policy(
         "ranks",
         RankPolicies(),
-        PlanField("ranks"),
+        LazyAccess("seeding.seed_access:ranks_field"),
         "Whether the ranks of a distributed run draw the same numbers or each its own. Left "
         "alone, named streams and samples differ and the global generators start from one seed. "
         "The order of samples is the same on all ranks: a DistributedSampler divides it.",
@@ -138,7 +128,7 @@ POLICIES = (
     _policy(
         "dataloader.seeding",
         OneOf(("auto", "none")),
-        SeedingPolicy(),
+        LazyAccess("seeding.loader_hook:seeding_policy"),
         "auto seeds every DataLoader whose author gave neither generator nor worker_init_fn: "
         "order, workers and each batch, whatever the number of workers.",
         "auto: 30 us per batch in a worker, 100 to 200 us in the main process",
@@ -149,7 +139,7 @@ POLICIES = (
     _policy(
         "dataloader.num_workers",
         Whole(0, 0),
-        WorkersPolicy(),
+        LazyAccess("seeding.loader_hook:workers_policy"),
         "0 loads data in the main process, to find out whether the workers are the culprit.",
         "0: loading no longer overlaps with training",
         source="https://docs.pytorch.org/docs/stable/data.html",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.catalogue import knobs_by_name, other_names
+from torchrepro.knobs.fallback_value import waits_for_refusal
 from torchrepro.messages import shown
-from torchrepro.policies.fallback.value import waits_for_refusal
 from torchrepro.profile.composition import flatten
 from torchrepro.profile.needs import NEEDS, folded
 

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
-from torchrepro.imports import AfterImport
+from torchrepro.imports import AfterImport, named
 from torchrepro.locks import fork_safe_lock
 from torchrepro.seeding import drawing, loader_register
 from torchrepro.seeding.loader_register import loading_of
@@ -36,7 +36,7 @@ EPOCH = "torchrepro_epoch"
 """Key of a StatefulDataLoader's state under which its epoch is kept."""
 
 _forced: list[int] = []  # the number of workers of every loader, where a profile says so
-_preparing: list[Callable[[], None]] = []  # what a worker that is started afresh does first
+_handed_on: dict[str, Any] = {}  # what a worker that is started afresh puts in force first
 _wrapped: dict[tuple[type, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
 _unsettled: list[bool] = []  # one entry for every time that the state has changed
 _starting = fork_safe_lock()  # torch's maker of readers is one for all threads
@@ -73,24 +73,33 @@ class WorkersPolicy:
     restore = write
 
 
-def prepare_workers(prepare: Callable[[], None] | None) -> None:
-    """Have workers that are started afresh call `prepare`, which is pickled, before all else.
+seeding_policy = SeedingPolicy()
+workers_policy = WorkersPolicy()
 
-    Workers that are forked do not: what it would do has been done in this process.
+
+def hand_on(policy: str, value: Any) -> None:
+    """Have workers that are started afresh put `value` of `policy` in force before all else.
+
+    `policy` is a path as `named` takes it; None stops that. Workers that are forked have what is
+    in force in this process.
     """
-    _preparing[:] = [] if prepare is None else [prepare]
+    if value is None:
+        _handed_on.pop(policy, None)
+    else:
+        _handed_on[policy] = value
     _settle()
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """The ``worker_init_fn`` of a worker that has something to do before its author's."""
+    """The ``worker_init_fn`` of a worker that puts policies in force before its author's."""
 
-    prepare: Callable[[], None]
+    policies: Mapping[str, Any]
     then: Callable[[int], None] | None
 
     def __call__(self, worker: int) -> None:
-        self.prepare()
+        for policy, value in self.policies.items():
+            named(policy).write(value)
         if self.then is not None:
             self.then(worker)
 
@@ -111,7 +120,7 @@ def _settle() -> None:
         asked = len(_unsettled)
         try:
             if any(
-                (loader_register.automatic(), loader_register.has_explicit(), _forced, _preparing)
+                (loader_register.automatic(), loader_register.has_explicit(), _forced, _handed_on)
             ):
                 _hook_all()
             else:
@@ -196,7 +205,7 @@ def _start(original: Callable[[Any], Any], loader: Any) -> Any:
     if any(other is loader for other in _being_started):
         return original(loader)  # a wrapper of an earlier profile, inside somebody's own
     loading = loading_of(loader)
-    prepared = bool(_preparing) and _starts_workers_afresh(loader)
+    prepared = bool(_handed_on) and _starts_workers_afresh(loader)
     if loading is None and not _forced and not prepared:
         return original(loader)
     with _starting, ExitStack() as until_begun:
@@ -207,7 +216,7 @@ def _start(original: Callable[[Any], Any], loader: Any) -> Any:
         if loading is not None:
             until_begun.enter_context(_begun(loader, loading))
         if prepared:
-            first = _Prepared(_preparing[-1], loader.worker_init_fn)
+            first = _Prepared(dict(_handed_on), loader.worker_init_fn)
             until_begun.enter_context(_with(loader, worker_init_fn=first))
         return original(loader)
 

@@ -7,6 +7,7 @@ Nothing is decided here about which kernels are deterministic: torch decides tha
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -14,13 +15,14 @@ from functools import partial
 from typing import Any
 
 from torchrepro.errors import ProfileError
+from torchrepro.knobs.fallback_value import Value, is_pattern, per_op, waits_for_refusal
+from torchrepro.knobs.knob import Missing
 from torchrepro.locks import fork_safe_lock
 from torchrepro.messages import Problem, near
 from torchrepro.policies.effects import Effect, tell_also
 from torchrepro.policies.fallback import acts as done
 from torchrepro.policies.fallback.nondeterministic_ops import OPS
 from torchrepro.policies.fallback.replacements import qualified_name, replacements, watch
-from torchrepro.policies.fallback.value import Value, is_pattern, per_op
 from torchrepro.policies.interposed import Place, interpose, withdraw
 from torchrepro.policies.ops_by_name import overloads_named
 
@@ -44,9 +46,38 @@ class _InForce:
 _in_force = _InForce()
 
 
-def value_in_force() -> Value:
-    """Return the value that is in force, or None where nothing is installed."""
-    return _in_force.value
+_IDLE = {
+    0: "torch's deterministic algorithms are off",
+    1: "torch only warns about ops without a deterministic kernel",
+}
+"""What torch's debug mode means where no op is refused."""
+
+
+class FallbackPolicy:
+    """What an op without a deterministic kernel does; None where nobody has said."""
+
+    def read(self) -> Value:
+        return _in_force.value
+
+    def write(self, value: str | Mapping[str, Any]) -> None:
+        asked = value if isinstance(value, str) else {"ops": dict(per_op(value))}
+        mode = sys.modules["torch"].get_deterministic_debug_mode()
+        if waits_for_refusal(asked) and mode in _IDLE:
+            check(asked)  # a wrong name is wrong in any case
+            raise Missing(
+                f"{_IDLE[mode]}, so that no op falls back: set "
+                "backends.torch.deterministic_algorithms to error"
+            )
+        install(asked)
+
+    save = read
+
+    def restore(self, saved: Value) -> None:
+        if saved != self.read():
+            install(saved)
+
+
+policy = FallbackPolicy()
 
 
 def install(value: Value) -> None:
