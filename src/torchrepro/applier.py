@@ -14,9 +14,10 @@ from torchrepro.forks import applying
 from torchrepro.guard.door import behind, by_a_profile, drift_of, hold_to, last_look
 from torchrepro.knobs.knob import Missing, unfrozen
 from torchrepro.planner import (
+    LEFT_ALONE,
+    Action,
     Plan,
     Step,
-    aside,
     beside,
     judged,
     lateness,
@@ -59,6 +60,7 @@ class Applied:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self._asked = plan.asked
         self._undo = ExitStack()
         self._rows: list[Row] = []
         self._calls: tuple[SeedingCall, ...] = ()
@@ -145,7 +147,7 @@ class Applied:
             until_done.callback(self._abandon)
             moved = until_done.enter_context(by_a_profile())
             for step in steps:
-                self._rows.append(self._set(step))
+                self._rows.append(self._carry_out(step))
             self._note_seeds_of_the_program()
             bad = [row for row in self._rows if row.outcome in STOPPING]
             if bad and self.resolved.strict:
@@ -180,45 +182,40 @@ class Applied:
         if self.active:
             _in_force.remove(self)
 
-    def _set(self, step: Step) -> Row:
-        expected = step.expected
-        if expected.outcome in (Outcome.TOO_LATE, Outcome.CONFLICT, Outcome.UNSUPPORTED):
-            return expected
+    def _carry_out(self, step: Step) -> Row:
+        """Do what the plan says to one knob, and return what became of it."""
+        planned, knob = step.expected, step.knob
+        if planned.outcome in LEFT_ALONE:
+            return planned
         try:
-            return judged(self._write(step), step.knob, step.value, self.resolved)
+            if knob.library:
+                import_module(knob.library)
+            action, row = step.at_present()
+            if action is Action.LEAVE:
+                return row
+            saved = knob.access.save()
+            if action is Action.WRITE:
+                row = self._write(step, row, saved)
+            else:
+                self._undo.callback(knob.access.restore, saved)
+            return judged(row, knob, step.value, self._asked)
         except (Missing, ImportError) as missing:
-            return Row(expected.knob, Outcome.UNSUPPORTED, why=str(missing))
+            return Row(planned.knob, Outcome.UNSUPPORTED, why=str(missing))
         except Exception as error:  # noqa: BLE001 - whatever a library raises is the outcome
             first_line = str(error).strip().partition("\n")[0]
             why = f"{type(error).__name__}: {first_line}"
             if "disable_global_flags" in first_line:
                 why += "; put the profile in force before that is called"
-            return replace(expected, outcome=Outcome.FAILED, after=None, why=why)
+            return replace(planned, outcome=Outcome.FAILED, after=None, why=why)
 
-    def _write(self, step: Step) -> Row:
+    def _write(self, step: Step, row: Row, saved: Any) -> Row:
+        """Write a knob that was `saved`, read it back, and return what `row` has come to."""
         knob, access, value = step.knob, step.knob.access, step.value
-        if knob.library:
-            import_module(knob.library)
-        before = access.read()
-        row = replace(step.expected, before=before)
-        if row.outcome is Outcome.UNCHANGED and knob.variable:
-            return row  # the user's own: it is theirs to take away, as Hydra's `env_set` does
-        saved = access.save()
-        if knob.holds(value) and not knob.moves_on:
-            self._undo.callback(access.restore, saved)
-            planned = step.expected
-            if planned.outcome is Outcome.APPLIED and planned.before is not None:
-                # Older torch has one switch for two knobs: the first of them has moved both.
-                return replace(planned, after=value)
-            why = aside(knob)
-            return replace(row, outcome=Outcome.UNCHANGED, before=value, after=value, why=why)
-        if reason := knob.refusal(value):
-            return replace(row, outcome=Outcome.UNSUPPORTED, after=before, why=reason)
         try:
             access.write(value)
         except BaseException:
             # Some of torch's setters assign first and refuse afterwards.
-            if knob.moves_on or access.read() != before:
+            if knob.moves_on or access.read() != row.before:
                 with unfrozen():
                     access.restore(saved)
             raise
@@ -227,8 +224,7 @@ class Applied:
         if not knob.holds(value):
             why = "written, but reading it back gives another value"
             return replace(row, outcome=Outcome.INEFFECTIVE, after=after, why=why)
-        after = value if after is None else after
-        return replace(row, outcome=Outcome.APPLIED, after=after, why=aside(knob))
+        return replace(row, after=value if after is None else after)
 
     def __enter__(self) -> Applied:
         return self

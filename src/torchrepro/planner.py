@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import Displayed, parts
@@ -74,6 +75,22 @@ class Facts:
     """What the profile's guarantee depends on beside its knobs."""
 
 
+class Action(Enum):
+    """What carrying out a step does to its knob."""
+
+    LEAVE = "leave"
+    """Nothing: it cannot be set, or the variable is the user's own to take away."""
+
+    KEEP = "keep"
+    """It holds its value already: it is only put back in the end."""
+
+    WRITE = "write"
+
+
+LEFT_ALONE = (Outcome.TOO_LATE, Outcome.CONFLICT, Outcome.UNSUPPORTED)
+"""The outcomes of knobs that are not touched."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One knob, the value asked for, and what is expected to become of it."""
@@ -81,6 +98,33 @@ class Step:
     knob: Knob
     value: Any
     expected: Row
+
+    @property
+    def action(self) -> Action:
+        """What is to be done, as far as the plan can tell."""
+        outcome = self.expected.outcome
+        if outcome in LEFT_ALONE or (outcome is Outcome.UNCHANGED and self.knob.variable):
+            return Action.LEAVE
+        return Action.KEEP if outcome is Outcome.UNCHANGED else Action.WRITE
+
+    def at_present(self) -> tuple[Action, Row]:
+        """Return what is to be done now, and what becomes of it, decided as the plan was.
+
+        Earlier steps, and libraries that were loaded since, may have moved the knob, whose library
+        has to be loaded.
+        """
+        planned = self.expected
+        reading = _present(self.knob, self.value)
+        if self.action is Action.LEAVE:
+            return Action.LEAVE, replace(planned, before=reading.value)
+        row = _decided(self.knob, self.value, reading)
+        if row.outcome is Outcome.APPLIED:
+            return Action.WRITE, row
+        if row.outcome is Outcome.UNSUPPORTED:
+            return Action.LEAVE, row
+        if planned.outcome is Outcome.APPLIED and planned.before is not None:
+            row = planned  # older torch has one switch for two knobs: the first has moved both
+        return Action.KEEP, row
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +142,14 @@ class Plan(Displayed):
         return report_of(self.resolved, rows, self.beside, planned=True)
 
     @property
+    def asked(self) -> dict[str, Any]:
+        """What the whole profile asks for, by the name of the knob."""
+        return {step.knob.name: step.value for step in self.steps}
+
+    @property
     def late(self) -> tuple[Row, ...]:
         """The knobs that are past their phase."""
-        return self.report.having(Outcome.TOO_LATE)
+        return self._expecting(Outcome.TOO_LATE)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -122,7 +171,10 @@ class Plan(Displayed):
     @property
     def stopping(self) -> tuple[Row, ...]:
         """The outcomes with which a strict profile does not start."""
-        return self.report.having(*STOPPING) if self.resolved.strict else ()
+        return self._expecting(*STOPPING) if self.resolved.strict else ()
+
+    def _expecting(self, *outcomes: Outcome) -> tuple[Row, ...]:
+        return tuple(step.expected for step in self.steps if step.expected.outcome in outcomes)
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
@@ -147,14 +199,10 @@ def plan(profile: Any, overrides: Sequence[str] = ()) -> Plan:
 
 def make_plan(resolved: Resolved, facts: Facts) -> Plan:
     """Return the plan for `resolved` in a process described by `facts`."""
-    return Plan(
-        resolved,
-        tuple(
-            Step(knob, value, _expected_with_needs(knob, value, resolved, facts))
-            for knob, value in resolved.settings()
-        ),
-        facts.beside,
-    )
+    settings = resolved.settings()
+    asked = {knob.name: value for knob, value in settings}
+    steps = (Step(knob, value, _expected(knob, value, asked, facts)) for knob, value in settings)
+    return Plan(resolved, tuple(steps), facts.beside)
 
 
 def observe(
@@ -246,7 +294,7 @@ def lateness(plan: Plan, why: str) -> str:
     return "\n".join(line for line in (head, *lines, no_relaunch, todo) if line)
 
 
-def aside(knob: Knob) -> str:
+def _aside(knob: Knob) -> str:
     """Return what a reader should know about a flag that was set, or an empty string."""
     if knob.scope is Scope.EVERY_THREAD:
         reached = other_threads_in_torch()
@@ -260,62 +308,80 @@ def aside(knob: Knob) -> str:
 def _reading(knob: Knob, value: Any, closed: Mapping[str, str]) -> Reading:
     if not knob.loaded:
         return Reading(known=False)
-    try:
-        now = knob.access.read()
-    except Missing as missing:
-        return Reading(missing=str(missing))
-    holds = knob.holds(value)
     text = os.environ.get(knob.variable) if knob.variable else None
-    reading = Reading(now, holds, "" if holds else knob.refusal(value), text=text)
+    reading = replace(_present(knob, value), text=text)
     # What a library will read, it may read when it is asked: so not before it has.
-    if text is None or knob.effect is None or (knob.door and knob.door not in closed):
+    if reading.missing or text is None or knob.effect is None:
+        return reading
+    if knob.door and knob.door not in closed:
         return reading
     in_effect, instead = knob.effect.look(text)
     return replace(reading, in_effect=in_effect, instead=instead)
 
 
-def _expected(knob: Knob, value: Any, facts: Facts) -> Row:
-    reading = facts.readings[knob.name]
-    row = Row(knob.name, Outcome.APPLIED, reading.value, value)
-    if reading.missing:
-        return replace(row, outcome=Outcome.UNSUPPORTED, after=reading.value, why=reading.missing)
-    if knob.variable:
-        return _expected_variable(knob, value, facts, row)
-    if conflict := _conflict(knob, value, facts, row):
-        return conflict
-    if not reading.known:
-        return replace(row, why=f"{knob.library} is not loaded yet")
-    if knob.moves_on:
-        return row  # a generator has moved on since it was seeded: seeding again is never idle
-    row = replace(row, why=aside(knob))
-    return replace(row, outcome=Outcome.UNCHANGED, before=value) if reading.holds else row
+def _present(knob: Knob, value: Any) -> Reading:
+    """Read `knob`, whose library is loaded."""
+    try:
+        now = knob.access.read()
+    except Missing as missing:
+        return Reading(missing=str(missing))
+    holds = knob.holds(value)
+    return Reading(now, holds, "" if holds else knob.refusal(value))
 
 
-def _expected_with_needs(knob: Knob, value: Any, resolved: Resolved, facts: Facts) -> Row:
-    row = _expected(knob, value, facts)
-    if not _lacks(knob, value, resolved):
-        return judged(row, knob, value, resolved)
+def _expected(knob: Knob, value: Any, asked: Mapping[str, Any], facts: Facts) -> Row:
+    row = _expected_alone(knob, value, facts)
+    if not _lacks(knob, value, asked):
+        return judged(row, knob, value, asked)
     needed = knobs_by_name()[knob.needs].profile_key
     words = f"set to {' or '.join(knob.needed)}" if knob.needed else "set"
     why = f"it acts on `{needed}`, which the profile does not {words}"
     return replace(row, outcome=Outcome.UNSUPPORTED, after=row.before, why=why)
 
 
-def judged(row: Row, knob: Knob, value: Any, resolved: Resolved) -> Row:
-    """Return `row`, or that the knob is ineffective although `value` can be read back."""
-    if row.outcome not in (Outcome.APPLIED, Outcome.UNCHANGED) or not knob.can_be_inert:
+def _expected_alone(knob: Knob, value: Any, facts: Facts) -> Row:
+    reading = facts.readings[knob.name]
+    if reading.missing:
+        return _decided(knob, value, reading)
+    row = Row(knob.name, Outcome.APPLIED, reading.value, value)
+    if knob.variable:
+        return _expected_variable(knob, value, facts, row)
+    if conflict := _conflict(knob, value, facts, row):
+        return conflict
+    if not reading.known:
+        return replace(row, why=f"{knob.library} is not loaded yet")
+    return _decided(knob, value, reading)
+
+
+def _decided(knob: Knob, value: Any, reading: Reading) -> Row:
+    """Decide on state that is free to be set, by what it reads."""
+    row = Row(knob.name, Outcome.APPLIED, reading.value, value)
+    if reading.missing:
+        return replace(row, outcome=Outcome.UNSUPPORTED, after=reading.value, why=reading.missing)
+    if knob.moves_on:
+        return row  # a generator has moved on since it was seeded: seeding again is never idle
+    row = replace(row, why=_aside(knob))
+    return replace(row, outcome=Outcome.UNCHANGED, before=value) if reading.holds else row
+
+
+def judged(row: Row, knob: Knob, value: Any, asked: Mapping[str, Any]) -> Row:
+    """Return `row`, or that the knob is ineffective although `value` can be read back.
+
+    `asked` holds what the whole profile asks for, by the name of the knob.
+    """
+    if row.outcome not in (Outcome.APPLIED, Outcome.UNCHANGED):
         return row
-    why = knob.inert(value, {other.name: asked for other, asked in resolved.settings()})
+    why = knob.inert(value, asked)
     return replace(row, outcome=Outcome.INEFFECTIVE, why=why) if why else row
 
 
-def _lacks(knob: Knob, value: Any, resolved: Resolved) -> bool:
+def _lacks(knob: Knob, value: Any, asked: Mapping[str, Any]) -> bool:
     """Whether nothing sets the knob that `value` of `knob` acts on, here or around this profile."""
     if not knob.needs or value not in knob.needing:
         return False
     needed = knobs_by_name()[knob.needs]
-    asked = {other.name: value for other, value in resolved.settings()}.get(needed.name)
-    present = needed.access.read() if asked is None and needed.loaded else asked
+    wanted = asked.get(needed.name)
+    present = needed.access.read() if wanted is None and needed.loaded else wanted
     return present not in knob.needed if knob.needed else present is None
 
 

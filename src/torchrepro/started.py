@@ -176,7 +176,8 @@ def _applied() -> Applied:
 def _take_over(module: str) -> None:
     """Carry out the knobs of a generator that has its seed, and leave it where it has got to."""
     applied: Applied = _state["applied"]
-    for step in _steps_for(module, applied.plan.steps):
-        reached = step.knob.access.save()
-        applied.carry_out([step])
-        step.knob.access.restore(reached)
+    steps = _steps_for(module, applied.plan.steps)
+    reached = [(step.knob.access, step.knob.access.save()) for step in steps]
+    applied.carry_out(steps)
+    for access, state in reached:
+        access.restore(state)

@@ -30,6 +30,7 @@ from torchrepro.manifest.contents import FILE, manifest, write_manifest
 from torchrepro.messages import near, some
 from torchrepro.planner import plan
 from torchrepro.process import inherited
+from torchrepro.report import announce, announce_end
 from torchrepro.seeding.ranks import world
 from torchrepro.seeding.seed_plan import drawn, never_drawn
 
@@ -97,7 +98,7 @@ class ReproCallback(Callback):
             applied = apply_resolved(resolved, "Hydra has started the job")
             applied.refuse = _exit
             _begin(_Job(config, applied, applied.report))
-            _announce(applied)
+            announce(applied.report)
 
     def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
         """Complete the manifest and take the job's profile back: the next job starts clean."""
@@ -154,7 +155,7 @@ def protect(resolved: Resolved) -> None:
         if agreeing_run(resolved, "job") is None:
             applied = apply_resolved(resolved, "")
             applied.refuse = _exit
-            _announce(applied)
+            announce(applied.report)
             atexit.register(_tell_at_exit, os.getpid(), applied, applied.report)
 
 
@@ -164,8 +165,6 @@ def _tell_at_exit(process: int, applied: Applied, announced: Report) -> None:
 
 
 def _tell_of_the_end(applied: Applied, announced: Report) -> None:
-    from torchrepro.report import announce_end
-
     _tell_of_random_numbers(applied)
     announce_end(applied.report, announced)
 
@@ -197,12 +196,6 @@ def _take_back() -> None:
         job = _job.pop()
         if not job.from_run:
             job.applied.restore()
-
-
-def _announce(applied: Applied) -> None:
-    from torchrepro.report import announce  # only a job with a profile pays for it
-
-    announce(applied.report)
 
 
 def _tell_of_random_numbers(applied: Applied) -> None:
