@@ -19,7 +19,6 @@ from torchrepro.planner import (
     Plan,
     Step,
     beside,
-    judged,
     lateness,
     make_plan,
     observe,
@@ -60,7 +59,6 @@ class Applied:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._asked = plan.asked
         self._undo = ExitStack()
         self._rows: list[Row] = []
         self._calls: tuple[SeedingCall, ...] = ()
@@ -198,7 +196,7 @@ class Applied:
                 row = self._write(step, row, saved)
             else:
                 self._undo.callback(knob.access.restore, saved)
-            return judged(row, knob, step.value, self._asked)
+            return self.plan.judged(step, row)
         except (Missing, ImportError) as missing:
             return Row(planned.knob, Outcome.UNSUPPORTED, why=str(missing))
         except Exception as error:  # noqa: BLE001 - whatever a library raises is the outcome

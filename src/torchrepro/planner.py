@@ -141,10 +141,12 @@ class Plan(Displayed):
         rows = tuple(step.expected for step in self.steps)
         return report_of(self.resolved, rows, self.beside, planned=True)
 
-    @property
-    def asked(self) -> dict[str, Any]:
-        """What the whole profile asks for, by the name of the knob."""
-        return {step.knob.name: step.value for step in self.steps}
+    def judged(self, step: Step, row: Row) -> Row:
+        """Return what carrying out `step` came to, or that it is set and acts on nothing here."""
+        if not step.knob.can_be_inert:
+            return row
+        asked = {other.knob.name: other.value for other in self.steps}
+        return _judged(row, step.knob, step.value, asked)
 
     @property
     def late(self) -> tuple[Row, ...]:
@@ -216,17 +218,18 @@ def observe(
     they are now, to plan for a process before it began.
     """
     started_under = inherited()
+    closed = closed_doors() if closed is None else closed
+    around = beside(resolved, closed)
     own = {**(started_under.environment() if started_under else {}), **(own_variables or {})}
     settings = resolved.settings()
     names = {variable_row(knob).variable for knob, _ in settings} & set(os.environ)
     ours = {name for name in names if own.get(name) == os.environ[name]}
-    closed = closed_doors() if closed is None else closed
     return Facts(
         closed=closed,
         readings={knob.name: _reading(knob, value, closed) for knob, value in settings},
         exported={name: os.environ[name] for name in names - ours},
         in_time=frozenset(ours | set(filter(set_before_start, names))),
-        beside=beside(resolved, closed),
+        beside=around,
     )
 
 
@@ -332,7 +335,7 @@ def _present(knob: Knob, value: Any) -> Reading:
 def _expected(knob: Knob, value: Any, asked: Mapping[str, Any], facts: Facts) -> Row:
     row = _expected_alone(knob, value, facts)
     if not _lacks(knob, value, asked):
-        return judged(row, knob, value, asked)
+        return _judged(row, knob, value, asked)
     needed = knobs_by_name()[knob.needs].profile_key
     words = f"set to {' or '.join(knob.needed)}" if knob.needed else "set"
     why = f"it acts on `{needed}`, which the profile does not {words}"
@@ -364,7 +367,7 @@ def _decided(knob: Knob, value: Any, reading: Reading) -> Row:
     return replace(row, outcome=Outcome.UNCHANGED, before=value) if reading.holds else row
 
 
-def judged(row: Row, knob: Knob, value: Any, asked: Mapping[str, Any]) -> Row:
+def _judged(row: Row, knob: Knob, value: Any, asked: Mapping[str, Any]) -> Row:
     """Return `row`, or that the knob is ineffective although `value` can be read back.
 
     `asked` holds what the whole profile asks for, by the name of the knob.
