@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torchrepro.errors import ApplyError, SeedingError
 from torchrepro.knobs.npu_state import npu_with_devices
 from torchrepro.knobs.variable_effects import openmp_loaded
-from torchrepro.profile.difference import differences
+from torchrepro.profile.composition import NOT_INHERITED, flatten
 from torchrepro.profile.resolved import Resolved
 from torchrepro.seeding.ranks import world
 
@@ -141,9 +141,11 @@ def outer_run(resolved: Resolved, asker: str) -> Resolved | None:
     outer = inherited()
     if outer is None or outer.digest == resolved.digest:
         return outer
+    ours, theirs = flatten(outer.values), flatten(resolved.values)
     lines = [
-        f"  {difference.key}: run {difference.left!r}, {asker} {difference.right!r}"
-        for difference in differences(outer, resolved)
+        f"  {key}: run {ours.get(key)!r}, {asker} {theirs.get(key)!r}"
+        for key in sorted(ours.keys() | theirs.keys())
+        if key not in NOT_INHERITED and ours.get(key) != theirs.get(key)
     ]
     head = (
         f"this process was started by `torchrepro run {outer.name}`, and {asker} asks for "

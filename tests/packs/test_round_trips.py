@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro.cli import main
+from torchrepro.process import PROFILE, outer_run
 from torchrepro.profile.composition import flatten
-from torchrepro.profile.difference import differences
 
 TEXT = st.text(
     st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Cf", "Zl", "Zp")), max_size=30
@@ -127,6 +127,18 @@ def test_the_digest_does_not_see_how_a_file_is_written(tmp_path_factory, values,
     assert {torchrepro.load(str(folder / name)).digest for name in written} == {digest}
 
 
+def _differences(outer, inner):
+    """Return what a job under `inner` is told of a run under `outer`: key -> both values."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PROFILE, json.dumps(outer.to_json()))
+        try:
+            outer_run(inner, "job")
+        except torchrepro.ApplyError as error:
+            lines = str(error).splitlines()[1:-1]
+            return dict(line.removeprefix("  ").split(": ", 1) for line in lines)
+    return {}
+
+
 @settings(max_examples=100)
 @given(one=PROFILES, two=PROFILES)
 def test_differences_are_those_of_meaning(tmp_path_factory, one, two):
@@ -134,10 +146,15 @@ def test_differences_are_those_of_meaning(tmp_path_factory, one, two):
     folder = tmp_path_factory.mktemp("two")
     left = torchrepro.load(str(_file(folder, one, "one.yaml"))).resolved
     right = torchrepro.load(str(_file(folder, two, "two.yaml"))).resolved
-    there, back = differences(left, right), differences(right, left)
+    there, back = _differences(left, right), _differences(right, left)
 
-    assert differences(left, left) == []
-    assert [(d.key, d.right, d.left) for d in back] == [(d.key, d.left, d.right) for d in there]
+    assert _differences(left, left) == {}
+    assert there.keys() == back.keys()
+    for key, told in there.items():
+        values = [repr(flatten(each.values).get(key)) for each in (left, right)]
+        assert told == "run {}, job {}".format(*values)
+        assert back[key] == "run {}, job {}".format(*reversed(values))
+        assert values[0] != values[1]
     assert bool(there) == (left.digest != right.digest)
 
 

@@ -10,8 +10,18 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+import torchrepro
 from torchrepro.knobs.catalogue import CATALOGUE, other_names
-from torchrepro.knobs.legal import Fallback, OneOf, Patterns, RankPolicies, Seeds, Switch, Whole
+from torchrepro.knobs.legal import (
+    Fallback,
+    OneOf,
+    Patterns,
+    RankPolicies,
+    SchemaVersion,
+    Seeds,
+    Switch,
+    Whole,
+)
 from torchrepro.profile.folder import SHIPPED
 from torchrepro.profile.json_schema import json_schema
 
@@ -33,6 +43,7 @@ def _by_key():
 
 
 KNOBS = _by_key()
+NEWEST = SchemaVersion().newest
 
 
 MAPPINGS = {
@@ -394,3 +405,40 @@ def test_the_digest_tells_every_value_apart(load_text, key):
     digests = {load_text(text).digest for text in texts}
 
     assert len({*map(str, _legal(KNOBS[key]))} - {"{}"}) + 1 == len(digests)
+
+
+def test_a_newer_schema_is_refused_with_what_to_upgrade(write, refusal):
+    """A profile, or one that it inherits, for a later torchrepro gets one message: what to install.
+
+    Its keys may be new as well, so nothing is said of them.
+    """
+    newer = NEWEST + 1
+    content = f"schema: {newer}\nseed: 1\nsomething: new\n"
+    write(content, "base.yaml")
+    for said, file in (
+        (refusal(content), "bad.yaml"),
+        (refusal("schema: 1\ndefaults: [base, _self_]\nseed: 1\n"), "base.yaml"),
+    ):
+        assert f"{file}:1: schema = {newer}: written for a newer torchrepro" in said
+        assert "pip install --upgrade torchrepro" in said
+        assert f"torchrepro {torchrepro.__version__}" in said
+        assert "something" not in said
+
+
+@pytest.mark.parametrize("schema", [0, -1, "true", "one", 1.5])
+def test_what_is_no_version_of_a_schema_is_refused_with_the_legal_one(refusal, schema):
+    """An older, negative or meaningless version is judged like any other value, beside the rest."""
+    said = refusal(f"schema: {schema}\nsede: 1\n")
+
+    assert f"bad.yaml:1: schema = {schema}: not the version of a schema" in said
+    assert "bad.yaml:2" in said
+
+
+def test_settings_as_code_and_shells_write_them_lead_to_their_keys(load_text):
+    """A pasted name of torch's, or a variable, is refused with the key of the knob behind it."""
+    pasted = {name: knobs[0].profile_key for name, knobs in other_names().items()}
+    pasted |= {knob.variable: knob.name for knob in CATALOGUE if knob.variable}
+    with pytest.raises(torchrepro.ProfileError) as caught:
+        load_text("".join(f"{name}: [1]\n" for name in pasted))
+
+    assert {problem.key: problem.near for problem in caught.value.problems} == pasted

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchrepro.console import say
 from torchrepro.errors import ProfileError
 from torchrepro.messages import Problem
 
@@ -82,7 +80,7 @@ def print_json(value: Any) -> None:
 
 
 def resolved_profile(profile: str, overrides: list[str] | None) -> Resolved:
-    from torchrepro.profile.load import ProfileNote, load
+    from torchrepro.profile.load import load
 
     if "=" in profile and not Path(profile).exists():
         raise ProfileError(
@@ -98,8 +96,4 @@ def resolved_profile(profile: str, overrides: list[str] | None) -> Resolved:
                     f"defaults: [{profile}, {text}, _self_]",
                 )
             )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ProfileNote)
-        resolved = load(profile, overrides or ()).resolved
-    say(*(f"note: {note}" for note in resolved.notes))
-    return resolved
+    return load(profile, overrides or ()).resolved

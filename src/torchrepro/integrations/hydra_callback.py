@@ -89,7 +89,6 @@ class ReproCallback(Callback):
                 _forget_the_type(config)
                 return
             send_with(config, resolved)
-            say(*(f"note: {note}" for note in resolved.notes))
             started_under = agreeing_run(resolved, "job")
             if started_under is not None and config.hydra.mode is RunMode.RUN:
                 # `run` has put this very profile in force: there is nothing to change.

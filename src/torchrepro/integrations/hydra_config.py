@@ -183,7 +183,6 @@ def _values_in_place(values: dict[Any, Any]) -> Problem:
 
 def _remember_places(composition: Composition, from_files: Composition, config: DictConfig) -> None:
     """Give every value the place that set it: an override, the app's own config, a file's line."""
-    composition.notes += from_files.notes
     for key in NOT_INHERITED:
         if key in from_files.values:  # pieces alone are called what they are
             composition.values.setdefault(key, from_files.values[key])

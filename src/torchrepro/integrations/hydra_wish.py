@@ -161,7 +161,7 @@ def _meant_deep(key: str) -> str:
 
 
 def _is_a_setting(key: str) -> bool:
-    """Whether `key` is a name of torch's own or a variable, as schema 0 lists them."""
+    """Whether `key` is a name of torch's own or a variable."""
     return f"env.{key}" in knobs_by_name() or ("." in key and key in other_names())
 
 

@@ -73,7 +73,7 @@ def _gathered(resolved: Resolved, report: Report) -> dict[str, Any]:
         "profile": plain(resolved.values),
         "digest": resolved.digest,
         "origins": {key: origin.to_json() for key, origin in resolved.origins.items()},
-        "notes": list(resolved.notes),
+        "notes": [],  # none since a profile is of one schema only; a lock has every part
         "report": report.to_json(),
         "versions": software(),
         "hardware": hardware(),

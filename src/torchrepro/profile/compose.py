@@ -12,13 +12,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torchrepro.errors import ProfileError
+from torchrepro.knobs.legal import SchemaVersion
 from torchrepro.messages import Problem, shown
 from torchrepro.profile.composition import NOT_INHERITED, Composition, flatten
 from torchrepro.profile.document import Document, read_document
 from torchrepro.profile.find import find
 from torchrepro.profile.folder import PIECES, SHIPPED, Folder, Found, is_piece, piece_named
-from torchrepro.profile.migration import migrated
-from torchrepro.profile.origin import Origin
+from torchrepro.profile.origin import Origin, versioned
 from torchrepro.profile.overrides import Override, parsed
 from torchrepro.profile.resolved import Resolved, plain
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
+SCHEMA = "schema"
 MAX_DOCUMENTS = 64
 MAX_KEYS = 2000
 """Keys of all files of one profile, each counted as often as it is read."""
@@ -65,7 +66,7 @@ def compose_resolved(resolved: Resolved, overrides: Sequence[str]) -> Compositio
     """Compose a profile that is resolved already with further `overrides`."""
     origins = dict(resolved.origins)
     values = plain(resolved.values)
-    composition = Composition(values, origins, resolved.notes, only_shipped=False)
+    composition = Composition(values, origins, only_shipped=False)
     composition.typed |= flatten(values).keys()  # judged when they were resolved
     _finish(composition, _Chain(composition, ()), overrides)
     return composition
@@ -141,8 +142,7 @@ class _Chain:
             raise ProfileError(
                 Problem(f"more than {MAX_KEYS:,} keys in the files of one profile", document.where)
             )
-        document, notes = migrated(document)
-        self.composition.notes += notes
+        _refuse_newer_schema(document)
         for entry in document.defaults:
             if entry == "_self_":
                 self._add_values(document, found)
@@ -185,6 +185,25 @@ class _Chain:
             present = self.composition.origins.get(key)  # gone with its section, perhaps
             if present is not None and present.set_by == problem.where:
                 raise ProfileError(problem)
+
+
+def _refuse_newer_schema(document: Document) -> None:
+    """Raise one `ProfileError` for a document of a later torchrepro, whose keys may be new.
+
+    Any other wrong version is judged with all other values.
+    """
+    schema, newest = document.values.get(SCHEMA), SchemaVersion().newest
+    if isinstance(schema, int) and schema > newest:
+        raise ProfileError(
+            Problem(
+                "written for a newer torchrepro",
+                document.place(SCHEMA),
+                SCHEMA,
+                shown(schema),
+                legal=f"up to {newest}, which is what {versioned('torchrepro')} reads",
+                todo="upgrade torchrepro: pip install --upgrade torchrepro",
+            )
+        )
 
 
 def _taken_back(key: str, earlier: Origin, later: Origin) -> Problem:

@@ -29,9 +29,6 @@ class Composition:
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, Origin] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    """What a reader should be told of how the values were read."""
-
     typed: set[str] = field(default_factory=set)
     """Dotted keys whose value whoever starts the run wrote: an override, or a dict in code."""
 

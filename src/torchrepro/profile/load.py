@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -33,10 +32,6 @@ a config would take `${` in it for an interpolation.
 """
 
 
-class ProfileNote(UserWarning):
-    """What a reader should know of how a profile was read: it was written for an older schema."""
-
-
 def load(profile: str, overrides: Sequence[str] = ()) -> Profile:
     """Load and validate a profile.
 
@@ -45,9 +40,7 @@ def load(profile: str, overrides: Sequence[str] = ()) -> Profile:
     (``seed=7``, ``backends.cudnn.benchmark=false``). Raises `ProfileError`; changes nothing.
     """
     _refuse_other_types(profile, overrides)
-    composition = compose(str(profile), overrides)
-    _tell(composition)
-    return validate(composition)
+    return validate(compose(str(profile), overrides))
 
 
 def resolve(source: Any, overrides: Sequence[str] = (), *, typed: bool = True) -> Resolved:
@@ -70,7 +63,6 @@ def resolve(source: Any, overrides: Sequence[str] = (), *, typed: bool = True) -
         composition = from_mapping(source, overrides)
     else:
         composition = compose(str(source), overrides, typed=typed)
-    _tell(composition)
     if composition.only_shipped:
         return Resolved.of(composition.values, composition)
     return validate(composition).resolved
@@ -140,11 +132,6 @@ def _refuse_other_types(source: Any, overrides: Any) -> None:
     if not listed or not all(isinstance(text, str) for text in overrides):
         legal = 'a list of texts such as ["seed=7"]'
         raise ProfileError(Problem("not a list of overrides", found=str(overrides), legal=legal))
-
-
-def _tell(composition: Composition) -> None:
-    for note in composition.notes:
-        warnings.warn(note, ProfileNote, stacklevel=3)
 
 
 def _is_dictconfig(source: Any) -> bool:

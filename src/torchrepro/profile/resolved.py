@@ -32,9 +32,6 @@ class Resolved:
     origins: Mapping[str, Origin] = field(default_factory=dict, compare=False, repr=False)
     """Dotted key -> where its value comes from, as far as that is known."""
 
-    notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    """What a reader should be told of how the values were read."""
-
     @classmethod
     def of(cls, values: Mapping[str, Any], composition: Composition | None = None) -> Resolved:
         """Return `values` without every null and every empty section, as they were composed."""
@@ -42,7 +39,7 @@ class Resolved:
         if composition is None:
             return cls(MappingProxyType(kept))
         origins = {k: o for k in flatten(kept) if (o := composition.origins.get(k)) is not None}
-        return cls(MappingProxyType(kept), MappingProxyType(origins), composition.notes)
+        return cls(MappingProxyType(kept), MappingProxyType(origins))
 
     def to_json(self) -> dict[str, Any]:
         """Return the values with their origins as plain JSON values, for a process below."""
