@@ -64,6 +64,7 @@ EDITED = '{"url": "file:///", "dir_info": {"editable": true}}'
 GROUP = "[torchrepro.profiles]\n"
 NOT_FOUND = "is no folder that is found here"
 NOT_ITS_OWN = "did not come with it"
+UNREADABLE = ("unknown profile", "package acme-pack: its entry points cannot be read")
 
 CODE = {
     "a target": bad("_target_: evil_code.Evil\n", "_target_", "runs no code"),
@@ -260,7 +261,10 @@ ENTRY_POINTS = {
     "an absolute package": named(GROUP + "team = /etc\n", NOT_FOUND),
     "a package with NUL": named(GROUP + "team = acme_pack\0\n", NOT_FOUND),
     "a look-alike of a package": named(GROUP + "team = \u0430cme_pack\n", NOT_FOUND),
-    "a line without a value": named(GROUP + "team\n", NOT_FOUND),
+    "a line without a value": named(GROUP + "team\n", *UNREADABLE, under_hydra=UNKNOWN),
+    "a broken line of another group": named(
+        GROUP + "team = acme_pack\n[others]\nx\n", *UNREADABLE, under_hydra=UNKNOWN
+    ),
     "an empty value": named(GROUP + "team =\n", NOT_FOUND),
     "a package of others": named(GROUP + "team = yaml\n", NOT_ITS_OWN),
     "torchrepro itself": named(GROUP + "team = torchrepro:conf.repro\n", NOT_ITS_OWN),
@@ -275,6 +279,15 @@ ENTRY_POINTS = {
     "a pack called ..": named(GROUP + "../team = acme_pack\n", "unknown", under_hydra=UNKNOWN),
     "half a million packs": named(
         GROUP + "team = acme_pack\n" + "".join(f"k{n} = acme_pack\n" for n in range(500_000)),
+        *UNREADABLE,
+        under_hydra=UNKNOWN,
+    ),
+    "more packs than anybody means": named(
+        GROUP + "team = acme_pack\n" + "".join(f"k{n} = acme_pack\n" for n in range(16)),
+        "more than 16 packs",
+    ),
+    "as many packs as can be read": named(
+        GROUP + "team = acme_pack\n" + "".join(f"k{n} = a\n" for n in range(9_000)),
         "more than 16 packs",
     ),
     "entry points that are no text": named(

@@ -145,7 +145,10 @@ def test_a_broken_pack_hurts_no_other(installed_pack):
     installed_pack("acme-pack", {"good.yaml": "seed: 4\n"})
 
     assert torchrepro.load("team/good").seed == 4
-    assert "team/good" in [each.name for each in listed()]
+    shown = {each.origin: each for each in listed()}
+    assert "team/good" in [each.name for each in shown.values()]
+    assert "its entry points cannot be read" in shown["package broken0"].description
+    assert f"more than {MOST} packs" in shown["package many"].description
 
 
 def test_a_pack_takes_no_other_packs_files(installed_pack):

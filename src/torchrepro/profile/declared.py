@@ -1,53 +1,53 @@
 """The packs that installed distributions declare, read from their metadata as data.
 
-Not by `importlib.metadata.entry_points`: one broken line of one distribution ends it for all of
-them, and ten megabytes of lines take it ten seconds. What the files look like:
+Each distribution is asked by itself: `importlib.metadata.entry_points` fails for all of them where
+one of them is broken. What the files look like:
 https://packaging.python.org/en/latest/specifications/entry-points.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, replace
-from importlib.metadata import Distribution, distributions
-from itertools import islice
+from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distributions
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torchrepro.messages import printable
 from torchrepro.profile.folder import PIECES, is_name
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ENTRY_POINTS = "torchrepro.profiles"
 MOST = 16
 """Packs that one distribution may declare."""
 
-_NAME = re.compile(r"^Name:[ \t]*(\S.*?)[ \t]*$", re.MULTILINE)
+LARGEST = 100_000
+"""Characters of entry points that are read; more would take `importlib.metadata` seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """One line of the entry points of a distribution."""
-
-    pack: str
-    value: str
-    """The package that holds the profiles, as the line names it."""
+    """A pack that a distribution declares, or a distribution that cannot be read."""
 
     owner: str
     """The distribution, as messages show it."""
 
     distribution: Distribution
-    too_many: bool = False
-    """Whether the distribution declares more packs than anybody can mean."""
+    pack: str = ""
+    """What the names of its profiles begin with; empty where that cannot be read."""
+
+    value: str = ""
+    """The package that holds the profiles, as the entry point names it."""
+
+    complaint: str = ""
+    """Why no pack of the distribution is read, if so."""
 
     @property
     def package(self) -> str:
-        """The dotted name of the package: without what a line may hold besides."""
-        module, _, inner = self.value.partition("[")[0].partition(":")
-        return ".".join(filter(None, (module.strip(), inner.strip())))
+        """The dotted name of the package, or an empty string for a value that names none."""
+        line = EntryPoint(self.pack, self.value, ENTRY_POINTS)
+        try:
+            return ".".join(filter(None, (line.module, line.attr)))
+        except (AttributeError, ValueError):
+            return ""
 
     @property
     def source(self) -> Path | None:
@@ -73,7 +73,10 @@ class Declared:
 
 
 def declared() -> list[Declared]:
-    """Return every pack that can be named; a distribution that is found twice counts once."""
+    """Return every pack that can be named, and every distribution whose packs cannot be read.
+
+    A distribution that is found twice counts once.
+    """
     owners: set[str] = set()
     found: list[Declared] = []
     for distribution in distributions():
@@ -82,38 +85,33 @@ def declared() -> list[Declared]:
             continue
         owner = _owner(distribution)
         if owner not in owners:
-            found += _packs(text, owner, distribution)
+            found += _packs(len(text), owner, distribution)
         owners.add(owner)
     return found
 
 
-def _packs(text: str, owner: str, distribution: Distribution) -> list[Declared]:
-    lines = dict(islice(_lines_of_the_group(text), MOST + 1))
-    packs = [
-        Declared(pack, value, owner, distribution)
-        for pack, value in lines.items()
-        if is_name(pack) and "/" not in pack and pack != PIECES
-    ]
-    if len(lines) <= MOST:
-        return packs
-    return [replace(pack, too_many=True) for pack in packs[:1]]
-
-
-def _lines_of_the_group(text: str) -> Iterator[tuple[str, str]]:
-    group = ""
-    for line in map(str.strip, text.splitlines()):
-        if line.startswith("["):
-            group = line.strip("[]").strip()
-        elif group == ENTRY_POINTS and line and not line.startswith("#"):
-            name, _, value = line.partition("=")
-            yield name.strip(), value.strip()
+def _packs(size: int, owner: str, distribution: Distribution) -> list[Declared]:
+    unreadable = Declared(owner, distribution, complaint="its entry points cannot be read")
+    if size > LARGEST:
+        return [unreadable]
+    try:
+        values = {e.name: e.value for e in distribution.entry_points.select(group=ENTRY_POINTS)}
+    except (TypeError, ValueError, AttributeError):  # a line that has not the form of one
+        return [unreadable]
+    names = [name for name in values if is_name(name) and "/" not in name and name != PIECES]
+    if len(values) > MOST:
+        many = f"one distribution declares more than {MOST} packs"
+        return [replace(unreadable, pack=name, complaint=many) for name in names[:1]]
+    return [Declared(owner, distribution, name, values[name]) for name in names]
 
 
 def _owner(distribution: Distribution) -> str:
-    """Return the name in the header of the metadata, which may hold anything."""
-    metadata = _text(distribution, "METADATA") or _text(distribution, "PKG-INFO")
-    found = _NAME.search(metadata.partition("\n\n")[0])
-    return printable(found[1]) if found else "a distribution without a name"
+    """Return the name in the metadata, which may hold anything."""
+    try:
+        name = distribution.metadata["Name"]
+    except (TypeError, ValueError, PackageNotFoundError):
+        name = None
+    return printable(str(name)) if name else "a distribution without a name"
 
 
 def _source(distribution: Distribution) -> Path | None:

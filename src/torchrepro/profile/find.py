@@ -12,6 +12,7 @@ from torchrepro.profile.folder import SUFFIXES, Folder, Found, is_name
 from torchrepro.profile.packs import (
     VARIABLE,
     folders_for,
+    incomplete_packs,
     missing_folders,
     package,
     search_path,
@@ -136,6 +137,9 @@ def _in_package(name: str, asked_by: str) -> Found:
 def _unknown(name: str, folders: Sequence[Folder], asked_by: str) -> UnknownProfileError:
     names = sorted({known for folder in folders for known in folder.names()})
     missing = [f"{VARIABLE} names {shown(text)}, which is no folder" for text in missing_folders()]
+    missing += [
+        f"{origin}: {problem.what}" for pack, origin, problem in incomplete_packs() if not pack
+    ]
     todo = "`torchrepro list` shows what is on the search path; a file is named by its path"
     return UnknownProfileError(
         Problem(

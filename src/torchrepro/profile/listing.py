@@ -38,7 +38,7 @@ def listed() -> list[Listed]:
     """Return every profile and piece on the search path; a broken one says so."""
     entries = [_listed(name, folder) for folder in search_path() for name in folder.names()]
     broken = [
-        Listed(f"{pack}/", NOTHING, origin, f"refused: {_first_line(problem)}")
+        Listed(f"{pack}/" if pack else NOTHING, NOTHING, origin, f"refused: {_first_line(problem)}")
         for pack, origin, problem in incomplete_packs()
     ]
     return entries + broken

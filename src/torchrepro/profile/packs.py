@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from torchrepro.errors import ProfileError
 from torchrepro.messages import Problem
-from torchrepro.profile.declared import MOST, Declared, declared
+from torchrepro.profile.declared import Declared, declared
 from torchrepro.profile.folder import PIECES, SHIPPED, Folder
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def folders_for(name: str) -> tuple[Folder, ...]:
     metadata of all that is installed. Raises `ProfileError` for a pack that is not whole.
     """
     pack, slash, _ = name.partition("/")
-    may_be_a_pack = slash and pack != PIECES
+    may_be_a_pack = slash and pack not in ("", PIECES)
     packs = [each for each in declared() if each.pack == pack] if may_be_a_pack else []
     problems = [_problem(each) for each in packs if not _folders_of(each)]
     if problems:
@@ -58,7 +58,10 @@ def folders_for(name: str) -> tuple[Folder, ...]:
 
 
 def incomplete_packs() -> list[tuple[str, str, Problem]]:
-    """Return every pack whose package is not there: its name, its origin, and the problem."""
+    """Return every pack whose package is not there: its name, its origin, and the problem.
+
+    And every distribution whose packs cannot be read, without a name.
+    """
     return [
         (each.pack, f"package {each.owner}", _problem(each))
         for each in declared()
@@ -97,7 +100,7 @@ def _named_folders() -> list[str]:
 
 
 def _folders_of(pack: Declared) -> list[Folder]:
-    if pack.too_many:
+    if pack.complaint:
         return []
     return [
         Folder(path, f"package {pack.owner}", f"{pack.pack}/", pack.owner, pack.source)
@@ -108,12 +111,8 @@ def _folders_of(pack: Declared) -> list[Folder]:
 
 def _problem(pack: Declared) -> Problem:
     where = f"entry point of {pack.owner}"
-    if pack.too_many:
-        return Problem(
-            f"one distribution declares more than {MOST} packs",
-            where,
-            todo="uninstall it, or tell its author",
-        )
+    if pack.complaint:
+        return Problem(pack.complaint, where, todo="uninstall it, or tell its author")
     elsewhere = any(package(pack.package).folders)
     return Problem(
         f"the pack '{pack.pack}' names a package that "
