@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrepro.verify.process import busy, run_to_end
+from torchrepro.verify.process import run_to_end
 
 SLEEPER = """
 import os, subprocess, sys, time
@@ -111,29 +111,3 @@ def test_a_command_reads_nothing():
     subprocess.run([sys.executable, "-c", program], input="words", text=True, check=True)
 
     assert Path("log").read_text().split() == ["0", "to-stderr"]
-
-
-def test_the_load_ends_with_the_block_and_with_us():
-    """Busy processes are gone after the block, and after the process that started them is."""
-
-    def children():
-        mine = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-        return {int(pid) for pid in mine}
-
-    before = children()
-    with busy(2):
-        assert len(children() - before) == 2
-    assert children() <= before
-
-    program = (
-        "import os, signal, time; from pathlib import Path\n"
-        "from torchrepro.verify.process import busy\n"
-        "with busy(1):\n"
-        "    print(Path(f'/proc/self/task/{os.getpid()}/children').read_text(), flush=True)\n"
-        "    time.sleep(300)"
-    )
-    driver = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    load = int(driver.stdout.readline())
-    driver.kill()
-    driver.communicate()
-    wait_until(lambda: not lives(load), 20)

@@ -75,10 +75,6 @@ def _no_choice_of_cpus() -> str:
     return "" if len(os.sched_getaffinity(0)) > 1 else "there is one CPU"
 
 
-def _load(number: int) -> Surroundings:
-    return Surroundings(busy=max(1, min(4, (os.cpu_count() or 1) // 2)))
-
-
 def _another_day(number: int) -> Surroundings:
     return Surroundings(inside={"clock": number * _DAYS * 24 * 60 * 60})
 
@@ -126,12 +122,6 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         obstacle=_no_choice_of_cpus,
     ),
     Perturbation(
-        "load",
-        "other processes compute beside it",
-        "how fast it runs decides something: a race, a timeout, an operation that is timed",
-        _load,
-    ),
-    Perturbation(
         "loader timing",
         "workers of a DataLoader hand over their batches late, at random",
         "batches are taken in the order in which workers finish",
@@ -163,5 +153,17 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
 
 A read of memory that nothing has written shows under most of them, so that row leads. Not among
 them is the number of threads of an op, which no guarantee covers: another number adds up in another
-order.
+order. Nor are other processes that compute beside the run: races and timeouts that they would bring
+to light show under thread scheduling and affinity.
+
+What each alone brings to light:
+memory contents: a large tensor that is read before anything is written.
+hash seed: the hash of a text, and the order of a set of texts.
+allocation: the address of an object, and the order of a set of objects.
+thread scheduling: threads of Python that change the same value.
+affinity: the number of usable CPUs.
+loader timing: batches that are taken as workers finish.
+clock: the day by `time.time`.
+time zone: the day and the hour by `datetime.now`.
+working directory: the path of it.
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
@@ -22,7 +21,6 @@ GRACE = 20.0
 """Seconds that a command has to end after it was asked to, before it is killed."""
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(100_000))"
 
 
 class Stopped(KeyboardInterrupt):
@@ -107,22 +105,3 @@ def _signals_raised() -> Iterator[None]:
 
 def _stop(number: int, frame: FrameType | None) -> None:
     raise Stopped(number)
-
-
-@contextmanager
-def busy(processes: int) -> Iterator[None]:
-    """Have processes of ours compute beside the block; each ends by itself if we are killed."""
-    command = [sys.executable, "-ISc", _BUSY, str(os.getpid())]
-    nothing = subprocess.DEVNULL
-    started = []
-    try:
-        for _ in range(processes):
-            process = subprocess.Popen(  # noqa: S603 - our own command
-                command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True
-            )
-            started.append(process)
-        yield
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()

@@ -13,7 +13,7 @@ from torchrepro.launch import prepared, prepared_as_it_is
 from torchrepro.trace.reading import read_run
 from torchrepro.trace.request import VARIABLE, Request
 from torchrepro.verify.elsewhere import mirrored
-from torchrepro.verify.process import busy, run_to_end
+from torchrepro.verify.process import run_to_end
 from torchrepro.verify.surroundings import Surroundings
 from torchrepro.verify.value import Run
 
@@ -57,7 +57,6 @@ class Runner:
         request.prepare_folder()
         environment |= {**around.environment(), VARIABLE: request.to_variable()}
         with ExitStack() as stack:
-            stack.enter_context(busy(around.busy))
             place = Path.cwd()
             if around.elsewhere:
                 place = stack.enter_context(mirrored(place))

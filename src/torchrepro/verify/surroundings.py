@@ -1,4 +1,4 @@
-"""What surrounds a run: variables, its folder, other load; all that a result must not depend on."""
+"""What surrounds a run: variables, its folder; all that a result must not depend on."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ class Surroundings:
     """What each Python process below does to itself, by name (see `perturbed`)."""
     elsewhere: bool = False
     """Whether the working directory is reached by another path."""
-    busy: int = 0
-    """Processes that only compute, beside the run."""
 
     def environment(self) -> dict[str, str]:
         """Return the variables that carry to a command what is done by them, or within it."""
@@ -34,9 +32,9 @@ def together(parts: Iterable[Surroundings]) -> Surroundings:
     """Return several surroundings as one; of two values the later holds."""
     variables: dict[str, str] = {}
     inside: dict[str, Any] = {}
-    elsewhere, busy = False, 0
+    elsewhere = False
     for part in parts:
         variables |= part.variables
         inside |= part.inside
-        elsewhere, busy = elsewhere or part.elsewhere, busy + part.busy
-    return Surroundings(variables, inside, elsewhere, busy)
+        elsewhere = elsewhere or part.elsewhere
+    return Surroundings(variables, inside, elsewhere)
