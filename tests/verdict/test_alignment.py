@@ -1,11 +1,9 @@
 """Items of two sequences find each other again, whatever was added, left out or moved."""
 
-from collections import Counter
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrepro.verdict.alignment import FREE, as_multiset, in_sequence
+from torchrepro.verdict.alignment import FREE, in_sequence
 
 Item = tuple[str, int]
 
@@ -24,24 +22,11 @@ def _pairs(partners: list[int]) -> list[tuple[int, int]]:
 
 @given(ITEMS, ITEMS)
 def test_partners_are_alike_and_nobody_has_two(left: list[Item], right: list[Item]) -> None:
-    """In a sequence and in a multiset, an item goes with at most one other, of its own name."""
-    for align in (in_sequence, as_multiset):
-        pairs = _pairs(align(_rounds(left), _rounds(right)))
+    """An item goes with at most one other, of its own name."""
+    pairs = _pairs(in_sequence(_rounds(left), _rounds(right)))
 
-        assert all(left[one][0] == right[other][0] for one, other in pairs)
-        assert len({other for _, other in pairs}) == len(pairs)
-
-
-@given(ITEMS, ITEMS)
-def test_a_multiset_matches_as_many_as_can_be(left: list[Item], right: list[Item]) -> None:
-    """Equal items go together first, then all that have a namesake."""
-    pairs = _pairs(as_multiset(_rounds(left), _rounds(right)))
-
-    assert len(pairs) == sum(
-        (Counter(name for name, _ in left) & Counter(name for name, _ in right)).values()
-    )
-    equal = [left[one] for one, other in pairs if left[one] == right[other]]
-    assert Counter(equal) == Counter(left) & Counter(right)
+    assert all(left[one][0] == right[other][0] for one, other in pairs)
+    assert len({other for _, other in pairs}) == len(pairs)
 
 
 @given(UNIQUE, st.data())

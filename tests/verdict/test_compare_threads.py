@@ -1,5 +1,6 @@
 """What threads beside the main one do is compared over the whole run, whenever it was done."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -122,6 +123,31 @@ def test_another_result_is_found_whenever_it_was_done(
     assert first.step == sum(cut <= place for cut in one)
     counted = verdict.propagated + verdict.independent
     assert counted == (0 if last else len(LANE) - place - 1)
+
+
+ITEMS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3)), max_size=15)
+
+
+@given(ITEMS, ITEMS)
+@settings(max_examples=40)
+def test_as_many_ops_go_together_as_can(
+    left: list[tuple[str, int]], right: list[tuple[str, int]]
+) -> None:
+    """Equal ops of another thread go together first, then all that have a namesake."""
+    lanes = [
+        [Op(f"aten::{name}", outputs=(value(name, n),), thread=1) for name, n in items]
+        for items in (left, right)
+    ]
+    runs = [_run(lane, cuts=[[0, 0, 0, 0]]) for lane in lanes]
+    verdict = _compared(*runs)
+
+    main = 3 * STEPS
+    assert sum(cell.same for cell in verdict.map) == main + (Counter(left) & Counter(right)).total()
+    names = [Counter(name for name, _ in items) for items in (left, right)]
+    if not verdict.notes:
+        shared = (names[0] & names[1]).total()
+        total = sum(cell.same + cell.differing for cell in verdict.map)
+        assert total == main + len(left) + len(right) - shared
 
 
 def test_equal_inputs_and_another_result_are_that() -> None:

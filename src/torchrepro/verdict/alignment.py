@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict, deque
+from dataclasses import dataclass
 from itertools import compress, count
 from operator import ne
 from typing import TYPE_CHECKING
@@ -17,9 +18,41 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
 
+    from torchrepro.verdict.columns import Columns
+
+    Names = Sequence[str]
     Tokens = Sequence[Hashable]
 
 FREE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """Places of two sequences of records that belong together, in the order of the left one."""
+
+    left: Sequence[int]
+    right: Sequence[int]
+    only_left: Sequence[int] = ()
+    only_right: Sequence[int] = ()
+
+
+def match(left: Columns, right: Columns, rounds: Sequence[Names]) -> Matched:
+    """Match records in their order by the columns of each round, the finest first."""
+    places = range(len(left)), range(len(right))
+    if left.structure.keys == right.structure.keys:
+        return Matched(*places)
+    partners = in_sequence(
+        [left.tokens(names, places[0]) for names in rounds],
+        [right.tokens(names, places[1]) for names in rounds],
+    )
+    matched = [place for place in places[0] if partners[place] != FREE]
+    taken = {*partners}
+    return Matched(
+        matched,
+        [partners[place] for place in matched],
+        _free(partners),
+        [place for place in places[1] if place not in taken],
+    )
 
 
 class Matching:
@@ -58,16 +91,6 @@ def in_sequence(left: Sequence[Tokens], right: Sequence[Tokens]) -> list[int]:
         tokens = _within_gaps(matching, pair)
         _match(matching, tokens)
     _join_in_order(matching, tokens)
-    return matching.of_left
-
-
-def as_multiset(left: Sequence[Tokens], right: Sequence[Tokens]) -> list[int]:
-    """Return the partner of each left item where order means nothing, or `FREE`."""
-    matching = Matching(len(left[0]), len(right[0]))
-    for pair in zip(left, right, strict=True):
-        if not _both_free(matching):
-            break
-        _join_in_order(matching, pair)
     return matching.of_left
 
 

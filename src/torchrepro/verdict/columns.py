@@ -147,7 +147,7 @@ class Reader:
     def parts(self, step: int) -> Iterator[Columns]:
         """Yield what the main thread did in a step, so much at a time that none fills the memory.
 
-        Its order is the program's own; that of other threads is an accident (`other_threads`).
+        Its order is the program's own; that of other threads is an accident (`threads`).
         """
         cursor = self.trace.connection.execute(
             "select id, site, argument, inputs, outputs from record"

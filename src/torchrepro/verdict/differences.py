@@ -16,9 +16,9 @@ from torchrepro.verdict.pair import ALONE, INDEPENDENT, PROPAGATED
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torchrepro.verdict.alignment import Matched
     from torchrepro.verdict.columns import Columns
     from torchrepro.verdict.judging import Judge
-    from torchrepro.verdict.matching import Matched
 
 FEW = 16
 """Records that read something else before the first difference: they may tell where it is from."""

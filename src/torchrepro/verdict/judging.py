@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torchrepro.trace.reading import Trace
+    from torchrepro.verdict.alignment import Matched, Names
     from torchrepro.verdict.columns import Columns
     from torchrepro.verdict.explaining import Parting
-    from torchrepro.verdict.matching import Matched, Names
     from torchrepro.verdict.pair import Pair
     from torchrepro.verdict.value import Divergence
 

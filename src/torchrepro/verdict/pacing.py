@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchrepro.verdict import columns
+from torchrepro.verdict.alignment import Matched
 from torchrepro.verdict.columns import joined
-from torchrepro.verdict.matching import Matched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -7,20 +7,20 @@ from collections import Counter
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
+from torchrepro.verdict.alignment import match
 from torchrepro.verdict.columns import Reader, Shared
 from torchrepro.verdict.differences import Differences
-from torchrepro.verdict.matching import match
 from torchrepro.verdict.pacing import Feed, parts
 from torchrepro.verdict.pair import StepFound
-from torchrepro.verdict.thread_differences import ThreadDifferences
+from torchrepro.verdict.threads import ThreadDifferences
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torchrepro.verdict.alignment import Matched
     from torchrepro.verdict.columns import Columns
     from torchrepro.verdict.explaining import Parting
     from torchrepro.verdict.judging import Judge
-    from torchrepro.verdict.matching import Matched
     from torchrepro.verdict.pair import Pair
     from torchrepro.verdict.value import Divergence
 
