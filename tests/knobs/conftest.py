@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.knob import Knob
-from torchrepro.knobs.legal import Digits, Fallback, OneOf, Switch, Text, Whole
+from torchrepro.knobs.legal import Digits, OneOf, Switch, Text, Whole, WordOrMapping
 
 WORDS = {  # a few legal texts for variables whose pattern is open
     "NCCL_ALGO": ["Ring", "Tree", "^NVLS"],
@@ -33,7 +33,7 @@ def legal_values(knob: Knob) -> st.SearchStrategy[Any]:
             drawn = st.integers(low, min(high, 64)).map(str)
         case Text(pattern):
             drawn = st.from_regex(pattern, fullmatch=True).filter(lambda text: "\0" not in text)
-        case Fallback():
+        case WordOrMapping(under="ops"):
             drawn = st.sampled_from(["error", "cpu", {"ops": {"cumsum": "native"}}])
         case _:
             drawn = st.just({"layer.*": "cpu"})

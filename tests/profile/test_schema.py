@@ -12,16 +12,7 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro.knobs.catalogue import CATALOGUE, other_names
-from torchrepro.knobs.legal import (
-    Fallback,
-    OneOf,
-    Patterns,
-    RankPolicies,
-    SchemaVersion,
-    Seeds,
-    Switch,
-    Whole,
-)
+from torchrepro.knobs.legal import OneOf, SchemaVersion, Switch, Whole
 from torchrepro.profile.folder import SHIPPED
 from torchrepro.profile.json_schema import json_schema
 
@@ -47,10 +38,10 @@ NEWEST = SchemaVersion().newest
 
 
 MAPPINGS = {
-    Patterns: [{}, {"encoder.*": "cpu"}],
-    Fallback: ["error", "cpu", {"ops": {"cumsum": "cpu", "median": "native"}}],
-    Seeds: [{}, {"split": 0, "a b": 2**32 - 1}],
-    RankPolicies: ["distinct", "same", {"dp": "distinct", "tp": "same"}],
+    "device.modules": [{}, {"encoder.*": "cpu"}],
+    "device.fallback": ["error", "cpu", {"ops": {"cumsum": "cpu", "median": "native"}}],
+    "streams": [{}, {"split": 0, "a b": 2**32 - 1}],
+    "ranks": ["distinct", "same", {"dp": "distinct", "tp": "same"}],
 }
 
 
@@ -64,7 +55,7 @@ def _legal(knob):
         case Whole(low, high):
             return [low, low if high is None else high]
     if not knob.variable:
-        return MAPPINGS[type(knob.legal)]
+        return MAPPINGS[knob.name]
     words = [word.strip('"') for word in knob.legal.words.split(", ")]
     legal = [word for word in words if knob.legal.complaint(word) == ""]
     return legal or [LEGAL_TEXTS.get(knob.variable, "1")]

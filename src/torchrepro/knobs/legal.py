@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -90,7 +90,7 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """The text of an environment variable, by a pattern that has to match as a whole."""
+    """Text, by a pattern that has to match as a whole."""
 
     pattern: str
     words: str
@@ -98,6 +98,8 @@ class Text:
     """Why another text is refused: what the library that reads it would do with it."""
 
     ignore_case: bool = False
+    variable: bool = True
+    """Whether it is an environment variable's: there an unquoted number stands for its digits."""
 
     def complaint(self, value: Any) -> str:
         if not isinstance(value, str):
@@ -108,7 +110,8 @@ class Text:
         return self.because or "not a legal value"
 
     def json_schema(self) -> dict[str, Any]:
-        # In `env` an unquoted whole number stands for its digits.
+        if not self.variable:
+            return {"type": "string", "pattern": f"^{self.pattern}$"}
         return {"type": ["string", "integer"], "description": self.words}
 
     def choices(self) -> tuple[str, ...]:
@@ -142,119 +145,96 @@ class Digits:
         return self.also
 
 
-@dataclass(frozen=True, slots=True)
-class Patterns:
-    """A mapping from patterns of names of modules to devices."""
-
-    device: Text = Text(r"[a-z_][a-z0-9_]*(:[0-9]{1,4})?", "cpu, cuda, npu, xpu, mps")
-    words: str = "a mapping such as {encoder.layer.*: cpu}, of devices such as cpu, cuda or cuda:1"
-
-    def complaint(self, value: Any) -> str:
-        mapping = isinstance(value, Mapping)
-        return self.wrong_part(value)[1] if mapping else "not a mapping of patterns to devices"
-
-    def wrong_part(self, value: Any) -> tuple[tuple[str, ...], str]:
-        """Return the key of the first part of `value` that is wrong, if any, and why it is."""
-        for pattern, device in value.items() if isinstance(value, Mapping) else ():
-            if not isinstance(pattern, str) or not pattern:
-                return (), "a key is not the name of a module"
-            if isinstance(device, Mapping):
-                return (pattern,), "not a device: write the whole name of a module as one key"
-            if device is not None and self.device.complaint(device):
-                return (pattern,), "not the name of a device"
-        return (), ""
-
-    def json_schema(self) -> dict[str, Any]:
-        word = {"type": "string", "pattern": f"^{self.device.pattern}$"}
-        one = {"anyOf": [word, {"type": "null"}]}
-        return {"type": "object", "additionalProperties": one}
-
-    def choices(self) -> tuple[str, ...]:
-        return self.device.choices()
+def _is_text(name: Any) -> bool:
+    return isinstance(name, str)
 
 
 @dataclass(frozen=True, slots=True)
-class Seeds:
-    """A mapping from names of streams to seeds."""
+class MappingOf:
+    """A mapping from names to legal values, each of which may be null."""
 
-    words: str = "a mapping such as {split: 3}, each a whole number, 0 to 4294967295"
+    of: Legal
+    words: str
+    no_mapping: str = ""
+    """The complaint about a value that is no mapping."""
 
-    def complaint(self, value: Any) -> str:
-        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-            return "not a mapping of streams to seeds"
-        wrong = {name: SEED.complaint(seed) for name, seed in value.items() if seed is not None}
-        return next((f"{name}: {why}" for name, why in wrong.items() if why), "")
+    is_name: Callable[[Any], bool] = _is_text
+    no_name: str = ""
+    """The complaint about a key for which `is_name` does not hold."""
 
-    def json_schema(self) -> dict[str, Any]:
-        one = {"anyOf": [SEED.json_schema(), {"type": "null"}]}
-        return {"type": "object", "additionalProperties": one}
+    wrong: str = "{why}"
+    """The complaint about the value of a `name`, whose own complaint is `why`."""
 
-    def choices(self) -> tuple[str, ...]:
-        return ()
+    nested: str = ""
+    """The complaint about a mapping in place of a value, where there is more to say."""
 
-
-@dataclass(frozen=True, slots=True)
-class RankPolicies:
-    """One word for all ranks, or one per dimension of a device mesh."""
-
-    one: OneOf = OneOf(("distinct", "same"))
-
-    @property
-    def words(self) -> str:
-        return f"{self.one.words}, or one of them per mesh dimension as in {{dp: distinct}}"
+    located: bool = True
+    """Whether a message says under which key the wrong value stands."""
 
     def complaint(self, value: Any) -> str:
-        if not isinstance(value, Mapping):
-            return self.one.complaint(value)
-        words = [word for word in value.values() if word is not None]
-        return next(filter(None, map(self.one.complaint, words)), "")
-
-    def json_schema(self) -> dict[str, Any]:
-        one = {"anyOf": [self.one.json_schema(), {"type": "null"}]}
-        per_dimension = {"type": "object", "additionalProperties": one}
-        return {"anyOf": [self.one.json_schema(), per_dimension]}
-
-    def choices(self) -> tuple[str, ...]:
-        return self.one.choices()
-
-
-@dataclass(frozen=True, slots=True)
-class Fallback:
-    """One word for all ops without a deterministic kernel, or one per op."""
-
-    one: OneOf = OneOf(("error", "cpu"))
-    per_op: OneOf = OneOf(("cpu", "error", "native"))
-
-    @property
-    def words(self) -> str:
-        return f"{self.one.words}, or per op as in {{ops: {{cumsum: cpu}}}}: {self.per_op.words}"
-
-    def complaint(self, value: Any) -> str:
-        if not isinstance(value, Mapping):
-            return self.one.complaint(value)
         return self.wrong_part(value)[1]
 
     def wrong_part(self, value: Any) -> tuple[tuple[str, ...], str]:
         """Return the keys that lead to the first part of `value` that is wrong, and why it is."""
-        for key, ops in value.items() if isinstance(value, Mapping) else ():
-            if key != "ops":
-                return (str(key),), "unknown key: only `ops` belongs here"
-            if not isinstance(ops, Mapping):
-                return (key,), "not a mapping of ops to words"
-            for op, word in ops.items():
-                complaint = "" if word is None else self.per_op.complaint(word)
-                if complaint or not isinstance(op, str):
-                    return (key, str(op)), complaint or "not the name of an op"
+        if not isinstance(value, Mapping):
+            return (), self.no_mapping
+        for name, one in value.items():
+            if not self.is_name(name):
+                return (), self.no_name
+            why = "" if one is None else self.of.complaint(one)
+            if why:
+                wrong = self.nested if isinstance(one, Mapping) else ""
+                why = wrong or self.wrong.format(name=name, why=why)
+                return (str(name),) if self.located else (), why
         return (), ""
 
     def json_schema(self) -> dict[str, Any]:
-        word = {"anyOf": [self.per_op.json_schema(), {"type": "null"}]}
-        ops = {"type": "object", "additionalProperties": word}
-        mapping = {"type": "object", "properties": {"ops": ops}, "additionalProperties": False}
-        return {"anyOf": [self.one.json_schema(), mapping]}
+        one = {"anyOf": [self.of.json_schema(), {"type": "null"}]}
+        return {"type": "object", "additionalProperties": one}
 
     def choices(self) -> tuple[str, ...]:
-        return (*self.per_op.choices(), "ops")
+        return self.of.choices()
+
+
+@dataclass(frozen=True, slots=True)
+class WordOrMapping:
+    """One word for all, or a mapping from names to words."""
+
+    word: OneOf
+    mapping: MappingOf
+    under: str = ""
+    """The only key of the value under which the mapping stands, if there is one."""
+
+    @property
+    def words(self) -> str:
+        return f"{self.word.words}, or {self.mapping.words}"
+
+    def complaint(self, value: Any) -> str:
+        return self.wrong_part(value)[1]
+
+    def wrong_part(self, value: Any) -> tuple[tuple[str, ...], str]:
+        """Return the keys that lead to the first part of `value` that is wrong, and why it is."""
+        if not isinstance(value, Mapping):
+            return (), self.word.complaint(value)
+        if not self.under:
+            return self.mapping.wrong_part(value)
+        for key, inner in value.items():
+            if key != self.under:
+                return (str(key),), f"unknown key: only `{self.under}` belongs here"
+            place, why = self.mapping.wrong_part(inner)
+            if why:
+                return (key, *place), why
+        return (), ""
+
+    def json_schema(self) -> dict[str, Any]:
+        mapping = self.mapping.json_schema()
+        if self.under:
+            properties = {self.under: mapping}
+            mapping = {"type": "object", "properties": properties, "additionalProperties": False}
+        return {"anyOf": [self.word.json_schema(), mapping]}
+
+    def choices(self) -> tuple[str, ...]:
+        return (*self.mapping.choices(), *filter(None, [self.under]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,3 +263,42 @@ class SchemaVersion:
 
 ANY_TEXT = Text(r"[^\0]*", "any text without NUL characters")
 SEED = Whole(0, 2**32 - 1)
+DEVICE = Text(r"[a-z_][a-z0-9_]*(:[0-9]{1,4})?", "cpu, cuda, npu, xpu, mps", variable=False)
+DEVICES_OF_MODULES = MappingOf(
+    DEVICE,
+    "a mapping such as {encoder.layer.*: cpu}, of devices such as cpu, cuda or cuda:1",
+    no_mapping="not a mapping of patterns to devices",
+    is_name=lambda name: isinstance(name, str) and name != "",
+    no_name="a key is not the name of a module",
+    wrong="not the name of a device",
+    nested="not a device: write the whole name of a module as one key",
+)
+SEEDS_OF_STREAMS = MappingOf(
+    SEED,
+    "a mapping such as {split: 3}, each a whole number, 0 to 4294967295",
+    no_mapping="not a mapping of streams to seeds",
+    no_name="not a mapping of streams to seeds",
+    wrong="{name}: {why}",
+    located=False,
+)
+_RANK_POLICY = OneOf(("distinct", "same"))
+RANK_POLICIES = WordOrMapping(
+    _RANK_POLICY,
+    MappingOf(
+        _RANK_POLICY,
+        "one of them per mesh dimension as in {dp: distinct}",
+        is_name=lambda _: True,
+        located=False,
+    ),
+)
+_FALLBACK_OF_OP = OneOf(("cpu", "error", "native"))
+FALLBACK = WordOrMapping(
+    OneOf(("error", "cpu")),
+    MappingOf(
+        _FALLBACK_OF_OP,
+        f"per op as in {{ops: {{cumsum: cpu}}}}: {_FALLBACK_OF_OP.words}",
+        no_mapping="not a mapping of ops to words",
+        no_name="not the name of an op",
+    ),
+    under="ops",
+)

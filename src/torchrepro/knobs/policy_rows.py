@@ -7,7 +7,14 @@ from typing import Any
 
 from torchrepro.knobs.knob import Knob, Scope
 from torchrepro.knobs.lazy_access import LazyAccess
-from torchrepro.knobs.legal import Fallback, OneOf, Patterns, RankPolicies, Seeds, Whole
+from torchrepro.knobs.legal import (
+    DEVICES_OF_MODULES,
+    FALLBACK,
+    RANK_POLICIES,
+    SEEDS_OF_STREAMS,
+    OneOf,
+    Whole,
+)
 
 RANDOMNESS = "https://docs.pytorch.org/docs/stable/notes/randomness.html"
 SOURCE = "https://docs.pytorch.org/docs/stable/library.html"
@@ -74,7 +81,7 @@ POLICIES = (
     ),
     _policy(
         "device.fallback",
-        Fallback(),
+        FALLBACK,
         LazyAccess("policies.fallback.deciding:policy", at_rest=None),
         "What an op does of which torch has no deterministic kernel here: raise and say what to do "
         "instead, or run on the CPU, that op alone. `{ops: {cumsum: cpu, put_: error, "
@@ -91,7 +98,7 @@ POLICIES = (
     ),
     _policy(
         "device.modules",
-        Patterns(),
+        DEVICES_OF_MODULES,
         LazyAccess("policies.placement.placing:policy", at_rest={}),
         "Parts of a model that run elsewhere, to find out whether a device is the culprit. Such a "
         "part draws random numbers from the generator of the device that it runs on, and runs "
@@ -103,7 +110,7 @@ POLICIES = (
     ),
     _policy(
         "streams",
-        Seeds(),
+        SEEDS_OF_STREAMS,
         LazyAccess("seeding.seed_access:streams_field"),
         "Streams with a seed of their own, so that one source of variation can be swept alone.",
         source=RANDOMNESS,
@@ -114,7 +121,7 @@ POLICIES = (
     ),
     _policy(
         "ranks",
-        RankPolicies(),
+        RANK_POLICIES,
         LazyAccess("seeding.seed_access:ranks_field"),
         "Whether the ranks of a distributed run draw the same numbers or each its own. Left "
         "alone, named streams and samples differ and the global generators start from one seed. "
