@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,71 +13,105 @@ import pytest
 import torchrepro
 from torchrepro.imports import named
 from torchrepro.knobs.catalogue import CATALOGUE
-from torchrepro.knobs.knob import Knob
-from torchrepro.knobs.lazy_access import LazyAccess
+from torchrepro.knobs.knob import Knob, LazyAccess
 
 PACKAGE = Path(torchrepro.__file__).parent
-MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
-LAYERS = (  # from the bottom upward; a module imports only from its own layer or one below
-    ("hidden", "forks", "locks"),
+MODULES = {
+    ".".join(("torchrepro", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    ): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if "template" not in path.parts
+}
+LAYERS = (  # from the bottom upward
+    ("redaction", "fork_safety", "callers"),
     ("messages",),
     ("console",),
     ("errors",),
-    ("imports", "callers"),
+    ("imports",),
     ("knobs",),
     ("policies", "seeding"),
     ("profile",),
-    ("report",),
-    ("process", "threads"),
-    ("relaunch",),
-    ("planner",),
-    ("manifest",),
-    ("agreement",),
-    ("guard",),
-    ("applier", "launch", "untouched", "new_pack", "doctor"),
+    ("report", "process_state"),
+    ("relaunch", "planner", "manifest"),
+    ("rank_agreement", "guard"),
+    ("applier", "launch", "new_pack", "doctor"),
     ("trace",),
-    ("started",),
-    ("lock",),
+    ("bootstrap", "lock"),
     ("verdict",),
-    ("verify",),
-    ("integrations",),
-    ("cli",),
-    ("__main__",),
+    ("verification",),
+    ("integrations", "cli"),
 )
 BANNED = {"utils", "util", "core", "common", "helpers", "misc", "base", "manager"}
+ENTRANCES = ("torchrepro.__main__", "torchrepro.boot")
+"""Modules that hand over to others, and that nothing in the package imports."""
 
 
-def _layer(part: str) -> int:
-    return next(level for level, parts in enumerate(LAYERS) if part in parts)
+def _part(module: str) -> str:
+    return module.split(".")[1]
 
 
-def _imports(tree: ast.AST) -> Iterator[str]:
-    """Yield the package's own modules that `tree` imports when it runs."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchrepro."):
-            yield str(node.module).split(".")[1]
-        yield from _imports(node)
+def _module(name: str) -> str:
+    """Return the module of the package that `name`, a module or something in one, belongs to."""
+    while name and name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _names(node: ast.AST, own: str) -> list[str]:
+    """Return what an import statement names, or a string that may name a module."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        start = own.split(".")[: -node.level] if node.level else []
+        module = ".".join([*start, node.module or ""]).strip(".")
+        return [f"{module}.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        name = node.value.partition(":")[0]
+        full = name if name.startswith("torchrepro.") else f"torchrepro.{name}"
+        return [full] if "." in name and full in MODULES else []
+    return []
+
+
+STATEMENTS = (ast.Import, ast.ImportFrom)
+
+
+def _imported(path: Path, own: str, kinds: tuple[type[ast.AST], ...]) -> Iterator[str]:
+    """Yield the modules that nodes of `kinds` name, in functions and for type checkers too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, kinds):
+            yield from filter(None, map(_module, _names(node, own)))
+
+
+def _graph(*kinds: type[ast.AST]) -> dict[str, set[str]]:
+    return {
+        module: set(_imported(path, module, kinds)) - {module, "torchrepro"}
+        for module, path in MODULES.items()
+        if module != "torchrepro" and not module.startswith(ENTRANCES)
+    }
 
 
 def test_imports_run_one_way() -> None:
     """A module imports only from its own layer or one below it."""
-    upward = {}
-    for path in MODULES:
-        part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if part in ("__init__", "boot"):
-            continue
-        used = set(_imports(ast.parse(path.read_text(encoding="utf-8"))))
-        if above := {name for name in used if _layer(name) > _layer(part)}:
-            upward[path.relative_to(PACKAGE).as_posix()] = above
+    layer = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 
-    assert upward == {}
+    upward = [
+        f"{module} -> {used}"
+        for module, imports in _graph(*STATEMENTS).items()
+        for used in imports
+        if layer[_part(used)] > layer[_part(module)]
+    ]
+
+    assert upward == []
 
 
-def test_modules_are_named_for_what_they_hold() -> None:
-    """No module is a drawer for odds and ends."""
-    assert [path for path in MODULES if path.stem in BANNED] == []
+def test_a_module_has_a_name_of_its_own() -> None:
+    """No two modules share a name, none is a drawer for odds and ends or hides a public name."""
+    names = Counter(module.rpartition(".")[2] for module in MODULES)
+
+    assert [name for name, number in names.items() if number > 1] == []
+    assert BANNED & set(names) == set()
+    assert [name for name in torchrepro.__all__ if f"torchrepro.{name}" in MODULES] == []
 
 
 def _loaded(statement: str) -> set[str]:

@@ -6,7 +6,7 @@ first used, so that a profile can still set what is fixed while torch loads.
 PYTEST_DONT_REWRITE: under `torchrepro run` it is there before pytest, which would warn about that.
 """
 
-from torchrepro.forks import loading as _loading
+from torchrepro.fork_safety import loading as _loading
 
 TYPE_CHECKING = False  # type checkers know the name; importing typing would cost 5 ms
 
@@ -20,50 +20,46 @@ if TYPE_CHECKING:
     from torchrepro.errors import SeedingError as SeedingError
     from torchrepro.errors import TorchreproError as TorchreproError
     from torchrepro.errors import TraceError as TraceError
-    from torchrepro.integrations.destinations.log import Logged as Logged
-    from torchrepro.integrations.destinations.log import log_to as log_to
+    from torchrepro.integrations.destinations import Logged as Logged
+    from torchrepro.integrations.destinations import log_to as log_to
     from torchrepro.planner import Plan as Plan
     from torchrepro.planner import plan as plan
-    from torchrepro.policies.fallback.replacements import (
-        register_replacement as register_replacement,
-    )
-    from torchrepro.policies.fallback.replacements import (
-        unregister_replacement as unregister_replacement,
-    )
-    from torchrepro.policies.placement.placing import place_modules as place_modules
+    from torchrepro.policies.fallback import register_replacement as register_replacement
+    from torchrepro.policies.fallback import unregister_replacement as unregister_replacement
+    from torchrepro.policies.placement import place_modules as place_modules
     from torchrepro.profile.load import load as load
     from torchrepro.profile.schema import Profile as Profile
     from torchrepro.report import Outcome as Outcome
     from torchrepro.report import Report as Report
-    from torchrepro.seeding.dataloaders import dataloader_kwargs as dataloader_kwargs
-    from torchrepro.seeding.dataloaders import set_epoch as set_epoch
-    from torchrepro.seeding.drawing import sample_rng as sample_rng
+    from torchrepro.seeding.checkpoint import Checkpoint as Checkpoint
+    from torchrepro.seeding.generators import isolated_rng as isolated_rng
+    from torchrepro.seeding.generators import register_generator as register_generator
+    from torchrepro.seeding.generators import seeded as seeded
+    from torchrepro.seeding.generators import unregister_generator as unregister_generator
     from torchrepro.seeding.libraries import register_seeder as register_seeder
+    from torchrepro.seeding.loader_hook import dataloader_kwargs as dataloader_kwargs
+    from torchrepro.seeding.loader_hook import set_epoch as set_epoch
+    from torchrepro.seeding.loader_worker import sample_rng as sample_rng
     from torchrepro.seeding.mesh import use_mesh as use_mesh
-    from torchrepro.seeding.registered import register_generator as register_generator
-    from torchrepro.seeding.registered import unregister_generator as unregister_generator
-    from torchrepro.seeding.resume import Checkpoint as Checkpoint
-    from torchrepro.seeding.scopes import isolated_rng as isolated_rng
-    from torchrepro.seeding.scopes import seeded as seeded
-    from torchrepro.seeding.snapshot import rng_state as rng_state
-    from torchrepro.seeding.snapshot import save_rng_state as save_rng_state
-    from torchrepro.seeding.snapshot import set_rng_state as set_rng_state
+    from torchrepro.seeding.state import rng_state as rng_state
+    from torchrepro.seeding.state import save_rng_state as save_rng_state
+    from torchrepro.seeding.state import set_rng_state as set_rng_state
     from torchrepro.seeding.streams import Stream as Stream
     from torchrepro.seeding.streams import stream as stream
     from torchrepro.trace.recorder import end_step as end_step
     from torchrepro.trace.recorder import record as record
-    from torchrepro.verdict.comparing import compare as compare
+    from torchrepro.verdict.comparison import compare as compare
     from torchrepro.verdict.value import Verdict as Verdict
-    from torchrepro.verify.value import Verification as Verification
-    from torchrepro.verify.verifying import verify as verify
+    from torchrepro.verification.result import Verification as Verification
+    from torchrepro.verification.verifier import verify as verify
 
 _HOME = {
     "Applied": "torchrepro.applier",
     "ApplyError": "torchrepro.errors",
-    "Checkpoint": "torchrepro.seeding.resume",
+    "Checkpoint": "torchrepro.seeding.checkpoint",
     "DriftError": "torchrepro.errors",
     "LateError": "torchrepro.errors",
-    "Logged": "torchrepro.integrations.destinations.log",
+    "Logged": "torchrepro.integrations.destinations",
     "Outcome": "torchrepro.report",
     "Plan": "torchrepro.planner",
     "Profile": "torchrepro.profile.schema",
@@ -74,31 +70,31 @@ _HOME = {
     "TorchreproError": "torchrepro.errors",
     "TraceError": "torchrepro.errors",
     "Verdict": "torchrepro.verdict.value",
-    "Verification": "torchrepro.verify.value",
+    "Verification": "torchrepro.verification.result",
     "apply": "torchrepro.applier",
-    "dataloader_kwargs": "torchrepro.seeding.dataloaders",
-    "compare": "torchrepro.verdict.comparing",
+    "dataloader_kwargs": "torchrepro.seeding.loader_hook",
+    "compare": "torchrepro.verdict.comparison",
     "end_step": "torchrepro.trace.recorder",
-    "isolated_rng": "torchrepro.seeding.scopes",
+    "isolated_rng": "torchrepro.seeding.generators",
     "load": "torchrepro.profile.load",
-    "log_to": "torchrepro.integrations.destinations.log",
-    "place_modules": "torchrepro.policies.placement.placing",
+    "log_to": "torchrepro.integrations.destinations",
+    "place_modules": "torchrepro.policies.placement",
     "plan": "torchrepro.planner",
     "record": "torchrepro.trace.recorder",
-    "register_generator": "torchrepro.seeding.registered",
-    "register_replacement": "torchrepro.policies.fallback.replacements",
+    "register_generator": "torchrepro.seeding.generators",
+    "register_replacement": "torchrepro.policies.fallback",
     "register_seeder": "torchrepro.seeding.libraries",
-    "rng_state": "torchrepro.seeding.snapshot",
-    "sample_rng": "torchrepro.seeding.drawing",
-    "save_rng_state": "torchrepro.seeding.snapshot",
-    "seeded": "torchrepro.seeding.scopes",
-    "set_epoch": "torchrepro.seeding.dataloaders",
-    "set_rng_state": "torchrepro.seeding.snapshot",
+    "rng_state": "torchrepro.seeding.state",
+    "sample_rng": "torchrepro.seeding.loader_worker",
+    "save_rng_state": "torchrepro.seeding.state",
+    "seeded": "torchrepro.seeding.generators",
+    "set_epoch": "torchrepro.seeding.loader_hook",
+    "set_rng_state": "torchrepro.seeding.state",
     "stream": "torchrepro.seeding.streams",
-    "unregister_generator": "torchrepro.seeding.registered",
-    "unregister_replacement": "torchrepro.policies.fallback.replacements",
+    "unregister_generator": "torchrepro.seeding.generators",
+    "unregister_replacement": "torchrepro.policies.fallback",
     "use_mesh": "torchrepro.seeding.mesh",
-    "verify": "torchrepro.verify.verifying",
+    "verify": "torchrepro.verification.verifier",
 }
 
 __all__ = sorted(_HOME)  # noqa: PLE0605 - the table above is the one list of public names

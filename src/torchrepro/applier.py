@@ -10,8 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import ApplyError, LateError
-from torchrepro.forks import applying
-from torchrepro.guard.door import behind, by_a_profile, drift_of, hold_to, last_look
+from torchrepro.fork_safety import applying
+from torchrepro.guard.baseline import by_a_profile, drift_of
+from torchrepro.guard.checks import behind, hold_to, last_look
 from torchrepro.knobs.knob import Missing, unfrozen
 from torchrepro.planner import (
     LEFT_ALONE,
@@ -27,24 +28,27 @@ from torchrepro.planner import (
     value_of,
     variable_row,
 )
-from torchrepro.policies.effects import effects, forget, so_far
-from torchrepro.policies.refusals import handle_with
-from torchrepro.process import closed_doors
+from torchrepro.policies.policy import effects, forget, handle_with, so_far
+from torchrepro.process_state import closed_doors
 from torchrepro.profile.load import resolve
 from torchrepro.relaunch import obstacle_to_relaunch, relaunch
 from torchrepro.report import STOPPING, Outcome, Report, Row
-from torchrepro.seeding import seed_plan
-from torchrepro.seeding.calls import note_calls, note_calls_of_new_modules, seeding_calls
+from torchrepro.seeding import streams
+from torchrepro.seeding.seeding_calls import (
+    note_calls,
+    note_calls_of_new_modules,
+    seeding_calls,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from types import TracebackType
 
-    from torchrepro.agreement import Agreement
     from torchrepro.errors import TorchreproError
     from torchrepro.profile.resolved import Resolved
+    from torchrepro.rank_agreement import Agreement
     from torchrepro.report import Drift
-    from torchrepro.seeding.calls import SeedingCall
+    from torchrepro.seeding.seeding_calls import SeedingCall
 
 _in_force: list[Applied] = []
 _past: list[bool] = []  # non-empty once a profile was applied: a relaunch would lose work
@@ -132,7 +136,7 @@ class Applied:
     def _unseen(self) -> tuple[str, ...]:
         if not self.resolved.strict:
             return ()
-        from torchrepro.policies.fallback.unseen_kernels import unseen_kernels
+        from torchrepro.policies.fallback_calls import unseen_kernels
 
         return unseen_kernels()
 
@@ -160,7 +164,7 @@ class Applied:
             return
         if self._noting:
             note_calls_of_new_modules()
-        elif seed_plan.current().seed is None:
+        elif streams.current_plan().seed is None:
             self._undo.callback(note_calls())
             self._noting = True
 
@@ -168,7 +172,7 @@ class Applied:
         """Have the ranks compared before the first step, if torch is there to make a group."""
         if self._agreement is not None or "torch.distributed" not in sys.modules:
             return
-        from torchrepro.agreement import Agreement
+        from torchrepro.rank_agreement import Agreement
 
         self._agreement = Agreement(self)
         self._agreement.watch()

@@ -9,14 +9,14 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.knobs.allowed_variables import WITHOUT_EFFECT
 from torchrepro.knobs.catalogue import CATALOGUE
-from torchrepro.knobs.collective_rows import ORDER_OF_SUMS
-from torchrepro.knobs.npu_limits import cann_too_old, compiled_ops_unheard
-from torchrepro.knobs.refused import WITHOUT_EFFECT
+from torchrepro.knobs.env_rows import ORDER_OF_SUMS
+from torchrepro.knobs.npu_state import cann_too_old, compiled_ops_unheard
 from torchrepro.planner import Plan, make_plan, observe
-from torchrepro.process import closed_doors
+from torchrepro.process_state import closed_doors
 from torchrepro.profile.composition import flatten
-from torchrepro.profile.folder import SHIPPED
+from torchrepro.profile.search_path import SHIPPED
 from torchrepro.report import Outcome
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Patient:
+class Context:
     """The profile and the process that are examined."""
 
     resolved: Resolved
@@ -65,7 +65,7 @@ def examine(resolved: Resolved) -> list[Finding]:
     if failure:
         return [failure]
     plan = make_plan(resolved, observe(resolved, closed=closed))
-    patient = Patient(resolved, plan, torch)
+    patient = Context(resolved, plan, torch)
     return [finding for check in CHECKS for finding in check(patient)]
 
 
@@ -81,7 +81,7 @@ def _import_torch() -> tuple[Any, Finding | None]:
         return None, Finding(f"torch cannot be imported: {words}", todo)
 
 
-def _exported_values(patient: Patient) -> Iterator[Finding]:
+def _exported_values(patient: Context) -> Iterator[Finding]:
     for knob in CATALOGUE:
         name = knob.name.removeprefix("env.")
         value = os.environ.get(name) if name != knob.name else None
@@ -93,23 +93,23 @@ def _exported_values(patient: Patient) -> Iterator[Finding]:
             )
 
 
-def _exported_without_effect(patient: Patient) -> Iterator[Finding]:
+def _exported_without_effect(patient: Context) -> Iterator[Finding]:
     for name, why in WITHOUT_EFFECT.items():
         if name in os.environ:
             yield Finding(f"{name} is exported and does nothing: {why}", serious=False)
 
 
-def _conflicts(patient: Patient) -> Iterator[Finding]:
+def _conflicts(patient: Context) -> Iterator[Finding]:
     for row in patient.plan.report.having(Outcome.CONFLICT):
         yield Finding(f"{row.knob}: {row.why}", serious=True)
 
 
-def _ineffective(patient: Patient) -> Iterator[Finding]:
+def _ineffective(patient: Context) -> Iterator[Finding]:
     for row in patient.plan.report.having(Outcome.INEFFECTIVE):
         yield Finding(f"{row.knob}: {row.why}")
 
 
-def _too_late(patient: Patient) -> Iterator[Finding]:
+def _too_late(patient: Context) -> Iterator[Finding]:
     late = [row.knob for row in patient.plan.late]
     if late:
         yield Finding(
@@ -119,25 +119,25 @@ def _too_late(patient: Patient) -> Iterator[Finding]:
         )
 
 
-def _not_acted_on(patient: Patient) -> Iterator[Finding]:
+def _not_acted_on(patient: Context) -> Iterator[Finding]:
     for step in patient.plan.steps:
         if step.knob.warn_if_unsupported and step.expected.outcome is Outcome.UNSUPPORTED:
             yield Finding(f"{step.knob.name}: {step.expected.why}")
 
 
-def _absent(patient: Patient) -> Iterator[Finding]:
+def _absent(patient: Context) -> Iterator[Finding]:
     absent = [row for row in patient.plan.report.having(Outcome.UNSUPPORTED) if "." in row.knob]
     names = ", ".join(row.knob for row in absent if not row.knob.startswith("device."))
     if names:
         yield Finding(f"not in this process, so not set: {names}", serious=False)
 
 
-def _without_seed(patient: Patient) -> Iterator[Finding]:
+def _without_seed(patient: Context) -> Iterator[Finding]:
     if not patient.wants("seed"):
         yield Finding("no seed: every run draws other random numbers", "set `seed`")
 
 
-def _cublas(patient: Patient) -> Iterator[Finding]:
+def _cublas(patient: Context) -> Iterator[Finding]:
     algorithms = patient.wants("backends.torch.deterministic_algorithms", "error")
     workspace = patient.wants("env.CUBLAS_WORKSPACE_CONFIG")
     exported = "CUBLAS_WORKSPACE_CONFIG" in os.environ
@@ -149,7 +149,7 @@ def _cublas(patient: Patient) -> Iterator[Finding]:
         )
 
 
-def _collectives(patient: Patient) -> Iterator[Finding]:
+def _collectives(patient: Context) -> Iterator[Finding]:
     distributed = patient.torch.distributed
     if not patient.resolved.strict or not distributed.is_available():
         return
@@ -166,7 +166,7 @@ def _collectives(patient: Patient) -> Iterator[Finding]:
             )
 
 
-def _hydra_plugin(patient: Patient) -> Iterator[Finding]:
+def _hydra_plugin(patient: Context) -> Iterator[Finding]:
     spec = find_spec("hydra_plugins")
     shadow = spec.origin if spec else None
     if shadow:
@@ -186,7 +186,7 @@ def _hydra_plugin(patient: Patient) -> Iterator[Finding]:
         )
 
 
-def _npu(patient: Patient) -> Iterator[Finding]:
+def _npu(patient: Context) -> Iterator[Finding]:
     if "torch_npu" not in sys.modules:
         return
     npu = patient.torch.npu
@@ -214,7 +214,7 @@ def _npu(patient: Patient) -> Iterator[Finding]:
         yield Finding("transfer_to_npu is active: what asks for CUDA gets an NPU", serious=False)
 
 
-def _determinism_without_device(patient: Patient) -> Iterator[Finding]:
+def _determinism_without_device(patient: Context) -> Iterator[Finding]:
     """Say for jobs on other machines with this software what no knob here is affected by."""
     deterministic = patient.wants("backends.torch.deterministic_algorithms", "error", "warn")
     why = cann_too_old() or compiled_ops_unheard(patient.asked)
@@ -222,7 +222,7 @@ def _determinism_without_device(patient: Patient) -> Iterator[Finding]:
         yield Finding(why)
 
 
-CHECKS: tuple[Callable[[Patient], Iterator[Finding]], ...] = (
+CHECKS: tuple[Callable[[Context], Iterator[Finding]], ...] = (
     _conflicts,
     _ineffective,
     _exported_values,

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrepro.errors import ApplyError, ProfileError, TraceError
-from torchrepro.hidden import secret_values
-from torchrepro.manifest.command_line import shareable
 from torchrepro.messages import Problem
 from torchrepro.planner import Plan, make_plan, observe, refusal
-from torchrepro.process import PROFILE, interpreter_line, outer_run
+from torchrepro.process_state import PROFILE, interpreter_line, outer_run
+from torchrepro.redaction import secret_values, shareable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -53,7 +52,7 @@ sys.path[:] = [entry for entry in sys.path if entry]
 answer = "Python %d.%d" % sys.version_info[:2]
 if sys.version_info >= (3, 11):
     try:
-        import torchrepro.started
+        import torchrepro.bootstrap
         answer = "yes"
     except ImportError:
         answer = "no"

@@ -39,7 +39,7 @@ class Problem:
     """What to do about it."""
 
     def __str__(self) -> str:
-        from torchrepro.hidden import HIDDEN, sounds_secret
+        from torchrepro.redaction import HIDDEN, sounds_secret
 
         where, found = self.where, self.found
         if sounds_secret(self.key.rpartition(".")[2]):

@@ -12,7 +12,13 @@ from torchrepro.console import Displayed, parts
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.knob import Knob, Missing, Scope
 from torchrepro.messages import shown, some
-from torchrepro.process import closed_doors, inherited, present_kinds, set_before_start
+from torchrepro.process_state import (
+    closed_doors,
+    inherited,
+    other_threads_in_torch,
+    present_kinds,
+    set_before_start,
+)
 from torchrepro.profile.load import resolve
 from torchrepro.report import (
     STOPPING,
@@ -24,9 +30,8 @@ from torchrepro.report import (
     judge,
     needs_beside,
 )
-from torchrepro.seeding import seed_plan
-from torchrepro.seeding.calls import given_by_program
-from torchrepro.threads import other_threads_in_torch
+from torchrepro.seeding import streams
+from torchrepro.seeding.seeding_calls import given_by_program
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -262,7 +267,7 @@ def beside(resolved: Resolved, closed: Mapping[str, str]) -> Beside:
             readings[name] = knob.access.read()
         except Missing as absent:
             missing[name] = str(absent)
-    seeded = seed_plan.current().seed is not None
+    seeded = streams.current_plan().seed is not None
     return Beside(kinds, readings, missing, seeded, given_by_program())
 
 

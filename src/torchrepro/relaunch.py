@@ -6,14 +6,16 @@ import os
 import stat
 import sys
 import threading
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.process import DOORS, interpreter_line
+from torchrepro.process_state import DOORS, interpreter_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
+
 
 RELAUNCHED = "TORCHREPRO_RELAUNCHED"
 """Variable that marks a process as relaunched: its id, which exec keeps."""
@@ -264,3 +266,26 @@ OBSTACLES = (
     Obstacle(_has_children, "it has started processes"),
 )
 """What stands in the way of a relaunch; the first that applies is told."""
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    """Put variables and usable CPUs back to what they are now when the block ends.
+
+    Libraries that torch loads may export variables, and OpenMP binds the thread that loads it if
+    OMP_PROC_BIND says so: a command started in this process's place would inherit both.
+    https://www.openmp.org/spec-html/5.2/openmpse57.html
+    """
+    variables = dict(os.environ)
+    get = getattr(os, "sched_getaffinity", None)
+    cpus = get(0) if get else None
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - variables.keys():
+            del os.environ[name]
+        for name, value in variables.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
+        if cpus is not None:
+            os.sched_setaffinity(0, cpus)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from torchrepro.console import Part, Table
-    from torchrepro.policies.effects import Effect
+    from torchrepro.policies.policy import Effect
 
 STYLES = {
     "applied": "green",

@@ -198,7 +198,7 @@ def test_a_seed_of_the_program_that_will_fail_is_reported(rig: Any) -> None:
 
 VARIABLES = """
 from torchrepro.knobs.ascend_rows import ASCEND
-from torchrepro.process import closed_doors
+from torchrepro.process_state import closed_doors
 say([[knob.variable, knob.door, knob.door in closed_doors()] for knob in ASCEND])
 mark("loaded"); torch.npu.init()
 mark("used")

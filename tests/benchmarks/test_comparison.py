@@ -17,7 +17,7 @@ import pytest
 
 from torchrepro.console import as_text, table
 from torchrepro.trace import store as store_module
-from torchrepro.trace.reading import Trace
+from torchrepro.trace.reader import Trace
 from torchrepro.trace.store import FORMAT, StepRow, Store
 
 pytestmark = pytest.mark.benchmark
@@ -28,7 +28,7 @@ READS, MEGABYTES = 4, 500
 
 CHILD = """
 import json, re, sqlite3, sys, time
-from torchrepro.verdict.comparing import compare
+from torchrepro.verdict.comparison import compare
 began = time.process_time()
 for path in sys.argv[1:3]:
     cursor = sqlite3.connect(f"{path}/rank0.sqlite").execute("select * from record")

@@ -10,7 +10,7 @@ import torch
 from torchrepro.console import as_text, table
 from torchrepro.trace import device_fingerprint as module
 from torchrepro.trace.device_fingerprint import device_fingerprint, fetch
-from torchrepro.trace.memory import unobserved
+from torchrepro.trace.fingerprint import unobserved
 
 pytestmark = [
     pytest.mark.benchmark,

@@ -11,7 +11,7 @@ from rich.console import Console
 
 import torchrepro
 from torchrepro.console import table
-from torchrepro.guard import held
+from torchrepro.guard import baseline as held
 
 from .paired import compare
 from .workloads import Step, convolutional, transformer

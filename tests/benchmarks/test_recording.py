@@ -206,7 +206,7 @@ def test_a_record_takes_at_most_a_hundred_bytes(tmp_path: Path, make: Callable[[
         for _ in range(20):
             step()
     (path,) = (tmp_path / "run").iterdir()
-    from torchrepro.trace.reading import Trace
+    from torchrepro.trace.reader import Trace
 
     trace = Trace(path)
     records = sum(each.records for each in trace.steps.values())

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional
 
 import torchrepro
-from torchrepro.policies.effects import effects
-from torchrepro.policies.interposed import ops_named
+from torchrepro.policies.interpose import ops_named
 from torchrepro.policies.on_cpu import on_cpu
+from torchrepro.policies.policy import effects
 
 OnNpu = Callable[..., Any]
 ALGORITHMS = {"torch": {"deterministic_algorithms": "error"}}

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchrepro
-from torchrepro.policies import effects
+from torchrepro.policies import policy as effects
 
 OnNpu = Callable[..., Any]
 State = dict[str, torch.Tensor]

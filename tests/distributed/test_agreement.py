@@ -65,7 +65,7 @@ def test_ranks_that_agree_go_on(on_two_ranks, start):
 
 def test_a_rank_without_a_profile_is_named(on_two_ranks):
     """A rank that has no profile in force does not answer, and the others say which it is."""
-    quick = "import torchrepro.agreement as a; from datetime import timedelta\n"
+    quick = "import torchrepro.rank_agreement as a; from datetime import timedelta\n"
     quick += "a.TIMEOUT = timedelta(seconds=3)\n"
     start = quick + "applied = rank == 0 and torchrepro.apply('seed-only')\n"
     start += 'dist.init_process_group("gloo")\n'
@@ -129,7 +129,7 @@ def test_undo_takes_the_comparison_back(on_two_ranks):
 
 def test_a_collective_library_with_an_order_of_its_own_is_named(capsys, monkeypatch):
     """Where the variables that fix a library's order of sums are not set, they are named."""
-    from torchrepro.agreement import name_what_is_not_pinned
+    from torchrepro.rank_agreement import name_what_is_not_pinned
 
     monkeypatch.delenv("NCCL_ALGO", raising=False)
     monkeypatch.setenv("NCCL_PROTO", "Simple")

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from torchrepro.agreement import _turn, exchange
+from torchrepro.rank_agreement import _turn, exchange
 
 HEAD = """
 import os, sys, time, torch, torchrepro

@@ -10,9 +10,9 @@ import torch, torchrepro
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torchrepro.policies import effects
-from torchrepro.policies.placement import elsewhere
-from torchrepro.policies.placement import placing as module_placement
+from torchrepro.policies import policy as effects
+from torchrepro.policies import offload as elsewhere
+from torchrepro.policies import placement as module_placement
 
 class Copying(elsewhere.Place):
     "The CPU as if it were elsewhere: every tensor is copied there and back."

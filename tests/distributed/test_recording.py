@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import torchrepro
-from torchrepro.trace.reading import read_run
+from torchrepro.trace.reader import read_run
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,10 +11,10 @@ from hypothesis import find
 from hypothesis import strategies as st
 
 import torchrepro
-from torchrepro.guard.expected import PER_THREAD
+from torchrepro.guard.baseline import PER_THREAD
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.knob import Scope
-from torchrepro.knobs.legal import Digits, OneOf, Switch, Text, Whole
+from torchrepro.knobs.legal_values import Digits, OneOf, Switch, Text, Whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable

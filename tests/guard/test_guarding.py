@@ -14,7 +14,8 @@ import torch
 from torch.optim import optimizer as optimizers
 
 import torchrepro
-from torchrepro.guard import held, writers
+from torchrepro.guard import baseline as held
+from torchrepro.guard import writers
 
 if TYPE_CHECKING:
     from collections.abc import Callable

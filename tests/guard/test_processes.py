@@ -89,7 +89,7 @@ def test_who_asks_for_no_guard_pays_at_no_step(execute: Callable[..., Any]) -> N
     """Under a profile without a guard no step reads a knob again; its end does, and says it."""
     lines = (
         "import torch, torchrepro",
-        "from torchrepro.guard.held import guards, guards_at_steps",
+        "from torchrepro.guard.baseline import guards, guards_at_steps",
         "with torchrepro.apply('debug-strict', ['guard=none']) as applied:",
         "    torch.use_deterministic_algorithms(False)",
         "    print(len(guards), len(guards_at_steps()))",

@@ -222,5 +222,5 @@ def test_without_a_profile_the_plugin_imports_nothing(pytester):
     result = pytester.run(sys.executable, "-c", code, timeout=TIMEOUT)
 
     plugin = "torchrepro.integrations torchrepro.integrations.pytest_plugin"
-    loaded = f"torchrepro torchrepro.forks {plugin}"
+    loaded = f"torchrepro torchrepro.fork_safety {plugin}"
     assert result.outlines == [f"loaded {loaded}"]

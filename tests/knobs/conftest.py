@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.knob import Knob
-from torchrepro.knobs.legal import Digits, OneOf, Switch, Text, Whole, WordOrMapping
+from torchrepro.knobs.legal_values import Digits, OneOf, Switch, Text, Whole, WordOrMapping
 
 WORDS = {  # a few legal texts for variables whose pattern is open
     "NCCL_ALGO": ["Ring", "Tree", "^NVLS"],

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchrepro
+from torchrepro.knobs.allowed_variables import WITHOUT_EFFECT, refusal
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
 from torchrepro.knobs.explain import explanations
 from torchrepro.knobs.knob import Knob, Missing, Phase
-from torchrepro.knobs.refused import WITHOUT_EFFECT, refusal
-from torchrepro.process import DOORS
+from torchrepro.process_state import DOORS
 from torchrepro.profile.composition import WHOLE
 from torchrepro.profile.resolved import knobs_for_key
 from torchrepro.profile.schema import Profile

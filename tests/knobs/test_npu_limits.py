@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torchrepro.doctor import examine
-from torchrepro.knobs import npu_limits
+from torchrepro.knobs import npu_state as npu_limits
 from torchrepro.profile.load import resolve
 
 Has = Callable[..., None]

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from torchrepro.console import as_text
 from torchrepro.errors import TorchreproError
-from torchrepro.lock.checking import check
-from torchrepro.lock.described import Described, describe
-from torchrepro.lock.differing import compare
-from torchrepro.lock.told import checked_parts, difference_parts
-from torchrepro.lock.writing import write_lock
+from torchrepro.lock.check import check
+from torchrepro.lock.diff import compare
+from torchrepro.lock.lock_file import write_lock
+from torchrepro.lock.snapshot import Snapshot, describe
+from torchrepro.lock.tables import checked_parts, difference_parts
 
 NONSENSE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -164,7 +164,7 @@ def test_values_are_equal_only_with_their_type(one):
     written = one if isinstance(one, str) else json.dumps(one)
     other = json.dumps(one) if isinstance(one, str) else written
     for section in ("profile", "hardware", "environment", "knobs"):
-        sides = [Described("a", "lock", {section: {"x": value}}) for value in (one, other)]
+        sides = [Snapshot("a", "lock", {section: {"x": value}}) for value in (one, other)]
         differences = compare(*sides).differences
 
         assert [each.key for each in differences] == ["x"]

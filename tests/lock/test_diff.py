@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchrepro
-from torchrepro.lock.described import describe, of_contents, of_profile
-from torchrepro.lock.differing import compare
+from torchrepro.lock.diff import compare
+from torchrepro.lock.snapshot import describe, of_contents, of_profile
 from torchrepro.manifest.contents import as_text, manifest
 from torchrepro.planner import plan
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrepro.lock.ranks import HELD, ROWS, Rank, rank_of
-from torchrepro.manifest.variables import VARIABLES
+from torchrepro.lock.diff import HELD, ROWS, Rank, rank_of
+from torchrepro.manifest.environment import VARIABLES
 
 SCRIPT = str(Path(sys.executable).with_name("torchrepro"))
 CHANGED = (

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrepro.hidden import HIDDEN, secret_values, sounds_secret, without_secrets
-from torchrepro.manifest.command_line import shareable
+from torchrepro.redaction import HIDDEN, secret_values, shareable, sounds_secret, without_secrets
 
 SHOWN = (
     ["python", "train.py", "--lr", "0.1", "--epochs=10", "--model", "resnet50"],

@@ -12,19 +12,22 @@ import pytest
 import torch
 
 import torchrepro
-from torchrepro.hidden import sounds_secret
 from torchrepro.knobs.catalogue import CATALOGUE
-from torchrepro.manifest import repository as module
+from torchrepro.manifest import environment as module
 from torchrepro.manifest.contents import RECORDED, manifest
-from torchrepro.manifest.hardware import hardware
-from torchrepro.manifest.repository import repository
-from torchrepro.manifest.rows import NotKnownYetError, read_rows
-from torchrepro.manifest.variables import VARIABLES
-from torchrepro.manifest.versions import software
+from torchrepro.manifest.environment import (
+    VARIABLES,
+    NotKnownYetError,
+    hardware,
+    read_rows,
+    repository,
+    software,
+)
+from torchrepro.redaction import sounds_secret
 
 ASKED = (
-    "import json, torchrepro.manifest.versions as v, torchrepro.manifest.hardware as h;"
-    "import torchrepro.manifest.repository as r;"
+    "import json, torchrepro.manifest.environment as v, torchrepro.manifest.environment as h;"
+    "import torchrepro.manifest.environment as r;"
     "print(json.dumps([v.software(), h.hardware(), r.repository()]))"
 )
 

@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro.cli import main
-from torchrepro.new_pack.naming import LEGAL, LONGEST, RESERVED
-from torchrepro.new_pack.writing import VERSION, write_pack
+from torchrepro.new_pack.pack_writer import LEGAL, LONGEST, RESERVED, VERSION, write_pack
 
 NAMES = st.from_regex(LEGAL, fullmatch=True).filter(
     lambda name: len(name) <= LONGEST and name not in RESERVED

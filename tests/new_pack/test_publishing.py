@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 
-from torchrepro.new_pack.writing import write_pack
+from torchrepro.new_pack.pack_writer import write_pack
 
 BUILD = "import hatchling.build as b; print(b.build_wheel('dist'), b.build_sdist('dist'))"
 

@@ -12,10 +12,9 @@ import pytest
 import torchrepro
 from torchrepro.cli import main
 from torchrepro.console import as_html, as_text, table
-from torchrepro.profile.declared import MOST
-from torchrepro.profile.folder import MANY
-from torchrepro.profile.listing import listed
+from torchrepro.profile.load import listed
 from torchrepro.profile.resolved import Resolved
+from torchrepro.profile.search_path import MANY, MOST
 
 MARKUP = "<script>x</script> [link=http://x]y[/link] [red]z :bomb:"
 STEERING = "a\x1b[31mb\x1b]8;;http://x\x1b\\c\u202ed\re"

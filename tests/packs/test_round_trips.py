@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro.cli import main
-from torchrepro.process import PROFILE, outer_run
+from torchrepro.process_state import PROFILE, outer_run
 from torchrepro.profile.composition import flatten
 
 TEXT = st.text(

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import torchrepro
 from torchrepro import Verdict
-from torchrepro.verdict.causes import advice
+from torchrepro.verdict.diagnosis import advice
 from torchrepro.verdict.value import Divergence, Kind
 
 from .programs import line_of

@@ -12,7 +12,7 @@ import pytest
 
 import torchrepro
 from torchrepro import TraceError
-from torchrepro.trace.reading import Trace, read_run
+from torchrepro.trace.reader import Trace, read_run
 from torchrepro.trace.store import SCHEMA, SUFFIX
 from torchrepro.verdict.value import Kind
 

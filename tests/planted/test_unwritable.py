@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrepro.trace.reading import read_run
+from torchrepro.trace.reader import read_run
 
 TORCHREPRO = str(Path(sysconfig.get_path("scripts")) / "torchrepro")
 STEPS = 60

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchrepro.policies.dropout import written_masks
+from torchrepro.policies import dropout_masks as written_masks
 
 Call = Callable[[Tensor], Tensor]
 SEEDS = range(12)  # a mask that drops with probability 1/2 is the same for all of them once in 2000

@@ -15,9 +15,9 @@ import torch
 from torch.nn import functional
 
 import torchrepro
-from torchrepro.policies.effects import effects
-from torchrepro.policies.fallback.nondeterministic_ops import OPS
-from torchrepro.policies.interposed import interposed_ops
+from torchrepro.policies.deterministic_ops import OPS
+from torchrepro.policies.interpose import interposed_ops
+from torchrepro.policies.policy import effects
 
 ERROR = {"torch": {"deterministic_algorithms": "error"}}
 REFUSED = "does not have a deterministic implementation"
@@ -365,7 +365,7 @@ def test_the_policy_imports_nothing_heavy() -> None:
     code = (
         "import sys, torch, torchrepro\n"
         "before = set(sys.modules)\n"
-        "from torchrepro.policies.fallback.deciding import install\n"
+        "from torchrepro.policies.fallback import install\n"
         "install('error')\n"
         "print(*set(sys.modules) - before)\n"
     )

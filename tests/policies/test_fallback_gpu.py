@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import torchrepro
-from torchrepro.policies.effects import effects
+from torchrepro.policies.policy import effects
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import torchrepro
-from torchrepro.policies import interposed
+from torchrepro.policies import interpose as interposed
 
 ACCELERATOR = torch.accelerator.is_available()
 DEVICE = torch.accelerator.current_accelerator().type if ACCELERATOR else "cpu"

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import torchrepro
-from torchrepro.knobs.legal import DEVICES_OF_MODULES
-from torchrepro.policies import effects
-from torchrepro.policies.placement.module_names import bare, match
-from torchrepro.policies.refusals import handle_with
+from torchrepro.knobs.legal_values import DEVICES_OF_MODULES
+from torchrepro.policies import policy as effects
+from torchrepro.policies.placement import bare, match
+from torchrepro.policies.policy import handle_with
 
 POLICY = "device.modules"
 X = torch.randn(4, 8)

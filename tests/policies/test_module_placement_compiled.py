@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 HEAD = """
 import torch, torchrepro
 from torch import nn
-from torchrepro.policies import effects
+from torchrepro.policies import policy as effects
 PROFILE = {"device": {"modules": {"1": "cpu"}}}
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 2))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from torchrepro.policies.placement.nested_values import Mapped
+from torchrepro.policies.offload import Mapped
 
 Pair = namedtuple("Pair", "left right")
 

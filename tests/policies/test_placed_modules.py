@@ -15,9 +15,8 @@ from torch.nn.modules import module as hooks
 from torch.optim import optimizer as optimizers
 
 import torchrepro
-from torchrepro.policies import effects
-from torchrepro.policies.placement.elsewhere import Place
-from torchrepro.policies.placement.placed_forward import PlacedForward
+from torchrepro.policies import policy as effects
+from torchrepro.policies.offload import Place, PlacedForward
 
 POLICY = "device.modules"
 X = torch.randn(4, 8)

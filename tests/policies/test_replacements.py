@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import torchrepro
-from torchrepro.policies.effects import effects
-from torchrepro.policies.interposed import interposed_ops
+from torchrepro.policies.interpose import interposed_ops
+from torchrepro.policies.policy import effects
 
 ERROR = {"device": {"fallback": "error"}}
 

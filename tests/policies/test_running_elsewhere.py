@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 
-from torchrepro.policies.placement.elsewhere import Place, run_there
+from torchrepro.policies.offload import Place, run_there
 
 
 class Copying(Place):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from torchrepro.imports import AfterImport
-from torchrepro.policies.dropout import written_masks
+from torchrepro.policies import dropout_masks as written_masks
 
 HERE = Path(__file__).parent
 
@@ -109,7 +109,7 @@ def _copy_of_timm_drop(folder: Path) -> Path:
 
 START = """
 import copy, importlib, json, pickle, sys, torch
-from torchrepro.policies.dropout import written_masks
+from torchrepro.policies import dropout_masks as written_masks
 x = torch.arange(1.0, 65.0)
 
 def drops(call):

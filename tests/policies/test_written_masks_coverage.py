@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrepro.policies.dropout.mask_rows import ROWS, WrittenMask
+from torchrepro.policies.dropout_masks import ROWS, WrittenMask
 
 DRAWS = {
     *("rand", "rand_like", "randn", "randn_like", "randint", "randperm", "random", "random_"),

@@ -27,9 +27,7 @@ def test_a_library_that_is_only_looked_for_is_waited_for_on(under):
 
 def test_a_damaged_profile_stops_the_process(run_python):
     """A process whose inherited profile cannot be read ends with 3 and without a traceback."""
-    code = (
-        "import torchrepro.started as s; s.put_in_force_on_import(); import torch; print('went on')"
-    )
+    code = "import torchrepro.bootstrap as b; b.put_in_force_on_import(); import torch; print('on')"
     done = run_python("-c", code, env={"TORCHREPRO_PROFILE": "{bad"})
 
     assert (done.returncode, done.stdout) == (3, "")

@@ -215,7 +215,7 @@ def test_only_a_seed_is_loaded_for_a_program_without_torch(run_python, under):
     more = {*last(under("debug-strict", "-c", source))} - {*last(run_python("-c", source))}
 
     assert {name for name in more if name.startswith("torchrepro")} == {
-        *("torchrepro", "torchrepro.forks", "torchrepro.imports", "torchrepro.started")
+        *("torchrepro", "torchrepro.fork_safety", "torchrepro.imports", "torchrepro.bootstrap")
     }
     assert len(more) <= 10
 
@@ -225,9 +225,9 @@ def test_numbers_go_on_where_torch_is_imported(under):
     source = """
 import json, random, numpy
 drawn = [random.random(), numpy.random.rand()]
-import torch, torchrepro.started
+import torch, torchrepro.bootstrap
 drawn += [random.random(), numpy.random.rand()]
-report = torchrepro.started.in_force_now().report
+report = torchrepro.bootstrap.in_force_now().report
 print(json.dumps([drawn, [str(report[f"seed.{name}"].outcome) for name in ("python", "numpy")]]))
 """
     plain, ours = random.Random(1234), np.random.RandomState(1234)

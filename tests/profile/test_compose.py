@@ -16,7 +16,7 @@ import torchrepro
 from torchrepro.messages import printable
 from torchrepro.profile.compose import compose
 from torchrepro.profile.composition import NOT_INHERITED, flatten
-from torchrepro.profile.folder import SHIPPED
+from torchrepro.profile.search_path import SHIPPED
 
 SHIPPED_NAMES = ("debug-strict", "npu-align", "seed-only", "train-fast")
 KEYS = {  # a few keys at several depths, with values that differ from each other

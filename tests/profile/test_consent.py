@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import torchrepro
-from torchrepro.knobs.allowed_rows import ALLOWED
+from torchrepro.knobs.allowed_variables import ALLOWED, refusal
 from torchrepro.knobs.catalogue import CATALOGUE
-from torchrepro.knobs.refused import refusal
 from torchrepro.profile.consent import VARIABLE
 
 UNKNOWN = "env_extra: {ACME_FLAG: '7'}\n"

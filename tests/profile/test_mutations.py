@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchrepro
-from torchrepro.profile.folder import SHIPPED
+from torchrepro.profile.search_path import SHIPPED
 
 TEXTS = [path.read_text(encoding="utf-8") for path in sorted(SHIPPED.glob("*.yaml"))]
 TEXTS.append(

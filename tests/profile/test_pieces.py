@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import torchrepro
-from torchrepro.profile.folder import SHIPPED
+from torchrepro.profile.search_path import SHIPPED
 
 PIECES = sorted(path.stem for path in (SHIPPED / "with").glob("*.yaml"))
 WITH = "with=[dropout-zero,host-rng]"

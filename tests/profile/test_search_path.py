@@ -6,8 +6,7 @@ from itertools import permutations
 import pytest
 
 import torchrepro
-from torchrepro.profile.folder import SHIPPED
-from torchrepro.profile.packs import VARIABLE
+from torchrepro.profile.search_path import SHIPPED, VARIABLE
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro.profile.compose import compose
-from torchrepro.profile.folder import SHIPPED
 from torchrepro.profile.json_schema import json_schema
 from torchrepro.profile.resolved import STRICT, Resolved
+from torchrepro.profile.search_path import SHIPPED
 
 GUARANTEES = {
     "debug-strict": "repeatable",

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 import torchrepro
-from torchrepro.seeding import libraries, seed_plan
+from torchrepro.seeding import libraries
+from torchrepro.seeding import streams as seed_plan
+from torchrepro.seeding.generators import registered
 from torchrepro.seeding.ranks import VARIABLES
-from torchrepro.seeding.registered import registered
 
 NUMBERING = {name for pair in VARIABLES for name in pair}
 TIMEOUT = 120
@@ -57,7 +58,7 @@ def read_generators() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": (kind, keys.tolist(), rest),
         "torch": torch.get_rng_state().numpy().tobytes(),
-        "plan": seed_plan.current(),
+        "plan": seed_plan.current_plan(),
         **own,
     }
 

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 
 import torchrepro
 from torchrepro import callers
-from torchrepro.seeding import calls
-from torchrepro.seeding.calls import FUNCTIONS, SeedingCall
+from torchrepro.seeding import seeding_calls as calls
+from torchrepro.seeding.seeding_calls import FUNCTIONS, SeedingCall
 
 HERE = str(Path(__file__))
 State = Callable[[], dict[str, Any]]

@@ -15,7 +15,7 @@ PROGRAM = """
 import json, random, sys
 import numpy, torch, torchrepro
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
-from torchrepro.seeding import seed_plan
+from torchrepro.seeding import streams as seed_plan
 
 CONTEXT = sys.argv[1] if len(sys.argv) > 1 else "none"
 MARKS = []

@@ -141,6 +141,7 @@ print(json.dumps(on_every_rank(4, work)))
 
 
 BAD = """
+from torchrepro.seeding import streams
 profile = json.loads(sys.argv[1])
 dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
 torchrepro.apply(profile)
@@ -151,9 +152,9 @@ meshes = {
     "left out": lambda: DeviceMesh("cpu", [[0, 1]], **named),
 }
 mesh = meshes[sys.argv[2]]()
-before = random.getstate(), torch.get_rng_state().tolist(), torchrepro.seeding.seed_plan.current()
+before = random.getstate(), torch.get_rng_state().tolist(), streams.current_plan()
 refused = message(torchrepro.use_mesh, mesh)
-after = random.getstate(), torch.get_rng_state().tolist(), torchrepro.seeding.seed_plan.current()
+after = random.getstate(), torch.get_rng_state().tolist(), streams.current_plan()
 print(json.dumps([refused, before == after]))
 """
 

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchrepro
-from torchrepro.seeding.snapshot import write_whole
+from torchrepro.seeding.state import write_whole
 
 FULL = """
 import json, os, resource, signal, sys

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchrepro
-from torchrepro.seeding import snapshot as snapshots
-from torchrepro.seeding.registered import registered
+from torchrepro.seeding import state as snapshots
+from torchrepro.seeding.generators import registered
 
 State = Callable[[], dict[str, Any]]
 NO_SNAPSHOTS = {

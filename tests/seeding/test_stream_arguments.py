@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 import torchrepro
-from torchrepro.seeding import seed_plan
+from torchrepro.seeding import streams as seed_plan
 
 ARGUMENTS = ("rank", "worker", "epoch", "step")
 LEGAL = "a whole number, 0 to 9223372036854775807"

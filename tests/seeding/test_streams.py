@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from sklearn.model_selection import train_test_split
 
 import torchrepro
-from torchrepro.seeding.cpu_generator import WORDS
-from torchrepro.seeding.streams import Stream, derive
+from torchrepro.seeding.streams import WORDS, Stream, derive
 
 NAMES = st.text(st.characters(exclude_categories=()), min_size=1)
 NUMBERS = st.one_of(st.integers(0, 12), st.integers(0, 2**63 - 1))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torchrepro
-from torchrepro.trace.reading import Trace, read_run
+from torchrepro.trace.reader import Trace, read_run
 
 if TYPE_CHECKING:
     from pathlib import Path

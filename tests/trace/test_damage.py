@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro import TraceError
-from torchrepro.trace.reading import read_run
+from torchrepro.trace.reader import read_run
 from torchrepro.trace.store import SCHEMAS, SEALED, WITHOUT_SEALS, as_bytes
 from torchrepro.verdict.value import Kind
 

@@ -15,8 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrepro.trace import device_fingerprint as module
 from torchrepro.trace.device_fingerprint import Pending, algorithm, device_fingerprint, fetch
-from torchrepro.trace.memory import unobserved
-from torchrepro.trace.mixing import CHUNK, NARROW, ROW, WIDE, Mixing, key_tables, sums
+from torchrepro.trace.fingerprint import (
+    CHUNK,
+    NARROW,
+    ROW,
+    WIDE,
+    Mixing,
+    key_tables,
+    sums,
+    unobserved,
+)
 
 MIXINGS = pytest.mark.parametrize("mixing", [WIDE, NARROW], ids=lambda mixing: mixing.name)
 CPU = torch.device("cpu")
@@ -183,7 +191,7 @@ def test_a_device_that_computes_something_else_is_not_trusted(
     broken: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Arithmetic that fails or differs from the host's is not used; without any, bytes are read."""
-    way = module.Way(WIDE, broken)  # type: ignore[arg-type]
+    way = module.DeviceHash(WIDE, broken)  # type: ignore[arg-type]
     narrow = module._in_torch(NARROW)
     monkeypatch.setitem(module._WAYS, "cpu", (lambda: way, narrow))
     assert algorithm(CPU) == "mix32"
@@ -197,8 +205,8 @@ def test_a_device_that_computes_something_else_is_not_trusted(
 IN_TRITON = """
 import torch
 from torchrepro.trace import triton_fingerprint as kernel
-from torchrepro.trace.memory import pieces
-from torchrepro.trace.mixing import WIDE, sums
+from torchrepro.trace.fingerprint import pieces
+from torchrepro.trace.fingerprint import WIDE, sums
 
 kernel.PROGRAMS = 7  # so that some of them have several rows
 for size in (1, 7, 8, 9, 15, 8191, 8192, 8193, 200_003):
@@ -215,7 +223,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from torchrepro.trace import triton_fingerprint
-from torchrepro.trace.mixing import ROW, WIDE
+from torchrepro.trace.fingerprint import ROW, WIDE
 
 kernel = triton_fingerprint._kernel
 types = dict(zip(kernel.arg_names, ("*u8", "*i64", "*i64", "*i64", "i64", "i32")))

@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchrepro.trace import memory
+from torchrepro.trace import fingerprint as memory
 from torchrepro.trace.device_fingerprint import device_fingerprint, fetch
 from torchrepro.trace.fingerprint import fingerprint
 

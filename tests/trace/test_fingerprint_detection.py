@@ -9,9 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from torchrepro.trace.device_fingerprint import Pending, device_fingerprint, fetch
-from torchrepro.trace.fingerprint import fingerprint
-from torchrepro.trace.memory import memory_of, pieces, unobserved
-from torchrepro.trace.mixing import NARROW, sums
+from torchrepro.trace.fingerprint import NARROW, fingerprint, memory_of, pieces, sums, unobserved
 
 Bits = NDArray[np.unsignedinteger]
 Change = Callable[["Words", Bits, np.random.Generator], tuple[Bits, Bits]]

@@ -14,7 +14,7 @@ import torch
 
 import torchrepro
 from torchrepro import TraceError
-from torchrepro.trace.reading import read_run
+from torchrepro.trace.reader import read_run
 
 from .conftest import Net, Recorder, seen, train
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import torchrepro
-from torchrepro.trace.reading import read_run
+from torchrepro.trace.reader import read_run
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro.trace.fingerprint import fingerprint
-from torchrepro.trace.reading import UNINITIALISED
+from torchrepro.trace.reader import UNINITIALISED
 
 from .conftest import Net, Recorder, seen, train
 
@@ -115,7 +115,7 @@ def test_views_have_no_fingerprint_but_an_identity(recorded: Recorder) -> None:
 @given(st.floats(allow_nan=False), st.integers(-(2**60), 2**60), st.booleans())
 def test_arguments_are_written_exactly(value: float, number: int, flag: bool) -> None:
     """Every scalar argument is in the record as Python writes it, to the last bit."""
-    from torchrepro.trace.arguments import call_text
+    from torchrepro.trace.op_facts import call_text
 
     assert call_text((value, number, flag), {}) == f"({value!r}, {number!r}, {flag!r})"
 

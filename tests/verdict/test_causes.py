@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.explain import explanations
 from torchrepro.profile.load import load
-from torchrepro.trace.reading import UNINITIALISED
-from torchrepro.verdict.cause_rows import CAUSES
-from torchrepro.verdict.causes import _fits, advice, case_of
-from torchrepro.verdict.op_families import DRAWING, DROPPING, DROPPING_INSIDE
+from torchrepro.trace.reader import UNINITIALISED
+from torchrepro.verdict.diagnosis import _fits, advice, case_of
+from torchrepro.verdict.evidence import DRAWING, DROPPING, DROPPING_INSIDE
+from torchrepro.verdict.rules import CAUSES
 from torchrepro.verdict.value import Kind, Setting, Verdict
 
 from .verdicts import divergence, equal, parted, side
@@ -377,8 +377,8 @@ def test_every_op_that_torch_tags_as_random_is_known_by_name() -> None:
 def test_a_verdict_is_told_without_torch() -> None:
     """Advice, page and terminal work where torch is not loaded."""
     code = (
-        "import sys, torchrepro.verdict.causes, torchrepro.verdict.ladder, torchrepro.verdict.page,"
-        " torchrepro.verdict.told, torchrepro.verdict.as_json; print('torch' in sys.modules)"
+        "import sys, torchrepro.verdict.diagnosis, torchrepro.verdict.page,"
+        " torchrepro.verdict.render; print('torch' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrepro.verdict import columns
-from torchrepro.verdict.comparing import compare
+from torchrepro.verdict.comparison import compare
 from torchrepro.verdict.value import Kind, Verdict
 
 from .traces import Op, Run, Step, Writer, chain, computed, follow, value, write
@@ -223,7 +223,7 @@ def test_comparing_imports_no_torch(tmp_path: Path) -> None:
     write(tmp_path / "a", _run())
     write(tmp_path / "b", _changed(_run(), 1, 3))
     code = (
-        "import sys; from torchrepro.verdict.comparing import compare;"
+        "import sys; from torchrepro.verdict.comparison import compare;"
         f"compare({str(tmp_path / 'a')!r}, {str(tmp_path / 'b')!r});"
         "sys.exit('torch' in sys.modules)"
     )

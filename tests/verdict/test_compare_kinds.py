@@ -6,8 +6,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from torchrepro.trace.reading import UNINITIALISED
-from torchrepro.verdict.comparing import compare
+from torchrepro.trace.reader import UNINITIALISED
+from torchrepro.verdict.comparison import compare
 from torchrepro.verdict.value import Divergence, Kind
 
 from .traces import Op, Run, Step, computed, follow, value, write

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from torchrepro import TraceError
-from torchrepro.verdict.comparing import compare, next_rung
+from torchrepro.verdict.comparison import compare, next_rung
 from torchrepro.verdict.value import Kind, Setting
 
 from .traces import META, Op, Run, Step, chain, computed, value, write

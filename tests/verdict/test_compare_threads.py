@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrepro.verdict import columns
-from torchrepro.verdict.comparing import compare
+from torchrepro.verdict.comparison import compare
 from torchrepro.verdict.value import Kind, Verdict
 
 from .traces import Op, Run, Step, chain, computed, value, write

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrepro.verdict import columns
-from torchrepro.verdict.asked import ALIGNED
-from torchrepro.verdict.comparing import answer, compare
-from torchrepro.verdict.judging import out_of_tolerance
-from torchrepro.verdict.kept import DECODERS
+from torchrepro.verdict.comparison import answer, compare
+from torchrepro.verdict.criteria import out_of_tolerance
+from torchrepro.verdict.records import ALIGNED
+from torchrepro.verdict.tensor_diff import DECODERS
 from torchrepro.verdict.value import Kind
 
 from .traces import Op, Statistics, Step, value, write

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrepro.profile.load import load
-from torchrepro.verdict.ladder import LADDER, Rung, next_rung, rungs
+from torchrepro.verdict.diagnosis import LADDER, EscalationLevel, next_rung, rungs
 
 from .verdicts import divergence
 
@@ -77,7 +77,7 @@ def test_the_model_as_a_whole_and_what_is_outside_of_modules_are_not_placed() ->
 def test_what_a_user_decided_op_by_op_counts_as_decided() -> None:
     """A policy per op is not replaced by one for all."""
     declared = values("debug-strict", "device.fallback={ops: {cumsum: native}}")
-    found: Rung | None = next_rung(declared, divergence())
+    found: EscalationLevel | None = next_rung(declared, divergence())
 
     assert found is not None
     assert found.overrides == ("dataloader.num_workers=0",)

@@ -13,10 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrepro.verdict.agreement_map import COLUMNS, ROWS, agreement_map
-from torchrepro.verdict.ladder import next_rung
-from torchrepro.verdict.loss_curves import WIDTH, chart, ticks
-from torchrepro.verdict.page import page
+from torchrepro.verdict.diagnosis import next_rung
+from torchrepro.verdict.page import COLUMNS, ROWS, WIDTH, agreement_map, chart, page, ticks
 from torchrepro.verdict.value import Advice, Cell, Element, Kind, Setting, Verdict
 
 from .browser import PROGRAM, Tab, tab

@@ -9,13 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrepro.console import as_text
-from torchrepro.trace.reading import UNINITIALISED
-from torchrepro.verdict.as_json import verdict_json
-from torchrepro.verdict.ladder import next_rung
+from torchrepro.trace.reader import UNINITIALISED
+from torchrepro.verdict.diagnosis import next_rung
 from torchrepro.verdict.page import page
-from torchrepro.verdict.told import verdict_parts
+from torchrepro.verdict.render import verdict_json, verdict_parts
 from torchrepro.verdict.value import Compared, Divergence, Kind, Setting, Verdict
-from torchrepro.verdict.words import size, source_line
+from torchrepro.verdict.wording import size, source_line
 
 from .verdicts import divergence, equal, parted, side
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from torchrepro.verify.verifying import verify
+from torchrepro.verification.verifier import verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torchrepro.verify.value import Verification
+    from torchrepro.verification.result import Verification
 
 PLAIN = """
 schema: 1

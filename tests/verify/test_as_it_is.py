@@ -11,9 +11,9 @@ import pytest
 
 from torchrepro.errors import ProfileError, TraceError
 from torchrepro.profile.load import resolve
-from torchrepro.trace.reading import read_run
-from torchrepro.verify.told import verification_json
-from torchrepro.verify.verifying import command_line, verify
+from torchrepro.trace.reader import read_run
+from torchrepro.verification.result import verification_json
+from torchrepro.verification.verifier import command_line, verify
 
 STATE = """
 import json, os, random, sys

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from torchrepro.profile.load import resolve
-from torchrepro.verify.elsewhere import mirrored, too_large
-from torchrepro.verify.perturbed import INSIDE, VARIABLE
-from torchrepro.verify.storm import EVERYTHING, Storm
+from torchrepro.verification.perturbations import EVERYTHING, StressPlan, mirrored, too_large
+from torchrepro.verification.perturbed import INSIDE, VARIABLE
 
-START = "import os; from torchrepro.verify.perturbed import perturb; perturb(os.environ)\n"
+START = "import os; from torchrepro.verification.perturbed import perturb; perturb(os.environ)\n"
 LOADER = """
 import json, torch
 arrived = [[], []]
@@ -128,7 +127,7 @@ def test_the_heap_is_another_one():
 
 def test_every_name_that_a_storm_sends_is_known_within():
     """No perturbation asks a process for what it cannot do, and none is left unused."""
-    storm = Storm.of(EVERYTHING, resolve("seed-only"))
+    storm = StressPlan.of(EVERYTHING, resolve("seed-only"))
     sent = {name for row in storm.rows for name in row.around(1).inside}
 
     assert sent <= set(INSIDE)
@@ -159,5 +158,5 @@ def test_a_mirror_has_everything_at_another_path_and_leaves_nothing(tmp_path):
 def test_a_folder_with_too_much_in_it_is_not_mirrored(tmp_path, monkeypatch):
     """Where linking would take too long the perturbation is skipped with the reason."""
     assert too_large(tmp_path) == ""
-    monkeypatch.setattr("torchrepro.verify.elsewhere.MOST", 1)
+    monkeypatch.setattr("torchrepro.verification.perturbations.MOST", 1)
     assert "files to link" in too_large(tmp_path)

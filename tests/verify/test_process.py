@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrepro.verify.process import run_to_end
+from torchrepro.verification.runner import run_to_end
 
 SLEEPER = """
 import os, subprocess, sys, time
@@ -22,8 +22,8 @@ time.sleep(300)
 STUBBORN = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n" + SLEEPER
 DRIVER = """
 import sys
-from torchrepro.verify.process import Stopped
-from torchrepro.verify.verifying import verify
+from torchrepro.verification.runner import Interrupted as Stopped
+from torchrepro.verification.verifier import verify
 try:
     verify(sys.argv[1], sys.argv[2:], say=sys.stderr.write, folder="recorded")
 except Stopped as stopped:
@@ -104,7 +104,8 @@ def test_signals_are_handled_as_before_afterwards(tmp_path):
 def test_a_command_reads_nothing():
     """Standard input is empty in every run, so that all of them have the same."""
     program = (
-        "import os; from pathlib import Path; from torchrepro.verify.process import run_to_end\n"
+        "import os; from pathlib import Path\n"
+        "from torchrepro.verification.runner import run_to_end\n"
         "command = ['sh', '-c', 'wc -c; echo to-stderr >&2']\n"
         "run_to_end('/bin/sh', command, os.environ, Path.cwd(), Path('log'))"
     )

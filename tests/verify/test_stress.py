@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from torchrepro.errors import ProfileError
 from torchrepro.profile.load import resolve
-from torchrepro.verify.culprit import halved
-from torchrepro.verify.perturbation import PERTURBATIONS
-from torchrepro.verify.storm import EVERYTHING, Storm
-from torchrepro.verify.told import verification_json
+from torchrepro.verification.follow_up import halved
+from torchrepro.verification.perturbations import EVERYTHING, PERTURBATIONS, StressPlan
+from torchrepro.verification.result import verification_json
 
 DEPENDENT = {
     "hash seed": "batch[0, 0] = hash('word') % 1009",
@@ -64,7 +63,7 @@ def test_what_varies_by_itself_is_not_blamed_on_a_perturbation(training, verifie
 
 def test_what_the_profile_sets_is_left_alone():
     """A perturbation of a variable that the profile sets is skipped, and the reason is said."""
-    storm = Storm.of(EVERYTHING, resolve("seed-only"))
+    storm = StressPlan.of(EVERYTHING, resolve("seed-only"))
 
     assert dict(storm.skipped)["hash seed"] == "the profile sets PYTHONHASHSEED"
     assert "PYTHONHASHSEED" not in storm.around(1, storm.names).variables
@@ -74,7 +73,7 @@ def test_what_the_profile_sets_is_left_alone():
 def test_an_unknown_perturbation_is_refused_with_a_near_one():
     """A name that is no perturbation is an error that names one close to it."""
     with pytest.raises(ProfileError, match="hash seed"):
-        Storm.of(["hash sed"], resolve("seed-only"))
+        StressPlan.of(["hash sed"], resolve("seed-only"))
 
 
 @pytest.mark.parametrize("row", PERTURBATIONS, ids=lambda row: row.name)
@@ -82,15 +81,15 @@ def test_a_perturbation_acts_alone(row):
     """Each row changes something, other rows nothing of it, and no two runs are perturbed alike
     by those that can vary.
     """
-    others = Storm(tuple(each for each in PERTURBATIONS if each is not row))
+    others = StressPlan(tuple(each for each in PERTURBATIONS if each is not row))
 
     assert row.around(1) != row.calm
-    assert Storm(PERTURBATIONS).around(1, others.names) == others_and_calm(others, row)
+    assert StressPlan(PERTURBATIONS).around(1, others.names) == others_and_calm(others, row)
 
 
-def others_and_calm(others: Storm, row):
+def others_and_calm(others: StressPlan, row):
     """Return what surrounds a run that is perturbed by all rows but one."""
-    from torchrepro.verify.surroundings import together
+    from torchrepro.verification.perturbations import together
 
     return together([others.around(1, others.names), row.calm])
 

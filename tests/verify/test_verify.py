@@ -10,10 +10,10 @@ import pytest
 
 from torchrepro.console import as_text
 from torchrepro.errors import ApplyError, ProfileError, TraceError
-from torchrepro.trace.reading import read_run
+from torchrepro.trace.reader import read_run
 from torchrepro.verdict.value import Kind
-from torchrepro.verify.told import verification_json, verification_parts
-from torchrepro.verify.verifying import verify
+from torchrepro.verification.result import verification_json, verification_parts
+from torchrepro.verification.verifier import verify
 
 ANOTHER_EACH_TIME = "batch[0, 0] = __import__('random').SystemRandom().random() if step == 1 else 1"
 

@@ -24,10 +24,10 @@ def _begin():
     if sys.version_info < (3, 11):  # noqa: UP036 - whatever Python the command starts
         return False
     try:
-        from torchrepro.started import put_in_force_on_import, record_on_import
+        from torchrepro.bootstrap import put_in_force_on_import, record_on_import
 
         if os.environ.get("TORCHREPRO_STRESS"):
-            from torchrepro.verify.perturbed import perturb
+            from torchrepro.verification.perturbed import perturb
 
             perturb(os.environ)
     except ImportError:

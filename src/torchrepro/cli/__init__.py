@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 yes or done, 1 no, 2 a wrong request, 3 not in force."""
-    import torchrepro.cli.pack_commands
     import torchrepro.cli.profile_commands
     import torchrepro.cli.run_commands  # noqa: F401 - they enter the app
     from torchrepro.cli.app import app

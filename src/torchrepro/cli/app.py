@@ -1,4 +1,4 @@
-"""What all commands share: the app, the arguments they have in common, how they answer."""
+"""What all commands share: the app, their common arguments, how they answer."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from torchrepro.errors import ProfileError
+from torchrepro.errors import ProfileError, TraceError
 from torchrepro.messages import Problem
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import Resolved
+    from torchrepro.verdict.diagnosis import EscalationLevel
+    from torchrepro.verdict.value import Verdict
+
 
 app = typer.Typer(
     help="Reproducible PyTorch runs from one declared profile.",
@@ -25,7 +28,7 @@ app = typer.Typer(
 
 
 def _complete(incomplete: str) -> list[str]:
-    from torchrepro.profile.packs import search_path
+    from torchrepro.profile.search_path import search_path
 
     names = {name for folder in search_path() for name in folder.names()}
     return sorted(name for name in names if name.startswith(incomplete))
@@ -97,3 +100,43 @@ def resolved_profile(profile: str, overrides: list[str] | None) -> Resolved:
                 )
             )
     return load(profile, overrides or ()).resolved
+
+
+Report = Annotated[
+    str, typer.Option(metavar="FILE.html", help="Write the answer as one self-contained page.")
+]
+
+
+def check_page(report: str) -> None:
+    """Raise `TraceError` if a page cannot be written, before hours are spent on what is in it."""
+    place = Path(report)
+    if report and (place.is_dir() or not place.absolute().parent.is_dir()):
+        raise TraceError(Problem("the page cannot be written there", found=report))
+
+
+def write_page(verdict: Verdict, rung: EscalationLevel | None, report: str) -> None:
+    """Write the page of a verdict where one is asked for, and say so."""
+    if not report:
+        return
+    from torchrepro.verdict.page import page
+
+    title = f"{Path(verdict.left).name} and {Path(verdict.right).name}"
+    try:
+        Path(report).write_text(page(verdict, title, rung), encoding="utf-8")
+    except OSError as error:
+        raise TraceError(
+            Problem(f"the page cannot be written: {error.strerror}", found=report)
+        ) from None
+    tell(f"torchrepro: the page is in {report}\n")
+
+
+def tell(text: str) -> None:
+    """Say something that is no part of the answer, at once, where there is a standard error."""
+    if sys.stderr is not None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def leave(*, same: bool) -> NoReturn:
+    """Exit as the answer says: 0 for yes, 1 for no."""
+    raise typer.Exit(0 if same else 1)

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from torchrepro.cli.answers import leave, tell
 from torchrepro.cli.app import (
     AllowEnv,
     Json,
     Overrides,
     ProfileName,
     app,
+    leave,
     print_json,
     resolved_profile,
+    tell,
 )
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def lock_profile(
     ] = "repro.lock",
 ) -> None:
     """Write down what a run of the profile would be here, so that later runs can be held to it."""
-    from torchrepro.lock.writing import write_lock
+    from torchrepro.lock.lock_file import write_lock
 
     resolved_profile(profile, overrides)  # says what is wrong with it before torch is imported
     report = write_lock(Path(output), profile, overrides or ())
@@ -57,14 +58,14 @@ def check_lock(
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
     """Say what differs here from a lock, likeliest to change numbers first; exit 1 if it does."""
-    from torchrepro.lock.checking import check
+    from torchrepro.lock.check import check
 
     found = check(Path(lock), strict=strict)
     if as_json:
         print_json(found.to_json())
     else:
         from torchrepro.console import show
-        from torchrepro.lock.told import checked_parts
+        from torchrepro.lock.tables import checked_parts
 
         show(*checked_parts(found))
     leave(same=found.met)
@@ -75,15 +76,15 @@ def locked_profile(lock: str, profile: str, overrides: list[str] | None) -> Reso
 
     `profile` and `overrides` name it where the lock's own name for it is not wanted.
     """
-    from torchrepro.lock.checking import check
-    from torchrepro.untouched import untouched
+    from torchrepro.lock.check import check
+    from torchrepro.relaunch import untouched
 
     with untouched():
         found = check(Path(lock), profile=profile, overrides=overrides or ())
     if found.resolved is not None and found.met:
         return found.resolved
     from torchrepro.console import as_text
-    from torchrepro.lock.told import checked_parts
+    from torchrepro.lock.tables import checked_parts
 
     tell(as_text(*checked_parts(found)) + "\n")
     raise typer.Exit(1)
@@ -97,15 +98,15 @@ def show_differences(
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
     """Say in what two profiles, manifests, locks or runs differ; exit 1 if they do."""
-    from torchrepro.lock.described import describe
-    from torchrepro.lock.differing import compare
+    from torchrepro.lock.diff import compare
+    from torchrepro.lock.snapshot import describe
 
     found = compare(describe(left), describe(right))
     if as_json:
         print_json(found.to_json())
     else:
         from torchrepro.console import show
-        from torchrepro.lock.told import difference_parts
+        from torchrepro.lock.tables import difference_parts
 
         show(*difference_parts(found, left, right))
     leave(same=found.same)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,6 +24,7 @@ from torchrepro.messages import Problem, shown
 from torchrepro.profile.resolved import plain
 
 if TYPE_CHECKING:
+    from torchrepro.new_pack.pack_writer import NewPack
     from torchrepro.profile.resolved import Resolved
 
 
@@ -34,8 +36,8 @@ def list_profiles(
     ] = False,
 ) -> None:
     """Show the profiles on the search path, with their guarantee and origin."""
-    from torchrepro.profile.listing import PIECE, PROFILE, listed
-    from torchrepro.profile.packs import VARIABLE, missing_folders
+    from torchrepro.profile.load import PIECE, PROFILE, listed
+    from torchrepro.profile.search_path import VARIABLE, missing_folders
 
     kind = PIECE if only_pieces else PROFILE
     entries = [entry for entry in listed() if entry.kind == kind]
@@ -111,7 +113,7 @@ def plan_profile(
     """Show what putting the profile in force at the start of a program would do."""
     from torchrepro.imports import import_torch
     from torchrepro.planner import make_plan, observe
-    from torchrepro.process import closed_doors
+    from torchrepro.process_state import closed_doors
 
     resolved = resolved_profile(profile, overrides)
     closed = closed_doors()  # as a program finds them that has not imported torch yet
@@ -233,3 +235,41 @@ def show_schema() -> None:
     from torchrepro.profile.json_schema import json_schema
 
     print_json(json_schema())
+
+
+@app.command("new-pack")
+def new_pack(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The pack, or the path of its new folder.")
+    ],
+    as_json: Json = False,  # noqa: FBT002 - an option of the command line
+) -> None:
+    """Write a package of profiles that is tested and ready to publish into the new folder NAME."""
+    from torchrepro.new_pack.pack_writer import write_pack
+
+    pack = write_pack(Path(name))
+    if as_json:
+        print_json(
+            {
+                "folder": str(pack.folder),
+                "name": pack.name.text,
+                "distribution": pack.name.distribution,
+                "profiles": list(pack.profiles),
+                "files": list(pack.files),
+            }
+        )
+    else:
+        sys.stdout.write(_told(pack))
+
+
+def _told(pack: NewPack) -> str:
+    folder = pack.folder if pack.folder.is_absolute() else f"./{pack.folder}"
+    words = [f"{pack.folder}/ holds the pack {pack.name.text}:"]
+    words += [f"  {path}" for path in pack.files]
+    words += [
+        "next:",
+        f'  pip install -e "{folder}[test]"',
+        f"  pytest {pack.folder}",
+        f"  python train.py +repro={pack.name.text}/strict",
+    ]
+    return "\n".join(words) + "\n"

@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from torchrepro.cli.answers import Report, check_page, leave, tell, write_page
 from torchrepro.cli.app import (
     AllowEnv,
     Json,
     Overrides,
     ProfileName,
+    Report,
     app,
+    check_page,
+    leave,
     print_json,
     resolved_profile,
+    tell,
+    write_page,
 )
 from torchrepro.cli.lock_commands import locked_profile
 from torchrepro.errors import ProfileError, TraceError
@@ -158,8 +162,8 @@ def compare_runs(  # noqa: PLR0913, PLR0917 - see above
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
     """Say whether two recorded runs are the same, and where they part; exit 1 if they do."""
-    from torchrepro.verdict.as_json import verdict_json
-    from torchrepro.verdict.comparing import compare, next_rung
+    from torchrepro.verdict.comparison import compare, next_rung
+    from torchrepro.verdict.render import verdict_json
 
     check_page(report)
     found = compare(left, right, rtol=rtol, atol=atol)
@@ -168,7 +172,7 @@ def compare_runs(  # noqa: PLR0913, PLR0917 - see above
         print_json(verdict_json(found, rung))
     else:
         from torchrepro.console import show
-        from torchrepro.verdict.told import verdict_parts
+        from torchrepro.verdict.render import verdict_parts
 
         show(*verdict_parts(found, rung))
     write_page(found, rung, report)
@@ -208,10 +212,10 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
     --atol, or a profile with the guarantee `aligned`, ask for the same numbers within a tolerance.
     Exit 1 if the runs differ.
     """
-    from torchrepro.verify.process import Stopped
-    from torchrepro.verify.storm import EVERYTHING
-    from torchrepro.verify.told import verification_json, verification_parts
-    from torchrepro.verify.verifying import verify
+    from torchrepro.verification.perturbations import EVERYTHING
+    from torchrepro.verification.result import verification_json, verification_parts
+    from torchrepro.verification.runner import Interrupted
+    from torchrepro.verification.verifier import verify
 
     command = given_command(context, f"verify {profile}".rstrip())
     check_page(report)
@@ -233,7 +237,7 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
             atol=atol,
             say=tell,
         )
-    except Stopped as stopped:
+    except Interrupted as stopped:
         raise typer.Exit(stopped.exit_status) from None
     if as_json:
         print_json(verification_json(found))

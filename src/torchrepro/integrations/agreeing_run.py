@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchrepro.process import outer_run
-from torchrepro.started import in_force_now
+from torchrepro.bootstrap import in_force_now
+from torchrepro.process_state import outer_run
 
 if TYPE_CHECKING:
     from torchrepro.applier import Applied

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from torchrepro.errors import ProfileError
 from torchrepro.integrations.hydra_callback import ReproCallback
-from torchrepro.integrations.hydra_choice import CALLBACK, GROUP, chosen
+from torchrepro.integrations.hydra_config import CALLBACK, GROUP, chosen
 from torchrepro.integrations.hydra_exit import (
     asked_by_name,
     asked_on_the_command_line,
@@ -41,17 +41,20 @@ from torchrepro.integrations.hydra_wish import (
 )
 from torchrepro.profile.compose import compose
 from torchrepro.profile.composition import NOT_INHERITED
-from torchrepro.profile.find import UnknownProfileError, find
-from torchrepro.profile.folder import (
+from torchrepro.profile.load import REFUSED
+from torchrepro.profile.search_path import (
     PIECES,
     Folder,
+    UnknownProfileError,
+    find,
+    folders_for,
     is_name,
     is_piece,
+    package,
     piece_asked_for,
     piece_named,
+    search_path,
 )
-from torchrepro.profile.load import REFUSED
-from torchrepro.profile.packs import folders_for, package, search_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

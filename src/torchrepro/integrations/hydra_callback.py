@@ -1,4 +1,9 @@
-"""The callback that puts a job's profile in force and takes it back.
+"""The callback that puts a job's profile in force and takes it back, in a rerun of a job as well.
+
+Hydra 1.3's `--experimental-rerun` reads that config and calls the task: no plugin, no source and
+no callback of anybody takes part. All that is read is the pickle, so the profile travels in it, as
+an entry of the cache that OmegaConf keeps with a config (OmegaConf.get_cache), and puts itself in
+force as soon as it is read for a rerun. Hydra 1.4 composes anew, as for any run.
 
 Hydra turns an exception in a callback into a warning and runs the task all the same, so whatever
 stops a run here leaves as `SystemExit`, which gets through.
@@ -15,30 +20,67 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import open_dict, read_write
+from omegaconf import OmegaConf, open_dict, read_write
 
-from torchrepro.applier import Applied, apply_resolved, stop_or_relaunch
+from torchrepro.applier import Applied, apply_resolved, in_force, stop_or_relaunch
 from torchrepro.console import say
 from torchrepro.errors import ApplyError, DriftError, TorchreproError
 from torchrepro.integrations.agreeing_run import agreeing_run
-from torchrepro.integrations.hydra_choice import CALLBACK
-from torchrepro.integrations.hydra_config import note_on_the_apps_own, resolved_profile
+from torchrepro.integrations.hydra_config import CALLBACK, note_on_the_apps_own, resolved_profile
 from torchrepro.integrations.hydra_exit import note_callback, note_launched, words_that_ask
-from torchrepro.integrations.hydra_folder import hydra_folder
-from torchrepro.integrations.hydra_rerun import send_with
-from torchrepro.manifest.contents import FILE, manifest, write_manifest
+from torchrepro.manifest.contents import FILE, hydra_folder, manifest, write_manifest
 from torchrepro.messages import near, some
 from torchrepro.planner import plan
-from torchrepro.process import inherited
+from torchrepro.process_state import inherited
+from torchrepro.profile.resolved import Resolved
 from torchrepro.report import announce, announce_end
 from torchrepro.seeding.ranks import world
-from torchrepro.seeding.seed_plan import drawn, never_drawn
+from torchrepro.seeding.streams import drawn_streams, never_drawn
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from omegaconf import DictConfig
 
-    from torchrepro.profile.resolved import Resolved
     from torchrepro.report import Report
+
+
+_OPTION = "--experimental-rerun"
+_ENTRY = "torchrepro"
+
+
+def send_with(config: DictConfig, resolved: Resolved) -> None:
+    """Have the pickled `config` of a job carry its profile.
+
+    It lies with Hydra's own part, which is never in the config that the task gets and may save.
+    """
+    OmegaConf.get_cache(config.hydra)[_ENTRY] = _Passenger(resolved.to_json())
+
+
+class _Passenger:
+    """The profile of a job as plain values; reading it from a pickle may put it in force."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self.content = content
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _read, (self.content,)
+
+    def __deepcopy__(self, memo: Any) -> _Passenger:
+        return self
+
+
+def _read(content: Mapping[str, Any]) -> _Passenger:
+    if _is_a_rerun() and not in_force():
+        protect(Resolved.from_json(content))
+    return _Passenger(content)
+
+
+def _is_a_rerun() -> bool:
+    """Whether this program was started to run a job again; argparse takes a shorter option too."""
+    words = [word.partition("=")[0] for word in sys.argv[1:]]
+    return any(word.startswith("--e") and _OPTION.startswith(word) for word in words)
+
 
 REFUSED_STATUS = 3
 
@@ -201,8 +243,9 @@ def _tell_of_random_numbers(applied: Applied) -> None:
     """Tell standard error what the job did with random numbers that its profile does not say."""
     lines = [f"seeded by the program itself: {call}" for call in applied.seeding_calls]
     lines += [
-        f"streams.{name} was not drawn from in this process; drawn: {some(drawn()) or 'none'}"
-        + (f"; did you mean {close}?" if (close := near(name, drawn())) else "")
+        f"streams.{name} was not drawn from in this process; "
+        f"drawn: {some(drawn_streams()) or 'none'}"
+        + (f"; did you mean {close}?" if (close := near(name, drawn_streams())) else "")
         for name in never_drawn()
     ]
     if world().rank == 0:

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from torchrepro.applier import was_applied
 from torchrepro.console import say
 from torchrepro.errors import ApplyError
-from torchrepro.guard.ending import LastWord
-from torchrepro.integrations.hydra_choice import CALLBACK, GROUP
-from torchrepro.process import inherited
+from torchrepro.integrations.hydra_config import CALLBACK, GROUP
+from torchrepro.process_state import LastWord, inherited
 
 _ASKED = re.compile(rf"\+{GROUP}(/\w+)?(@[^=]*)?=.")
 _SEPARATORS = re.compile(r"[\s,()\[\]'\"]+")
@@ -29,7 +28,7 @@ _TODO = {
 
 
 @dataclass
-class _Waiting:
+class _UnappliedProfile:
     """What was composed in this process and has to be put in force by somebody."""
 
     names: list[str] = field(default_factory=list)
@@ -44,7 +43,7 @@ class _Waiting:
     """The process that says at its end what is left."""
 
 
-_waiting = _Waiting()
+_waiting = _UnappliedProfile()
 
 
 def note_composed(name: str) -> None:

@@ -15,14 +15,13 @@ import yaml
 
 from torchrepro.knobs.catalogue import knobs_by_name, other_names
 from torchrepro.messages import near
-from torchrepro.profile.folder import is_name, piece_named
-from torchrepro.profile.packs import folders_for, search_path
+from torchrepro.profile.search_path import folders_for, is_name, piece_named, search_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from torchrepro.profile.folder import Folder
+    from torchrepro.profile.search_path import Folder
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is optional in PyYAML's builds
 

@@ -116,7 +116,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
 def repro() -> Applied:
     """The profile in force for this test, with its `report` and `digest`."""
     from torchrepro.applier import in_force
-    from torchrepro.started import in_force_now
+    from torchrepro.bootstrap import in_force_now
 
     in_force_now()  # under `torchrepro run` it waits for the imports of what it sets
     if not in_force():

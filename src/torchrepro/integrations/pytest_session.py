@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,20 +19,62 @@ import pytest
 from torchrepro.applier import Applied, apply_resolved
 from torchrepro.errors import ProfileError, TorchreproError
 from torchrepro.integrations.agreeing_run import agreeing_run
-from torchrepro.integrations.early_imports import imported_early
-from torchrepro.manifest.command_line import shareable
 from torchrepro.manifest.contents import secrets_here
 from torchrepro.messages import Problem, shown
-from torchrepro.process import inherited
+from torchrepro.process_state import inherited
 from torchrepro.profile.load import resolve
+from torchrepro.redaction import shareable
 from torchrepro.report import Outcome
-from torchrepro.seeding import seed_plan
-from torchrepro.seeding.scopes import seeded
+from torchrepro.seeding import streams
+from torchrepro.seeding.generators import seeded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from torchrepro.profile.resolved import Resolved
+
+
+LIBRARIES = ("torch", "torch_npu", "transformer_engine")
+"""What reads environment variables, or fixes other state, while it is imported."""
+
+
+def imported_early(config: pytest.Config) -> tuple[str, ...]:
+    """Return a line for each of the libraries that is loaded already."""
+    return tuple(_line(library, config) for library in LIBRARIES if library in sys.modules)
+
+
+def _line(library: str, config: pytest.Config) -> str:
+    """Say by whom `library` was imported, as far as the order of imports tells.
+
+    Python moves a module to the end of `sys.modules` when its import is complete, and an importer
+    is complete after what it imports: the first plugin behind the library has imported it. This
+    is how CPython's importlib goes about it, not a promise; elsewhere the name may be wrong,
+    which is why the line says how it is known.
+    """
+    order = list(sys.modules)
+    behind = set(order[order.index(library) :])
+    if "pytest" in behind:
+        return f"imported too early: {library}, before pytest itself"
+    plugins = sorted(_plugins(config), key=lambda module: order.index(module.__name__))
+    for module in plugins:
+        if module.__name__ in behind and module.__name__ != _OWN:
+            file = getattr(module, "__file__", None) or "built in"
+            return (
+                f"imported too early: {library}, by the pytest plugin {module.__name__} ({file}), "
+                "as the order of imports tells"
+            )
+    return f"imported too early: {library}, by a pytest plugin after its own import"
+
+
+_OWN = "torchrepro.integrations.pytest_plugin"
+
+
+def _plugins(config: pytest.Config) -> Iterator[Any]:
+    for _, plugin in config.pluginmanager.list_name_plugin():
+        name = getattr(plugin, "__name__", None)
+        if name in sys.modules and sys.modules[name] is plugin:
+            yield plugin
+
 
 _OBSTACLE = "pytest has started"
 _EXAMPLE = '@pytest.mark.repro("seed-only", seed=3, overrides=["dropout=zero"])'
@@ -167,7 +210,7 @@ def _only_seeds_of_the_profile(config: pytest.Config) -> Iterator[None]:
     See https://github.com/pytest-dev/pytest-randomly#usage.
     """
     resets = getattr(config.option, "randomly_reset_seed", False)
-    if not resets or seed_plan.current().seed is None:
+    if not resets or streams.current_plan().seed is None:
         yield
         return
     config.option.randomly_reset_seed = False
@@ -188,7 +231,7 @@ def shared_fixture(config: pytest.Config, fixture: pytest.FixtureDef[Any]) -> It
     with ExitStack() as scope:
         if session is not None:
             scope.enter_context(_scope(session.applied.resolved))
-        if seed_plan.current().seed is not None:
+        if streams.current_plan().seed is not None:
             name = getattr(fixture.func, "__qualname__", fixture.argname)
             module = getattr(fixture.func, "__module__", "")
             scope.enter_context(seeded(f"pytest fixture {module}.{name}"))

@@ -5,16 +5,12 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from torchrepro.knobs.ascend_rows import ASCEND
-from torchrepro.knobs.collective_rows import COLLECTIVES
-from torchrepro.knobs.cpu_rows import CPU
-from torchrepro.knobs.cuda_rows import CUDA
-from torchrepro.knobs.cudnn_rows import CUDNN
-from torchrepro.knobs.env_rows import ENV
-from torchrepro.knobs.npu_rows import NPU
+from torchrepro.knobs.ascend_rows import ASCEND, NPU
+from torchrepro.knobs.cuda_rows import CUDA, CUDNN
+from torchrepro.knobs.env_rows import COLLECTIVES, ENV
 from torchrepro.knobs.policy_rows import POLICIES
 from torchrepro.knobs.seed_rows import SEEDS
-from torchrepro.knobs.torch_rows import TORCH
+from torchrepro.knobs.torch_rows import CPU, TORCH
 
 if TYPE_CHECKING:
     from torchrepro.knobs.knob import Knob

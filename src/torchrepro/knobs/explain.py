@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchrepro.errors import ProfileError
-from torchrepro.knobs.allowed_rows import ALLOWED
+from torchrepro.knobs.allowed_variables import ALLOWED, WITHOUT_EFFECT
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name, other_names
-from torchrepro.knobs.refused import WITHOUT_EFFECT
 from torchrepro.messages import Problem, near
 
 if TYPE_CHECKING:

@@ -1,7 +1,12 @@
-"""What a knob is, and the ways to reach the state behind one."""
+"""What a knob is, and the ways to reach the state behind one, environment variables included.
+
+A variable is written to `os.environ`, which reaches C code that has not read it yet and every
+child of the process.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -9,11 +14,12 @@ from enum import StrEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from torchrepro.imports import named
+from torchrepro.knobs.legal_values import ANY_TEXT, Digits, Legal, Text
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
-
-    from torchrepro.knobs.legal import Legal
 
 
 class Phase(StrEnum):
@@ -283,3 +289,162 @@ class Calls:
 
     def restore(self, saved: Any) -> None:
         self._function(self.setter)(saved)
+
+
+_ALWAYS_ACTIVE = object()
+_HAND_ON = "seeding.loader_hook:hand_on"
+"""What is told of the values that data-loading workers inherit."""
+
+
+@dataclass(frozen=True, slots=True)
+class LazyAccess:
+    """The access behind `path`, which start-up pays for only if a profile uses it."""
+
+    path: str
+    """Module and object, relative to torchrepro: ``seeding.loader_hook:seeding_policy``."""
+
+    at_rest: Any = _ALWAYS_ACTIVE
+    """The value with which nothing is installed; while it holds, nothing is imported either."""
+
+    inherited: bool = False
+    """Whether data-loading workers get the value however they are started.
+
+    A worker that is forked has it in any case; one that is spawned starts from nothing.
+    """
+
+    def read(self) -> Any:
+        return self.at_rest if self._resting else self._access().read()
+
+    def write(self, value: Any) -> None:
+        if not self._resting or value != self.at_rest:
+            self._access().write(value)
+            self._hand_on()
+
+    def save(self) -> Any:
+        return self.at_rest if self._resting else self._access().save()
+
+    def restore(self, saved: Any) -> None:
+        if not self._resting:
+            self._access().restore(saved)
+            self._hand_on()
+
+    def refuses(self, value: Any) -> str:
+        if value == self.at_rest:
+            return ""
+        refuses = getattr(self._access(), "refuses", None)
+        return str(refuses(value)) if refuses else ""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the access can tell, such as `holds`; one at rest tells nothing."""
+        if name.startswith("__") or self._resting:
+            raise AttributeError(name)
+        return getattr(self._access(), name)
+
+    @property
+    def _resting(self) -> bool:
+        module = self.path.partition(":")[0]
+        return self.at_rest is not _ALWAYS_ACTIVE and f"torchrepro.{module}" not in sys.modules
+
+    def _access(self) -> Access:
+        access: Access = named(self.path)
+        return access
+
+    def _hand_on(self) -> None:
+        """Have workers that are started afresh put the present value in force, if it is any."""
+        if self.inherited:
+            value = self.read()
+            named(_HAND_ON)(self.path, None if value == self.at_rest else value)
+
+
+BIT = Text("[01]", '"0", "1"')
+COUNT = Digits(1, 9999)
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One environment variable; None is a variable that is not set."""
+
+    name: str
+
+    def read(self) -> Any:
+        return os.environ.get(self.name)
+
+    def write(self, value: str) -> None:
+        os.environ[self.name] = value
+
+    save = read
+
+    def restore(self, saved: Any) -> None:
+        put_back(self.name, saved)
+
+
+def put_back(name: str, text: str | None) -> None:
+    """Give the variable `name` the value `text`, or take it away if that is None."""
+    if text is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = text
+
+
+def variable(name: str) -> Knob:
+    """Return a row for a variable that the catalogue does not know, as `env_extra` names it."""
+    return Knob(
+        name=f"env_extra.{name}",
+        target="env",
+        legal=ANY_TEXT,
+        access=Variable(name),
+        variable=name,
+        summary="A variable of the profile's own, which the catalogue does not know.",
+        cost="unknown",
+        source="",
+        scope=Scope.PROCESS_AND_CHILDREN,
+    )
+
+
+PHASES = {
+    "": Phase.ANY_TIME,
+    "interpreter": Phase.INTERPRETER_START,
+    "openmp": Phase.LIBRARY_LOAD,
+    "torch": Phase.LIBRARY_LOAD,
+    "torch_npu": Phase.LIBRARY_LOAD,
+    "cuda": Phase.DEVICE_INIT,
+    "npu": Phase.DEVICE_INIT,
+    "communicator": Phase.COMMUNICATOR,
+    "transformer_engine": Phase.MODULE_CONSTRUCTION,
+}
+
+
+def row(  # noqa: PLR0913 - the columns of the table below
+    name: str,
+    door: str,
+    legal: Legal,
+    summary: str,
+    source: str,
+    *,
+    cost: str = "none",
+    aliases: tuple[str, ...] = (),
+    enough: Callable[[str], bool] | None = None,
+    effect: Effect | None = None,
+    access: Variable | None = None,
+) -> Knob:
+    return Knob(
+        name=f"env.{name}",
+        target="env",
+        legal=legal,
+        access=access or Variable(name),
+        variable=name,
+        summary=summary,
+        cost=cost,
+        source=source,
+        phase=PHASES[door],
+        door=door,
+        scope=Scope.PROCESS_AND_CHILDREN,
+        aliases=aliases,
+        enough=enough,
+        effect=effect,
+    )
+
+
+def digits(value: str) -> bool:
+    """Whether `value` is a number, whichever."""
+    return value.isdigit()

@@ -1,12 +1,20 @@
-"""What torch_npu can be asked about itself without using a device."""
+"""What torch_npu can be asked without using a device, and which settings the device never hears of.
+
+Each function answers why a value would be in force and yet change nothing, or with an empty
+string. `asked` holds what the profile asks for, by the name of the knob.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.knob import Missing
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 def npu() -> Any:
@@ -50,3 +58,96 @@ def cann_runtime() -> tuple[int, int] | None:
     if len(parts) > 1 and parts[0].isdigit() and parts[1].isdigit():
         return int(parts[0]), int(parts[1])
     return None
+
+
+OLDEST_DETERMINISTIC_CANN = (8, 5)
+CUBE_MATH_LOWERS = {  # by number: whether the matrix unit may drop mantissa bits of float32
+    "KEEP_DTYPE": False,
+    "ALLOW_FP32_DOWN_PRECISION": True,
+    "USE_FP16": True,
+    "USE_HF32": True,
+    "USE_FP32_ADD": False,
+}
+
+
+def determinism_unheard(asked: Mapping[str, Any]) -> str:
+    """Why this process's NPUs would not hear that algorithms have to be deterministic."""
+    if npu_with_devices() is None:
+        return ""
+    return cann_too_old() or compiled_ops_unheard(asked)
+
+
+def cann_too_old() -> str:
+    """Why determinism never reaches a device with this CANN, whether or not one is here.
+
+    https://github.com/Ascend/pytorch, torch_npu/csrc/framework/OpParamMaker.cpp: below 8.5 a
+    torch_npu that knows level 3 sends "off" with every op.
+    """
+    runtime = cann_runtime()
+    if runtime is None or runtime >= OLDEST_DETERMINISTIC_CANN or not _knows_level_3():
+        return ""
+    return (
+        f"CANN runtime {runtime[0]}.{runtime[1]}: below 8.5 this torch_npu tells the NPU that "
+        "determinism is off, whatever torch says; upgrade CANN"
+    )
+
+
+def _knows_level_3() -> bool:
+    """Whether this torch_npu is of the generation that asks for CANN 8.5.
+
+    Private (``_sync_deterministic_level``): the function came with that change, and what it is
+    for has no public name. Where it is gone, determinism is taken to be forwarded, as before.
+    """
+    return hasattr(npu(), "_sync_deterministic_level")
+
+
+def compiled_ops_unheard(asked: Mapping[str, Any]) -> str:
+    """Why ops that are compiled when first called would not be deterministic."""
+    if not _jit_compile(asked) or _task_queue(asked) == 0:
+        return ""
+    return (
+        "with jit_compile on and the task queue on, ops do not forward determinism to the NPU; "
+        "set backends.npu.jit_compile to false, or backends.npu.task_queue to 0"
+    )
+
+
+def _jit_compile(asked: Mapping[str, Any]) -> bool:
+    value = asked.get("backends.npu.jit_compile")
+    reader = getattr(npu(), "is_jit_compile_false", None)
+    if value is None and reader and npu().is_initialized():
+        value = not reader()
+    return _option("jitCompile") == "enable" if value is None else bool(value)
+
+
+def _option(name: str) -> str:
+    try:
+        return option_text(name)
+    except Missing:
+        return ""
+
+
+def _task_queue(asked: Mapping[str, Any]) -> int:
+    mode = asked.get("backends.npu.task_queue")
+    reader = getattr(npu(), "get_task_queue_enable", None)
+    if mode is None and reader and npu().is_initialized():
+        mode = reader()
+    # Before device init the reader itself would be what reads the variable for good.
+    return _task_queue_of_variables(asked) if mode is None else int(mode)
+
+
+def _task_queue_of_variables(asked: Mapping[str, Any]) -> int:
+    def value(name: str, default: str) -> str:
+        return str(asked.get(f"env.{name}", os.environ.get(name, default)))
+
+    blocking = value("ASCEND_LAUNCH_BLOCKING", "0") not in ("", "0")
+    return 0 if blocking or value("TASK_QUEUE_ENABLE", "1") == "0" else 1
+
+
+def matmul_decided_elsewhere(allow_hf32: Any, asked: Mapping[str, Any]) -> str:
+    """Why `allow_hf32` would not decide about matrix products: cube_math_type wins once set."""
+    names = {str(number): name for number, name in enumerate(CUBE_MATH_LOWERS)}
+    text = _option("CUBE_MATH_TYPE")
+    cube = asked.get("backends.npu.cube_math_type") or names.get(text, text)
+    if not cube or CUBE_MATH_LOWERS.get(cube, allow_hf32) == allow_hf32:
+        return ""
+    return f"cube_math_type is {cube}, which wins; set backends.npu.cube_math_type as well"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torchrepro.knobs.knob import Knob, Scope
-from torchrepro.knobs.lazy_access import LazyAccess
-from torchrepro.knobs.legal import (
+from torchrepro.knobs.knob import Knob, LazyAccess, Scope
+from torchrepro.knobs.legal_values import (
     DEVICES_OF_MODULES,
     FALLBACK,
     RANK_POLICIES,
@@ -21,7 +20,7 @@ SOURCE = "https://docs.pytorch.org/docs/stable/library.html"
 
 
 @dataclass(slots=True)
-class Kept:
+class StoredValue:
     """A value that is state of torchrepro alone: whoever acts on it reads it here."""
 
     value: Any
@@ -61,7 +60,7 @@ POLICIES = (
     _policy(
         "dropout",
         OneOf(("keep", "zero")),
-        LazyAccess("policies.dropout.zeroing:policy", at_rest="keep", inherited=True),
+        LazyAccess("policies.dropout:policy", at_rest="keep", inherited=True),
         "zero turns torch's dropout into the identity, and rrelu into what it is in evaluation: "
         "in modules and functions, in compiled, scripted and exported code, inside of attention "
         "and recurrent kernels, and in known modules that write masks of their own. Which random "
@@ -73,7 +72,7 @@ POLICIES = (
     _policy(
         "device.rng",
         OneOf(("native", "host")),
-        LazyAccess("policies.host_rng.drawing:policy", at_rest="native", inherited=True),
+        LazyAccess("policies.host_rng:policy", at_rest="native", inherited=True),
         "host draws every random number from the CPU's generator, the same on every device.",
         "host: 16 us per op that draws, 2 ns per uniform number (a million: 2.2 ms, measured on "
         "2 cores), and the copy to the device; without an accelerator nothing",
@@ -82,7 +81,7 @@ POLICIES = (
     _policy(
         "device.fallback",
         FALLBACK,
-        LazyAccess("policies.fallback.deciding:policy", at_rest=None),
+        LazyAccess("policies.fallback:policy", at_rest=None),
         "What an op does of which torch has no deterministic kernel here: raise and say what to do "
         "instead, or run on the CPU, that op alone. `{ops: {cumsum: cpu, put_: error, "
         "median: native}}` decides for every call of an op, on devices that raise nothing too; "
@@ -99,7 +98,7 @@ POLICIES = (
     _policy(
         "device.modules",
         DEVICES_OF_MODULES,
-        LazyAccess("policies.placement.placing:policy", at_rest={}),
+        LazyAccess("policies.placement:policy", at_rest={}),
         "Parts of a model that run elsewhere, to find out whether a device is the culprit. Such a "
         "part draws random numbers from the generator of the device that it runs on, and runs "
         "uncompiled; gradients, buffers and checkpoints are those of the model as it is.",
@@ -154,7 +153,7 @@ POLICIES = (
     _policy(
         "guard",
         OneOf(("none", "warn", "error")),
-        Kept("none"),
+        StoredValue("none"),
         "Whether knobs are read again before every optimizer step, when the profile is taken back "
         "and at exit, to catch code that changes them. warn names the knob with its old and new "
         "value on standard error; error stops the run with status 1, whatever status the program "

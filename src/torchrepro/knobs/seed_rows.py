@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from torchrepro.knobs.knob import Knob
-from torchrepro.knobs.lazy_access import LazyAccess
-from torchrepro.knobs.legal import SEED
+from torchrepro.knobs.knob import Knob, LazyAccess
+from torchrepro.knobs.legal_values import SEED
 
 RANDOMNESS = "https://docs.pytorch.org/docs/stable/notes/randomness.html"
 

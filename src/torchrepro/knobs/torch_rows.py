@@ -1,4 +1,4 @@
-"""Rows for torch as a whole: algorithms, memory filling, the compiler, einsum."""
+"""Rows for torch as a whole and for computing on the CPU."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.knobs.inductor import InductorSwitch
 from torchrepro.knobs.knob import Attribute, Calls, Knob, Missing, Phase, Scope
-from torchrepro.knobs.legal import OneOf, Switch
-from torchrepro.knobs.npu_limits import determinism_unheard
-from torchrepro.knobs.npu_state import native
+from torchrepro.knobs.legal_values import OneOf, Switch, Whole
+from torchrepro.knobs.linked_state import Fp32Precision, InductorSwitch
+from torchrepro.knobs.npu_state import determinism_unheard, native
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
 
 ALGORITHMS = (
     "https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html"
@@ -180,5 +180,67 @@ TORCH = (
         source="https://docs.pytorch.org/docs/stable/generated/torch.set_default_dtype.html",
         since="1.0",
         aliases=("torch.set_default_dtype",),
+    ),
+)
+
+
+BACKENDS = "https://docs.pytorch.org/docs/stable/backends.html#torch-backends-mkldnn"
+_OWNER = "torch.backends.mkldnn"
+
+
+def _precision(operation: str) -> Knob:
+    return Knob(
+        name=f"backends.cpu.mkldnn_{operation}_fp32_precision",
+        target="cpu",
+        legal=OneOf(("ieee", "tf32", "bf16")),
+        access=Fp32Precision(f"mkldnn.{operation}"),
+        library="torch",
+        summary=f"float32 {operation} in oneDNN: in full, or through tf32 or bf16 products.",
+        cost="ieee gives up the speed of the CPU's bf16 units, where it has them",
+        source="https://docs.pytorch.org/docs/stable/notes/mkldnn.html",
+        since="2.9",
+        aliases=(f"{_OWNER}.{operation}.fp32_precision",),
+    )
+
+
+CPU = (
+    Knob(
+        name="backends.cpu.mkldnn_enabled",
+        target="cpu",
+        legal=Switch(),
+        access=Attribute(_OWNER, "enabled"),
+        library="torch",
+        summary="oneDNN is used at all.",
+        cost="off: convolutions on the CPU are much slower; the last resort of a hunt",
+        source=BACKENDS,
+        since="2.6",
+        aliases=(f"{_OWNER}.enabled",),
+    ),
+    Knob(
+        name="backends.cpu.mkldnn_deterministic",
+        target="cpu",
+        legal=Switch(),
+        access=Attribute(_OWNER, "deterministic"),
+        library="torch",
+        summary="oneDNN takes only deterministic primitives; no switch of torch does it for you.",
+        cost="some primitives are slower",
+        source=BACKENDS,
+        since="2.6",
+        aliases=(f"{_OWNER}.deterministic",),
+    ),
+    _precision("matmul"),
+    _precision("conv"),
+    _precision("rnn"),
+    Knob(
+        name="backends.cpu.num_threads",
+        target="cpu",
+        legal=Whole(1, 4096),
+        access=Calls("torch", "get_num_threads", "set_num_threads"),
+        library="torch",
+        summary="Threads inside one CPU op. Another number adds up in another order.",
+        cost="fewer threads, less speed",
+        source="https://docs.pytorch.org/docs/stable/generated/torch.set_num_threads.html",
+        since="1.0",
+        aliases=("torch.set_num_threads",),
     ),
 )

@@ -12,15 +12,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torchrepro.errors import ProfileError
-from torchrepro.knobs.legal import SchemaVersion
+from torchrepro.knobs.legal_values import SchemaVersion
 from torchrepro.messages import Problem, shown
-from torchrepro.profile.composition import NOT_INHERITED, Composition, flatten
+from torchrepro.profile.composition import NOT_INHERITED, Composition, Origin, flatten, versioned
 from torchrepro.profile.document import Document, read_document
-from torchrepro.profile.find import find
-from torchrepro.profile.folder import PIECES, SHIPPED, Folder, Found, is_piece, piece_named
-from torchrepro.profile.origin import Origin, versioned
 from torchrepro.profile.overrides import Override, parsed
 from torchrepro.profile.resolved import Resolved, plain
+from torchrepro.profile.search_path import (
+    PIECES,
+    SHIPPED,
+    Folder,
+    Found,
+    find,
+    is_piece,
+    piece_named,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -11,9 +11,8 @@ import os
 from typing import TYPE_CHECKING
 
 from torchrepro.errors import ProfileError
-from torchrepro.knobs.allowed_rows import ALLOWED
+from torchrepro.knobs.allowed_variables import ALLOWED, refusal
 from torchrepro.knobs.catalogue import CATALOGUE
-from torchrepro.knobs.refused import refusal
 from torchrepro.messages import Problem, near, shown
 from torchrepro.profile.composition import EXTRA
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.knobs.allowed_rows import ALLOWED
+from torchrepro.knobs.allowed_variables import ALLOWED
 from torchrepro.knobs.catalogue import CATALOGUE, other_names
 from torchrepro.profile.composition import EXTRA
-from torchrepro.profile.folder import PIECES, SHIPPED, Folder
 from torchrepro.profile.schema import Profile
+from torchrepro.profile.search_path import PIECES, SHIPPED, Folder
 
 if TYPE_CHECKING:
     from torchrepro.knobs.knob import Knob
-    from torchrepro.knobs.legal import Legal
+    from torchrepro.knobs.legal_values import Legal
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 NULL = {"type": "null"}

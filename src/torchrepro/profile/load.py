@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion
+
 from torchrepro.errors import ProfileError
-from torchrepro.messages import Problem
+from torchrepro.imports import installed_version
+from torchrepro.messages import Problem, shown
 from torchrepro.profile.compose import compose, compose_document, compose_resolved
-from torchrepro.profile.composition import EXTRA
+from torchrepro.profile.composition import EXTRA, versioned
 from torchrepro.profile.document import Document
 from torchrepro.profile.overrides import check_values
 from torchrepro.profile.resolved import Resolved
+from torchrepro.profile.search_path import incomplete_packs, is_piece, search_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torchrepro.profile.composition import Composition
     from torchrepro.profile.schema import Profile
+    from torchrepro.profile.search_path import Folder
 
 
 SECTION = "repro"
@@ -82,8 +90,8 @@ def validate(composition: Composition) -> Profile:
     from pydantic import ValidationError
 
     from torchrepro.profile.consent import refuse_without_consent
-    from torchrepro.profile.problems import problems
     from torchrepro.profile.schema import Profile
+    from torchrepro.profile.validation_errors import problems
 
     try:
         profile = Profile.model_validate(composition.values)
@@ -91,7 +99,6 @@ def validate(composition: Composition) -> Profile:
         raise ProfileError(problems(error, composition)) from None
     profile.remember(composition)
     refuse_without_consent(composition)
-    from torchrepro.profile.requirements import check_requirements
 
     wanted = {package: text for package, text in profile.requires.items() if text is not None}
     check_requirements(wanted, composition)
@@ -178,3 +185,104 @@ def _refuse_resolvers(value: Any, where: str, key: str) -> None:
         raise ProfileError(
             Problem("a profile calls no resolver", where, key, value, todo="write the value itself")
         )
+
+
+NOTHING = "-"
+PROFILE, PIECE = "profile", "piece"
+
+
+@dataclass(frozen=True, slots=True)
+class ListedProfile:
+    """One profile, or one piece to lay on top of profiles, on the search path."""
+
+    name: str
+    guarantee: str
+    origin: str
+    description: str
+    kind: str = PROFILE
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry as plain JSON values."""
+        return {key: value for key, value in asdict(self).items() if key != "kind"}
+
+
+def listed() -> list[ListedProfile]:
+    """Return every profile and piece on the search path; a broken one says so."""
+    entries = [_listed(name, folder) for folder in search_path() for name in folder.names()]
+    broken = [
+        ListedProfile(
+            f"{pack}/" if pack else NOTHING, NOTHING, origin, f"refused: {_first_line(problem)}"
+        )
+        for pack, origin, problem in incomplete_packs()
+    ]
+    return entries + broken
+
+
+def _first_line(problem: Problem) -> str:
+    return str(problem).partition("\n")[0]
+
+
+def _listed(name: str, folder: Folder) -> ListedProfile:
+    origin = f"package {versioned(folder.package)}" if folder.package else folder.origin
+    kind = PIECE if is_piece(name) else PROFILE
+    try:
+        values = compose(name).values
+    except ProfileError as error:
+        return ListedProfile(
+            name, NOTHING, origin, f"refused: {_first_line(error.problems[0])}", kind
+        )
+    promised = str(values.get("guarantee", NOTHING if kind == PIECE else "seeded"))
+    return ListedProfile(name, promised, origin, str(values.get("description", "")), kind)
+
+
+def check_requirements(requires: Mapping[str, str], composition: Composition) -> None:
+    """Raise `ProfileError` for every package that is absent or of another version."""
+    problems = []
+    for package, wanted in requires.items():
+        key = f"requires.{package}"
+        place = composition.place(key)
+        try:
+            specifier = _specifier(wanted)
+        except InvalidSpecifier:
+            problems.append(
+                Problem("not a version range", place, key, shown(wanted), legal='">=2.6"')
+            )
+            continue
+        installed = installed_version(package)
+        if installed is None:
+            problems.append(Problem("the package is not installed", place, key, wanted))
+            continue
+        if not _contains(specifier, installed):
+            problems.append(
+                Problem(
+                    f"{package} {shown(installed)} is installed",
+                    place,
+                    key,
+                    wanted,
+                    todo=f"install {package}{wanted}, or take a profile made for {installed}",
+                )
+            )
+    if problems:
+        raise ProfileError(problems)
+
+
+LONGEST = 200
+_ORDINARY = re.compile(r"[\w.,<>=!~*+\- ]*", re.ASCII)
+
+
+def _specifier(wanted: str) -> SpecifierSet:
+    """Return the version range `wanted`; raises `InvalidSpecifier`.
+
+    The operator === takes any text, and a number of thousands of digits is none to Python.
+    """
+    if len(wanted) > LONGEST or not _ORDINARY.fullmatch(wanted):
+        raise InvalidSpecifier(wanted)
+    return SpecifierSet(wanted)
+
+
+def _contains(specifier: SpecifierSet, installed: str) -> bool:
+    """Whether a version lies in the range; one that is none, as metadata may hold, does not."""
+    try:
+        return specifier.contains(installed, prereleases=True)
+    except InvalidVersion:
+        return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.knobs.collective_rows import pinned
+from torchrepro.knobs.env_rows import pinned
 from torchrepro.profile.resolved import STRICT
 
 if TYPE_CHECKING:

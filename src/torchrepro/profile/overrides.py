@@ -7,8 +7,7 @@ from typing import Any
 
 from torchrepro.errors import ProfileError
 from torchrepro.messages import Problem
-from torchrepro.profile.document import MAX_DEPTH
-from torchrepro.profile.plain_text import refuse_instructions, refuse_interpolation
+from torchrepro.profile.document import MAX_DEPTH, refuse_instructions, refuse_interpolation
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name, other_names
-from torchrepro.knobs.variable import variable
-from torchrepro.profile.composition import EXTRA, NOT_INHERITED, flatten
-from torchrepro.profile.origin import Origin
+from torchrepro.knobs.knob import variable
+from torchrepro.profile.composition import EXTRA, NOT_INHERITED, Origin, flatten
 
 if TYPE_CHECKING:
     from torchrepro.knobs.knob import Knob

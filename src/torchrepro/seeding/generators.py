@@ -1,16 +1,75 @@
-"""The global generators of a process: their state, and starting them from a stream."""
+"""The generators of a process, global and registered: state, start, and scopes around them."""
 
 from __future__ import annotations
 
 import random
 import sys
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from random import Random
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from torchrepro.seeding import cpu_generator, devices
+from torchrepro.errors import SeedingError
+from torchrepro.messages import Problem, shown
+from torchrepro.seeding import streams
+from torchrepro.seeding.ranks import judged
+from torchrepro.seeding.streams import stream
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from torchrepro.seeding.streams import Stream
+
+
+DEVICES = ("cuda", "npu", "xpu", "mps")
+
+
+def built_for() -> set[str]:
+    """Return the accelerators that the loaded torch is built for, without touching a device."""
+    torch: Any = sys.modules["torch"]
+    answers = {
+        "cuda": torch.version.cuda is not None or torch.version.hip is not None,
+        "mps": torch.backends.mps.is_built(),
+        "xpu": bool(getattr(torch.version, "xpu", None)),
+        "npu": hasattr(torch, "npu"),  # torch_npu, or another back end of that name, put it there
+    }
+    return {device for device, built in answers.items() if built}
+
+
+def initialised(module: Any) -> bool:
+    """Whether the devices behind ``torch.<device>`` have been used in this process."""
+    check = getattr(module, "is_initialized", None)
+    return bool(check() if check else module.is_available())
+
+
+def devices_in_use() -> dict[str, Any]:
+    """Return the module of every accelerator in use in this process, by its name."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    built = built_for()
+    modules = {name: getattr(torch, name, None) for name in DEVICES if name in built}
+    return {name: module for name, module in modules.items() if module and initialised(module)}
+
+
+def device_states(module: Any) -> list[Any]:
+    """Return a copy of the state of every device's generator, as byte tensors on the CPU."""
+    if hasattr(module, "get_rng_state_all"):
+        return [state.clone() for state in module.get_rng_state_all()]
+    return [module.get_rng_state().clone()]
+
+
+def set_device_states(module: Any, saved: list[Any]) -> None:
+    """Put back what `states` returned."""
+    if hasattr(module, "set_rng_state_all"):
+        module.set_rng_state_all(saved)
+    else:
+        module.set_rng_state(saved[0])
+
+
+def seed_device(module: Any, seed: int) -> None:
+    """Seed the generator of every device; one that is not in use yet is seeded at its first use."""
+    getattr(module, "manual_seed_all", module.manual_seed)(seed)
 
 
 _seed_python = random.seed  # as it is before calls of the program are recorded
@@ -50,14 +109,14 @@ def seed_host(stream: Stream) -> None:
 
     _seed_python(stream.entropy("python"))
     np.random.seed(np.frombuffer(stream.bytes("numpy_legacy", 32), "<u4"))
-    material = stream.bytes("torch", cpu_generator.STATE_BYTES)
-    cpu_generator.start(torch.default_generator, stream.seed64, material)
+    material = stream.bytes("torch", streams.CPU_STATE_BYTES)
+    streams.start_cpu_generator(torch.default_generator, stream.seed64, material)
 
 
 def seed_devices(stream: Stream) -> None:
     """Start the generators of every accelerator in use from 64 bits of `stream`."""
-    for module in devices.in_use().values():
-        devices.seed_all(module, int.from_bytes(stream.bytes("torch", 8), "little"))
+    for module in devices_in_use().values():
+        seed_device(module, int.from_bytes(stream.bytes("torch", 8), "little"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +129,187 @@ class GlobalState:
     def put_back(self) -> None:
         """Make this the state again; an accelerator first used since then keeps its own."""
         self.host.put_back()
-        for name, module in devices.in_use().items():
+        for name, module in devices_in_use().items():
             if name in self.devices:
-                devices.set_states(module, self.devices[name])
+                set_device_states(module, self.devices[name])
 
 
 def global_state() -> GlobalState:
     """Return the state of every global generator; imports torch and initialises no device."""
     host = host_state()
     return GlobalState(
-        host, {name: devices.states(module) for name, module in devices.in_use().items()}
+        host, {name: device_states(module) for name, module in devices_in_use().items()}
     )
+
+
+Generator = TypeVar("Generator")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of generator: how to recognise it, and its state as a value and back."""
+
+    name: str
+    is_one: Callable[[Any], bool]
+    state: Callable[[Any], Any]
+    set_state: Callable[[Any, Any], None]
+
+
+def _is(module: str, path: str) -> Callable[[Any], bool]:
+    """Return a test for instances of a class of `module`, which is never imported for it."""
+
+    def check(value: Any) -> bool:
+        kind: Any = sys.modules.get(module)
+        for part in path.split("."):
+            kind = getattr(kind, part, None)
+        return kind is not None and isinstance(value, kind)
+
+    return check
+
+
+def _set_numpy(generator: Any, state: Any) -> None:
+    generator.bit_generator.state = state
+
+
+KINDS = (
+    Kind(
+        "python",
+        lambda value: isinstance(value, Random),
+        lambda generator: generator.getstate(),
+        lambda generator, state: generator.setstate(state),
+    ),
+    Kind(
+        "numpy",
+        _is("numpy", "random.Generator"),
+        lambda generator: generator.bit_generator.state,
+        _set_numpy,
+    ),
+    Kind(
+        "numpy_legacy",
+        _is("numpy", "random.RandomState"),
+        lambda generator: generator.get_state(legacy=False),
+        lambda generator, state: generator.set_state(state),
+    ),
+    Kind(
+        "torch",
+        _is("torch", "Generator"),
+        lambda generator: generator.get_state(),
+        lambda generator, state: generator.set_state(state),
+    ),
+)
+"""Every kind of generator that can be registered."""
+
+_registered: dict[str, tuple[Kind, Any]] = {}
+
+
+def register_generator(name: str, generator: Generator) -> Generator:
+    """Have snapshots and `isolated_rng` cover `generator` under `name`, and return it.
+
+    It is a `random.Random`, a numpy `Generator` or `RandomState`, or a `torch.Generator`. A second
+    call with the same name replaces the first. The generator is kept alive. Raises `SeedingError`
+    for anything else.
+    """
+    if not isinstance(name, str) or not name:
+        raise SeedingError(
+            Problem("not a name for a generator", found=shown(name), legal="any text")
+        )
+    kind = next((kind for kind in KINDS if kind.is_one(generator)), None)
+    if kind is None or not _has_state(kind, generator):
+        raise SeedingError(
+            Problem(
+                "not a generator that can be registered",
+                key=name,
+                found=shown(generator),
+                legal="random.Random, numpy.random.Generator or RandomState, torch.Generator",
+            )
+        )
+    _registered[name] = kind, generator
+    return generator
+
+
+def _has_state(kind: Kind, generator: Any) -> bool:
+    """Whether `generator` has a state: `random.SystemRandom` looks like one that does."""
+    try:
+        kind.state(generator)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def unregister_generator(name: str) -> None:
+    """Forget the generator registered under `name`; raises `SeedingError` if there is none."""
+    if name not in _registered:
+        raise SeedingError(
+            Problem(
+                "no generator is registered under this name",
+                found=shown(name),
+                legal=", ".join(sorted(_registered)),
+            )
+        )
+    del _registered[name]
+
+
+def registered() -> dict[str, tuple[Kind, Any]]:
+    """Return every registered generator with its kind, by name."""
+    return dict(_registered)
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredStates:
+    """The state of every registered generator."""
+
+    states: dict[str, tuple[Kind, Any, Any]]
+
+    def put_back(self) -> None:
+        """Make this the state again, of every generator even if one of them raises."""
+        with ExitStack() as all_of_them:
+            for kind, generator, state in self.states.values():
+                all_of_them.callback(kind.set_state, generator, state)
+
+
+def registered_states() -> RegisteredStates:
+    """Return the state of every registered generator."""
+    return RegisteredStates(
+        {
+            name: (kind, generator, kind.state(generator))
+            for name, (kind, generator) in _registered.items()
+        }
+    )
+
+
+@contextmanager
+def isolated_rng() -> Iterator[None]:
+    """Let the block draw what it likes: afterwards every generator is as it was before.
+
+    Covers Python's, numpy's legacy and torch's CPU generator, every accelerator in use, and the
+    registered ones; restores after an exception too. Also a decorator. `torch.random.fork_rng`
+    covers torch alone.
+    """
+    before, registered = global_state(), registered_states()
+    try:
+        yield
+    finally:
+        before.put_back()
+        registered.put_back()
+
+
+@contextmanager
+def seeded(
+    name: str,
+    ranks: Any = None,
+    epoch: int | None = None,
+    step: int | None = None,
+) -> Iterator[Stream]:
+    """Draw from the stream `name` within the block, through the global generators.
+
+    `ranks` (`distinct`, `same`, or one of them per mesh dimension) wins over the profile:
+    ``seeded("init", ranks="same")`` initialises a model alike on every rank. Afterwards every
+    generator is as it was before, after an exception too. Raises `SeedingError` where no profile
+    with a seed is in force, and for an unknown policy.
+    """
+    where = streams.current_plan().coordinate(judged(ranks))
+    source = stream(name, rank=where, epoch=epoch, step=step)
+    with isolated_rng():
+        seed_host(source)
+        seed_devices(source)
+        yield source

@@ -1,4 +1,4 @@
-"""Where seeding meets torch's DataLoader: the start of an iteration.
+"""Where seeding meets torch's DataLoader: every loader by itself, or one that asks for it.
 
 An iteration starts with ``DataLoader.__iter__``, which is wrapped while anything asks for it.
 """
@@ -13,15 +13,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
+from torchrepro.errors import SeedingError
+from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.imports import AfterImport, named
-from torchrepro.locks import fork_safe_lock
-from torchrepro.seeding import drawing, loader_register
-from torchrepro.seeding.loader_register import loading_of
-from torchrepro.seeding.loading import ExplicitLoading, Loading, SeededSampler
-from torchrepro.seeding.reader_hook import seeded_readers
+from torchrepro.messages import Problem, shown
+from torchrepro.seeding import loader as loader_register
+from torchrepro.seeding import loader_worker, streams
+from torchrepro.seeding.loader import ExplicitLoading, Loading, SeededSampler, loading_of
+from torchrepro.seeding.loader_worker import seeded_readers
+from torchrepro.seeding.streams import judged_name, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
 
 LOADERS = {
     "torch.utils.data": ("DataLoader", ("__iter__",)),
@@ -106,7 +110,7 @@ class _Prepared:
 
 def watch(loading: ExplicitLoading) -> None:
     """Seed the loader that uses `loading`, for as long as it is alive."""
-    loader_register.add(loading)
+    loader_register.add_loader(loading)
     finalize(loading, _settle)
     _settle()
 
@@ -232,10 +236,10 @@ def _begun(loader: Any, loading: Loading) -> Iterator[None]:
     """Begin an epoch of `loader`: what it builds within the block is seeded."""
     loading.begin()
     sampler = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    outside = drawing.enter()
+    outside = loader_worker.enter_draw()
     try:
         # In the main process an IterableDataset is read as by the only worker of a loader.
-        drawing.draw_from(drawing.worker_stream(loading.stream, 0))
+        loader_worker.draw_from(loader_worker.worker_stream(loading.stream, 0))
         if isinstance(loading, ExplicitLoading):
             loading.start_order(loader.generator)
         seeded = SeededSampler(getattr(loader, sampler), loading, loader.generator)
@@ -247,7 +251,7 @@ def _begun(loader: Any, loading: Loading) -> Iterator[None]:
         ):
             yield
     finally:
-        drawing.leave(outside)
+        loader_worker.leave_draw(outside)
 
 
 @contextmanager
@@ -262,3 +266,96 @@ def _with(loader: Any, **attributes: Any) -> Iterator[None]:
         yield
     finally:
         vars(loader).update(before)
+
+
+def dataloader_kwargs(
+    name: str, epoch: int | None = None, worker_init_fn: Callable[[int], Any] | None = None
+) -> dict[str, Any]:
+    """Return `generator` and `worker_init_fn` for the DataLoader called `name`.
+
+    Its order then depends on (seed, name, epoch); the numbers that a sample draws from Python's
+    `random`, numpy's legacy generator, torch and `sample_rng` on (seed, name, rank, epoch, index):
+    not on workers, not on what else drew numbers. Iterating it moves no global generator. The
+    first iteration is `epoch` (0, or where a restored snapshot was), each further one the next;
+    `set_epoch` names another.
+    `worker_init_fn` runs in each worker as well. Raises `SeedingError` where no profile with a
+    seed is in force.
+
+    Wraps `DataLoader.__iter__` for as long as a loader made this way is alive.
+    """
+    streams.current_plan().root(judged_name(name))
+    streams.note_drawn(name)
+    import torch
+
+    first = loader_register.first_epoch(name) if epoch is None else epoch
+    loading = ExplicitLoading(name, first, worker_init_fn)
+    watch(loading)
+    generator = torch.Generator()
+    loading.start_order(generator)
+    return {"generator": generator, "worker_init_fn": loading}
+
+
+def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
+    """Make the next iteration of `loader` the epoch `epoch`, leaving out its first `start` batches.
+
+    The batches left out are not loaded. Calls `set_epoch` of the loader's samplers and dataset
+    where they have one, as `DistributedSampler` does; works with workers that live on. Raises
+    `SeedingError` if nothing in `loader` knows epochs, and for batches to be left out of an
+    `IterableDataset` or of a loader that torchrepro does not seed.
+    """
+    number, left_out = whole("epoch", epoch), whole("start", start)
+    loading = loader_register.loading_of(loader)
+    if left_out and (loading is None or yields_items(loader)):
+        why = "an IterableDataset" if loading is not None else "a loader that is not seeded here"
+        raise SeedingError(
+            Problem(f"batches of {why} cannot be left out", key="start", found=shown(start))
+        )
+    if not knows_epochs(loader):
+        raise SeedingError(
+            Problem("nothing in this loader knows epochs", found=shown(loader), todo=advice(loader))
+        )
+    if loading is not None:
+        loading.next_epoch, loading.next_start = number, left_out
+    for part in _others(loader):
+        part.set_epoch(number)
+
+
+def advice(loader: Any) -> str:
+    """Return what makes torchrepro seed `loader`."""
+    if loader_register.author_seeds(loader):
+        return (
+            "it has a generator or worker_init_fn of its own: give it "
+            "torchrepro.dataloader_kwargs(name) instead"
+        )
+    return (
+        "make it with torchrepro.dataloader_kwargs(name), or apply a profile with "
+        "dataloader.seeding: auto"
+    )
+
+
+def knows_epochs(loader: Any) -> bool:
+    """Whether `set_epoch` changes anything in `loader`."""
+    return loader_register.loading_of(loader) is not None or bool(_others(loader))
+
+
+def _others(loader: Any) -> list[Any]:
+    """Return the parts of `loader` that have a `set_epoch` of their own."""
+    return [part for part in _parts(loader) if callable(getattr(part, "set_epoch", None))]
+
+
+def _parts(loader: Any) -> list[Any]:
+    batches = getattr(loader, "batch_sampler", None)
+    parts = [
+        getattr(loader, "sampler", None),
+        batches,
+        getattr(batches, "sampler", None),
+        getattr(loader, "dataset", None),
+    ]
+    return list({id(part): part for part in parts if part is not None}.values())
+
+
+def yields_items(loader: Any) -> bool:
+    """Whether `loader` reads an `IterableDataset`, which names no samples."""
+    from torch.utils.data import IterableDataset
+
+    return isinstance(getattr(loader, "dataset", None), IterableDataset)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.seeding import devices, libraries, seed_plan
+from torchrepro.seeding import generators, libraries, streams
 from torchrepro.seeding.ranks import Mesh, mesh_place
 from torchrepro.seeding.streams import seed_of_rank
 
 if TYPE_CHECKING:
-    from torchrepro.seeding.seed_plan import SeedPlan
+    from torchrepro.seeding.streams import SeedPlan
 
 
 def use_mesh(mesh: Any) -> Mesh:
@@ -22,10 +22,10 @@ def use_mesh(mesh: Any) -> Mesh:
     with the profile. Raises `SeedingError` for a mesh without names, one that leaves this rank
     out, or one that lacks a dimension which the profile names.
     """
-    plan = seed_plan.current()
+    plan = streams.current_plan()
     place = mesh_place(mesh, plan.ranks)
     plan = replace(plan, mesh=place)
-    seed_plan.put(plan)
+    streams.put_plan(plan)
     if plan.seed is not None and plan.ranks_differ:
         _start(plan, plan.coordinate())
     return place
@@ -36,7 +36,7 @@ def seed_as_this_rank() -> None:
 
     A process that only learns its rank when the process group is made started as rank 0.
     """
-    plan = seed_plan.current()
+    plan = streams.current_plan()
     if plan.seed is None or not plan.ranks_differ:
         return
     if plan.coordinate() != plan.started_as:
@@ -44,7 +44,7 @@ def seed_as_this_rank() -> None:
 
 
 def _start(plan: SeedPlan, rank: int) -> None:
-    seed_plan.put(replace(plan, started_as=rank))
+    streams.put_plan(replace(plan, started_as=rank))
     if plan.seed is not None:
         _seed_everything(seed_of_rank(plan.seed, rank))
 
@@ -58,6 +58,6 @@ def _seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)
-    for module in devices.in_use().values():
-        devices.seed_all(module, seed)
+    for module in generators.devices_in_use().values():
+        generators.seed_device(module, seed)
     libraries.seed_again(seed)

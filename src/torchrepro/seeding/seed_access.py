@@ -13,11 +13,11 @@ from inspect import getclosurevars, isfunction
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.knob import Missing
-from torchrepro.seeding import devices, loader_register, seed_plan
-from torchrepro.seeding.calls import SeedingCalls
+from torchrepro.seeding import generators as devices
+from torchrepro.seeding import loader, streams
 from torchrepro.seeding.libraries import LibrarySeeds
-from torchrepro.seeding.seed_plan import PlanField
-from torchrepro.seeding.streams import seed_of_rank
+from torchrepro.seeding.seeding_calls import SeedingCalls
+from torchrepro.seeding.streams import PlanField, seed_of_rank
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -97,18 +97,18 @@ class RootSeed(PlanField):
 
     def write(self, value: int) -> None:
         PlanField.write(self, value)
-        loader_register.put_register(loader_register.Register())
-        plan = seed_plan.current()
+        loader.put_register(loader.Register())
+        plan = streams.current_plan()
         if plan.ranks_differ:
-            seed_plan.put(replace(plan, started_as=plan.coordinate()))
+            streams.put_plan(replace(plan, started_as=plan.coordinate()))
 
     def save(self) -> Any:
-        return seed_plan.current(), loader_register.present_register()
+        return streams.current_plan(), loader.present_register()
 
     def restore(self, saved: Any) -> None:
         plan, register = saved
-        seed_plan.put(plan)
-        loader_register.put_register(register)
+        streams.put_plan(plan)
+        loader.put_register(register)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class OfRank:
 
 
 def _of_rank(seed: int) -> int:
-    plan = seed_plan.current()
+    plan = streams.current_plan()
     return seed_of_rank(seed, plan.started_as) if plan.ranks_differ else seed
 
 
@@ -162,13 +162,13 @@ class AcceleratorSeed:
 
     def write(self, value: int) -> None:
         module = self._module()
-        devices.seed_all(module, value)
+        devices.seed_device(module, value)
 
     def save(self) -> Any:
         module = self._module()
         if not devices.initialised(module):
             return _Queued(_queue(module))
-        return devices.states(module)
+        return devices.device_states(module)
 
     def restore(self, saved: Any) -> None:
         module = self._module()
@@ -177,7 +177,7 @@ class AcceleratorSeed:
                 # A fresh generator's seed is the one torch starts every device with.
                 self.write(_torch().Generator().initial_seed())
         else:
-            devices.set_states(module, saved)
+            devices.set_device_states(module, saved)
 
     def holds(self, value: int) -> bool:
         now = self.read()

@@ -1,5 +1,10 @@
 """Named random streams: each derived by a hash from the root seed and from what it is for.
 
+torch publishes how to get and set that state as bytes, but not what the bytes mean: the struct of
+`at::CPUGeneratorImpl` (ATen/CPUGeneratorImpl.cpp) holds the seed, then the position in and the 624
+words of a Mersenne Twister, then what is left over from normal numbers. `_layout` looks whether
+this torch keeps to it; where it does not, seeding raises rather than giving other numbers.
+
 The key of a stream is BLAKE2b (RFC 7693) over root seed, rank, worker, epoch, step and name; each
 library draws from SHAKE-256 (FIPS 202) of it, so no two generators of one stream share numbers.
 What a stream gives is fixed: it depends on no version of Python, numpy or torch, nor on the
@@ -9,19 +14,218 @@ machine.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
 from hashlib import blake2b, shake_256
+from operator import index
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import SeedingError
+from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.messages import Problem, shown
-from torchrepro.seeding import cpu_generator, seed_plan
-from torchrepro.seeding.whole import whole
+from torchrepro.seeding.ranks import Mesh, RankPolicy, coordinate
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+
+LARGEST = 2**63 - 1
+
+
+def whole(argument: str, value: Any, largest: int = LARGEST) -> int:
+    """Return `value` as an int from 0 to `largest`; raises `SeedingError` for anything else.
+
+    Integers of numpy and torch are taken; a bool or a float is not, even a whole one.
+    """
+    try:
+        number = None if _is_truth(value) else index(value)
+    except (TypeError, ValueError, RuntimeError):  # torch raises the last for other dtypes
+        number = None
+    if number is None or not 0 <= number <= largest:
+        raise SeedingError(
+            Problem(
+                "not a whole number" if number is None else "out of range",
+                key=argument,
+                found=shown(repr(value) if isinstance(value, str) else value),
+                legal=f"a whole number, 0 to {largest}",
+            )
+        )
+    return number
+
+
+def _is_truth(value: Any) -> bool:
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
+
+
+WORDS = 624
+CPU_STATE_BYTES = 4 * WORDS
+_FIRST_WORD = 24  # after the seed, the words left and seeded, and the position
+_PROBE_SEED = 20260101
+_TOP_BIT = 0x80000000
+_lock = fork_safe_lock()  # one buffer serves every caller
+
+
+def start_cpu_generator(generator: torch.Generator, seed: int, material: bytes) -> torch.Generator:
+    """Start the CPU `generator` from `material`, 2496 bytes of entropy, and return it.
+
+    `seed` is what its `initial_seed()` then says.
+    """
+    import torch
+
+    with _lock:
+        template, words = _layout()
+        template[:8] = _as_words(seed.to_bytes(8, "little"), "u1")
+        words[:] = _as_words(material, "<u4")
+        words[0] = _TOP_BIT  # the twister never starts from nothing but zeros
+        generator.set_state(torch.from_numpy(template))
+    return generator
+
+
+@cache
+def _layout() -> tuple[Any, Any]:
+    """Return the state of a freshly seeded generator and a view of its words, to be overwritten.
+
+    Raises `SeedingError` if this torch lays the state out in another way.
+    """
+    import numpy as np
+    import torch
+
+    state = torch.Generator().manual_seed(_PROBE_SEED).get_state().numpy().copy()
+    words = state[_FIRST_WORD : _FIRST_WORD + 8 * WORDS].view(np.uint64)
+    # The same seeding of the same twister in numpy, whose documentation fixes it.
+    expected: Any = np.random.RandomState(_PROBE_SEED).get_state()
+    if len(words) != WORDS or not np.array_equal(words, np.asarray(expected[1], np.uint64)):
+        raise SeedingError(
+            Problem(
+                "this torch keeps the state of its CPU generator in a way that torchrepro does "
+                "not know",
+                found=f"torch {torch.__version__}, {len(state)} bytes",
+                todo="upgrade torchrepro, or draw from .numpy() instead",
+            )
+        )
+    return state, words
+
+
+def _as_words(material: bytes, dtype: str) -> Any:
+    import numpy as np
+
+    return np.frombuffer(material, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class SeedPlan:
+    """What the profiles in force say about random numbers, and what this process knows of ranks."""
+
+    seed: int | None = None
+    """The root; None where no profile with a seed is in force."""
+
+    streams: Mapping[str, int] = field(default_factory=dict)
+    """Streams that have a root of their own."""
+
+    ranks: RankPolicy = None
+    """`distinct`, `same`, one of the two per mesh dimension, or None for what is usual: named
+    streams differ between ranks, the global generators start from one seed."""
+
+    mesh: Mesh | None = None
+    rank: int | None = None
+    """The number by which this process differs, where it was told rather than finds it out."""
+
+    started_as: int = 0
+    """The rank from whose seed the global generators started."""
+
+    @property
+    def ranks_differ(self) -> bool:
+        """Whether the global generators of ranks start from different seeds, as far as known."""
+        if isinstance(self.ranks, Mapping):
+            return self.mesh is not None  # which ranks differ is only known with the mesh
+        return self.ranks == "distinct"
+
+    def root(self, name: str) -> int:
+        """Return the seed that the stream `name` derives from; raises `SeedingError` if none."""
+        seed = self.streams.get(name, self.seed)
+        if seed is None:
+            raise SeedingError(
+                Problem(
+                    "no profile with a seed is in force, so the stream has nothing to derive from",
+                    found=f"stream {name!r}",
+                    todo="torchrepro.apply('seed-only') first, or give the profile a `seed`",
+                )
+            )
+        return seed
+
+    def coordinate(self, policy: RankPolicy = None) -> int:
+        """Return the number by which ranks that draw differently differ; 0 under `same`."""
+        chosen = self.ranks if policy is None else policy
+        if self.rank is not None and chosen != "same":
+            return self.rank
+        return coordinate(chosen, self.mesh)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what has to be the same for two processes to draw the same numbers."""
+        ranks = dict(self.ranks) if isinstance(self.ranks, Mapping) else self.ranks
+        return {"seed": self.seed, "streams": dict(self.streams), "ranks": ranks}
+
+
+_plan = SeedPlan()
+_drawn: set[str] = set()
+
+
+def current_plan() -> SeedPlan:
+    """Return the seed plan of this process."""
+    return _plan
+
+
+def put_plan(plan: SeedPlan) -> None:
+    """Make `plan` the seed plan of this process."""
+    global _plan  # noqa: PLW0603 - the plan is one piece of process state, and this its only writer
+    _plan = plan
+
+
+def note_drawn(name: str) -> None:
+    """Remember that the stream `name` was asked for."""
+    _drawn.add(name)
+
+
+def never_drawn() -> tuple[str, ...]:
+    """Return the streams that have a seed of their own and that nobody has asked for."""
+    return tuple(sorted(set(_plan.streams) - _drawn))
+
+
+def drawn_streams() -> tuple[str, ...]:
+    """Return the names of the streams that were asked for in this process."""
+    return tuple(sorted(_drawn))
+
+
+@dataclass(frozen=True, slots=True)
+class PlanField:
+    """One field of the seed plan as a knob's state; undo brings the whole plan back."""
+
+    name: str
+    present: Any = None
+    """What an unset field comes to."""
+
+    def read(self) -> Any:
+        value = getattr(_plan, self.name)
+        return dict(value) if isinstance(value, Mapping) else value
+
+    def holds(self, value: Any) -> bool:
+        now = self.read()
+        return bool((self.present if now is None else now) == value)
+
+    def write(self, value: Any) -> None:
+        _drawn.clear()
+        change: dict[str, Any] = {self.name: dict(value) if isinstance(value, Mapping) else value}
+        put_plan(replace(_plan, **change))
+
+    def save(self) -> SeedPlan:
+        return _plan
+
+    def restore(self, saved: SeedPlan) -> None:
+        put_plan(saved)
+
 
 _ENTROPY_BYTES = 32  # 256 bits per generator; a collision needs 2**128 streams
 
@@ -78,8 +282,8 @@ class Stream:
                 Problem(f"no generator for this device: {reason}", found=shown(str(device)))
             ) from None
         if generator.device.type == "cpu":
-            material = self.bytes("torch", cpu_generator.STATE_BYTES)
-            return cpu_generator.start(generator, self.seed64, material)
+            material = self.bytes("torch", CPU_STATE_BYTES)
+            return start_cpu_generator(generator, self.seed64, material)
         return generator.manual_seed(int.from_bytes(self.bytes("torch", 8), "little"))
 
     def part(self, label: bytes) -> Stream:
@@ -112,7 +316,7 @@ def stream(
     numbers on every machine and in every version. Raises `SeedingError` where no profile with a
     seed is in force, and for an argument that is not a whole number of 0 or more.
     """
-    plan = seed_plan.current()
+    plan = current_plan()
     derived = derive(
         name,
         plan.root(judged_name(name)),
@@ -121,7 +325,7 @@ def stream(
         None if epoch is None else whole("epoch", epoch),
         None if step is None else whole("step", step),
     )
-    seed_plan.note(name)
+    note_drawn(name)
     return derived
 
 

@@ -11,9 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from torchrepro.trace.fingerprint import ALGORITHM, fingerprint
-from torchrepro.trace.memory import memory_of, not_read, pieces, unobserved
-from torchrepro.trace.mixing import NARROW, WIDE, Mixing, sums
+from torchrepro.trace.fingerprint import (
+    ALGORITHM,
+    NARROW,
+    WIDE,
+    Mixing,
+    fingerprint,
+    memory_of,
+    not_read,
+    pieces,
+    sums,
+    unobserved,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +41,7 @@ class Pending:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class DeviceHash:
     """A way to compute the sums of a part of a tensor on its device."""
 
     mixing: Mixing
@@ -117,18 +126,18 @@ def _on_host(values: Sequence[Any]) -> list[bytes]:
     return found
 
 
-def _in_torch(mixing: Mixing) -> Callable[[], Way]:
-    return lambda: Way(mixing, lambda part: sums(pieces(part), mixing))
+def _in_torch(mixing: Mixing) -> Callable[[], DeviceHash]:
+    return lambda: DeviceHash(mixing, lambda part: sums(pieces(part), mixing))
 
 
-def _in_triton() -> Way:
+def _in_triton() -> DeviceHash:
     if not find_spec("triton"):
         raise NotImplementedError("no Triton")
     kernel = import_module("torchrepro.trace.triton_fingerprint")
-    return Way(WIDE, kernel.sums_of_part)
+    return DeviceHash(WIDE, kernel.sums_of_part)
 
 
-_WAYS: dict[str, Sequence[Callable[[], Way]]] = {
+_WAYS: dict[str, Sequence[Callable[[], DeviceHash]]] = {
     "cuda": (_in_triton, _in_torch(WIDE), _in_torch(NARROW)),
     "npu": (_in_torch(NARROW), _in_torch(WIDE)),
 }
@@ -138,7 +147,7 @@ _OTHERWISE = (_in_torch(WIDE), _in_torch(NARROW))
 
 
 @cache
-def _way(device: Any) -> Way | None:
+def _way(device: Any) -> DeviceHash | None:
     """Return the first way that gives on `device` what arithmetic on the host gives.
 
     One that raises is no way. Waits for the device.

@@ -1,25 +1,384 @@
-"""Fingerprints of tensors in the host's memory: 128 bits, of every bit and where it is."""
+"""Fingerprints of tensors in the host's memory: 128 bits, of every bit and where it is.
+
+A word is mixed with a key of its place, in steps that can each be undone, so that a change of one
+word always shows. The results are added up modulo a power of two: the order of a reduction, which
+devices leave open, cannot show. The steps are those of SplitMix64 (https://prng.di.unimi.it).
+"""
 
 from __future__ import annotations
 
 import ctypes
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from torchrepro.trace.memory import (
-    Memory,
-    kind_of_order,
-    memory_of,
-    not_read,
-    order_of_memory,
-    pieces,
-    unobserved,
-)
-
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+
+PIECE = 1 << 24
+"""Bytes that are copied at a time where memory cannot be read as it lies."""
+
+unread: set[str] = set()
+"""Kinds of tensors whose memory was not found: their fingerprints say nothing of their values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What the value of a tensor is kept in."""
+
+    kind: str
+    """What sets it apart from a plain contiguous tensor of the same bytes; empty for such a one."""
+    parts: tuple[Any, ...]
+    """Strided tensors, as contiguous as they can be without a copy."""
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Keep autograd, subclasses, modes and `torch.func` from what is done to tensors within.
+
+    They may record, count or change what is asked of a tensor. Nothing public turns all of them
+    off; where this fails, every tensor that is not plain is `unread`.
+    """
+    torch = import_module("torch")
+    names = ("DisableTorchFunction", "_DisableFuncTorch", "_DisableTorchDispatch")
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for name in names:
+            stack.enter_context(getattr(torch._C, name)())  # noqa: SLF001
+        yield
+
+
+def memory_of(tensor: Any) -> Memory:
+    """Return the memory of `tensor`, whatever its kind; called within `unobserved`.
+
+    Raises whatever the code of a subclass raises.
+    """
+    return next(kind.memory(tensor) for kind in _KINDS if kind.holds(tensor))
+
+
+def not_read(tensor: Any) -> Memory:
+    """Return what stands for the memory of `tensor`, which was not found; adds to `unread`."""
+    name = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+    unread.add(name)
+    return Memory(f"unread {name}", ())
+
+
+def pieces(part: Any) -> Iterator[Any]:
+    """Yield the value of a part of a `Memory` in order, as contiguous tensors of any dtype.
+
+    One that is contiguous already comes whole, without a copy. Of others every piece but the last
+    has a multiple of 8 bytes, and few bytes more than `PIECE` unless a row has many more.
+    """
+    lazy = part.is_conj() or part.is_neg() or part._is_zerotensor()  # noqa: SLF001 - zeros without memory have no other name
+    if part.is_contiguous() and not lazy:
+        yield part
+    else:
+        yield from _copies(part if lazy else _as_integers(part))
+
+
+def order_of_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
+    """Return the dimensions, slowest first, of a tensor without gaps; None for one with gaps."""
+    order = sorted(range(len(shape)), key=lambda dim: (shape[dim] != 1, -strides[dim], dim))
+    size = 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and strides[dim] != size:
+            return None
+        size *= shape[dim]
+    return order
+
+
+def kind_of_order(order: Sequence[int]) -> str:
+    """Return the kind of a `Memory` whose dimensions lie in `order`."""
+    return f"order {' '.join(map(str, order))}"
+
+
+def _joined(name: str, tensors: Iterable[Any]) -> Memory:
+    inner = [memory_of(tensor) for tensor in tensors]
+    kinds = ", ".join(f"{memory.kind}:{len(memory.parts)}" for memory in inner)
+    return Memory(f"{name}({kinds})", tuple(part for memory in inner for part in memory.parts))
+
+
+def _copies(part: Any) -> Iterator[Any]:
+    size = part.nbytes
+    if size <= PIECE or not part.dim():
+        yield _copy(part)
+        return
+    row = size // part.shape[0]
+    if row * 8 > PIECE and row % 8 == 0:
+        for inner in part.unbind(0):
+            yield from pieces(inner)
+        return
+    for rows in part.split(max(PIECE // row // 8, 1) * 8):  # 8 rows are a multiple of 8 bytes
+        yield _copy(rows)
+
+
+def _copy(part: Any) -> Any:
+    contiguous = import_module("torch").contiguous_format
+    return part.clone(memory_format=contiguous)  # conjugates and negates what is yet to be
+
+
+def _as_integers(part: Any) -> Any:
+    """Return `part` with integers for its elements: some dtypes have no kernel that copies."""
+    torch = import_module("torch")
+    same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return part.view(same.get(part.itemsize, part.dtype))
+
+
+def _wrapper(tensor: Any) -> Memory:
+    """Return the memory of what a subclass keeps its value in.
+
+    https://docs.pytorch.org/docs/stable/generated/torch.Tensor.__torch_dispatch__.html describes
+    such subclasses. An inner tensor without elements says nothing: a jagged one caches its lengths
+    in the shape of such.
+    """
+    wait = getattr(tensor, "trigger_wait", None)  # what a collective has not written yet
+    if wait is not None:
+        wait()
+    names = [name for name in tensor.__tensor_flatten__()[0] if getattr(tensor, name).numel()]
+    title = f"{type(tensor).__qualname__} {' '.join(names)}"
+    return _joined(title, [getattr(tensor, name) for name in names])
+
+
+def _transformed(tensor: Any) -> Memory:
+    return _joined("transformed", [_functorch().get_unwrapped(tensor)])
+
+
+def _is_transformed(tensor: Any) -> bool:
+    return bool(_functorch().is_functorch_wrapped_tensor(tensor))
+
+
+def _functorch() -> Any:
+    """Return what knows the tensors of `torch.func`, inside of a transformed function.
+
+    Private, because nothing public tells them from others; without it, their memory is `unread`.
+    """
+    return import_module("torch")._C._functorch  # noqa: SLF001
+
+
+def _functional(tensor: Any) -> Memory:
+    return _joined("functional", [import_module("torch")._from_functional_tensor(tensor)])  # noqa: SLF001 - no public name
+
+
+def _is_functional(tensor: Any) -> bool:
+    return bool(import_module("torch")._is_functional_tensor(tensor))  # noqa: SLF001 - no public name
+
+
+def _coordinates(tensor: Any) -> Memory:
+    # The public names of both refuse a tensor that is not coalesced.
+    inner = [tensor._indices(), tensor._values()]  # noqa: SLF001
+    return _joined(f"sparse coo, coalesced {tensor.is_coalesced()}", inner)
+
+
+def _compressed(tensor: Any) -> Memory:
+    rows = str(tensor.layout) in ("torch.sparse_csr", "torch.sparse_bsr")
+    index = ("crow_indices", "col_indices") if rows else ("ccol_indices", "row_indices")
+    return _joined(f"{tensor.layout}", [getattr(tensor, name)() for name in (*index, "values")])
+
+
+def _quantised(tensor: Any) -> Memory:
+    scheme = str(tensor.qscheme())
+    if "per_tensor" in scheme:
+        scale = f"{tensor.q_scale().hex()} {tensor.q_zero_point()}"
+        return _joined(f"{scheme} {scale}", [tensor.int_repr()])
+    scales = [tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
+    return _joined(f"{scheme} {tensor.q_per_channel_axis()}", [tensor.int_repr(), *scales])
+
+
+def _nested(tensor: Any) -> Memory:
+    inner = tensor.unbind()
+    return _joined(f"nested {[tuple(part.shape) for part in inner]}", inner)
+
+
+def _strided(tensor: Any) -> Memory:
+    if not _has_memory(tensor):
+        return Memory("no memory", ())
+    if tensor.is_contiguous():
+        return Memory("", (tensor,))
+    order = order_of_memory(tensor.shape, tensor.stride())
+    if order is None:
+        return Memory("", (tensor,))
+    return Memory(kind_of_order(order), (tensor.permute(order),))
+
+
+def _has_memory(tensor: Any) -> bool:
+    """Whether all the elements lie in storage: not on meta, in a fake, or after it was freed."""
+    storage = tensor.untyped_storage()
+    last = tensor.storage_offset() + sum(
+        stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+    zeros = tensor._is_zerotensor()  # noqa: SLF001 - zeros without memory have no other name
+    enough = not tensor.numel() or (last + 1) * tensor.itemsize <= storage.nbytes()
+    return bool(zeros or (enough and storage.device.type != "meta"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    holds: Callable[[Any], bool]
+    memory: Callable[[Any], Memory]
+
+
+_COMPRESSED = tuple(f"torch.sparse_{name}" for name in ("csr", "csc", "bsr", "bsc"))
+
+_KINDS = (
+    _Kind(lambda tensor: hasattr(tensor, "__tensor_flatten__"), _wrapper),
+    _Kind(_is_transformed, _transformed),
+    _Kind(_is_functional, _functional),
+    _Kind(lambda tensor: tensor.device.type == "meta", lambda _: Memory("no memory", ())),
+    _Kind(lambda tensor: str(tensor.layout) == "torch.sparse_coo", _coordinates),
+    _Kind(lambda tensor: str(tensor.layout) in _COMPRESSED, _compressed),
+    _Kind(lambda tensor: tensor.is_mkldnn, lambda tensor: _joined("mkldnn", [tensor.to_dense()])),
+    _Kind(lambda tensor: tensor.is_quantized, _quantised),
+    _Kind(lambda tensor: tensor.is_nested, _nested),
+    _Kind(lambda _: True, _strided),
+)
+"""The kinds of tensors; the first that holds for a tensor says where its memory lies."""
+
+
+ROW = 1024
+"""Keys that are unlike each other; those of the next row are these with `Mixing.step` added."""
+
+CHUNK = 1 << 24
+"""Bytes that are mixed at a time; meanwhile up to four times as many lie on the device."""
+
+FEW = 1 << 19
+"""Bytes up to which a small table of keys is enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mixing:
+    """Arithmetic on words of one width."""
+
+    name: str
+    dtype: str
+    width: int
+    """Bytes of a word."""
+    multipliers: tuple[int, int]
+    shifts: tuple[int, int]
+    step: int
+    """What a row of keys adds to those of the row before; even, so that keys stay odd."""
+    streams: int
+    """Times that all is done, with other keys: each yields two sums."""
+
+
+WIDE = Mixing(
+    *("mix64", "int64", 8),
+    multipliers=(-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15),
+    shifts=(32, 29),
+    step=0x3C6EF372FE94F82A,
+    streams=1,
+)
+"""Where the device multiplies integers of 64 bits."""
+
+NARROW = Mixing(
+    *("mix32", "int32", 4),
+    multipliers=(-0x7A143589, 0x27D4EB2F),
+    shifts=(15, 13),
+    step=0x3C6EF372,
+    streams=2,
+)
+"""Where it does so slowly, or not at all.
+
+The vector unit of Ascend multiplies 16 and 32 bits:
+https://www.hiascend.com/document/detail/zh/CANNCommunityEdition/910beta2/API/ascendcopapi/atlasascendc_api_07_0037.html
+"""
+
+
+def sums(part: Iterator[Any], mixing: Mixing) -> Any:
+    """Return the sums of contiguous tensors that follow each other; None where all are empty.
+
+    They stay on the device, in a tensor of 16 bytes; nothing waits for them.
+    """
+    total = None
+    at = 0
+    for piece in part:
+        for chunk in bytes_of(piece).split(CHUNK):
+            words = _words(chunk, mixing)
+            if words.numel():
+                mixed = _mixed(words, at, mixing)
+                total = mixed if total is None else total + mixed
+            at += words.numel()
+    return total
+
+
+def bytes_of(piece: Any) -> Any:
+    """Return the memory of a contiguous tensor as bytes."""
+    torch = import_module("torch")
+    return piece.reshape(-1).view(torch.uint8)
+
+
+def is_aligned(memory: Any, mixing: Mixing) -> bool:
+    """Whether bytes begin where a word may; memory from elsewhere begins anywhere."""
+    return bool((memory.data_ptr() | memory.storage_offset()) % mixing.width == 0)
+
+
+def _words(chunk: Any, mixing: Mixing) -> Any:
+    """Return bytes as words, the last one filled up with zeros."""
+    torch = import_module("torch")
+    missing = -chunk.numel() % mixing.width
+    if missing:
+        chunk = torch.nn.functional.pad(chunk, (0, missing))
+    elif not is_aligned(chunk, mixing):
+        chunk = chunk.clone()
+    return chunk.view(getattr(torch, mixing.dtype))
+
+
+def _mixed(words: Any, at: int, mixing: Mixing) -> Any:
+    torch = import_module("torch")
+    room = FEW if len(words) * mixing.width <= FEW else CHUNK
+    row, column = divmod(at, ROW)
+    found = []
+    for table in key_tables(mixing, words.device, room):
+        keys = table[column : column + len(words)]
+        if row:
+            keys = keys + _signed(row * mixing.step, mixing.width)
+        mixed = words + keys
+        for multiplier, shift in zip(mixing.multipliers, mixing.shifts, strict=True):
+            mixed.mul_(multiplier)
+            mixed.bitwise_xor_(mixed >> shift)
+        found += [mixed.sum(dtype=mixed.dtype), mixed.mul_(keys).sum(dtype=mixed.dtype)]
+    return torch.stack(found)
+
+
+@cache
+def key_tables(mixing: Mixing, device: Any, room: int) -> Sequence[Any]:
+    """Return the keys of so many bytes on a device, a table for each stream; they stay there.
+
+    Made on the host and waited for, once: every stream of the device may read them afterwards.
+    """
+    torch = import_module("torch")
+    rows = room // mixing.width // ROW + 1
+    dtype = getattr(torch, mixing.dtype)
+    steps = torch.arange(rows, dtype=dtype, device="cpu") * mixing.step
+    tables = []
+    for stream in range(mixing.streams):
+        first = torch.tensor(_keys(stream, mixing.width), dtype=dtype, device="cpu")
+        tables.append((steps[:, None] + first).reshape(-1).to(device))
+    return tables
+
+
+def _keys(stream: int, width: int) -> list[int]:
+    numbers = (_splitmix(stream * ROW + place) for place in range(ROW))
+    return [_signed(number | 1, width) for number in numbers]
+
+
+def _splitmix(number: int) -> int:
+    mask = (1 << 64) - 1
+    mixed = (number + 1) * 0x9E3779B97F4A7C15 & mask
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & mask
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & mask
+    return mixed ^ mixed >> 31
+
+
+def _signed(number: int, width: int) -> int:
+    """Return `number` modulo the size of a word, as a signed one."""
+    half = 1 << (8 * width - 1)
+    return (number + half) % (2 * half) - half
+
 
 ALGORITHM = "xxh3-128"
 MANY = 1 << 12  # answers that are remembered; a program has few shapes

@@ -1,9 +1,13 @@
-"""The dispatch mode that takes a record of every op."""
+"""The dispatch mode that takes a record of every op, compiled and higher-order ones included."""
 
 from __future__ import annotations
 
 import marshal
+import sys
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
+from pkgutil import iter_modules
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
@@ -11,20 +15,42 @@ from weakref import ref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchrepro.trace.arguments import PLAIN, call_text, value_text
-from torchrepro.trace.inputs import Inputs
-from torchrepro.trace.known import is_unset
-from torchrepro.trace.op_facts import OpFacts, facts_of
-from torchrepro.trace.origin import Now, Origin
-from torchrepro.trace.outputs import Outputs, fingerprinted
-from torchrepro.trace.regions import written_by_region
+from torchrepro.imports import AfterImport
+from torchrepro.trace.fingerprint_cache import Inputs, Outputs, fingerprinted, is_unset
+from torchrepro.trace.frames import Origin, RunPosition
+from torchrepro.trace.op_facts import PLAIN, OpFacts, call_text, facts_of, value_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
+    from torchrepro.trace.buffer import RecordBuffer
+    from torchrepro.trace.fingerprint_cache import FingerprintCache
     from torchrepro.trace.frames import ModuleNames, Place
-    from torchrepro.trace.known import Known
-    from torchrepro.trace.tape import Tape
+
+
+def written_by_region(args: Any) -> list[Any]:
+    """Return the tensors that a compiled region is about to write in place, from its graph.
+
+    `args` are those of inductor's higher-order op: the callable and the list of inputs. A region
+    whose graph is not at hand may write any of them.
+    """
+    callable_, inputs = args[0], list(args[1])
+    graph = getattr(getattr(callable_, "original_gm", None), "graph", None)
+    if graph is None:
+        return inputs
+    given = [node for node in graph.nodes if node.op == "placeholder"]
+    # Functionalisation leaves one trace of a write in place: a last copy into the input.
+    written = {
+        node.args[0]
+        for node in graph.nodes
+        if node.op == "call_function" and str(node.target).startswith("aten.copy_.")
+    }
+    return [
+        tensor
+        for node, tensor in zip(given, inputs, strict=False)
+        if node in written and hasattr(tensor, "dtype")
+    ]
+
 
 MANY = 1 << 16
 """Records after which those of a step that goes on are handed to the store."""
@@ -33,7 +59,7 @@ _TRACING = "torch._subclasses"  # tensors that a compiler or an exporter looks a
 _facts: dict[int, OpFacts] = {}  # by id: ops take long to hash
 
 
-class Closely(Protocol):
+class Detail(Protocol):
     """Looks at the tensors of an op itself, where fingerprints are not all that is asked for."""
 
     def before(self, place: Place, args: Any, kwargs: Any) -> Any:
@@ -47,11 +73,11 @@ class Closely(Protocol):
 class Shared:
     """What the modes of all threads have in common."""
 
-    tape: Tape
-    known: Known
+    tape: RecordBuffer
+    known: FingerprintCache
     names: ModuleNames
-    now: Now
-    closely: Closely | None
+    now: RunPosition
+    closely: Detail | None
     spill: Callable[[], None]
     """Called where a step has more records than are kept in memory."""
 
@@ -178,3 +204,112 @@ class RecordingMode(TorchDispatchMode):
         """Stop in a data-loading worker: its batches are recorded where they are used."""
         if torch.utils.data.get_worker_info() is not None:
             self.now.stop()
+
+
+_HOMES = ("torch._higher_order_ops*", "torch.nn.attention*")
+_DEFINED = "_higher_order_ops"
+
+
+@contextmanager
+def higher_order_ops_run() -> Iterator[None]:
+    """Have higher-order ops run under the recording, those that are defined later as well.
+
+    Newer torch asks a mode once, by `supports_higher_order_operators`; older torch refuses a
+    higher-order op under a mode that the op has no rule for. The list of them all is private; were
+    it gone where it is needed, such an op would raise torch's own error.
+    """
+    if hasattr(TorchDispatchMode, "supports_higher_order_operators"):
+        yield
+        return
+    _give_rules()
+    waiting = AfterImport(_HOMES, lambda _: _give_rules())
+    waiting.watch()
+    try:
+        yield
+    finally:
+        waiting.unwatch()
+
+
+def _give_rules() -> None:
+    for op in getattr(torch._ops, _DEFINED, {}).values():  # noqa: SLF001 - see above
+        if RecordingMode not in op.python_key_table:
+            op.py_impl(RecordingMode)(_rule(op))
+
+
+def _rule(op: Any) -> Callable[..., Any]:
+    def run(mode: RecordingMode, *args: Any, **kwargs: Any) -> Any:
+        return mode.__torch_dispatch__(op, (), args, kwargs)
+
+    return run
+
+
+_OPTION = "wrap_inductor_compiled_regions"
+_INDUCTOR, _DYNAMO = "torch._inductor.config", "torch._dynamo"
+_LOOKED_INTO = "module_hook"  # says itself what it is while a compiler looks at it
+_left_out: list[bool] = []  # once is enough for a process
+
+
+@contextmanager
+def left_out_of_compilation() -> Iterator[None]:
+    """Have torch.compile leave torchrepro's own code out where it meets it between two regions."""
+    with _once_imported(_DYNAMO, _leave_out):
+        yield
+
+
+@contextmanager
+def compiled_regions_seen() -> Iterator[None]:
+    """Have regions that inductor compiles from now on pass through the dispatcher as one op.
+
+    The option is inductor's own and leaves the generated code as it is; without it (older torch)
+    the kernels that inductor wrote are not seen, those of libraries that it calls are.
+    """
+    with ExitStack() as back:
+        back.enter_context(_once_imported(_INDUCTOR, lambda: _wrap_regions(back)))
+        yield
+
+
+@contextmanager
+def _once_imported(module: str, call: Callable[[], None]) -> Iterator[None]:
+    """Call back when `module` has been imported, at once if it is."""
+    waiting = AfterImport((module,), lambda _: call())
+    waiting.watch()
+    if module in sys.modules:
+        call()
+    try:
+        yield
+    finally:
+        waiting.unwatch()
+
+
+def _wrap_regions(back: ExitStack) -> None:
+    config = sys.modules[_INDUCTOR]
+    if hasattr(config, _OPTION):
+        back.callback(setattr, config, _OPTION, getattr(config, _OPTION))
+        setattr(config, _OPTION, True)
+
+
+def _leave_out() -> None:
+    """Name our modules to torch.compile.
+
+    ``trace_rules.add`` is not documented; the documented ``torch.compiler.disable`` costs a
+    microsecond per op even where nothing is compiled, and is what remains were it gone.
+    """
+    if _left_out:
+        return
+    _left_out.append(True)
+    rules = import_module("torch._dynamo.trace_rules")
+    if hasattr(rules, "add"):
+        for module in _own_modules():
+            rules.add(module)
+        return
+    taken = RecordingMode.__torch_dispatch__
+    RecordingMode.__torch_dispatch__ = torch.compiler.disable(taken)  # type: ignore[method-assign, no-untyped-call]
+
+
+def _own_modules() -> list[str]:
+    whole, part = (name.rpartition(".")[0] for name in (__package__, __name__))
+    found = []
+    for package in (whole, part):
+        path = import_module(package).__path__
+        found += [f"{package}.{module.name}" for module in iter_modules(path)]
+    return [name for name in found if name not in (part, f"{part}.{_LOOKED_INTO}")]

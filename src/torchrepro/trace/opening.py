@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from importlib import import_module
 from itertools import count
 from multiprocessing import current_process
 from pathlib import Path
@@ -10,19 +12,69 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchrepro.applier import in_force
 from torchrepro.errors import TraceError
-from torchrepro.messages import Problem
-from torchrepro.seeding import devices
+from torchrepro.manifest.contents import secrets_here
+from torchrepro.manifest.environment import hardware, software
+from torchrepro.messages import Problem, shown
+from torchrepro.redaction import cleaner
+from torchrepro.seeding import generators
 from torchrepro.seeding.ranks import world
-from torchrepro.trace.about import Redaction
 from torchrepro.trace.device_fingerprint import algorithm
 from torchrepro.trace.fingerprint import ALGORITHM
 from torchrepro.trace.store import FORMAT, SUFFIX, Store
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torchrepro.trace.request import Request
+
+
+class Redaction:
+    """Takes the secrets of this process out of a text, those that it learnt meanwhile too."""
+
+    def __init__(self) -> None:
+        self._environment: Mapping[str, str] | None = None
+        self._clean: Callable[[Any], Any]
+
+    def __call__(self, value: Any) -> Any:
+        """Return plain JSON values with no secret in any text."""
+        environment = os.environ.copy()
+        if environment != self._environment:
+            profiles = (applied.resolved for applied in in_force())
+            self._environment, self._clean = environment, cleaner(secrets_here(*profiles))
+        return self._clean(value)
+
+
+def about_this_process() -> Mapping[str, Any]:
+    """Return the profile in force with its knobs, and what a manifest says of the machine.
+
+    Secrets may be in it: whoever writes it takes them out (`Redaction`).
+    """
+    its: dict[str, Any] = {
+        "versions": software(),
+        "hardware": hardware() | _accelerator(),
+        "knobs": {},
+    }
+    profiles = in_force()
+    if profiles:
+        resolved = profiles[-1].resolved
+        its["profile"] = resolved.name
+        its["digest"] = resolved.digest
+        its["guarantee"] = resolved.guarantee
+        rows = [row for applied in profiles for row in applied.report]
+        its["knobs"] = {row.knob: shown(row.after) for row in rows}
+        its["outcomes"] = {row.knob: str(row.outcome) for row in rows}
+    return its
+
+
+def _accelerator() -> dict[str, str]:
+    """Return the type and the number of the devices that torch can compute on besides the CPU."""
+    torch: Any = import_module("torch")
+    if not torch.accelerator.is_available():
+        return {}
+    device = torch.accelerator.current_accelerator()
+    return {"accelerator": f"{device.type} x{torch.accelerator.device_count()}"}
 
 
 def open_store(request: Request, about: Mapping[str, Any]) -> Store:
@@ -62,7 +114,9 @@ def open_store(request: Request, about: Mapping[str, Any]) -> Store:
 
 def _algorithms() -> Mapping[str, str]:
     """Return how fingerprints are taken, by type of device in use."""
-    return {"cpu": ALGORITHM} | {name: algorithm(torch.device(name)) for name in devices.in_use()}
+    return {"cpu": ALGORITHM} | {
+        name: algorithm(torch.device(name)) for name in generators.devices_in_use()
+    }
 
 
 def _free(folder: Path, rank: int) -> tuple[Path, int]:

@@ -1,4 +1,4 @@
-"""The public doors of recording: a `with` block, a process under `run`, a step that ends."""
+"""The public functions of recording: a `with` block, a process under `run`, a step that ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, NoReturn
 
 from torchrepro.errors import TraceError
-from torchrepro.locks import fork_safe_lock
+from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.messages import Problem
 from torchrepro.trace.request import Request
 

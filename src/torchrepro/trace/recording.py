@@ -13,17 +13,14 @@ import xxhash
 from torchrepro.console import say
 from torchrepro.errors import TraceError
 from torchrepro.messages import Problem
-from torchrepro.trace import passes
-from torchrepro.trace.about import about_this_process
+from torchrepro.trace import hooks
+from torchrepro.trace.buffer import RecordBuffer, joined
+from torchrepro.trace.fingerprint_cache import FingerprintCache, fingerprint_of
 from torchrepro.trace.frames import ModuleNames, place_of_user, source_of
-from torchrepro.trace.known import Known
-from torchrepro.trace.levels import LEVELS
-from torchrepro.trace.opening import open_store
-from torchrepro.trace.reading import INPUT, OUTPUT
-from torchrepro.trace.results import fingerprint_of
-from torchrepro.trace.run_state import gradients_of, parameters_of, random_states
+from torchrepro.trace.levels import LEVELS, gradients_of, parameters_of, random_states
+from torchrepro.trace.opening import about_this_process, open_store
+from torchrepro.trace.reader import INPUT, OUTPUT
 from torchrepro.trace.store import StepRow
-from torchrepro.trace.tape import Tape, joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -39,8 +36,8 @@ class Recording:
         self.request = request
         self.step = 0
         self.names = ModuleNames()
-        self.known = Known()
-        self.tape = Tape()
+        self.known = FingerprintCache()
+        self.tape = RecordBuffer()
         self.level = LEVELS[request.level](self)
         self._store: Store | None = None
         self._open = ExitStack()
@@ -59,7 +56,7 @@ class Recording:
 
     def start(self) -> None:
         """Begin to take records on this thread and on those that it starts."""
-        self._open.enter_context(passes.watch(self))
+        self._open.enter_context(hooks.watch_training(self))
         self._open.enter_context(self.level)
         self._open.callback(_recordings.remove, self)
         _recordings.append(self)

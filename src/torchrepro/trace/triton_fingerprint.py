@@ -9,8 +9,16 @@ from contextlib import nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.trace.memory import pieces
-from torchrepro.trace.mixing import FEW, ROW, WIDE, bytes_of, is_aligned, key_tables, sums
+from torchrepro.trace.fingerprint import (
+    FEW,
+    ROW,
+    WIDE,
+    bytes_of,
+    is_aligned,
+    key_tables,
+    pieces,
+    sums,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -27,7 +27,7 @@ FREE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Matched:
+class MatchedRecords:
     """Places of two sequences of records that belong together, in the order of the left one."""
 
     left: Sequence[int]
@@ -36,18 +36,18 @@ class Matched:
     only_right: Sequence[int] = ()
 
 
-def match(left: Columns, right: Columns, rounds: Sequence[Names]) -> Matched:
+def match(left: Columns, right: Columns, rounds: Sequence[Names]) -> MatchedRecords:
     """Match records in their order by the columns of each round, the finest first."""
     places = range(len(left)), range(len(right))
     if left.structure.keys == right.structure.keys:
-        return Matched(*places)
+        return MatchedRecords(*places)
     partners = in_sequence(
         [left.tokens(names, places[0]) for names in rounds],
         [right.tokens(names, places[1]) for names in rounds],
     )
     matched = [place for place in places[0] if partners[place] != FREE]
     taken = {*partners}
-    return Matched(
+    return MatchedRecords(
         matched,
         [partners[place] for place in matched],
         _free(partners),

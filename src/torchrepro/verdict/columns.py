@@ -1,10 +1,12 @@
-"""Records of a trace as columns, in words that two traces share."""
+"""Records of two traces as columns, in words that both share."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
         Sequence,
     )
 
-    from torchrepro.trace.reading import Site, Trace
+    from torchrepro.trace.reader import Site, Trace
+    from torchrepro.verdict.value import Divergence
+
 
 INPUTLESS = frozenset({"parameter", "gradient", "module"})
 """Ops whose records name a value and not what it was computed from.
@@ -49,7 +53,7 @@ _KEY = TypeVar("_KEY")
 _KEPT = TypeVar("_KEPT")
 
 
-class Shared:
+class SharedNames:
     """Numbers for keys, texts of arguments and of outputs that mean the same in both traces."""
 
     def __init__(self) -> None:
@@ -120,7 +124,7 @@ _OF_RECORDS = frozenset(field.name for field in fields(Columns))
 class Reader:
     """Reads the records of a trace step by step."""
 
-    def __init__(self, trace: Trace, shared: Shared) -> None:
+    def __init__(self, trace: Trace, shared: SharedNames) -> None:
         self.trace = trace
         self._numbers = {
             number: _described(site, shared, self.algorithms(site.outputs))
@@ -249,7 +253,7 @@ def _stretches(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def _described(site: Site, shared: Shared, algorithms: frozenset[str]) -> tuple[Any, ...]:
+def _described(site: Site, shared: SharedNames, algorithms: frozenset[str]) -> tuple[Any, ...]:
     """Return what `Structure` has for a record of `site`, in the order of its fields."""
     return (
         shared.number(site.key),
@@ -277,3 +281,70 @@ def _remembered(kept: dict[_KEY, _KEPT], key: _KEY, make: Callable[[_KEY], _KEPT
             kept.clear()
         found = kept[key] = make(key)
     return found
+
+
+PROPAGATED, INDEPENDENT, ALONE = "propagated", "independent", "alone"
+"""How a record differs: as its inputs do, although they are equal, or for want of a partner."""
+
+NAMES = ("A", "B")
+"""What sentences call the two runs: their folders are long, and often alike."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The traces of one process in both runs."""
+
+    left: Trace
+    right: Trace
+    runs: tuple[str, str]
+    """The folders, as they were named."""
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What sentences call the two runs."""
+        return NAMES
+
+    @cached_property
+    def steps(self) -> Sequence[int]:
+        """The steps that both have."""
+        return [step for step in self.left.steps if step in self.right.steps]
+
+    @property
+    def traces(self) -> tuple[Trace, Trace]:
+        """Both traces."""
+        return self.left, self.right
+
+
+@dataclass(slots=True)
+class StepComparison:
+    """What the comparison of one step found."""
+
+    tally: Counter[str] = field(default_factory=Counter)
+    """Records that differ, by how they do, the first one included."""
+    totals: Mapping[str, int] = field(default_factory=dict)
+    """Records of each module."""
+    differing: Mapping[str, int] = field(default_factory=dict)
+    """Records of each module that differ."""
+    first: Callable[[], Divergence] | None = None
+    """Describes the first difference; None if there is none."""
+    sort: str = INDEPENDENT
+    """How the first one differs."""
+    place: float = math.inf
+    """Where it is in the left run: the id of a record, or what lies between two."""
+
+    def add(self, other: StepComparison) -> None:
+        """Take in what was found in another part of the step, or on other threads."""
+        if other.first is not None and (self.first is None or other.place < self.place):
+            self.first, self.sort, self.place = other.first, other.sort, other.place
+        self.tally.update(other.tally)
+        self.totals = _sum(self.totals, other.totals)
+        self.differing = _sum(self.differing, other.differing)
+
+
+def _sum(left: Mapping[str, int], right: Mapping[str, int]) -> Mapping[str, int]:
+    """Return the sum of two counts, neither of which may be changed: steps share them."""
+    if not left or not right:
+        return left or right
+    total = Counter(left)
+    total.update(right)
+    return total

@@ -17,20 +17,18 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.verdict import columns
-from torchrepro.verdict.alignment import Matched
-from torchrepro.verdict.columns import MAIN, Columns
-from torchrepro.verdict.differences import FEW, Differences
-from torchrepro.verdict.explaining import Parting
-from torchrepro.verdict.pair import ALONE, INDEPENDENT, PROPAGATED, StepFound
-from torchrepro.verdict.words import counted
+from torchrepro.verdict.alignment import MatchedRecords
+from torchrepro.verdict.columns import ALONE, INDEPENDENT, MAIN, PROPAGATED, Columns, StepComparison
+from torchrepro.verdict.criteria import FEW, Differences
+from torchrepro.verdict.first_difference import FirstDifference
+from torchrepro.verdict.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torchrepro.verdict.alignment import Names
-    from torchrepro.verdict.columns import OtherRow, Reader
-    from torchrepro.verdict.judging import Judge
-    from torchrepro.verdict.pair import Pair
+    from torchrepro.verdict.columns import OtherRow, Pair, Reader
+    from torchrepro.verdict.criteria import Judge
 
 Array = Any
 """An array of numpy, which is imported only where there are other threads."""
@@ -38,7 +36,7 @@ Array = Any
 Lanes = dict[int, Array]
 """By thread, the places of its records."""
 
-First = tuple[int, str, Parting]
+First = tuple[int, str, FirstDifference]
 """Place of a difference in the left run, how it differs, and the records."""
 
 FREE, CUT_OFF = -1, -2
@@ -264,7 +262,7 @@ class ThreadDifferences:
         self, pair: Pair, readers: tuple[Reader, Reader], judge: Judge, steps: Sequence[int]
     ) -> None:
         self.pair, self.judge = pair, judge
-        self.steps: defaultdict[int, StepFound] = defaultdict(StepFound)
+        self.steps: defaultdict[int, StepComparison] = defaultdict(StepComparison)
         self.notes: list[str] = []
         if steps and any(thread != MAIN for trace in pair.traces for thread in trace.threads):
             self._left, self._right = (OtherThreads.of(reader, steps) for reader in readers)
@@ -303,7 +301,7 @@ class ThreadDifferences:
         for step, module in side.modules(places):
             totals[step][module] += 1
         for step, total in totals.items():
-            self.steps[step].add(StepFound(totals=total))
+            self.steps[step].add(StepComparison(totals=total))
 
     def _compare_step(
         self, step: int, left: Array, right: Array, only: tuple[Array, Array]
@@ -316,9 +314,11 @@ class ThreadDifferences:
             other = self._right.columns(concatenate([right[some], only[1]]))
             pairs = list(range(len(left[some])))  # a range would stand for all records
             rest = range(len(pairs), len(one)), range(len(pairs), len(other))
-            differences = Differences.of(self.judge, one, other, Matched(pairs, pairs, *rest))
+            differences = Differences.of(
+                self.judge, one, other, MatchedRecords(pairs, pairs, *rest)
+            )
             _, differing = differences.modules()
-            found = StepFound(differences.tally(), differing=differing)
+            found = StepComparison(differences.tally(), differing=differing)
             firsts = [
                 *self._first_pair(differences, self._left.threads[left[some]]),
                 *self._first_alone(step, differences),
@@ -339,7 +339,7 @@ class ThreadDifferences:
         before = [each for each in compress(range(pair), differences.touched) if mine[each]]
         read = [(here[each], there[each]) for each in before[-FEW:]]
         sort = PROPAGATED if differences.dependent()[pair] else INDEPENDENT
-        yield here[pair], sort, Parting(here[pair], there[pair], read=read)
+        yield here[pair], sort, FirstDifference(here[pair], there[pair], read=read)
 
     def _first_alone(self, step: int, differences: Differences) -> Iterator[First]:
         """Yield the first record that only one run has; one of the right at its place in its step.
@@ -348,11 +348,11 @@ class ThreadDifferences:
         """
         if differences.only_left:
             number = differences.left.ids[differences.only_left[0]]
-            yield number, ALONE, Parting(number, None)
+            yield number, ALONE, FirstDifference(number, None)
         if differences.only_right:
             number = differences.right.ids[differences.only_right[0]]
             begins = [trace.steps[step].first for trace in self.pair.traces]
-            yield number - begins[1] + begins[0], ALONE, Parting(None, number)
+            yield number - begins[1] + begins[0], ALONE, FirstDifference(None, number)
 
 
 def _arrays(rows: Sequence[OtherRow]) -> tuple[Array, ...]:

@@ -1,0 +1,183 @@
+"""Put the inherited profile in force in a process that `torchrepro run` started.
+
+The environment was set before this process began. What is left is set as soon as the library
+that holds it has been imported. Until torch is, that takes no more than a seed, which `run` hands
+over as a plain number: a program which never imports torch loads nothing else of this package, so
+this module imports next to nothing itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from importlib import import_module
+
+from torchrepro.imports import AfterImport
+
+TYPE_CHECKING = False  # type checkers know the name; importing typing would cost 5 ms
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any, NoReturn
+
+    from torchrepro.applier import Applied
+    from torchrepro.errors import TorchreproError
+    from torchrepro.planner import Step
+    from torchrepro.report import Report
+
+_MODULES = ("random", "numpy.random", "torch")  # with torch comes all but their two seeds
+_BEFORE_ALL = ""  # the knobs on which all seeds depend wait for no module
+_NOT_IN_FORCE = 3
+_BY_RANK = "by rank"  # the seed is this process's own to work out, from the whole profile
+_state: dict[str, Any] = {}
+_seeded_alone: list[str] = []
+
+
+def put_in_force_on_import() -> None:
+    """Wait for the imports of random, numpy.random and torch; changes `sys.meta_path`."""
+    _state["waiting"] = True
+    AfterImport(_MODULES, _when_imported).watch()
+    for module in _MODULES:
+        if module in sys.modules:
+            _when_imported(module)
+
+
+def record_on_import() -> None:
+    """Wait for the import of torch and record from then on, in a process without a profile.
+
+    Nothing else of the process changes.
+    """
+
+    def begin(module: str) -> None:
+        waiting.unwatch()
+        _record_if_asked()
+
+    waiting = AfterImport(["torch"], begin)
+    waiting.watch()
+
+
+def in_force_now() -> Applied | None:
+    """Import what is still waited for, and return the profile that is then wholly in force."""
+    if "waiting" not in _state:
+        return None
+    for module in _MODULES:
+        import_module(module)
+        _when_imported(module)
+    return _applied()
+
+
+def _when_imported(module: str) -> None:
+    """Do once what the import of `module` asks for."""
+    if module in _state:
+        return
+    _state[module] = True
+    if not _seed_alone(module):
+        _carry_out(module)
+
+
+def _seed_alone(module: str) -> bool:
+    """Give `module` the seed that `run` handed over, if that is all there is to do until torch."""
+    number = os.environ.get("TORCHREPRO_SEED", _BY_RANK)
+    if module == "torch" or number == _BY_RANK or "applied" in _state:
+        return False
+    if number:
+        sys.modules[module].seed(int(number))
+        _seeded_alone.append(module)
+    return True
+
+
+def _carry_out(module: str) -> None:
+    """Set the knobs that `module` makes reachable, or end the process with status 3."""
+    from torchrepro.errors import TorchreproError
+
+    try:
+        applied = _applied()
+        applied.carry_out(_steps_for(module, applied.plan.steps))
+    except TorchreproError as error:
+        _end(error)
+    if module == "torch":
+        _record_if_asked()
+    if module == "torch" and os.environ.get("TORCHREPRO_FIRST") == str(os.getpid()):
+        from torchrepro.report import announce
+
+        announced = applied.report
+        announce(announced)
+        atexit.register(_tell_of_the_end, announced, os.getpid())
+
+
+def _record_if_asked() -> None:
+    from torchrepro.trace.request import Request
+
+    request = Request.inherited(os.environ)
+    if request is not None:
+        from torchrepro.trace.recorder import record_process
+
+        record_process(request, _end)
+
+
+def _tell_of_the_end(announced: Report, process: int) -> None:
+    if os.getpid() != process:
+        return  # a copy of the process, of whose end nobody asked
+    from torchrepro.report import announce_effects, announce_end
+
+    report = _applied().report
+    announce_effects(report)
+    announce_end(report, announced)
+
+
+def _steps_for(module: str, steps: Sequence[Step]) -> list[Step]:
+    return [step for step in steps if step.knob.set_on_import == module]
+
+
+def _end(error: TorchreproError) -> None:
+    # An exception could be caught by whoever imports the module; a run that is not under its
+    # profile must not go on.
+    _leave(error, _NOT_IN_FORCE)
+
+
+def _refuse(error: TorchreproError) -> None:
+    """End a run whose profile turns out not to hold, after what the program has said so far."""
+    from contextlib import suppress
+
+    with suppress(OSError, ValueError):  # nobody reads it any more
+        sys.stdout.flush()
+    _leave(error, error.exit_status)
+
+
+def _leave(error: TorchreproError, status: int) -> NoReturn:
+    from torchrepro.console import say
+
+    say(error)
+    if sys.stderr is not None:
+        sys.stderr.flush()
+    os._exit(status)
+
+
+def _applied() -> Applied:
+    """Return the profile in force; the first call begins it, with what was seeded up to now."""
+    from torchrepro.applier import begin
+    from torchrepro.errors import ApplyError
+    from torchrepro.process_state import inherited
+
+    if "applied" not in _state:
+        resolved = inherited()
+        if resolved is None:
+            raise ApplyError("no profile came with this process")
+        _state["applied"] = begin(resolved, "the process was started by `torchrepro run`")
+        _state["applied"].refuse = _refuse
+        _state["applied"].carry_out(_steps_for(_BEFORE_ALL, _state["applied"].plan.steps))
+        for module in _seeded_alone:
+            _take_over(module)
+    applied: Applied = _state["applied"]
+    return applied
+
+
+def _take_over(module: str) -> None:
+    """Carry out the knobs of a generator that has its seed, and leave it where it has got to."""
+    applied: Applied = _state["applied"]
+    steps = _steps_for(module, applied.plan.steps)
+    reached = [(step.knob.access, step.knob.access.save()) for step in steps]
+    applied.carry_out(steps)
+    for access, state in reached:
+        access.restore(state)

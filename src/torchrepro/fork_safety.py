@@ -1,0 +1,75 @@
+"""Locks that a forked child finds free, whatever other threads of its parent were doing.
+
+It is there as soon as the package is, and imports nothing that is not there already.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from _thread import RLock
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+if TYPE_CHECKING:
+    from threading import RLock as Lock
+
+
+loading = RLock()
+"""Held while a public name is loaded: a child would wait for a half imported module for ever."""
+
+applying = RLock()
+"""Held while a profile is put in force or taken back."""
+
+_SECONDS = 0.05
+
+
+def _wait() -> None:
+    # Whoever holds one of the two may need the other: a fork does not wait for it with one in hand.
+    while True:
+        loading.acquire()
+        if applying.acquire(timeout=_SECONDS):
+            return
+        loading.release()
+
+
+def _go_on() -> None:
+    applying.release()
+    loading.release()
+
+
+if hasattr(os, "register_at_fork"):  # POSIX alone has forks
+    os.register_at_fork(before=_wait, after_in_parent=_go_on, after_in_child=_go_on)
+
+
+_locks: WeakSet[Lock] = WeakSet()
+
+
+def fork_safe_lock() -> Lock:
+    """Return a re-entrant lock that is free in a child that is forked while a thread holds it.
+
+    Only the thread that forks lives on in the child: a lock that another one held would never be
+    released there (https://docs.python.org/3/library/os.html#os.register_at_fork).
+    """
+    lock = threading.RLock()
+    _locks.add(lock)
+    return lock
+
+
+def _free_all() -> None:
+    """Free what other threads of the parent held; the thread that lives on keeps its own locks.
+
+    Private (``_at_fork_reinit``), as Python's own modules do it. Where it is gone, a child that is
+    forked while another thread holds a lock waits for it for ever, as with any other lock.
+    """
+    for lock in _locks:
+        if lock.acquire(blocking=False):
+            lock.release()
+            continue
+        free = getattr(lock, "_at_fork_reinit", None)
+        if free is not None:
+            free()
+
+
+if hasattr(os, "register_at_fork"):  # POSIX alone has forks
+    os.register_at_fork(after_in_child=_free_all)

@@ -1,0 +1,323 @@
+"""The values that a knob takes: judged here once, shown in messages and in the JSON Schema."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Value = str | Mapping[str, Any] | None
+
+
+def per_op(value: Value) -> Mapping[str, str]:
+    """Return the word of every op and pattern that `value` names."""
+    return value.get("ops", {}) if isinstance(value, Mapping) else {}
+
+
+def is_pattern(name: str) -> bool:
+    """Whether `name` stands for several ops."""
+    return any(sign in name for sign in "*?[")
+
+
+def waits_for_refusal(value: Value) -> bool:
+    """Whether `value` does something only once torch refuses to run a kernel."""
+    named = per_op(value)
+    words = {value} if isinstance(value, str) else set(named.values())
+    return words != {"error"} and all(map(is_pattern, named))
+
+
+class Legal(Protocol):
+    """The legal values of a knob."""
+
+    @property
+    def words(self) -> str:
+        """The legal values in words."""
+
+    def complaint(self, value: Any) -> str:
+        """Return why `value` is illegal, or an empty string."""
+
+    def json_schema(self) -> dict[str, Any]:
+        """Return the JSON Schema of a legal value."""
+
+    def choices(self) -> tuple[str, ...]:
+        """Return the words among which a near match is looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """true or false."""
+
+    words: str = "true or false"
+
+    def complaint(self, value: Any) -> str:
+        return "" if isinstance(value, bool) else "not true or false"
+
+    def json_schema(self) -> dict[str, Any]:
+        return {"type": "boolean"}
+
+    def choices(self) -> tuple[str, ...]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A whole number in a closed range; `high` None means no upper end."""
+
+    low: int = 0
+    high: int | None = None
+
+    @property
+    def words(self) -> str:
+        end = f" to {self.high}" if self.high is not None else " or more"
+        return f"a whole number, {self.low}{end}"
+
+    def complaint(self, value: Any) -> str:
+        if isinstance(value, bool) or not isinstance(value, int):
+            return "not a whole number"
+        if value < self.low or (self.high is not None and value > self.high):
+            return "out of range"
+        return ""
+
+    def json_schema(self) -> dict[str, Any]:
+        end = {} if self.high is None else {"maximum": self.high}
+        return {"type": "integer", "minimum": self.low, **end}
+
+    def choices(self) -> tuple[str, ...]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """One of a few words."""
+
+    values: tuple[str, ...]
+
+    @property
+    def words(self) -> str:
+        return ", ".join(self.values)
+
+    def complaint(self, value: Any) -> str:
+        return "" if isinstance(value, str) and value in self.values else "not a legal value"
+
+    def json_schema(self) -> dict[str, Any]:
+        return {"type": "string", "enum": list(self.values)}
+
+    def choices(self) -> tuple[str, ...]:
+        return self.values
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Text, by a pattern that has to match as a whole."""
+
+    pattern: str
+    words: str
+    because: str = ""
+    """Why another text is refused: what the library that reads it would do with it."""
+
+    ignore_case: bool = False
+    variable: bool = True
+    """Whether it is an environment variable's: there an unquoted number stands for its digits."""
+
+    def complaint(self, value: Any) -> str:
+        if not isinstance(value, str):
+            return "not text"
+        flags = re.IGNORECASE if self.ignore_case else 0
+        if re.fullmatch(self.pattern, value, flags):
+            return ""
+        return self.because or "not a legal value"
+
+    def json_schema(self) -> dict[str, Any]:
+        if not self.variable:
+            return {"type": "string", "pattern": f"^{self.pattern}$"}
+        return {"type": ["string", "integer"], "description": self.words}
+
+    def choices(self) -> tuple[str, ...]:
+        return tuple(self.words.split(", "))
+
+
+@dataclass(frozen=True, slots=True)
+class Digits:
+    """The text of an environment variable that holds a whole number of a closed range."""
+
+    low: int
+    high: int
+    also: tuple[str, ...] = ()
+    """Words that are legal besides numbers."""
+
+    @property
+    def words(self) -> str:
+        return ", ".join([*self.also, f'a whole number of {self.low} to {self.high} such as "1"'])
+
+    def complaint(self, value: Any) -> str:
+        if not isinstance(value, str):
+            return "not text"
+        number = value.isascii() and value.isdigit() and len(value) <= len(str(self.high))
+        in_range = number and self.low <= int(value) <= self.high
+        return "" if in_range or value in self.also else "not a legal value"
+
+    def json_schema(self) -> dict[str, Any]:
+        return {"type": ["string", "integer"], "description": self.words}
+
+    def choices(self) -> tuple[str, ...]:
+        return self.also
+
+
+def _is_text(name: Any) -> bool:
+    return isinstance(name, str)
+
+
+@dataclass(frozen=True, slots=True)
+class MappingOf:
+    """A mapping from names to legal values, each of which may be null."""
+
+    of: Legal
+    words: str
+    no_mapping: str = ""
+    """The complaint about a value that is no mapping."""
+
+    is_name: Callable[[Any], bool] = _is_text
+    no_name: str = ""
+    """The complaint about a key for which `is_name` does not hold."""
+
+    wrong: str = "{why}"
+    """The complaint about the value of a `name`, whose own complaint is `why`."""
+
+    nested: str = ""
+    """The complaint about a mapping in place of a value, where there is more to say."""
+
+    located: bool = True
+    """Whether a message says under which key the wrong value stands."""
+
+    def complaint(self, value: Any) -> str:
+        return self.wrong_part(value)[1]
+
+    def wrong_part(self, value: Any) -> tuple[tuple[str, ...], str]:
+        """Return the keys that lead to the first part of `value` that is wrong, and why it is."""
+        if not isinstance(value, Mapping):
+            return (), self.no_mapping
+        for name, one in value.items():
+            if not self.is_name(name):
+                return (), self.no_name
+            why = "" if one is None else self.of.complaint(one)
+            if why:
+                wrong = self.nested if isinstance(one, Mapping) else ""
+                why = wrong or self.wrong.format(name=name, why=why)
+                return (str(name),) if self.located else (), why
+        return (), ""
+
+    def json_schema(self) -> dict[str, Any]:
+        one = {"anyOf": [self.of.json_schema(), {"type": "null"}]}
+        return {"type": "object", "additionalProperties": one}
+
+    def choices(self) -> tuple[str, ...]:
+        return self.of.choices()
+
+
+@dataclass(frozen=True, slots=True)
+class WordOrMapping:
+    """One word for all, or a mapping from names to words."""
+
+    word: OneOf
+    mapping: MappingOf
+    under: str = ""
+    """The only key of the value under which the mapping stands, if there is one."""
+
+    @property
+    def words(self) -> str:
+        return f"{self.word.words}, or {self.mapping.words}"
+
+    def complaint(self, value: Any) -> str:
+        return self.wrong_part(value)[1]
+
+    def wrong_part(self, value: Any) -> tuple[tuple[str, ...], str]:
+        """Return the keys that lead to the first part of `value` that is wrong, and why it is."""
+        if not isinstance(value, Mapping):
+            return (), self.word.complaint(value)
+        if not self.under:
+            return self.mapping.wrong_part(value)
+        for key, inner in value.items():
+            if key != self.under:
+                return (str(key),), f"unknown key: only `{self.under}` belongs here"
+            place, why = self.mapping.wrong_part(inner)
+            if why:
+                return (key, *place), why
+        return (), ""
+
+    def json_schema(self) -> dict[str, Any]:
+        mapping = self.mapping.json_schema()
+        if self.under:
+            properties = {self.under: mapping}
+            mapping = {"type": "object", "properties": properties, "additionalProperties": False}
+        return {"anyOf": [self.word.json_schema(), mapping]}
+
+    def choices(self) -> tuple[str, ...]:
+        return (*self.mapping.choices(), *filter(None, [self.under]))
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaVersion:
+    """The version of the schema that a profile was written for."""
+
+    newest: int = 1
+
+    @property
+    def words(self) -> str:
+        return str(self.newest)
+
+    def complaint(self, value: Any) -> str:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            return "not the version of a schema"
+        if value > self.newest:
+            return "written for a newer torchrepro: upgrade torchrepro to use it"
+        return ""
+
+    def json_schema(self) -> dict[str, Any]:
+        return {"type": "integer", "enum": [self.newest]}
+
+    def choices(self) -> tuple[str, ...]:
+        return ()
+
+
+ANY_TEXT = Text(r"[^\0]*", "any text without NUL characters")
+SEED = Whole(0, 2**32 - 1)
+DEVICE = Text(r"[a-z_][a-z0-9_]*(:[0-9]{1,4})?", "cpu, cuda, npu, xpu, mps", variable=False)
+DEVICES_OF_MODULES = MappingOf(
+    DEVICE,
+    "a mapping such as {encoder.layer.*: cpu}, of devices such as cpu, cuda or cuda:1",
+    no_mapping="not a mapping of patterns to devices",
+    is_name=lambda name: isinstance(name, str) and name != "",
+    no_name="a key is not the name of a module",
+    wrong="not the name of a device",
+    nested="not a device: write the whole name of a module as one key",
+)
+SEEDS_OF_STREAMS = MappingOf(
+    SEED,
+    "a mapping such as {split: 3}, each a whole number, 0 to 4294967295",
+    no_mapping="not a mapping of streams to seeds",
+    no_name="not a mapping of streams to seeds",
+    wrong="{name}: {why}",
+    located=False,
+)
+_RANK_POLICY = OneOf(("distinct", "same"))
+RANK_POLICIES = WordOrMapping(
+    _RANK_POLICY,
+    MappingOf(
+        _RANK_POLICY,
+        "one of them per mesh dimension as in {dp: distinct}",
+        is_name=lambda _: True,
+        located=False,
+    ),
+)
+_FALLBACK_OF_OP = OneOf(("cpu", "error", "native"))
+FALLBACK = WordOrMapping(
+    OneOf(("error", "cpu")),
+    MappingOf(
+        _FALLBACK_OF_OP,
+        f"per op as in {{ops: {{cumsum: cpu}}}}: {_FALLBACK_OF_OP.words}",
+        no_mapping="not a mapping of ops to words",
+        no_name="not the name of an op",
+    ),
+    under="ops",
+)

@@ -1,0 +1,393 @@
+"""State with several names: float32 precision, inductor's options, variables in effect.
+
+Since torch 2.9 every (backend, operation) has its own setting, and the older booleans
+(`allow_tf32`, `set_float32_matmul_precision`) are views that raise when they no longer fit it
+(https://docs.pytorch.org/docs/stable/notes/cuda.html#tf32). So a write sets the finest name and
+brings the older one into step, which keeps code that still reads the older one working.
+
+Inductor reads its variables once, when it is imported, which takes 0.7 s that a program without
+torch.compile never needs. Until then the variable is the state, and from then on the option is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.knobs.knob import Calls, Effect, Missing, Variable, put_back
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+_FINEST = (  # owners below torch.backends
+    "cuda.matmul",
+    "cudnn.conv",
+    "cudnn.rnn",
+    "mkldnn.matmul",
+    "mkldnn.conv",
+    "mkldnn.rnn",
+)
+_OLDER = {"cuda.matmul": "cuda.matmul", "cudnn.conv": "cudnn", "cudnn.rnn": "cudnn"}
+"""Finest name -> the owner of the older boolean `allow_tf32` that covers it."""
+
+_MATMUL_FITS = {  # older word -> the finest settings of matrix products that it stands for
+    "highest": {"cuda.matmul": "ieee", "mkldnn.matmul": "ieee"},
+    "high": {"cuda.matmul": "tf32", "mkldnn.matmul": "tf32"},
+    "medium": {"cuda.matmul": "tf32", "mkldnn.matmul": "bf16"},
+}
+_CUDNN_FITS = {
+    True: {"cudnn.conv": "tf32", "cudnn.rnn": "tf32"},
+    False: {"cudnn.conv": "ieee", "cudnn.rnn": "ieee"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fp32Precision:
+    """The float32 precision of one operation on one backend, such as ``cudnn.conv``."""
+
+    owner: str
+
+    def read(self) -> Any:
+        value = _finest(self.owner)
+        if value is not None:
+            return value
+        if self.owner not in _OLDER:
+            raise Missing(f"this torch has no torch.backends.{self.owner}.fp32_precision")
+        return "tf32" if _owner(_OLDER[self.owner]).allow_tf32 else "ieee"
+
+    def write(self, value: str) -> None:
+        if _finest(self.owner) is None:
+            _owner(_OLDER[self.owner]).allow_tf32 = value == "tf32"
+            return
+        older = _OLDER.get(self.owner)
+        if older == "cudnn" and import_module("torch").backends.flags_frozen():
+            # The finer setting could be written, and the older name would no longer be readable.
+            raise RuntimeError("cuDNN's flags are frozen by disable_global_flags")
+        _owner(self.owner).fp32_precision = value
+        covered = [_finest(name) for name in _FINEST if _OLDER.get(name) == older]
+        if older and set(covered) == {value} and not _readable(older):
+            settings = _all_finest()
+            _owner(older).allow_tf32 = value == "tf32"
+            _set_finest(settings)
+
+    def save(self) -> Any:
+        self.read()
+        torch = import_module("torch")
+        return (
+            _all_finest(),
+            _older(torch.get_float32_matmul_precision, _MATMUL_FITS),
+            _older(lambda: torch.backends.cudnn.allow_tf32, _CUDNN_FITS),
+        )
+
+    def restore(self, saved: Any) -> None:
+        finest, matmul_precision, cudnn_allow_tf32 = saved
+        settings = _all_finest() | {self.owner: finest[self.owner]}
+        # The older names go first: each of them also moves the finer settings.
+        if _OLDER.get(self.owner) == "cuda.matmul":
+            import_module("torch").set_float32_matmul_precision(matmul_precision)
+        elif _OLDER.get(self.owner) == "cudnn":
+            import_module("torch").backends.cudnn.allow_tf32 = cudnn_allow_tf32
+        _set_finest(settings)
+
+
+def _owner(path: str) -> Any:
+    owner: Any = import_module("torch").backends
+    for part in path.split("."):
+        owner = getattr(owner, part, None)
+    return owner
+
+
+def _finest(path: str) -> Any:
+    return getattr(_owner(path), "fp32_precision", None)
+
+
+def _all_finest() -> dict[str, Any]:
+    return {path: _finest(path) for path in _FINEST}
+
+
+def _set_finest(values: Mapping[str, Any]) -> None:
+    for path, value in values.items():
+        if value is not None:
+            _owner(path).fp32_precision = value
+
+
+def _readable(older: str) -> bool:
+    """Whether torch still reads the older boolean: it raises where the finer ones disagree."""
+    try:
+        _ = _owner(older).allow_tf32
+    except RuntimeError:
+        return False
+    return True
+
+
+def _older(read: Callable[[], Any], fits: Mapping[Any, Mapping[str, str]]) -> Any:
+    """Return what an older name holds, also where torch refuses to say.
+
+    It answers again as soon as the finer settings fit, so they are made to fit each possible
+    value for a moment.
+    """
+    with suppress(RuntimeError):
+        return read()
+    settings = _all_finest()
+    try:
+        for value, fitting in fits.items():
+            _set_finest(fitting)
+            with suppress(RuntimeError):
+                if read() == value:
+                    return value
+    finally:
+        _set_finest(settings)
+    raise RuntimeError("torch does not say which float32 precision its older names hold")
+
+
+_CONFIGS = ("torch.compiler.config", "torch._inductor.config")
+"""Where options live; a newer torch keeps some in the first, for all compilers."""
+
+
+@dataclass(frozen=True, slots=True)
+class InductorVariable(Variable):
+    """A variable with the values 0 and 1 and the option that starts from it."""
+
+    option: str
+
+    def read(self) -> Any:
+        text, option = os.environ.get(self.name), self.present()
+        if option is None and _CONFIGS[-1] in sys.modules:
+            raise Missing(f"this torch's inductor has no {self.option}")
+        return text if option in (None, text == "1") else _text(option)
+
+    def holds(self, value: Any) -> bool:
+        return os.environ.get(self.name) == value and self.present() in (None, value == "1")
+
+    def write(self, value: str) -> None:
+        os.environ[self.name] = value
+        self._set(value == "1", {"default": value == "1"})
+
+    def save(self) -> Any:
+        option = self.present()
+        start = None if option is None else _start(self._config(), self.option)
+        return os.environ.get(self.name), option, start
+
+    def restore(self, saved: Any) -> None:
+        text, option, start = saved
+        put_back(self.name, text)
+        if option is None:  # loaded since, if at all: it started from what is undone now
+            option, start = text == "1", {"default": text == "1"}
+        self._set(option, start)
+
+    def present(self) -> bool | None:
+        """Return the option, or None while the variable can still become it."""
+        config = self._config()
+        return None if config is None else bool(getattr(config, self.option))
+
+    def _config(self) -> Any:
+        loaded = (sys.modules.get(name) for name in _CONFIGS)
+        return next((config for config in loaded if hasattr(config, self.option)), None)
+
+    def _set(self, value: bool, start: Mapping[str, Any]) -> None:  # noqa: FBT001
+        config = self._config()
+        if config is None:
+            return
+        moves = bool(getattr(config, self.option)) != value
+        _start_from(config, self.option, start)
+        if moves:
+            setattr(config, self.option, value)
+
+
+@dataclass(frozen=True, slots=True)
+class InductorSwitch(InductorVariable):
+    """The same state by the option's own values."""
+
+    def read(self) -> Any:
+        if not _inductor_reads(self.name):
+            raise Missing(f"this torch's inductor has no {self.option} mode")
+        return InductorVariable.read(self) == "1"
+
+    def holds(self, value: Any) -> bool:
+        return bool(self.read() == value)
+
+    def write(self, value: bool) -> None:  # type: ignore[override]  # noqa: FBT001
+        InductorVariable.write(self, _text(value))
+
+
+def effect_of(access: InductorVariable) -> Effect:
+    """Return what inductor made of the variable behind `access`."""
+
+    def read() -> bool:
+        option = access.present()
+        if option is None:
+            raise Missing("inductor is not loaded")
+        return option
+
+    return Effect(read, lambda text: text == "1", f"inductor's {access.option} is {{}}")
+
+
+def _text(option: bool) -> str:  # noqa: FBT001 - the value of a boolean option
+    return "1" if option else "0"
+
+
+_START = ("default", "env_value_default", "env_value_force")
+
+
+def _start(config: Any, option: str) -> dict[str, Any]:
+    """Return what every thread starts from with `option`, as torch took it from the variable.
+
+    Private, because what is assigned to an option reaches the present thread only, and an option
+    that its variable forces ignores assignments. Where torch keeps this elsewhere, other threads
+    go on with what was there at the import, and a forced option is seen to be ineffective.
+    """
+    entry = getattr(config, "_config", {}).get(option)
+    return {name: vars(entry)[name] for name in _START if name in getattr(entry, "__dict__", ())}
+
+
+def _start_from(config: Any, option: str, start: Mapping[str, Any]) -> None:
+    """Have every thread start from `start`, as `_start` returns it."""
+    entry = getattr(config, "_config", {}).get(option)
+    if hasattr(entry, "__dict__"):
+        for name in _START:
+            vars(entry).pop(name, None)
+        vars(entry).update(start)
+
+
+@cache
+def _inductor_reads(variable: str) -> bool:
+    """Whether inductor knows `variable`, looked up in its source: importing it takes 0.7 s."""
+    source = Path(str(import_module("torch").__file__)).parent / "_inductor" / "config.py"
+    return source.is_file() and variable in source.read_text(encoding="utf-8")
+
+
+_OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b.*\.so")
+_MAPPED = Path("/proc/self/maps")
+
+
+def _of_torch(read: Callable[[], Any]) -> Callable[[], Any]:
+    """Return `read` for a process that has loaded torch; elsewhere nothing shows."""
+
+    def read_once_loaded() -> Any:
+        if "torch" not in sys.modules:
+            raise Missing("torch is not loaded")
+        return read()
+
+    return read_once_loaded
+
+
+def _hash_secret() -> bytes:
+    """Return what Python mixes into the hash of every text: a private variable of CPython's.
+
+    The flags of `sys` tell a seed of 0 only. Without that variable nobody can tell.
+    """
+    import ctypes
+
+    try:
+        return bytes((ctypes.c_ubyte * 16).in_dll(ctypes.pythonapi, "_Py_HashSecret"))
+    except ValueError:
+        raise Missing("this Python does not show its hash secret") from None
+
+
+def _secret_of(text: str) -> bytes:
+    """Return the secret that a numeric PYTHONHASHSEED comes to (CPython's `lcg_urandom`)."""
+    if not text.isdigit():
+        raise Missing("a random secret is any")
+    state, secret = int(text), bytearray()
+    for _ in range(16 if state else 0):
+        state = (state * 214013 + 2531011) % 2**32
+        secret.append(state >> 16 & 0xFF)
+    return bytes(secret) or bytes(16)
+
+
+def openmp_loaded() -> bool:
+    """Whether a runtime of OpenMP that torch computes with is loaded, where the system tells."""
+    return bool(_openmp_of_torch())
+
+
+def _openmp_of_torch() -> set[str]:
+    """Return the paths of the loaded OpenMP runtimes that torch computes with, or will.
+
+    A library brings a runtime of its own under another name, or shares the one that is there
+    under the name it asks for: so what counts are the names that torch brings.
+    """
+    try:
+        mapped = {line.split(maxsplit=5)[-1] for line in _MAPPED.read_text().splitlines()}
+    except OSError:
+        return set()
+    loaded = {path for path in mapped if _OPENMP.match(Path(path).name)}
+    own = _names_that_torch_brings() if loaded else frozenset()
+    return {path for path in loaded if not own or _stem(path) in own}
+
+
+@cache
+def _names_that_torch_brings() -> frozenset[str]:
+    """Return the names of torch's own OpenMP runtimes; none where the system's is used."""
+    spec = find_spec("torch")
+    folders = [Path(each) for each in (spec.submodule_search_locations or ())] if spec else []
+    places = [place for each in folders for place in (each / "lib", each.parent / "torch.libs")]
+    files = [file for place in places if place.is_dir() for file in place.iterdir()]
+    return frozenset(_stem(file) for file in files if _OPENMP.match(file.name))
+
+
+def _stem(path: str | Path) -> str:
+    return Path(path).name.partition(".so")[0]
+
+
+def _from_openmp(function: str) -> int:
+    """Return what `function` of the loaded OpenMP runtime says."""
+    import ctypes
+
+    mode = os.RTLD_NOW | os.RTLD_NOLOAD
+    runtimes = [ctypes.CDLL(path, mode=mode) for path in _openmp_of_torch()]
+    answers = {int(getattr(runtime, function)()) for runtime in runtimes}
+    if len(answers) != 1:
+        raise Missing("no OpenMP runtime is loaded, or several that disagree")
+    return answers.pop()
+
+
+def _threads() -> int:
+    if "torch" in sys.modules:
+        return int(import_module("torch").get_num_threads())
+    return _from_openmp("omp_get_max_threads")
+
+
+def _threads_of_mkl() -> int:
+    found = re.search(r"mkl_get_max_threads\(\) : (\d+)", _parallel_info())
+    if found is None:
+        raise Missing("this torch has no MKL")
+    return int(found[1])
+
+
+def _parallel_info() -> str:
+    return str(import_module("torch.__config__").parallel_info())
+
+
+def _capability() -> str:
+    found = str(Calls("torch.backends.cpu", "get_cpu_capability", "get_cpu_capability").read())
+    return {"NO AVX": "DEFAULT"}.get(found, found)  # as older torch calls it
+
+
+def of_npu(getter: str, means: Callable[[str], Any], words: str) -> Effect:
+    """Return the effect that torch_npu shows through `getter`."""
+    return Effect(_of_torch(Calls("torch:npu", getter, getter).read), means, words)
+
+
+HASHES = Effect(_hash_secret, _secret_of, "its hashes are not those of this seed")
+OPENMP_THREADS = Effect(_threads, int, "OpenMP has {} threads for torch")
+OPENMP_DYNAMIC = Effect(
+    lambda: bool(_from_openmp("omp_get_dynamic")),
+    lambda text: text.lower() == "true",
+    "dynamic is {} in OpenMP",
+)
+MKL_THREADS = Effect(_of_torch(_threads_of_mkl), int, "MKL has {} threads")
+CAPABILITY = Effect(_of_torch(_capability), str.upper, "torch computes with {} instructions")
+TF32 = Effect(
+    _of_torch(lambda: Fp32Precision("cuda.matmul").read() == "tf32"),
+    lambda text: text == "1",
+    "TF32 is {} for torch's matrix products",
+)

@@ -1,0 +1,184 @@
+"""Locks: written, named, and read back whole."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.errors import ApplyError, ProfileError
+from torchrepro.imports import import_torch
+from torchrepro.manifest.contents import (
+    KINDS,
+    as_text,
+    common_contents,
+    read_contents,
+    secrets_here,
+)
+from torchrepro.messages import Problem, some
+from torchrepro.planner import Plan, make_plan, observe, refusal
+from torchrepro.profile.load import resolve
+from torchrepro.profile.overrides import key_of
+from torchrepro.profile.resolved import Resolved
+from torchrepro.profile.search_path import SUFFIXES
+from torchrepro.redaction import HIDDEN, without_secrets
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torchrepro.report import Report
+
+
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "named": ("profile", "overrides"),
+    "profile": (),
+    "digest": (),
+    "origins": (),
+    "notes": (),
+    "report": ("knobs",),
+    "versions": ("python", "torch"),
+    "hardware": ("system", "machine", "cpu", "threads"),
+    "environment": (),
+    "repository": (),
+    "manifest": (),
+}
+"""Every part that a lock is written with, and what is in it on every machine."""
+
+AGAIN = "lock again: torchrepro lock PROFILE -o FILE"
+
+
+def read_whole(path: Path) -> tuple[str, dict[str, Any]]:
+    """Return what `read_contents` does; a lock that is damaged is refused.
+
+    Raises `ProfileError` for a lock without one of `PARTS`: it would hold a run to less than it
+    was written for.
+    """
+    kind, contents = read_contents(path)
+    if kind == "lock":
+        _refuse_damaged(str(path), contents)
+    return kind, contents
+
+
+def true_digest(contents: Mapping[str, Any]) -> str | None:
+    """Return the digest of the profile that a lock holds; None where some of it is hidden."""
+    profile = contents["profile"]
+    return None if HIDDEN in json.dumps(profile) else Resolved.of(profile).digest
+
+
+def _refuse_damaged(name: str, contents: Mapping[str, Any]) -> None:
+    lacking = list(_lacking(contents))
+    if lacking:
+        what = f"damaged: parts of it are not there: {some(lacking)}"
+        raise ProfileError(Problem(what, name, todo=AGAIN))
+
+
+def _lacking(contents: Mapping[str, Any]) -> Iterator[str]:
+    for part, inner in PARTS.items():
+        if part not in contents:
+            yield part
+        elif isinstance(contents[part], dict):
+            yield from (f"{part}.{key}" for key in inner if key not in contents[part])
+
+
+def from_its_lock(lock: Path, profile: str) -> str:
+    """Return `profile` as the file `lock` names it: a relative path from the lock's own folder."""
+    if not _is_relative_path(profile):
+        return profile
+    try:
+        return Path(os.path.relpath(profile, lock.parent)).as_posix()
+    except ValueError:  # on another drive of Windows there is no way from one to the other
+        return str(Path(profile).absolute())
+
+
+def named_in(lock: Path, named: Any) -> tuple[str, list[str]]:
+    """Return the profile and the overrides that `lock` names, as they are found from here.
+
+    Raises `ProfileError` if it does not name them.
+    """
+    its = named if isinstance(named, dict) else {}
+    profile, overrides = its.get("profile"), its.get("overrides")
+    texts = isinstance(overrides, list) and all(isinstance(text, str) for text in overrides)
+    if not isinstance(profile, str) or not profile or not isinstance(overrides, list) or not texts:
+        raise ProfileError(
+            Problem("damaged: it does not say of which profile it is", str(lock), "named")
+        )
+    return (str(lock.parent / profile) if _is_relative_path(profile) else profile), overrides
+
+
+def refuse_lost(profile: str) -> None:
+    """Raise `ProfileError` for the path of a profile at which there is no file."""
+    if profile.endswith(SUFFIXES) and "://" not in profile and not os.path.exists(profile):  # noqa: PTH110 - never raises
+        raise ProfileError(
+            Problem("the profile's file is not there", found=os.path.normpath(profile))
+        )
+
+
+def _is_relative_path(profile: str) -> bool:
+    is_path = profile.endswith(SUFFIXES) or profile.startswith(("./", "../"))
+    return is_path and "://" not in profile and not os.path.isabs(profile) and profile[0] != "~"  # noqa: PTH117 - the text of a name
+
+
+def write_lock(path: Path, profile: str, overrides: Sequence[str]) -> Report:
+    """Write what a run of `profile` would be here, and return the report on it.
+
+    Imports torch; puts nothing in force. Raises `ProfileError` for a profile that is not valid, an
+    override that holds a secret, and a file that cannot be written or is no lock, and `ApplyError`
+    if a strict profile could not be put in force here.
+    """
+    _refuse_another_file(path)
+    resolved = resolve(profile, overrides)
+    _refuse_secrets(resolved, overrides)
+    named = {"profile": from_its_lock(path, profile), "overrides": list(overrides)}
+    plan = plan_of_a_run(resolved)
+    if plan.stopping:
+        raise ApplyError(refusal(resolved, plan.stopping), plan.report)
+    its = common_contents(resolved, plan.report)
+    for row in its["report"]["knobs"]:
+        del row["before"]  # what this process began with, such as a seed of chance
+    text = as_text({"lock": KINDS["lock"], "named": named, **its})
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ProfileError(
+            Problem(f"the lock cannot be written: {error.strerror}", found=str(path))
+        ) from None
+    return plan.report
+
+
+def plan_of_a_run(resolved: Resolved) -> Plan:
+    """Return the plan for a run of `resolved` that `torchrepro run` starts here; imports torch."""
+    import_torch()
+    return make_plan(resolved, observe(resolved, closed={}))
+
+
+def _refuse_secrets(resolved: Resolved, overrides: Sequence[str]) -> None:
+    """Raise `ProfileError` for an override that a lock could not hold: it would show a secret."""
+    secrets = secrets_here(resolved)
+    for text in overrides:
+        if without_secrets(text, secrets) != text:
+            raise ProfileError(
+                Problem(
+                    "an override with what may be a secret: a lock is shared, and holds none",
+                    key=key_of(text),
+                    todo="put it into the environment of the run instead",
+                )
+            )
+
+
+def _refuse_another_file(path: Path) -> None:
+    """Raise `ProfileError` if there is a file that is no lock: it would be lost."""
+    if not path.exists():
+        return
+    try:
+        kind = read_contents(path)[0]
+    except ProfileError:
+        kind = ""
+    if kind != "lock" and (path.is_dir() or path.stat().st_size):
+        raise ProfileError(
+            Problem(
+                "is there already and is no lock",
+                found=str(path),
+                todo="name another file, or remove it",
+            )
+        )

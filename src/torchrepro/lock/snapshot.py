@@ -1,0 +1,252 @@
+"""A profile, a manifest, a lock or a run directory as one value that can be compared."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.errors import ProfileError
+from torchrepro.lock.lock_file import read_whole
+from torchrepro.manifest.contents import FILE
+from torchrepro.messages import Problem, some
+from torchrepro.profile.composition import flatten
+from torchrepro.profile.load import resolve
+from torchrepro.profile.resolved import plain
+from torchrepro.report import Outcome
+from torchrepro.trace.store import SUFFIX
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torchrepro.profile.resolved import Resolved
+    from torchrepro.trace.reader import Trace
+
+    Section = Mapping[str, Any]
+
+ABSENT_IS_UNSET = ("profile", "knobs", "seeding calls", "environment", "packs")
+"""Sections in which a key that is not there was not set; in others nobody looked."""
+
+OWN = "torchrepro"
+"""The package whose profiles are shipped with this one; its version is told with the others."""
+
+IN_FORCE = (str(Outcome.APPLIED), str(Outcome.UNCHANGED))
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What one of two sides was, section by section; it has only the sections that it tells of."""
+
+    name: str
+    kind: str
+    """``profile``, ``manifest``, ``lock`` or ``recording``."""
+
+    sections: Mapping[str, Section]
+    ranks: Mapping[str, Mapping[str, Section]] = field(default_factory=dict)
+    """The sections of each process of a recording by its name, as in ``rank 1``; `sections` are
+    those of the first."""
+
+    def of_rank(self, rank: str) -> Snapshot:
+        """Return one process of it; what was not recorded by ranks is the same for each."""
+        return Snapshot(self.name, self.kind, self.ranks.get(rank, self.sections))
+
+
+def describe(name: str) -> Snapshot:
+    """Return what `name` was: a profile, or the path of a manifest, a lock or a run directory.
+
+    A name that is both a profile and a folder is the profile; ./NAME is the folder. Raises
+    `ProfileError` or `TraceError` for what cannot be read.
+    """
+    place = Path(name)
+    if place.suffix in (".yaml", ".yml") or name.startswith("pkg://"):
+        return of_profile(name, resolve(name))
+    if os.path.isdir(name) and not _is_profile(name):  # noqa: PTH112 - never raises
+        return _of_folder(name, place)
+    if place.suffix in (".json", ".lock") or os.path.isfile(name):  # noqa: PTH113 - see above
+        return of_contents(name, *read_whole(place))
+    return of_profile(name, resolve(name))
+
+
+def _is_profile(name: str) -> bool:
+    try:
+        resolve(name)
+    except ProfileError:
+        return False
+    return True
+
+
+def of_profile(name: str, resolved: Resolved) -> Snapshot:
+    """Return a profile, which tells of its values and the packs that they come from."""
+    asked = {"digest": resolved.digest, "guarantee": resolved.guarantee}
+    sections = {
+        "profile": flatten(plain(resolved.values)),
+        "packs": _packs({key: origin.to_json() for key, origin in resolved.origins.items()}),
+        "asked": asked,
+    }
+    return Snapshot(name, "profile", sections)
+
+
+def of_contents(name: str, kind: str, contents: Mapping[str, Any]) -> Snapshot:
+    """Return what a manifest or a lock holds; raises `ProfileError` for one that is damaged."""
+    sections: dict[str, Section] = {}
+    for section, (key, read) in READERS.items():
+        if key not in contents:
+            continue
+        try:
+            its = read(contents[key])
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
+            raise ProfileError(Problem("damaged: not what is written there", name, key)) from None
+        if its is not None:
+            sections[section] = its
+    digest = contents.get("digest")
+    if isinstance(digest, str):
+        sections["asked"] = {"digest": digest}
+    return Snapshot(name, kind, sections)
+
+
+def _pairs(value: Any) -> Section:
+    if not isinstance(value, dict):
+        raise TypeError(value)
+    return value
+
+
+def _profile(value: Any) -> Section:
+    return flatten(_pairs(value))
+
+
+def _knobs(report: Any) -> Section:
+    rows = _pairs(report)["knobs"]
+    return {str(row["knob"]): _state(row["outcome"], row["after"]) for row in rows}
+
+
+def _guarantee(report: Any) -> Section | None:
+    """Return the guarantee that was held; older files tell only of the one that was asked for."""
+    its = _pairs(report)["guarantee"]
+    return None if isinstance(its, str) else {"held": str(its["held"])}
+
+
+def _state(outcome: Any, after: Any) -> Any:
+    """Return the value that a knob has in force, or what became of it instead."""
+    return after if outcome in IN_FORCE else str(outcome)
+
+
+def _packs(origins: Any) -> Section:
+    """Return the version of each package that the values come from, or once came from."""
+    found: dict[str, set[str]] = {}
+    for origin in _pairs(origins).values():
+        for each in (origin, *origin["replaced"]):
+            package, _, version = each["package"].partition(" ")
+            found.setdefault(package, set()).add(version)
+    return {
+        package: ", ".join(sorted(versions))
+        for package, versions in found.items()
+        if package not in ("", OWN)
+    }
+
+
+def _seeding_calls(calls: Any) -> Section:
+    return {f"{call['function']} at {call['where']}": call["value"] for call in calls}
+
+
+def _versions(value: Any) -> Section:
+    found = dict(_pairs(value))
+    if isinstance(found.get("python"), str):
+        major, _, rest = found["python"].partition(".")
+        minor, _, patch = rest.partition(".")
+        found |= {"python": f"{major}.{minor}", "python patch": patch}
+    return found
+
+
+def _source(value: Any) -> Section | None:
+    its = _pairs(value)
+    return None if "unknown" in its else its
+
+
+def _started(words: Any) -> Section:
+    return {"command line": " ".join(str(word) for word in words)}
+
+
+READERS: Mapping[str, tuple[str, Callable[[Any], Section | None]]] = {
+    "profile": ("profile", _profile),
+    "packs": ("origins", _packs),
+    "guarantee": ("report", _guarantee),
+    "knobs": ("report", _knobs),
+    "seeding calls": ("seeding_calls", _seeding_calls),
+    "environment": ("environment", _pairs),
+    "versions": ("versions", _versions),
+    "hardware": ("hardware", _pairs),
+    "source": ("repository", _source),
+    "started": ("command_line", _started),
+}
+"""Section -> the key of a manifest that holds it, and how it is read; None says nothing."""
+
+
+def _of_folder(name: str, folder: Path) -> Snapshot:
+    """Return a recording, or the job whose output Hydra has put into `folder`."""
+    from torchrepro.trace.reader import read_run
+
+    manifests = sorted(
+        path for path in (folder / FILE, *folder.glob(f"*/{FILE}")) if path.is_file()
+    )
+    if len(manifests) > 1:
+        todo = f"name one of them: {some([str(path) for path in manifests])}"
+        raise ProfileError(Problem("holds several manifests", found=name, todo=todo))
+    if manifests:
+        return of_contents(name, *read_whole(manifests[0]))
+    jobs = sorted(folder.glob(f"*/.hydra/{FILE}"))
+    if jobs:
+        job = jobs[0].parent.parent
+        raise ProfileError(
+            Problem("holds the jobs of a sweep", found=name, todo=f"name one of them: {job}")
+        )
+    if not any(folder.glob(f"rank*{SUFFIX}")):
+        raise ProfileError(
+            Problem(
+                "holds neither a manifest nor a recording",
+                found=name,
+                todo="name the output folder of a Hydra job, of torchrepro run --record, or of "
+                "torchrepro.log_to",
+            )
+        )
+    traces = read_run(folder, records=False)
+    try:
+        return _of_traces(name, traces)
+    finally:
+        for trace in traces:
+            trace.close()
+
+
+def _of_traces(name: str, traces: Sequence[Trace]) -> Snapshot:
+    """Return what the traces of a run say of the processes that they were taken in."""
+    ranks = {_rank(trace): _sections(trace) for trace in traces}
+    return Snapshot(name, "recording", next(iter(ranks.values())), ranks)
+
+
+def _rank(trace: Trace) -> str:
+    """Return how a process of a run is called, as in ``rank 1``; ``rank 1.1`` is its second."""
+    return f"rank {trace.path.stem.removeprefix('rank')}"
+
+
+def _sections(trace: Trace) -> Mapping[str, Section]:
+    """Return what a trace says of the process that it was taken in."""
+    meta = trace.meta
+    outcomes = _meta(meta, "outcomes")
+    sections: dict[str, Section] = {
+        "versions": _versions(_meta(meta, "versions")),
+        "hardware": _meta(meta, "hardware"),
+        "processes": {"world size": meta.get("world_size")},
+        "started": {"program": str(meta.get("program", ""))},
+    }
+    if meta.get("digest"):
+        sections["asked"] = {key: meta.get(key) for key in ("digest", "guarantee")}
+        sections["knobs"] = {
+            knob: _state(outcomes.get(knob, str(Outcome.APPLIED)), after)
+            for knob, after in _meta(meta, "knobs").items()
+        }
+    return sections
+
+
+def _meta(meta: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    its = meta.get(key)
+    return its if isinstance(its, dict) else {}

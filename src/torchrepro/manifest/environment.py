@@ -1,0 +1,465 @@
+"""What numbers depend on beside the profile: hardware, versions, variables, the commit."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache, partial
+from glob import glob
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.imports import installed_version
+from torchrepro.redaction import HIDDEN, ordinary, url_without_login
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+UNKNOWN = "unknown: "
+"""How a value begins that could not be read; the reason follows."""
+
+
+class NotKnownYetError(Exception):
+    """Nobody can say yet: the library that knows is not loaded, or the device is not in use."""
+
+
+def read_rows(rows: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+    """Return what each of `rows` reads by its name: null for what is not here.
+
+    Rows of which nobody can say anything yet are left out; one that fails is ``unknown: `` and
+    the reason.
+    """
+    found = {}
+    for name, read in rows.items():
+        try:
+            found[name] = read()
+        except NotKnownYetError:
+            continue
+        except Exception as error:  # noqa: BLE001 - a machine that is odd must not fail the run
+            words = str(error).partition("\n")[0]
+            found[name] = f"{UNKNOWN}{type(error).__name__}{f': {words}' if words else ''}"
+    return found
+
+
+def loaded(module: str) -> Any:
+    """Return a module that the program has loaded; raises `NotKnownYetError` for another."""
+    found = sys.modules.get(module)
+    if found is None:
+        raise NotKnownYetError(module)
+    return found
+
+
+_CPUINFO = Path("/proc/cpuinfo")
+_NVIDIA = "/proc/driver/nvidia/gpus/*/information"
+_OTHER_GPUS = "/dev/[dk][xf][gd]"  # dxg is Windows' GPU in WSL, kfd is AMD's driver
+_ASCEND = "/dev/davinci[0-9]*"
+_ENOUGH = 8192  # characters of cpuinfo that hold the first CPU whole
+_OF_ARM = ("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision")
+_FEATURE = re.compile(r"avx\w*|amx\w*|fma\w*|sve\w*|asimd\w*|bf16|i8mm|f16c")
+
+
+def hardware() -> dict[str, Any]:
+    """Return everything in `ROWS` by its name, null where it is not here.
+
+    Initialises no device: GPUs are those that the driver shows, and what only torch can tell is
+    left out until the program has loaded it. Reading goes as `read_rows` says.
+    """
+    return read_rows(HARDWARE)
+
+
+@cache
+def _first_cpu() -> Mapping[str, str]:
+    """Return what Linux says of its first CPU: https://man7.org/linux/man-pages/man5/proc.5.html."""
+    try:
+        with _CPUINFO.open(encoding="utf-8", errors="replace") as file:
+            text = file.read(_ENOUGH)
+    except OSError:
+        return {}
+    lines = text.partition("\n\n")[0].splitlines()
+    return {name.strip(): its.strip() for name, _, its in (line.partition(":") for line in lines)}
+
+
+def cpu_model() -> str | None:
+    """Return what the CPU calls itself, or None where the system does not tell."""
+    its = _first_cpu()
+    numbers = " ".join(its[name] for name in _OF_ARM if name in its)
+    return its.get("model name") or numbers or platform.processor() or None
+
+
+def _family() -> str | None:
+    its = _first_cpu()
+    numbers = [its.get(name, "") for name in ("vendor_id", "cpu family", "model", "stepping")]
+    return " ".join(numbers).strip() or None
+
+
+def _features() -> str | None:
+    its = _first_cpu()
+    flags = its.get("flags") or its.get("Features") or ""
+    return " ".join(sorted(filter(_FEATURE.fullmatch, flags.split()))) or None
+
+
+def _instruction_set() -> Any:
+    return loaded("torch").backends.cpu.get_cpu_capability()
+
+
+def _gpus() -> list[str]:
+    """Return the models of the GPUs: as the NVIDIA driver shows them, or torch that uses them."""
+    files = [Path(file) for file in sorted(glob(_NVIDIA))]  # noqa: PTH207 - of a pattern
+    named = [re.search(r"Model:\s*(.+)", file.read_text(encoding="utf-8")) for file in files]
+    return [match[1].strip() for match in named if match] or _in_use("cuda", _OTHER_GPUS)
+
+
+def _npus() -> list[str]:
+    return _in_use("npu", _ASCEND)
+
+
+def _in_use(kind: str, signs: str) -> list[str]:
+    """Return the models of the devices that torch uses.
+
+    Raises `NotKnownYetError` if it uses none although there are `signs` of some.
+    """
+    module = getattr(sys.modules.get("torch"), kind, None)
+    if module is not None and module.is_initialized():
+        return [module.get_device_name(index) for index in range(module.device_count())]
+    if glob(signs):  # noqa: PTH207 - of a pattern
+        raise NotKnownYetError(kind)
+    return []
+
+
+def _together(names: list[str]) -> str | None:
+    return ", ".join(sorted(set(names))) or None
+
+
+HARDWARE: Mapping[str, Callable[[], Any]] = {
+    "system": platform.system,
+    "machine": platform.machine,
+    "cpu": cpu_model,
+    "cpu family": _family,
+    "cpu features": _features,
+    "instruction set": _instruction_set,
+    "cpus": os.cpu_count,
+    "threads": lambda: loaded("torch").get_num_threads(),
+    "interop threads": lambda: loaded("torch").get_num_interop_threads(),
+    "gpu": lambda: _together(_gpus()),
+    "gpus": lambda: len(_gpus()),
+    "npu": lambda: _together(_npus()),
+    "npus": lambda: len(glob(_ASCEND)) or len(_npus()),  # noqa: PTH207 - of a pattern
+}
+"""Name -> how it is read; a further piece of hardware is a further row."""
+
+
+PACKAGES = ("torchrepro", "torch", "torch_npu", "numpy", "hydra-core", "omegaconf", "pydantic")
+"""Those on which the effect of a profile depends."""
+
+LIBRARIES = (
+    *("triton", "torchvision", "torchaudio", "torchdata", "scipy", "scikit-learn", "pandas"),
+    *("mkl", "transformers", "tokenizers", "datasets", "accelerate", "peft", "safetensors"),
+    *("lightning", "pytorch-lightning", "deepspeed", "megatron-core", "flash-attn", "xformers"),
+    *("transformer-engine", "apex", "timm", "bitsandbytes", "cupy-cuda12x", "tensorflow", "jax"),
+)
+"""Libraries that often take part in computing numbers."""
+
+
+_installed = cache(installed_version)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that a profile's effect depends on."""
+    found = {name: VERSIONS[name]() for name in ("python", *PACKAGES)}
+    return {name: its for name, its in found.items() if its is not None}
+
+
+def software() -> dict[str, Any]:
+    """Return the version of everything in `ROWS` by its name, null where it is not installed.
+
+    Imports nothing and initialises no device: what only a library can tell is left out until the
+    program has loaded it. Reading goes as `read_rows` says.
+    """
+    return read_rows(VERSIONS)
+
+
+def _built_for(name: str) -> Any:
+    return getattr(loaded("torch").version, name, None)
+
+
+def _cudnn() -> Any:
+    number = loaded("torch").backends.cudnn.version()
+    return number and str(number)
+
+
+def _nccl() -> str | None:
+    """Return the version of the NCCL that torch runs with.
+
+    Private (``_nccl_version``), because the public `torch.cuda.nccl.version` is not there in a
+    torch without NCCL and says so by an AttributeError; where it is gone there is no answer.
+    """
+    ask = getattr(getattr(loaded("torch"), "_C", None), "_nccl_version", None)
+    if ask is None:
+        return None
+    number = int(ask())  # https://github.com/pytorch/pytorch, torch/cuda/nccl.py: three parts
+    return f"{number >> 32}.{(number >> 16) & 65535}.{number & 65535}"
+
+
+def _cann() -> Any:
+    if _installed("torch_npu") is None:
+        return None
+    loaded("torch_npu")
+    ask = getattr(getattr(loaded("torch").npu, "utils", None), "get_cann_version", None)
+    return ask and ask("RUNTIME")
+
+
+def _first_line_of(path: str) -> str | None:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - in /sys
+            return file.readline(200).strip()
+    except FileNotFoundError:
+        return None
+
+
+def _in_build(pattern: str) -> str | None:
+    """Return what `pattern` finds in what torch says of its build."""
+    match = re.search(pattern, loaded("torch").__config__.show())
+    return match and match[1]
+
+
+def _numpy_blas() -> str:
+    blas = loaded("numpy").show_config(mode="dicts")["Build Dependencies"]["blas"]
+    return f"{blas['name']} {blas['version']}"
+
+
+VERSIONS: Mapping[str, Callable[[], Any]] = {
+    "python": platform.python_version,
+    "python implementation": platform.python_implementation,
+    **{package: partial(_installed, package) for package in (*PACKAGES, *LIBRARIES)},
+    "cuda": partial(_built_for, "cuda"),
+    "hip": partial(_built_for, "hip"),
+    "torch commit": partial(_built_for, "git_version"),
+    "cudnn": _cudnn,
+    "nccl": _nccl,
+    "cuda driver": partial(_first_line_of, "/sys/module/nvidia/version"),
+    "npu driver": partial(_first_line_of, "/usr/local/Ascend/driver/version.info"),
+    "cann": _cann,
+    "blas": partial(_in_build, r"BLAS_INFO=([^,\s]+)"),
+    "blas of torch": partial(_in_build, r"Math Kernel Library Version ([\w.\-]+)"),
+    "onednn": partial(_in_build, r"(?:MKL-DNN|oneDNN) (v[\w.]+)"),
+    "blas of numpy": _numpy_blas,
+    "libc": lambda: " ".join(platform.libc_ver()).strip(),
+    "kernel": platform.release,
+}
+"""Name -> how it is read; a further piece of software is a further row."""
+
+
+DISPATCH = "https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html"
+HINTS = "https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_isa_hints.html"
+FPMATH = "https://uxlfoundation.github.io/oneDNN/dev_guide_attributes_fpmath_mode.html"
+MKL = "https://www.intel.com/content/www/us/en/docs/onemkl/developer-guide-linux/current/"
+OPENMP = "https://www.openmp.org/spec-html/5.0/openmpse50.html"
+LIBOMP = "https://openmp.llvm.org/design/Runtimes.html"
+LIBGOMP = "https://gcc.gnu.org/onlinedocs/libgomp/Environment-Variables.html"
+OPENBLAS = "https://www.openmathlib.org/OpenBLAS/docs/runtime_variables/"
+BLOCKS = "https://github.com/OpenMathLib/OpenBLAS/blob/develop/driver/others/parameter.c"
+NUMPY = "https://numpy.org/doc/stable/reference/simd/build-options.html"
+TORCH = "https://docs.pytorch.org/docs/stable/torch_environment_variables.html"
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A variable that a manifest may record although no profile has a key for it."""
+
+    name: str
+    why: str
+    """How it steers numbers."""
+
+    source: str
+
+
+_LIMIT = "oneDNN takes no kernels above this instruction set"
+_WIDTH = "oneDNN prefers kernels of this vector width"
+_BOUND = "Bound threads, and processes below them, may see fewer CPUs and so be fewer"
+_DEVICES = "Which devices there are, and which of several models comes first"
+
+VARIABLES: tuple[Variable, ...] = (
+    Variable("ONEDNN_MAX_CPU_ISA", _LIMIT, DISPATCH),
+    Variable("DNNL_MAX_CPU_ISA", f"{_LIMIT}; its older name", DISPATCH),
+    Variable("ONEDNN_CPU_ISA_HINTS", _WIDTH, HINTS),
+    Variable("DNNL_CPU_ISA_HINTS", f"{_WIDTH}; its older name", HINTS),
+    Variable("DNNL_DEFAULT_FPMATH_MODE", "How far oneDNN may round; its older name", FPMATH),
+    Variable(
+        "MKL_ENABLE_INSTRUCTIONS",
+        "MKL takes the kernels of this instruction set",
+        f"{MKL}instruction-set-specific-dispatch-on-intel-archs.html",
+    ),
+    Variable(
+        "MKL_DEBUG_CPU_TYPE",
+        "MKL up to 2020.0 takes the kernels of another CPU, as on AMD",
+        "https://en.wikipedia.org/wiki/Math_Kernel_Library",
+    ),
+    Variable(
+        "MKL_DOMAIN_NUM_THREADS",
+        "Threads of MKL for each kind of function",
+        f"{MKL}mkl-domain-num-threads.html",
+    ),
+    Variable(
+        "MKL_NUM_STRIPES",
+        "MKL divides a matrix product among its threads in this way",
+        f"{MKL}improving-performance-with-threading.html",
+    ),
+    Variable(
+        "MKL_THREADING_LAYER",
+        "The threads that MKL computes with, or none",
+        f"{MKL}dynamic-select-the-interface-and-threading-layer.html",
+    ),
+    Variable("OMP_THREAD_LIMIT", "The most threads that OpenMP starts", OPENMP),
+    Variable("OMP_NESTED", "Parallel regions within others have threads of their own", OPENMP),
+    Variable("OMP_MAX_ACTIVE_LEVELS", "How deep parallel regions have threads", OPENMP),
+    Variable("OMP_PROC_BIND", _BOUND, OPENMP),
+    Variable("OMP_PLACES", _BOUND, OPENMP),
+    Variable("GOMP_CPU_AFFINITY", _BOUND, LIBGOMP),
+    Variable("KMP_AFFINITY", _BOUND, LIBOMP),
+    Variable("KMP_HW_SUBSET", "The cores, and so the threads, that OpenMP takes", LIBOMP),
+    Variable("KMP_ALL_THREADS", "The most threads that OpenMP starts", LIBOMP),
+    Variable("KMP_DEVICE_THREAD_LIMIT", "The most threads that OpenMP starts", LIBOMP),
+    Variable(
+        "KMP_DETERMINISTIC_REDUCTION",
+        "OpenMP adds up what its threads found in a fixed order",
+        "https://github.com/llvm/llvm-project/blob/main/openmp/runtime/src/kmp_settings.cpp",
+    ),
+    Variable(
+        "KMP_FORCE_REDUCTION",
+        "How OpenMP adds up what its threads found",
+        "https://github.com/llvm/llvm-project/blob/main/openmp/runtime/src/kmp_settings.cpp",
+    ),
+    Variable("OPENBLAS_NUM_THREADS", "Threads of OpenBLAS, as in NumPy", OPENBLAS),
+    Variable("OPENBLAS_CORETYPE", "OpenBLAS takes the kernels of this CPU", OPENBLAS),
+    Variable("GOTO_NUM_THREADS", "Threads of OpenBLAS; an older name", OPENBLAS),
+    Variable("OPENBLAS_L2_SIZE", "OpenBLAS divides a product into blocks for this cache", BLOCKS),
+    Variable("OPENBLAS_BLOCK_FACTOR", "OpenBLAS divides a product into larger blocks", BLOCKS),
+    Variable("NPY_DISABLE_CPU_FEATURES", "NumPy takes no kernels of these instructions", NUMPY),
+    Variable("NPY_ENABLE_CPU_FEATURES", "NumPy takes kernels of these instructions only", NUMPY),
+    Variable(
+        "GLIBC_TUNABLES",
+        "glibc.cpu.hwcaps decides which exp, log and sin the C library takes",
+        "https://www.gnu.org/software/libc/manual/html_node/Hardware-Capability-Tunables.html",
+    ),
+    Variable("TORCH_BLAS_PREFER_CUBLASLT", "Matrix products by cuBLASLt, not cuBLAS", TORCH),
+    Variable("TORCH_LINALG_PREFER_CUSOLVER", "Linear algebra by cuSOLVER, not MAGMA", TORCH),
+    Variable(
+        "CUBLASLT_WORKSPACE_SIZE",
+        "The workspace of cuBLASLt, on which its choice of kernels depends",
+        "https://docs.pytorch.org/docs/stable/notes/cuda.html",
+    ),
+    Variable(
+        "WORLD_SIZE",
+        "How many processes train together",
+        "https://docs.pytorch.org/docs/stable/elastic/run.html",
+    ),
+    Variable(
+        "CUDA_VISIBLE_DEVICES",
+        _DEVICES,
+        "https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html",
+    ),
+    Variable(
+        "ASCEND_RT_VISIBLE_DEVICES",
+        _DEVICES,
+        "https://www.hiascend.com/document",
+    ),
+    Variable(
+        "HIP_VISIBLE_DEVICES",
+        _DEVICES,
+        "https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html",
+    ),
+    Variable(
+        "ROCR_VISIBLE_DEVICES",
+        _DEVICES,
+        "https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html",
+    ),
+)
+"""A further variable is a further row."""
+
+
+TIMEOUT = 2.0
+"""Seconds that git may take for an answer; a manifest is written while a job starts."""
+
+_QUIET = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
+_RUN_NOTHING = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
+_STATUS = ("status", "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules")
+_DIFF = ("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--ignore-submodules")
+
+
+def repository() -> dict[str, Any]:
+    """Return commit, number of changed files, digest of the changes, and where it came from.
+
+    The working tree is that of the program's script, or the one this process is in. Files that git
+    does not track count as no change, because runs write such files. Where git has no answer there
+    is one key, ``unknown``, with the reason. Runs the git program once per process and folder; it
+    writes nothing, and is kept from hooks, file monitors and external diffs
+    (https://git-scm.com/docs/git#_environment_variables).
+    """
+    return dict(_repository(_folder()))
+
+
+def _folder() -> str:
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    place = Path(script).absolute().parent if script else None
+    installed = place is not None and place.is_relative_to(sys.prefix)
+    return str(place) if place is not None and not installed else str(Path.cwd())
+
+
+@cache
+def _repository(folder: str) -> dict[str, Any]:
+    try:
+        status = _git(folder, *_STATUS).decode(errors="replace").splitlines()
+        heads = dict(line[2:].partition(" ")[::2] for line in status if line.startswith("# "))
+        changed = sum(not line.startswith("#") for line in status)
+        found = {"commit": heads.get("branch.oid", ""), "changed_files": changed}
+        if changed:
+            found["changes"] = hashlib.sha256(_git(folder, *_DIFF)).hexdigest()[:16]
+        return {**found, "remotes": _remotes(folder)}
+    except subprocess.TimeoutExpired:
+        return {"unknown": f"git took longer than {TIMEOUT:g} s"}
+    except FileNotFoundError:
+        return {"unknown": "git is not installed"}
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        return {"unknown": _reason(error)}
+
+
+def _git(folder: str, *words: str) -> bytes:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    return subprocess.run(  # noqa: S603 - the words are those above
+        ["git", *_RUN_NOTHING, "-C", folder, *words],  # noqa: S607 - the git that the user has
+        env={**environment, **_QUIET},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=TIMEOUT,
+        check=True,
+    ).stdout
+
+
+def _remotes(folder: str) -> list[str]:
+    """Return the URLs that the repository is fetched from, without what logs in there."""
+    lines = _git(folder, "remote", "-v").decode(errors="replace").splitlines()
+    urls = {line.split("\t")[1].removesuffix(" (fetch)") for line in lines if "(fetch)" in line}
+    return sorted(_shown(url) for url in urls)
+
+
+def _shown(url: str) -> str:
+    if "://" in url:
+        return url_without_login(url)
+    place = url.rpartition("@")[2]  # as in user@host:path
+    return place if ordinary(place) else HIDDEN
+
+
+def _reason(error: Exception) -> str:
+    """Return why git did not answer, in words that hold nothing of what it said."""
+    said = getattr(error, "stderr", b"") or b""
+    if b"not a git repository" in said:
+        return "not in a git repository"
+    if b"dubious ownership" in said:
+        return "git does not trust the repository: another user owns it"
+    return f"git failed ({type(error).__name__})"

@@ -1,0 +1,289 @@
+"""Dropout as the identity, for every caller in the process.
+
+A stand-in at the composite ops reaches modules, functions, names imported earlier, recurrent
+layers and attention alike; one at `native_dropout` what compiled and scripted code calls; kernels
+that drop inside a larger computation are given a probability of 0
+(https://docs.pytorch.org/docs/stable/library.html).
+
+A mask that a module writes by hand looks like any other random number: nothing is assumed about
+it, it is named. Code that inductor has compiled draws inside kernels of its own, unseen here.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.callers import package
+from torchrepro.policies import dropout_masks
+from torchrepro.policies.interpose import (
+    Place,
+    can_be_interposed,
+    has_kernel,
+    interpose,
+    op_names,
+    ops_named,
+    override,
+    random_ops,
+    withdraw,
+)
+from torchrepro.policies.policy import Toggle, count
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import ExitStack
+    from types import FrameType
+
+
+_COMPOSITE_KEYS = (
+    "CompositeImplicitAutograd",
+    "FuncTorchDynamicLayerFrontMode",  # torch.func takes these ops apart itself
+    "FuncTorchVmapMode",
+    "PrivateUse1",
+    "AutogradPrivateUse1",
+)
+"""Where an op that torch makes of other ops can have a kernel of its own."""
+
+_KERNEL_KEYS = ("Autograd", "FuncTorchVmapMode", "AutogradPrivateUse1")
+"""Where an op with kernels is met by calls that autograd follows, as compiled ones."""
+
+PROBABILITIES = {
+    "dropout_p": 0.0,
+    "dropout": 0.0,
+    "dropout_prob": 0.0,
+    "keep_prob": 1.0,
+}
+"""Arguments of larger kernels that drop inside, and the value with which they drop nothing."""
+
+OF_ASCEND = {"p": 0.0, "prob": 0.0}
+"""The same for the ops of torch_npu that have dropout in their name."""
+
+_NAMESPACES = ("aten::", "npu::")
+
+
+def _identity(tensor: Any, p: float, train: bool) -> Any:  # noqa: FBT001 - aten's schema
+    _check(p)
+    # A copy, because code after dropout may write to its result in place.
+    return tensor.clone() if p and train else tensor
+
+
+def _identity_in_place(tensor: Any, p: float, train: bool) -> Any:  # noqa: FBT001 - aten's schema
+    _check(p)
+    return tensor
+
+
+def _check(p: float) -> None:
+    if not 0 <= p <= 1:  # torch checks it here as well, in these words
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
+
+
+def _identity_and_mask(tensor: Any, p: float, train: bool | None = True) -> Any:  # noqa: FBT001, FBT002
+    torch = import_module("torch")
+    return tensor.clone(), torch.ones_like(tensor, dtype=torch.bool)
+
+
+def _identity_and_bytes(tensor: Any, p: float, generator: Any = None) -> Any:
+    torch = import_module("torch")
+    return tensor.clone(), torch.ones_like(tensor, dtype=torch.uint8)
+
+
+def _gradient_unchanged(gradient: Any, mask: Any, scale: float) -> Any:
+    # TorchScript saves a mask of ones and asks for 1 / (1 - p) times the gradient.
+    return gradient.clone()
+
+
+def _rrelu(tensor: Any, lower: float = 1 / 8, upper: float = 1 / 3, *rest: Any, **more: Any) -> Any:
+    return import_module("torch").nn.functional.leaky_relu(tensor, (lower + upper) / 2)
+
+
+def _rrelu_in_place(
+    tensor: Any, lower: float = 1 / 8, upper: float = 1 / 3, *rest: Any, **more: Any
+) -> Any:
+    return import_module("torch").nn.functional.leaky_relu_(tensor, (lower + upper) / 2)
+
+
+def _slopes(tensor: Any, lower: float = 1 / 8, upper: float = 1 / 3, *rest: Any) -> Any:
+    """Return what backward multiplies a gradient with, as torch keeps it in `noise`."""
+    torch = import_module("torch")
+    with torch.no_grad():
+        return torch.ones_like(tensor).masked_fill_(tensor <= 0, (lower + upper) / 2)
+
+
+def _rrelu_with_noise(tensor: Any, noise: Any, *rest: Any, **more: Any) -> Any:
+    noise.copy_(_slopes(tensor, *rest))
+    return _rrelu(tensor, *rest)
+
+
+def _rrelu_with_noise_in_place(tensor: Any, noise: Any, *rest: Any, **more: Any) -> Any:
+    noise.copy_(_slopes(tensor, *rest))
+    return _rrelu_in_place(tensor, *rest)
+
+
+def _rrelu_with_noise_functional(tensor: Any, noise: Any, *rest: Any, **more: Any) -> Any:
+    return _rrelu(tensor, *rest), _slopes(tensor, *rest)
+
+
+COMPOSITE: dict[str, Callable[..., Any]] = {
+    "dropout": _identity,
+    "feature_dropout": _identity,
+    "alpha_dropout": _identity,
+    "feature_alpha_dropout": _identity,
+    "dropout_": _identity_in_place,
+    "feature_dropout_": _identity_in_place,
+    "alpha_dropout_": _identity_in_place,
+    "feature_alpha_dropout_": _identity_in_place,
+    "rrelu": _rrelu,
+    "rrelu_": _rrelu_in_place,
+}
+"""Ops that torch makes of other ops, and what stands in for them."""
+
+WITH_KERNELS: dict[str, Callable[..., Any]] = {
+    "native_dropout": _identity_and_mask,
+    "native_dropout_backward": _gradient_unchanged,
+    "_fused_dropout": _identity_and_bytes,
+    "rrelu_with_noise": _rrelu_with_noise,
+    "rrelu_with_noise_": _rrelu_with_noise_in_place,
+    "rrelu_with_noise_functional": _rrelu_with_noise_functional,
+}
+"""Ops with kernels of their own, and what stands in for them."""
+
+
+def override_dropout() -> list[Callable[[], None]]:
+    """Put the stand-ins in the place of torch's dropout; return the calls that undo it."""
+    undo: list[Callable[[], None]] = []
+    for table, keys in ((COMPOSITE, _COMPOSITE_KEYS), (WITH_KERNELS, _KERNEL_KEYS)):
+        for name, stand_in in table.items():
+            undo += _overridden(name, partial(_instead, stand_in), keys)
+    for name, stand_in in WITH_KERNELS.items():
+        undo += [_interposed(op, partial(_instead, stand_in)) for op in ops_named(f"aten::{name}")]
+    undo += [_interposed(op, partial(_without, places)) for op, places in _larger_kernels()]
+    return [*undo, *map(_replaced_in_python, ops_named(*(f"aten::{name}" for name in COMPOSITE)))]
+
+
+def _overridden(
+    name: str, stand_in: Callable[..., Any], keys: tuple[str, ...]
+) -> list[Callable[[], None]]:
+    """Put `stand_in` at each of `keys` at which the op has a kernel; return what undoes it."""
+    ops = tuple(ops_named(f"aten::{name}"))
+    return [override(op, key, stand_in) for op in ops for key in keys if has_kernel(op, key)]
+
+
+def _interposed(op: Any, around: Callable[..., Any]) -> Callable[[], None]:
+    interpose(op, Place.DROPOUT, around)
+    return partial(withdraw, op, Place.DROPOUT)
+
+
+def _instead(
+    stand_in: Callable[..., Any], proceed: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    return stand_in(*args, **kwargs)
+
+
+def _larger_kernels() -> Iterator[tuple[Any, tuple[tuple[int, str, float], ...]]]:
+    """Yield every kernel that drops inside, with the arguments that say so."""
+    names = (name for name in op_names() if name.startswith(_NAMESPACES))
+    for op in ops_named(*names):
+        of_ascend = op.name().startswith("npu::") and "dropout" in op.name()
+        neutral = {**PROBABILITIES, **(OF_ASCEND if of_ascend else {})}
+        places = tuple(
+            (position, argument.name, neutral[argument.name])
+            for position, argument in enumerate(op._schema.arguments)  # noqa: SLF001 - the schema has no public reader
+            if argument.name in neutral and str(argument.type) == "float"
+        )
+        if places and can_be_interposed(op):
+            yield op, places
+
+
+def _without(
+    places: tuple[tuple[int, str, float], ...],
+    proceed: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call a larger kernel with a probability that drops nothing."""
+    positional = list(args)
+    for position, name, neutral in places:
+        if position < len(positional):
+            positional[position] = neutral
+        elif name in kwargs:
+            kwargs[name] = neutral
+    return proceed(*positional, **kwargs)
+
+
+def _replaced_in_python(op: Any) -> Callable[[], None]:
+    """Put the stand-in where torch.compile looks before the dispatcher; return its undo.
+
+    Private (``OpOverload.py_kernels``): the decompositions that torch writes in Python outrank
+    its dispatcher while code is traced, and there is no public way to replace one. Where they are
+    gone, nothing outranks the override.
+    """
+    kernels: dict[Any, Any] = getattr(op, "py_kernels", {})
+    before = {key: kernel for key, kernel in kernels.items() if str(key) != "DispatchKey.Meta"}
+
+    def put(present: dict[Any, Any]) -> None:
+        kernels.update(present)
+        getattr(op, "_dispatch_cache", {}).clear()
+
+    stand_in = COMPOSITE[op.name().partition("::")[2]]
+    put(dict.fromkeys(before, stand_in))
+    return partial(put, before)
+
+
+POLICY = "dropout"
+_inside = threading.local()
+
+
+def count_random_ops() -> None:
+    """Begin to count the random ops that run; changes torch's dispatcher."""
+    for op in filter(_draws_whatever_happens, random_ops()):
+        interpose(op, Place.RANDOM_OPS, partial(_count, op.name()))
+
+
+def stop_counting() -> None:
+    """Count no longer."""
+    for op in random_ops():
+        withdraw(op, Place.RANDOM_OPS)
+
+
+def _draws_whatever_happens(op: Any) -> bool:
+    """Whether a call of `op` draws: dropout, and what drops inside, draws nothing when zeroed."""
+    packet = op.name().partition("::")[2].partition(".")[0]
+    arguments = {argument.name for argument in op._schema.arguments}  # noqa: SLF001 - the schema has no public reader
+    return packet not in WITH_KERNELS and arguments.isdisjoint(PROBABILITIES)
+
+
+def _count(name: str, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if getattr(_inside, "op", False):
+        return proceed(*args, **kwargs)  # a random op that is made of another is one
+    _inside.op = True
+    try:
+        count(POLICY, name, "drew random numbers", _caller(sys._getframe(1)))  # noqa: SLF001 - the stack has no other door
+        return proceed(*args, **kwargs)
+    finally:
+        _inside.op = False
+
+
+def _caller(frame: FrameType | None) -> str:
+    """Return ``module.function:line`` of the nearest caller outside of torch."""
+    while frame is not None:
+        # Code that torch generates belongs to no module.
+        if package(frame) not in ("torch", "torchrepro", ""):
+            return f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "torch itself"
+
+
+def _zero(undo: ExitStack) -> None:
+    for call in override_dropout():
+        undo.callback(call)
+    undo.callback(dropout_masks.restore)
+    dropout_masks.zero()
+    undo.callback(stop_counting)
+    count_random_ops()
+
+
+policy = Toggle("keep", "zero", "dropout zero", _zero)
+"""Whether dropout is zeroed: `keep` leaves torch alone, `zero` overrides its dropout."""

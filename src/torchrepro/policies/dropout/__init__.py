@@ -1,1 +1,0 @@
-"""Dropout as the identity."""

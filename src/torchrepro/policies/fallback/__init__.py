@@ -1,1 +1,0 @@
-"""What becomes of ops without a deterministic kernel."""

@@ -1,1 +1,0 @@
-"""Random numbers for devices, drawn on the host."""

@@ -1,0 +1,356 @@
+"""Standing between torch's dispatcher and the kernels of single ops, for every caller.
+
+Torch hands such a number to C++ as a tensor that does not take part in type promotion
+(https://docs.pytorch.org/docs/stable/tensor_attributes.html#type-promotion-doc), and to a function
+in Python as a plain number, which the kernels then refuse.
+
+On its way to a kernel a call passes the dispatch key BackendSelect: below autograd, which keeps
+its formulas, and above the kernels of every device
+(https://github.com/pytorch/pytorch/wiki/PyTorch-dispatcher-walkthrough). A function registered
+there for one op (https://docs.pytorch.org/docs/stable/library.html) sees the calls of Python, of
+C++ and of backward alike, may change them, and hands them on. Other ops are not touched and cost
+what they did.
+
+A registration stays once it is made, and hands every call on where no policy wants it any longer.
+Taking one back would free a kernel that another thread may be running at that moment: torch gives
+up its interpreter lock within an op, and its dispatcher has no lock of its own for kernels.
+
+An op has overloads: ``aten::median`` has ``aten::median.dim``, and others that take ``out=``
+(https://docs.pytorch.org/docs/stable/library.html). A name without an overload means all of them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cache, partial, wraps
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.errors import ProfileError
+from torchrepro.fork_safety import fork_safe_lock
+from torchrepro.messages import Problem, near
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+def with_tensors(op: Any, around: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `around`, a function in front of the overload `op`, with tensors where `op` has them.
+
+    A number is given the type that makes the result what torch's own promotion makes it.
+    """
+    schema = op._schema.arguments  # noqa: SLF001 - a schema has no public reader
+    places = [place for place, argument in enumerate(schema) if str(argument.type) == "Tensor"]
+    if len(places) < 2:  # noqa: PLR2004 - a number stands beside a tensor
+        return around
+
+    @wraps(around)
+    def changed(proceed: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        found = [args[place] for place in places if place < len(args)]
+        if any(isinstance(value, int | float | complex) for value in found):
+            tensors = [value for value in found if hasattr(value, "dtype")]
+            args = tuple(
+                _tensor(value, tensors) if place in places else value
+                for place, value in enumerate(args)
+            )
+        return around(proceed, *args, **kwargs)
+
+    return changed
+
+
+def _tensor(value: Any, tensors: list[Any]) -> Any:
+    """Return the number `value`, which stands beside `tensors`, as one; anything else as it is."""
+    if not isinstance(value, int | float | complex):
+        return value
+    torch = import_module("torch")
+    wide = torch.tensor(value, dtype=_widest(torch)[type(value)])
+    if not tensors:
+        return wide
+    beside = max(tensors, key=lambda tensor: bool(tensor.dim()))
+    together = torch.result_type(beside, value)
+    return wide if together == beside.dtype and beside.dim() else wide.to(together)
+
+
+def _widest(torch: Any) -> dict[type, Any]:
+    return {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+
+
+_KEY = "BackendSelect"
+_IN_PIECES = ("CompositeImplicitAutograd", _KEY)
+"""Keys whose kernels call other ops before BackendSelect is reached, or at it."""
+
+
+class Place(IntEnum):
+    """Which of several functions at one op is asked first; the last is next to the kernel."""
+
+    DROPOUT = 0
+    RANDOM_OPS = 1
+    FALLBACK = 2
+    HOST_RNG = 3
+
+
+_RUNTIME_KEYS = {"CompositeImplicitAutograd": "CPU", "Autograd": "AutogradCPU"}
+"""Alias keys, and a key at which torch keeps the kernel that was registered at the alias."""
+
+_lock = fork_safe_lock()
+_around: dict[Any, dict[Place, Callable[..., Any]]] = {}
+_libraries: dict[Any, Any] = {}  # op -> the torch.library.Library that holds its registration
+_names: set[str] = set()  # of these ops, and of custom ones that were defined anew since
+_overrides: dict[tuple[Any, str], _Override] = {}
+
+
+def interpose(op: Any, place: Place, around: Callable[..., Any]) -> None:
+    """Have every call of the overload `op` made through `around`; changes torch's dispatcher.
+
+    `around(proceed, *args, **kwargs)` returns what the caller gets; `proceed` takes the arguments
+    on towards the kernel. Tensors of the device type `meta` are never shown to it.
+    """
+    with _lock:
+        _around[op] = {**_around.get(op, {}), place: around}
+        if op not in _libraries:
+            walk = with_tensors(op, partial(_walk, op))
+            _names.add(op.name())
+            _libraries[op] = _registered(op, _KEY, partial(_through, op, walk, _below()))
+
+
+def withdraw(op: Any, place: Place) -> None:
+    """Take back what `interpose` has put at `op`; does nothing if there is none."""
+    with _lock:
+        left = {other: around for other, around in _around.get(op, {}).items() if other != place}
+        if left:
+            _around[op] = left
+        else:
+            _around.pop(op, None)
+
+
+def override(op: Any, key: str, stand_in: Callable[..., Any]) -> Callable[[], None]:
+    """Put `stand_in` in the place of the kernel of `op` at `key`; return the call that undoes it.
+
+    `stand_in(original, *args, **kwargs)` returns what the caller gets; `original` takes the same
+    arguments. Changes torch's dispatcher. Torch without ``torch.library.get_kernel`` cannot hand a
+    call on to the kernel that was there: its registration is taken back, and another thread that
+    runs the op at that moment may crash.
+    """
+    with _lock:
+        kept = _overrides.get((op, key))
+        if kept is None:
+            kept = _Override(_kernel(op, key))
+            kept.library = _registered(op, key, kept)
+            _overrides[op, key] = kept
+        kept.stand_ins.append(stand_in)
+    return partial(_take_back, op, key, stand_in)
+
+
+def _take_back(op: Any, key: str, stand_in: Callable[..., Any]) -> None:
+    with _lock:
+        kept = _overrides[op, key]
+        kept.stand_ins.remove(stand_in)
+        if kept.original is None and not kept.stand_ins:
+            del _overrides[op, key]
+            kept.library = None  # dropping the library takes its registration back
+
+
+@dataclass(eq=False)
+class _Override:
+    """What is registered in the place of a kernel: the latest stand-in, or that kernel again."""
+
+    original: Callable[..., Any] | None
+    stand_ins: list[Callable[..., Any]] = field(default_factory=list)
+    library: Any = None
+
+    def __call__(self, keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
+        stand_ins = self.stand_ins[-1:]  # one look: another thread may take the stand-in back
+        proceed = partial(self.original, keyset) if self.original is not None else None
+        if stand_ins:
+            return stand_ins[0](proceed, *args, **kwargs)
+        if proceed is None:
+            raise RuntimeError("this op was called while its override was being taken back")
+        return proceed(*args, **kwargs)
+
+
+def _kernel(op: Any, key: str) -> Callable[..., Any] | None:
+    """Return the kernel of `op` at `key`, called with a keyset first; None where torch is older."""
+    library = import_module("torch").library
+    if not hasattr(library, "get_kernel"):
+        return None
+    kernel: Callable[..., Any] = library.get_kernel(op, _RUNTIME_KEYS.get(key, key)).call_boxed
+    return kernel
+
+
+_OF_DYNAMO = ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
+
+
+@cache
+def _keep_from_dynamo() -> None:
+    """Have torch.compile run what only hands calls on, and not trace it.
+
+    Private (``set_code_exec_strategy``): the public ways import torch._dynamo, which takes a
+    second. Where it is gone, Dynamo may warn that it cannot trace the kernel at the end.
+    """
+    frames = import_module("torch")._C._dynamo.eval_frame  # noqa: SLF001 - see above
+    if not all(hasattr(frames, name) for name in _OF_DYNAMO):
+        return
+    action = frames._FrameAction  # noqa: SLF001 - see above
+    this_frame_alone = frames._FrameExecStrategy(action.SKIP, action.DEFAULT)  # noqa: SLF001 - see above
+    for function in (_Override.__call__, _through, _walk):
+        frames.set_code_exec_strategy(function.__code__, this_frame_alone)
+
+
+def _registered(op: Any, key: str, kernel: Callable[..., Any]) -> Any:
+    """Register `kernel`, which takes a keyset first, and return the library that holds it."""
+    _keep_from_dynamo()
+    namespace, _, name = op.name().partition("::")
+    library = import_module("torch").library.Library(namespace, "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns where there is a kernel already
+        library.impl(name, kernel, key, with_keyset=True)
+    return library
+
+
+def interposed_ops() -> tuple[Any, ...]:
+    """Return the overloads at which something is interposed now."""
+    return tuple(_around)
+
+
+def can_be_interposed(op: Any) -> bool:
+    """Whether calls of `op` reach BackendSelect as such: else torch makes them of other ops."""
+    return not any(has_kernel(op, key) for key in _IN_PIECES)
+
+
+def has_kernel(op: Any, key: str) -> bool:
+    """Whether the overload `op` has a kernel at the dispatch key `key` that is not ours.
+
+    Private (``_dispatch_has_kernel_for_dispatch_key``): torch offers no public way to ask. Where
+    it is gone, a policy that asks fails, and its report says so.
+    """
+    if key == _KEY and op.name() in _names:
+        return False  # only ops without one are interposed
+    c = import_module("torch")._C  # noqa: SLF001 - see above
+    return bool(c._dispatch_has_kernel_for_dispatch_key(op.name(), key))  # noqa: SLF001
+
+
+def op_names() -> list[str]:
+    """Return the name of every op in this process, as ``aten::uniform_``.
+
+    Private (``_dispatch_get_all_op_names``): torch offers no public list of its ops. Where it is
+    gone, a policy that needs the list fails, and its report says so.
+    """
+    names: list[str] = import_module("torch")._C._dispatch_get_all_op_names()  # noqa: SLF001 - see above
+    return names
+
+
+def ops_named(*names: str) -> Iterator[Any]:
+    """Yield the overloads with these names, as ``aten::uniform_``, that this torch has."""
+    for name in names:
+        namespace, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        found = getattr(getattr(import_module("torch").ops, namespace), packet, None)
+        op = getattr(found, overload or "default", None) if found is not None else None
+        if op is not None:
+            yield op
+
+
+@cache
+def seeded_ops() -> tuple[Any, ...]:
+    """Return the ops of torch that draw random numbers, as torch itself tags them."""
+    seeded = import_module("torch").Tag.nondeterministic_seeded
+    ops = ops_named(*(name for name in op_names() if name.startswith("aten::")))
+    return tuple(op for op in ops if seeded in op.tags)
+
+
+def random_ops() -> tuple[Any, ...]:
+    """Return those of them that draw in a kernel of their own."""
+    return tuple(filter(can_be_interposed, seeded_ops()))
+
+
+def _through(op: Any, walk: Any, below: Any, keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return walk(partial(op.redispatch, keyset & below), *args, **kwargs)
+
+
+def _walk(op: Any, proceed: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Take a call through all that is interposed, the last of it next to the kernel."""
+    if _is_meta(args, kwargs):
+        return proceed(*args, **kwargs)
+    places = _around.get(op, {})
+    for place in sorted(places, reverse=True):
+        proceed = partial(places[place], proceed)
+    return proceed(*args, **kwargs)
+
+
+@cache
+def _below() -> Any:
+    """Return the dispatch keys below BackendSelect.
+
+    Private (``_dispatch_keyset_full_after``), as in torch's own examples of kernels that take a
+    keyset. Where it is gone nothing is interposed and the policy's report says why.
+    """
+    c = import_module("torch")._C  # noqa: SLF001 - see above
+    return c._dispatch_keyset_full_after(getattr(c.DispatchKey, _KEY))  # noqa: SLF001
+
+
+def _is_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call computes shapes only, as torch.compile does while it traces."""
+    for value in (*args, *kwargs.values()):
+        device = getattr(value, "device", None)
+        if device is not None:
+            return bool(device.type == "meta")
+    return False
+
+
+def packet_name(op: Any) -> str:
+    """Return the name of the overload `op` without namespace and overload, as in ``median``."""
+    return str(op.name()).partition("::")[2].partition(".")[0]
+
+
+def overloads_named(spelled: str) -> tuple[Any, ...]:
+    """Return the overloads that `spelled` means and that a function can be put in front of.
+
+    It is spelled ``aten::median``, ``aten.median`` or ``median``, with an overload after another
+    dot or without. Raises `ProfileError` if torch has no such op, or makes it of others.
+    """
+    found = next(filter(None, map(_overloads, _readings(spelled))), ())
+    if not found:
+        close = near(spelled.rpartition("::")[2], {_short(name) for name in op_names()})
+        hint = f"; did you mean `{close}`?" if close else ""
+        raise ProfileError(Problem(f"this torch has no op `{spelled}`{hint}"))
+    usable = tuple(op for op in found if _is_whole(op))
+    if not usable:
+        raise ProfileError(
+            Problem(f"torch makes `{spelled}` of other ops: name those that it calls instead")
+        )
+    return usable
+
+
+def _is_whole(op: Any) -> bool:
+    try:
+        return can_be_interposed(op)
+    except RuntimeError:  # one of TorchScript's own, such as aten::mul.left_t: not dispatched
+        return False
+
+
+def _readings(spelled: str) -> Iterator[tuple[str, str, str]]:
+    """Yield what `spelled` may mean: namespace, name, and overload or an empty string."""
+    namespace, separator, rest = spelled.partition("::")
+    parts = (rest if separator else spelled).split(".")
+    if separator:
+        yield namespace, parts[0], ".".join(parts[1:])
+        return
+    if len(parts) > 1:
+        yield parts[0], parts[1], ".".join(parts[2:])
+    yield "aten", parts[0], ".".join(parts[1:])
+
+
+def _overloads(reading: tuple[str, str, str]) -> tuple[Any, ...]:
+    namespace, name, overload = reading
+    packet: Any = getattr(getattr(import_module("torch").ops, namespace), name, None)
+    list_names = getattr(packet, "overloads", None)
+    names = list_names() if list_names else []
+    wanted = [overload] if overload in names else [] if overload else names
+    return tuple(getattr(packet, each) for each in wanted)
+
+
+def _short(name: str) -> str:
+    """Return an op's name as one would write it: that of torch's own without its namespace."""
+    return name.removeprefix("aten::").partition(".")[0]

@@ -1,0 +1,497 @@
+"""A module's forward run on another device: its tensors go there, and its results come back.
+
+Other objects are handed on as they are, so that one which keeps state, a cache of keys and values
+say, stays the caller's own.
+
+Parameters are copied by ops that autograd sees, so gradients flow to the parameters themselves:
+optimizers, DDP and checkpoints see the module where it always was
+(https://docs.pytorch.org/docs/stable/generated/torch.func.functional_call.html).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache, partial
+from importlib import import_module
+from inspect import signature
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
+
+from torchrepro.errors import ApplyError
+from torchrepro.fork_safety import fork_safe_lock
+from torchrepro.policies.policy import count
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from inspect import Signature
+
+
+Parts = dict[Any, Any]
+
+
+class Kind(NamedTuple):
+    """A kind of container, and how it is taken to pieces and put together."""
+
+    includes: Callable[[Any], bool]
+    parts: Callable[[Any], Parts]
+    made: Callable[[Any, Parts], Any]
+    """Returns a container like the first argument, with other parts."""
+
+    refill: Callable[[Any, Parts], None] | None = None
+    """Gives a container other parts; None for one that cannot be changed."""
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether `value` is a tensor."""
+    return isinstance(value, import_module("torch").Tensor)
+
+
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, import_module("torch").nn.utils.rnn.PackedSequence)
+
+
+def _packed_parts(packed: Any) -> Parts:
+    # The sizes of its batches are on the host wherever its data is.
+    return {name: part for name, part in packed._asdict().items() if name != "batch_sizes"}
+
+
+def _packed_made(packed: Any, parts: Parts) -> Any:
+    return type(packed)(batch_sizes=packed.batch_sizes, **parts)
+
+
+def _tuple_made(old: Any, parts: Parts) -> Any:
+    make = getattr(type(old), "_make", type(old))  # a named tuple takes its fields one by one
+    return old if _same(_numbered(old), parts) else make(parts.values())
+
+
+def _numbered(sequence: Any) -> Parts:
+    return dict(enumerate(sequence))
+
+
+def _list_refill(old: Any, parts: Parts) -> None:
+    old[:] = parts.values()
+
+
+def _mapping_refill(old: Any, parts: Parts) -> None:
+    for key in [key for key in old if key not in parts]:
+        del old[key]
+    for key, part in parts.items():
+        if key not in old or old[key] is not part:
+            old[key] = part
+
+
+def _is_record(value: Any) -> bool:
+    module = import_module("torch").nn.Module
+    return is_dataclass(value) and not isinstance(value, type | module)
+
+
+def _record_parts(record: Any) -> Parts:
+    return {f.name: getattr(record, f.name) for f in fields(record) if hasattr(record, f.name)}
+
+
+def _record_refill(record: Any, parts: Parts) -> None:
+    for name, part in parts.items():
+        if getattr(record, name) is not part:
+            object.__setattr__(record, name, part)  # a frozen one is changed as well
+
+
+def _copied(refill: Callable[[Any, Parts], None]) -> Callable[[Any, Parts], Any]:
+    def made(old: Any, parts: Parts) -> Any:
+        new = copy(old)
+        refill(new, parts)
+        return new
+
+    return made
+
+
+KINDS = (
+    Kind(_is_packed, _packed_parts, _packed_made),
+    Kind(lambda value: isinstance(value, tuple), _numbered, _tuple_made),
+    Kind(lambda value: isinstance(value, list), _numbered, _copied(_list_refill), _list_refill),
+    Kind(
+        lambda value: isinstance(value, MutableMapping),
+        lambda value: dict(value.items()),
+        _copied(_mapping_refill),
+        _mapping_refill,
+    ),
+    Kind(_is_record, _record_parts, _copied(_record_refill), _record_refill),
+)
+"""Every kind of container that is looked into; the first that includes a value is its kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A container that was made anew, and what it was made from."""
+
+    kind: Kind
+    old: Any
+    new: Any
+    parts: Parts
+    """What the new one held when it was made."""
+
+    @property
+    def present(self) -> Parts | None:
+        """The parts of the new one, if somebody has changed them since."""
+        parts = self.kind.parts(self.new)
+        return None if _same(parts, self.parts) else parts
+
+
+class Mapped:
+    """Makes nested values anew with every tensor changed, each tensor and container once.
+
+    Two places that hold one object hold one object afterwards.
+    """
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        self._change = change
+        self._done: dict[int, tuple[Any, Any]] = {}  # the old is kept, so that its id stays its own
+        self.containers: list[Changed] = []
+
+    def __call__(self, value: Any) -> Any:
+        """Return `value` with its tensors changed."""
+        if id(value) in self._done:
+            return self._done[id(value)][1]
+        if is_tensor(value):
+            self._done[id(value)] = value, self._change(value)
+            return self._done[id(value)][1]
+        kind = next((kind for kind in KINDS if kind.includes(value)), None)
+        return value if kind is None else self._contained(kind, value)
+
+    def _contained(self, kind: Kind, value: Any) -> Any:
+        if kind.refill is not None:
+            self._done[id(value)] = value, value  # what holds itself is not followed round
+        parts = {key: self(part) for key, part in kind.parts(value).items()}
+        new = kind.made(value, parts)
+        self._done[id(value)] = value, new
+        if kind.refill is not None:
+            self.containers.append(Changed(kind, value, new, parts))
+        return new
+
+
+def _same(left: Mapping[Any, Any], right: Mapping[Any, Any]) -> bool:
+    return left.keys() == right.keys() and all(left[key] is right[key] for key in left)
+
+
+DERIVED = ("_flat_weights", "_flat_weight_refs")
+"""Attributes of recurrent layers that hold their weights a second time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A device, and how tensors get there."""
+
+    device: Any
+
+    def has(self, tensor: Any) -> bool:
+        """Whether `tensor` is there already."""
+        return bool(tensor.device == self.device)
+
+    def take(self, tensor: Any) -> Any:
+        """Return `tensor` there, by an op that autograd sees."""
+        return tensor.to(self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A tensor of the caller's, its copy, and what the copy was like before the forward."""
+
+    original: Any
+    copy: Any
+    version: int | None
+    content: Any
+
+    @property
+    def written(self) -> bool:
+        """Whether the forward has written to the copy."""
+        if self.version is not None:
+            return bool(self.copy._version != self.version)  # noqa: SLF001 - see _version
+        equal = import_module("torch").equal
+        return not equal(self.copy.detach(), self.content)
+
+
+class Transfer:
+    """The way of one call's tensors to a place, and back to where the first of them came from."""
+
+    def __init__(self, there: Place, state: Iterable[Any]) -> None:
+        self.there = there
+        self._state = {id(tensor) for tensor in state}  # of the module
+        self.home: Place | None = None
+        self.moved = 0
+        self._taken: list[Taken] = []
+        self._returns: dict[int, Any] = {}  # id of a tensor over there -> the caller's own
+        self._over = Mapped(self._take)
+        self._back = Mapped(self._bring)
+
+    def over(self, value: Any) -> Any:
+        """Return `value`, arguments or state, with every tensor in it over there."""
+        return self._over(value)
+
+    def settle(self) -> None:
+        """Write to the caller's tensors, lists and mappings what the forward wrote to the copies.
+
+        It does so before anything is brought back, for what is returned may be one of them.
+        """
+        for taken in filter(lambda taken: taken.written, self._taken):
+            self._write_back(taken)
+        for container in self._over.containers:
+            parts = container.present
+            if parts is not None and container.kind.refill is not None:
+                container.kind.refill(container.old, {k: self.back(v) for k, v in parts.items()})
+
+    def back(self, value: Any) -> Any:
+        """Return `value`, some results, with every tensor in it at home."""
+        return value if self.home is None else self._back(value)
+
+    def _take(self, tensor: Any) -> Any:
+        if self.there.has(tensor):
+            self._returns[id(tensor)] = tensor
+            return tensor
+        if hasattr(tensor, "device_mesh"):
+            raise ApplyError("device.modules: a module whose parameters are sharded stays in place")
+        if self.home is None:
+            self.home = replace(self.there, device=tensor.device)
+        copy = self.there.take(tensor)
+        self._count(copy)
+        # Batch norm, and code that uses `weight.data`, write to state behind autograd's back.
+        version = None if id(tensor) in self._state else _version(copy)
+        content = copy.detach().clone() if version is None else None
+        self._taken.append(Taken(tensor, copy, version, content))
+        self._returns[id(copy)] = tensor
+        return copy
+
+    def _write_back(self, taken: Taken) -> None:
+        torch, original = import_module("torch"), taken.original
+        at_home = taken.copy.to(original.device)
+        self._count(at_home)
+        # Only without gradients can a forward have written to a parameter of its own.
+        recording = torch.is_grad_enabled() and not (original.is_leaf and original.requires_grad)
+        with torch.set_grad_enabled(recording):
+            original.copy_(at_home)
+
+    def _bring(self, tensor: Any) -> Any:
+        if id(tensor) in self._returns:
+            return self._returns[id(tensor)]
+        if self.home is None or tensor.device != self.there.device:
+            return tensor
+        self._count(tensor)
+        return self.home.take(tensor)
+
+    def _count(self, tensor: Any) -> None:
+        self.moved += tensor.numel() * tensor.element_size()
+
+
+def run_there(
+    there: Place,
+    module: Any,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> tuple[Any, int]:
+    """Return what `forward` of `module` gives when it runs `there`, and the bytes moved for it.
+
+    Nothing is moved, and `forward` gets the very arguments, where all tensors are there already.
+    Writes to arguments, buffers and parameters reach the originals.
+    """
+    state = _state(module)
+    attributes = [_tensors_of(part) for part in module.modules()]
+    kept = (tensor for tensors in attributes for tensor in tensors.values())
+    trip = Transfer(there, [*state.values(), *kept])
+    args_there, kwargs_there = trip.over(args), trip.over(dict(kwargs))
+    swapped, attributes_there = trip.over(state), trip.over(attributes)
+    if trip.home is None:
+        return forward(*args, **kwargs), 0
+    call = import_module("torch").func.functional_call
+    with _attributes(module, trip, attributes_there), _as_at_home(trip.home, there):
+        before = dict(swapped)
+        result = call(
+            _stage()(module, forward), swapped, args_there, kwargs_there, tie_weights=False
+        )
+        trip.settle()
+        for name, tensor in swapped.items():
+            if tensor is not before[name]:  # the forward has put another tensor in its place
+                _assign(module, name.removeprefix(_PREFIX), trip.back(tensor))
+    return trip.back(result), trip.moved
+
+
+_PREFIX = "module."
+
+
+def _state(module: Any) -> dict[str, Any]:
+    """Return the parameters and buffers of `module`, tied ones under each of their names."""
+    prefix = _PREFIX[:-1]
+    return dict(
+        [
+            *module.named_parameters(prefix, remove_duplicate=False),
+            *module.named_buffers(prefix, remove_duplicate=False),
+        ]
+    )
+
+
+def _assign(module: Any, name: str, tensor: Any) -> None:
+    owner, _, attribute = name.rpartition(".")
+    setattr(module.get_submodule(owner), attribute, tensor)
+
+
+@cache
+def _stage() -> type:
+    """Return the class of what functional_call is asked to call: a forward, without any hooks.
+
+    The hooks of the module have run, or will run, around its forward, where they belong.
+    """
+    torch = import_module("torch")
+
+    class Stage(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self, module: Any, run: Callable[..., Any]) -> None:
+            super().__init__()
+            self.module = module
+            self.run = run
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self.run(*args, **kwargs)
+
+    return Stage
+
+
+@contextmanager
+def _attributes(module: Any, trip: Transfer, there: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Have modules keep the tensors `there` as plain attributes for the length of the block."""
+    parts = list(module.modules())
+    before = [_tensors_of(part) for part in parts]
+    derived = [{name: vars(part)[name] for name in DERIVED if name in vars(part)} for part in parts]
+    for part, tensors in zip(parts, there, strict=True):
+        vars(part).update(tensors)
+    try:
+        yield
+        for part, own, sent in zip(parts, before, there, strict=True):
+            found = _tensors_of(part)
+            new = {name: t for name, t in found.items() if t is not sent.get(name)}
+            own.update({name: trip.back(tensor) for name, tensor in new.items()})
+            for name in own.keys() - found.keys():
+                del own[name]
+    finally:
+        for part, own, kept in zip(parts, before, derived, strict=True):
+            vars(part).update(own | kept)
+
+
+def _tensors_of(part: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(part).items() if is_tensor(value)}
+
+
+@contextmanager
+def _as_at_home(home: Place, there: Place) -> Iterator[None]:
+    """Carry over what the program has set for its device: autocast, and where new tensors are.
+
+    Autocast over there casts to the type that it casts to at home, in the ops of the device there.
+    """
+    torch = import_module("torch")
+    kind, other = home.device.type, there.device.type
+    with ExitStack() as settings:
+        if kind != other and torch.amp.is_autocast_available(other):
+            enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+            if enabled or torch.is_autocast_enabled(other):
+                settings.enter_context(torch.autocast(other, dtype=dtype, enabled=enabled))
+        if torch.get_default_device().type == kind != other:
+            settings.enter_context(there.device)
+        yield
+
+
+def _version(tensor: Any) -> int | None:
+    """Return a number that grows when `tensor` is written to, or None where torch keeps none.
+
+    Private (``_version``), though torch's own error messages show it: nothing public tells of a
+    write that leaves the values as they are. Where it is gone, contents are compared.
+    """
+    try:
+        return int(tensor._version)  # noqa: SLF001 - see above
+    except (AttributeError, RuntimeError):  # inference tensors keep no version
+        return None
+
+
+POLICY = "device.modules"
+_ABSENT = object()
+
+
+class PlacedForward:
+    """The forward of one module, run at a place; an attribute of that module while in force.
+
+    Whatever else a call of the module does, its hooks say, happens where it always did. torch
+    compiles none of it (https://docs.pytorch.org/docs/stable/generated/torch.compiler.disable.html).
+    """
+
+    def __init__(self, name: str, module: Any, there: Place) -> None:
+        self.name = name
+        self.there = there
+        self.calls = 0
+        self._module = ref(module)
+        self._in_force = False
+        self._lock = fork_safe_lock()  # while it runs, the module has other parameters than its own
+        self._own: Any = _own_of(module)
+        self._uncompiled = import_module("torch").compiler.disable(self._run)
+
+    def put(self) -> None:
+        """Let the module run at its place."""
+        self._in_force = True
+        module = self._module()
+        if module is not None:
+            vars(module)["forward"] = self
+
+    def take(self) -> None:
+        """Let the module run where it is again; inside a wrapper of somebody's own too."""
+        self._in_force = False
+        module = self._module()
+        if module is None or vars(module).get("forward") is not self:
+            return
+        if self._own is _ABSENT:
+            del vars(module)["forward"]
+        else:
+            vars(module)["forward"] = self._own
+
+    def is_for(self, module: Any) -> bool:
+        """Whether this is the forward of `module` and of no other that it was copied to."""
+        return self._module() is module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._uncompiled(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        forward = self._plain(module)
+        if not self._in_force:
+            return forward(*args, **kwargs)
+        with self._lock:
+            result, moved = run_there(self.there, module, forward, args, kwargs)
+        self.calls += 1
+        what = "ran on" if moved else "was already on"
+        count(POLICY, self.name, f"{what} {self.there.device}", moved=moved)
+        return result
+
+    def _plain(self, module: Any) -> Any:
+        return partial(type(module).forward, module) if self._own is _ABSENT else self._own
+
+    @property
+    def __name__(self) -> str:
+        return "forward"
+
+    @property
+    def __signature__(self) -> Signature:
+        return signature(self._plain(self._module()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as the module's own forward: a copy is plain, and needs no torchrepro."""
+        if self._own is _ABSENT:
+            return getattr, (self._module(), "forward")
+        return partial, (self._own,)
+
+
+def _own_of(module: Any) -> Any:
+    """Return the forward that `module` has besides that of its class, if it has one."""
+    own = vars(module).get("forward", _ABSENT)
+    if isinstance(own, PlacedForward):
+        # A replica of DataParallel and a shallow copy come with the original's.
+        return own._own  # noqa: SLF001 - of this very class
+    # A deep copy of a placed module has the forward of its class as its own.
+    of_class = getattr(own, "__func__", None) is type(module).forward
+    return _ABSENT if of_class and own.__self__ is module else own

@@ -1,0 +1,363 @@
+"""Parts of a model that run on another device, to find out whether a device is the culprit.
+
+The parts are found by name when a model is first called: a hook of torch's own, before every call
+of a module, is there while a profile asks for it
+(https://docs.pytorch.org/docs/stable/generated/torch.nn.modules.module.register_module_forward_pre_hook.html).
+A part then draws its random numbers from the generator of the device that it runs on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from torchrepro.console import say
+from torchrepro.errors import ApplyError
+from torchrepro.fork_safety import fork_safe_lock
+from torchrepro.messages import Problem, near, some
+from torchrepro.policies.offload import POLICY, Place, PlacedForward
+from torchrepro.policies.policy import forget_compiled, refuse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+
+def devices_here() -> tuple[str, ...]:
+    """Return the devices of this process that can compute: ``cpu``, ``cuda:0``, ``cuda:1``.
+
+    Initialises none (https://docs.pytorch.org/docs/stable/accelerator.html).
+    """
+    accelerator = import_module("torch").accelerator
+    if not accelerator.is_available():
+        return ("cpu",)
+    kind = accelerator.current_accelerator().type
+    return ("cpu", *(f"{kind}:{index}" for index in range(accelerator.device_count())))
+
+
+def absence(word: str) -> str:
+    """Return why nothing can run on the device `word` here, or an empty string."""
+    here = devices_here()
+    kinds = {device.partition(":")[0]: device for device in here}
+    if word in (*here, *kinds, "cpu:0"):
+        return ""
+    close = near(word, [*here, *kinds])
+    hint = f"; did you mean {close}?" if close else ""
+    return f"no device `{word}` here{hint} (here: {some(here)})"
+
+
+def device_named(word: str) -> Any:
+    """Return the `torch.device` that `word` means now: ``cuda`` is the current one of its kind."""
+    torch = import_module("torch")
+    if word.startswith("cpu"):
+        return torch.device("cpu")  # tensors of the host carry no index
+    return torch.empty(0, device=word).device
+
+
+WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Segments of names that wrappers add: DDP, torch.compile, FSDP, activation checkpointing."""
+
+
+def bare(name: str) -> str:
+    """Return `name`, or a pattern of names, as in a model without wrappers."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS) or name
+
+
+def named(root: Any) -> dict[str, Any]:
+    """Return the modules inside `root` by their bare names; of a wrapper, what it wraps."""
+    found: dict[str, tuple[str, Any]] = {}
+    for name, module in root.named_modules(remove_duplicate=False):
+        short = bare(name)
+        known, _ = found.get(short, ("", None))
+        if name and (not known or name.startswith(f"{known}.")):
+            found[short] = name, module
+    return {short: module for short, (_, module) in found.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The modules of one model that the patterns mean."""
+
+    patterns: set[str]
+    """Those that mean something here."""
+
+    devices: dict[Any, tuple[str, str]]
+    """Module -> the name it goes by, and the device it is to run on."""
+
+
+def match(root: Any, patterns: Mapping[str, str]) -> Match:
+    """Return which modules inside `root` the patterns mean, and where each is to run.
+
+    A name says more than a pattern, and a pattern for a module more than one for the list it is
+    in. Raises `ApplyError` where two that say as much disagree.
+    """
+    names = named(root)
+    claims: dict[Any, dict[tuple[int, str], str]] = {}
+    called: dict[Any, str] = {}  # a module may have several names: the first that a pattern meant
+    for name in names:
+        for pattern, device in patterns.items():
+            strength = _strength(name, bare(pattern))
+            for path in _that_run(name, names) if strength else ():
+                claim = strength * (2 if path == name else 1), pattern
+                claims.setdefault(names[path], {})[claim] = device
+                called.setdefault(names[path], path)
+    return Match(
+        {pattern for by_claim in claims.values() for _, pattern in by_claim},
+        {module: (path, _decided(path, claims[module])) for module, path in called.items()},
+    )
+
+
+_BY_GLOB, _BY_NAME = 2, 3
+
+
+def _strength(name: str, pattern: str) -> int:
+    """Return how much `pattern` says about the module called `name`; 0 is nothing."""
+    if pattern == name:
+        return _BY_NAME
+    # What a wrapper wraps as a whole is the model, which no pattern means by chance.
+    is_model = all(part in WRAPPERS for part in name.split("."))
+    return 0 if is_model or not fnmatchcase(name, pattern) else _BY_GLOB
+
+
+def _that_run(name: str, names: Mapping[str, Any]) -> Iterator[str]:
+    """Yield `name`, or for a list of modules, which has no forward, the members that have one."""
+    forward = getattr(names[name].forward, "__func__", None)
+    if forward is not import_module("torch").nn.Module.forward:
+        yield name
+        return
+    for child, _ in names[name].named_children():
+        yield from _that_run(f"{name}.{child}", names)
+
+
+def _decided(name: str, claims: Mapping[tuple[int, str], str]) -> str:
+    strongest = max(strength for strength, _ in claims)
+    devices = {
+        pattern: device for (strength, pattern), device in claims.items() if strength == strongest
+    }
+    if len(set(devices.values())) > 1:
+        said = ", ".join(f"{pattern}: {device}" for pattern, device in devices.items())
+        raise ApplyError(f"device.modules: `{name}` is to run on several devices ({said})")
+    return next(iter(devices.values()))
+
+
+TO_DO = (
+    "names are those of model.named_modules(); where no model is called as a whole, or only in "
+    "code of torch.compile, call torchrepro.place_modules(model) before the first step"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModulesPolicy:
+    """Which parts of models run where: patterns of names -> devices."""
+
+    def read(self) -> dict[str, str]:
+        return dict(_in_force[-1].patterns) if _in_force else {}
+
+    def refuses(self, value: Mapping[str, str]) -> str:
+        return next(filter(None, map(absence, value.values())), "")
+
+    def write(self, value: Mapping[str, str]) -> None:
+        self._switch([Placement(value)] if value else [])
+        for placement in _in_force:
+            placement.begin()
+
+    def save(self) -> list[Placement]:
+        return [*_in_force]
+
+    def restore(self, saved: list[Placement]) -> None:
+        for placement in _in_force:
+            if placement not in saved:
+                placement.end()
+        self._switch(saved)
+
+    def _switch(self, placements: list[Placement]) -> None:
+        for placement in _in_force:
+            placement.take()
+        _in_force[:] = placements
+        for placement in _in_force:
+            placement.put()
+
+
+class Placement:
+    """What one profile asks for, and what was found of it in the models called so far."""
+
+    def __init__(self, patterns: Mapping[str, str]) -> None:
+        self.patterns = dict(patterns)
+        self._lock = fork_safe_lock()
+        self._seen: WeakSet[Any] = WeakSet()
+        self._models: WeakSet[Any] = WeakSet()
+        self._placed: list[PlacedForward] = []
+        self._matched: set[str] = set()
+        self._names: dict[str, None] = {}
+        self._kinds: dict[str, None] = {}
+        self._hooks: list[Any] = []
+        self._stepped = False
+        self._compilations = 0
+
+    def begin(self) -> None:
+        """Promise to tell, at the latest when the process ends, what was not found."""
+        atexit.register(self._tell)
+
+    def end(self) -> None:
+        """Tell what was not found."""
+        atexit.unregister(self._tell)
+        self._tell()
+
+    def put(self) -> None:
+        """Let the parts found so far run elsewhere, and look into every model that is called.
+
+        Adds two hooks to torch: before calls of modules, and before steps of optimizers.
+        """
+        torch = import_module("torch")
+        hooks = import_module("torch.nn.modules.module")
+        optimizers = import_module("torch.optim.optimizer")
+
+        def before_call(module: Any, args: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            if module not in self._seen or module in self._models:
+                self._look_into(module)
+
+        self._hooks = [
+            hooks.register_module_forward_pre_hook(before_call),
+            optimizers.register_optimizer_step_pre_hook(lambda *_: self._before_step()),
+        ]
+        for forward in self._placed:
+            forward.put()
+        forget_compiled()
+        self._compilations = compilations()
+
+    def take(self) -> None:
+        """Take back what `put` has done."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for forward in reversed(self._placed):
+            forward.take()
+        forget_compiled()
+
+    def place(self, model: Any) -> tuple[str, ...]:
+        """Find the parts of `model`, let them run elsewhere, and return their names."""
+        with self._lock:
+            found = match(model, self.patterns)
+            self._matched |= found.patterns
+            self._names |= dict.fromkeys(named(model))
+            self._kinds[type(model).__name__] = None
+            self._seen.update(model.modules())
+            self._models.add(model)
+            for module, (name, device) in found.devices.items():
+                self._place(module, name, device)
+            return tuple(name for name, _ in found.devices.values())
+
+    def unmatched(self) -> str:
+        """Return what to tell a user of the patterns that mean nothing so far, or nothing."""
+        called = some(self._kinds) or ("only compiled code" if self._compiled else "nothing")
+        names = sorted(self._names, key=lambda name: name.count("."))
+        return "\n".join(
+            str(
+                Problem(
+                    f"matches no module; called so far: {called}",
+                    key=POLICY,
+                    found=pattern,
+                    legal=some(names),
+                    near=near(pattern, names),
+                    todo=TO_DO,
+                )
+            )
+            for pattern in self.patterns
+            if pattern not in self._matched
+        )
+
+    def _look_into(self, module: Any) -> None:
+        """Place what `module` holds, and what was put since into a model that holds it."""
+        with self._lock:
+            holding = [module]
+            if module not in self._models:
+                holding = [model for model in self._models if module in set(model.modules())]
+            grown = [m for m in holding if any(part not in self._seen for part in m.modules())]
+            try:
+                for model in grown if holding else [module]:
+                    self.place(model)
+            except ApplyError as error:
+                refuse(error)
+
+    def _place(self, module: Any, name: str, device: str) -> None:
+        present = vars(module).get("forward")
+        if isinstance(present, PlacedForward) and present.is_for(module):
+            return
+        if isinstance(module, import_module("torch").jit.ScriptModule):
+            raise ApplyError(f"{POLICY}: `{name}` is TorchScript, which stays where it is")
+        self._placed.append(PlacedForward(name, module, Place(device_named(device))))
+        self._placed[-1].put()
+
+    def _before_step(self) -> None:
+        if self._stepped:
+            return
+        self._stepped = True
+        problem = self.unmatched()
+        if problem:
+            refuse(ApplyError(problem))
+
+    def _tell(self) -> None:
+        """Tell standard error which patterns meant nothing, and which parts never ran."""
+        # A process that calls no module, a launcher say, has nothing to tell.
+        ran = self._kinds or self._compiled
+        lines = [self.unmatched()] if ran and not self._stepped else []
+        idle = [forward.name for forward in self._placed if not self._has_run(forward.name)]
+        if idle:
+            lines.append(
+                f"{POLICY}: never called, so nothing of it ran elsewhere: {some(idle)} "
+                "(a module may use the weights of its parts without calling them)"
+            )
+        say(*filter(None, lines))
+
+    @property
+    def _compiled(self) -> bool:
+        """Whether code was compiled under this profile, in which calls of modules do not show."""
+        return compilations() > self._compilations
+
+    def _has_run(self, name: str) -> bool:
+        """Whether the part `name` ran, or one that it is in."""
+        ran = [forward.name for forward in self._placed if forward.calls]
+        return any(name == other or name.startswith(f"{other}.") for other in ran)
+
+
+_in_force: list[Placement] = []  # at most one: a profile within another replaces its patterns
+
+
+def compilations() -> int:
+    """Return how many pieces of code torch.compile has compiled in this process.
+
+    Private (``torch._dynamo.utils.counters``), though its guides show it: nothing public tells.
+    Where it is gone, a program that runs compiled code alone is not told what was not found.
+    """
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    return int(counters.get("frames", {}).get("ok", 0))
+
+
+def place_modules(*models: Any) -> tuple[str, ...]:
+    """Let the parts of `models` that the profile names run elsewhere now, and return their names.
+
+    Without it they are found when a model is first called as a whole. Raises `ApplyError` for a
+    pattern of `device.modules` that means nothing in these models or in those called before.
+    Returns nothing, and changes nothing, where no profile in force names any.
+    """
+    if not _in_force:
+        return ()
+    placement = _in_force[-1]
+    names = _all(placement.place(model) for model in models)
+    problem = placement.unmatched()
+    if problem:
+        raise ApplyError(problem)
+    return names
+
+
+def _all(groups: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(name for group in groups for name in group)
+
+
+policy = ModulesPolicy()

@@ -1,0 +1,186 @@
+"""What policies share: a switch, a count of what they did, an answer when one does not hold."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.fork_safety import fork_safe_lock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torchrepro.errors import ApplyError
+
+
+_tags: list[str] = []  # one for every policy in force that changes what compiled code computes
+
+
+@contextmanager
+def kept_apart(policy: str) -> Iterator[None]:
+    """Have code compiled within the block belong to `policy`, in caches on disk too.
+
+    Changes ``torch.compiler.config.cache_key_tag``. At its end all compiled code is forgotten; who
+    enters it does so once what the policy changes is in place
+    (https://docs.pytorch.org/docs/stable/torch.compiler_api.html).
+    """
+    _retag([*_tags, policy])
+    try:
+        yield
+    finally:
+        if not sys.is_finalizing():  # an ending interpreter imports nothing, and compiles nothing
+            left = [*_tags]
+            left.remove(policy)
+            _retag(left)
+            forget_compiled()
+
+
+def _retag(tags: list[str]) -> None:
+    config: Any = import_module("torch.compiler.config")
+    own = config.cache_key_tag.removesuffix(_text(_tags))
+    config.cache_key_tag = own + _text(tags)
+    _tags[:] = tags
+
+
+def _text(tags: list[str]) -> str:
+    return f" torchrepro: {', '.join(tags)}" if tags else ""
+
+
+def forget_compiled() -> None:
+    """Have torch.compile compile everything anew; does nothing where it was never used."""
+    if "torch._dynamo" in sys.modules:
+        import_module("torch").compiler.reset()
+
+
+@dataclass(frozen=True, slots=True)
+class Toggle:
+    """A policy with two values, whose installation changes what compiled code computes."""
+
+    off: str
+    on: str
+    name: str
+    """What code that was compiled under it is known by."""
+
+    install: Callable[[ExitStack], None]
+    """Puts the policy in force, and what takes it back onto the stack."""
+
+    _undo: list[ExitStack] = field(default_factory=list)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the policy is in force."""
+        return bool(self._undo)
+
+    def read(self) -> str:
+        return self.on if self.is_on else self.off
+
+    def write(self, value: str) -> None:
+        if value == self.read():
+            return
+        if value == self.on:
+            self._undo.append(self._installed())
+        else:
+            self._undo.pop().close()
+
+    save = read
+    restore = write
+
+    def _installed(self) -> ExitStack:
+        with ExitStack() as undo:
+            undo.enter_context(kept_apart(self.name))
+            self.install(undo)
+            forget_compiled()
+            return undo.pop_all()
+
+
+Counts = Mapping[tuple[str, str, str, str], tuple[int, int]]
+
+_MANY = 1000  # places; a program that draws from ever new lines does not fill the memory
+_lock = fork_safe_lock()
+_counted: dict[tuple[str, str, str, str], list[int]] = {}
+_sources: list[Callable[[list[Effect]], Iterable[Effect]]] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """One thing that a policy has done, and how often."""
+
+    policy: str
+    """The knob: ``device.fallback``."""
+
+    subject: str
+    """The op or module: ``aten::put_``, ``encoder.layer.3``."""
+
+    what: str
+    """What was done with it: ``ran on the CPU``."""
+
+    where: str
+    """The line of the program or the module it came from, where that is known."""
+
+    calls: int
+    moved: int
+    """Bytes that were copied from one device to another for it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the effect as plain JSON values."""
+        return asdict(self)
+
+
+def count(policy: str, subject: str, what: str, where: str = "", moved: int = 0) -> None:
+    """Count one more time that `policy` did `what` to `subject`, and the bytes it moved."""
+    key = policy, subject, what, where
+    with _lock:
+        if key not in _counted and len(_counted) >= _MANY:
+            key = policy, subject, what, "other places"
+        counts = _counted.setdefault(key, [0, 0])
+        counts[0] += 1
+        counts[1] += moved
+
+
+def so_far() -> Counts:
+    """Return what has been counted, for `effects` to leave out."""
+    with _lock:
+        return {key: (calls, moved) for key, (calls, moved) in _counted.items()}
+
+
+def effects(since: Counts = MappingProxyType({})) -> tuple[Effect, ...]:
+    """Return what the policies have done, but for what they had done at `since`."""
+    nothing = (0, 0)
+    counted = [
+        Effect(*key, calls - since.get(key, nothing)[0], moved - since.get(key, nothing)[1])
+        for key, (calls, moved) in sorted(so_far().items())
+        if calls > since.get(key, nothing)[0]
+    ]
+    return (*counted, *(effect for source in _sources for effect in source(counted)))
+
+
+def tell_also(source: Callable[[list[Effect]], Iterable[Effect]]) -> None:
+    """Have `effects` tell what `source` makes of those counted as well: of no calls yet, say."""
+    _sources.append(source)
+
+
+def forget() -> None:
+    """Begin to count anew."""
+    with _lock:
+        _counted.clear()
+
+
+_handlers: list[Callable[[ApplyError], None]] = []  # of the profiles in force, innermost last
+
+
+def handle_with(handler: Callable[[ApplyError], None]) -> Callable[[], None]:
+    """Hand what policies refuse from now on to `handler`; returns the way back."""
+    _handlers.append(handler)
+    return lambda: _handlers.remove(handler)
+
+
+def refuse(error: ApplyError) -> None:
+    """Hand `error` to the innermost profile in force; raises it where nobody handles it."""
+    if not _handlers:
+        raise error
+    _handlers[-1](error)

@@ -1,0 +1,242 @@
+"""What this process is settled on: one-way doors, kinds of device, threads, its exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from contextlib import suppress
+from functools import cache, lru_cache
+from glob import glob
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.callers import package
+from torchrepro.errors import ApplyError, SeedingError
+from torchrepro.knobs.linked_state import openmp_loaded
+from torchrepro.knobs.npu_state import npu_with_devices
+from torchrepro.profile.composition import NOT_INHERITED, flatten
+from torchrepro.profile.resolved import Resolved
+from torchrepro.seeding.ranks import world
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from types import FrameType
+
+
+PROFILE = "TORCHREPRO_PROFILE"
+"""Variable that carries the resolved profile and its origins to every process below `run`."""
+
+
+def _initialised(device: str) -> bool:
+    """Whether torch has used `device`, asked without importing or initialising anything."""
+    torch = sys.modules.get("torch")
+    module = getattr(torch, device, None) if torch else None
+    check = getattr(module, "is_initialized", None)
+    return bool(check and check())
+
+
+def _torch_loaded() -> bool:
+    return "torch" in sys.modules
+
+
+def _communicator_made() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return bool(distributed and distributed.is_available() and distributed.is_initialized())
+
+
+DOORS: Mapping[str, tuple[Callable[[], bool], str]] = {
+    "interpreter": (lambda: True, "Python has started"),
+    "torch": (_torch_loaded, "torch is loaded"),
+    "openmp": (lambda: _torch_loaded() or openmp_loaded(), "OpenMP is loaded"),
+    "torch_npu": (lambda: "torch_npu" in sys.modules, "torch_npu is loaded"),
+    "cuda": (lambda: _initialised("cuda"), "CUDA is initialised"),
+    "npu": (lambda: _initialised("npu"), "the NPU is initialised"),
+    "communicator": (_communicator_made, "a communicator has been made"),
+    "transformer_engine": (
+        lambda: "transformer_engine" in sys.modules,
+        "Transformer Engine is loaded",
+    ),
+}
+"""Every one-way door: whether it is closed, and how to say so."""
+
+
+def closed_doors() -> dict[str, str]:
+    """Return the doors that are closed in this process now, each with the words for it."""
+    return {door: words for door, (closed, words) in DOORS.items() if closed()}
+
+
+def _gpu_present() -> bool:
+    """Whether the loaded torch could use a GPU, told by the driver's files: no device is asked."""
+    version = getattr(sys.modules.get("torch"), "version", None)
+    built = version is None or version.cuda or version.hip
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    devices = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
+    return bool(built) and not hidden and any(map(glob, devices))
+
+
+def _onednn_present() -> bool:
+    backends = getattr(sys.modules.get("torch"), "backends", None)
+    mkldnn = getattr(backends, "mkldnn", None)  # torch may be in the middle of its import
+    return mkldnn is None or bool(mkldnn.is_available())
+
+
+def _several() -> bool:
+    try:
+        return world().size > 1
+    except SeedingError:  # a variable that numbers this process and is no number
+        return True
+
+
+KINDS: Mapping[str, Callable[[], bool]] = {
+    "numpy": lambda: "numpy" in sys.modules,
+    "onednn": _onednn_present,
+    "cuda": lambda: _initialised("cuda") or _gpu_present(),
+    "npu": lambda: npu_with_devices() is not None,
+    "several": _several,
+    "transformer_engine": lambda: "transformer_engine" in sys.modules,
+}
+"""Kind of device, library or run on which a guarantee may depend -> whether it is present."""
+
+
+def present_kinds() -> frozenset[str]:
+    """Return the `KINDS` that are present, asked without importing or initialising anything."""
+    return frozenset(kind for kind, present in KINDS.items() if present())
+
+
+@cache
+def starting_environment() -> Mapping[str, str]:
+    """Return the environment that this process was started with, where the system tells (Linux).
+
+    Elsewhere it is empty: then nobody can tell when a variable was set.
+    """
+    try:
+        raw = Path("/proc/self/environ").read_bytes()
+    except OSError:
+        return {}
+    pairs = (entry.partition(b"=") for entry in raw.split(b"\0") if b"=" in entry)
+    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+
+
+def set_before_start(name: str) -> bool:
+    """Return whether the variable `name` is known to have been set before Python started."""
+    return name in os.environ and starting_environment().get(name) == os.environ[name]
+
+
+def inherited() -> Resolved | None:
+    """Return the profile under which `torchrepro run` started this process, if it did."""
+    text = os.environ.get(PROFILE)
+    return _parsed(text) if text else None
+
+
+@lru_cache(maxsize=4)
+def _parsed(text: str) -> Resolved:
+    try:
+        return Resolved.from_json(json.loads(text))
+    except (ValueError, AttributeError, KeyError, TypeError):
+        raise ApplyError(f"{PROFILE} does not hold what `torchrepro run` writes there") from None
+
+
+def outer_run(resolved: Resolved, asker: str) -> Resolved | None:
+    """Return the profile under which `torchrepro run` started this process, which must agree.
+
+    Raises `ApplyError` if it is another than `resolved`, for which `asker` asks.
+    """
+    outer = inherited()
+    if outer is None or outer.digest == resolved.digest:
+        return outer
+    ours, theirs = flatten(outer.values), flatten(resolved.values)
+    lines = [
+        f"  {key}: run {ours.get(key)!r}, {asker} {theirs.get(key)!r}"
+        for key in sorted(ours.keys() | theirs.keys())
+        if key not in NOT_INHERITED and ours.get(key) != theirs.get(key)
+    ]
+    head = (
+        f"this process was started by `torchrepro run {outer.name}`, and {asker} asks for "
+        f"'{resolved.name}', which differs in:"
+    )
+    raise ApplyError("\n".join([head, *lines, "  to do: use the same profile in both places"]))
+
+
+def interpreter_line(words: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Return the options of one letter that a Python is started with, and what it is to run.
+
+    `words` is its command line without the first word. What it is to run begins with ``-c``,
+    ``-m`` or the path of a script. See https://docs.python.org/3/using/cmdline.html.
+    """
+    letters, position = "", 0
+    while position < len(words) and words[position].startswith("-") and words[position] != "-":
+        word = words[position]
+        position += 1
+        if word == "--":
+            break
+        if word.startswith("--"):
+            position += word == "--check-hash-based-pycs"
+            continue
+        for place, letter in enumerate(word[1:], start=2):
+            rest = [word[place:]] if word[place:] else []
+            if letter in "cm":
+                return letters, [f"-{letter}", *rest, *words[position:]]
+            letters += letter
+            if letter in "WX":
+                position += not rest
+                break
+    return letters, words[position:]
+
+
+def other_threads_in_torch() -> list[str]:
+    """Return the names of the other Python threads whose code uses torch at this moment."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
+    # Private by its name only: documented, and the one way to see what a thread is doing.
+    running = sys._current_frames()  # noqa: SLF001 - see above
+    return [
+        thread.name
+        for thread in threading.enumerate()
+        if thread is not threading.current_thread()
+        and _uses(torch, list(_stack(running.get(thread.ident or 0))))
+    ]
+
+
+def _uses(torch: Any, stack: list[FrameType]) -> bool:
+    """Whether a stack shows a program that uses torch, rather than a thread of torch's own."""
+    packages = [package(frame) for frame in stack]
+    of_program = [
+        frame
+        for frame, owner in zip(stack, packages, strict=True)
+        if owner != "torch" and owner not in sys.stdlib_module_names
+    ]
+    in_torch = "torch" in packages
+    return any(in_torch or frame.f_globals.get("torch") is torch for frame in of_program)
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+class LastWord:
+    """Ends the process with `status`, if it has one, when nothing holds on to it any more.
+
+    As an argument of an exit handler it outlives every handler: Python lets go of the arguments
+    once all handlers have run, then flushes what is left in standard output
+    (https://github.com/python/cpython/blob/main/Modules/atexitmodule.c). An exception in a handler
+    is printed and changes no status, and leaving from within one would keep those of others from
+    running.
+
+    With which status the program was about to end cannot be known here: Python keeps that of
+    ``sys.exit(5)`` to itself until the process is gone. A status of failure stays one, as `status`.
+    """
+
+    status: int | None = None
+
+    def __del__(self) -> None:
+        if self.status is None:
+            return
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):  # closed, or never there
+                stream.flush()
+        os._exit(self.status)

@@ -1,0 +1,519 @@
+"""Where profiles are: folders, the user's own, installed packs; and which file a name means.
+
+Each distribution is asked by itself: `importlib.metadata.entry_points` fails for all of them where
+one of them is broken. What the files look like:
+https://packaging.python.org/en/latest/specifications/entry-points.
+
+A pack is a Python package with YAML files and an entry point in the group `torchrepro.profiles`,
+whose name begins the names of its profiles and whose value is the package, as in
+``team = "acme_profiles"``. It is found by its metadata and never imported:
+https://packaging.python.org/en/latest/specifications/entry-points.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distributions
+from importlib.util import find_spec
+from itertools import combinations, islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchrepro.errors import ProfileError
+from torchrepro.messages import Problem, near, printable, shown, some
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+
+SHIPPED = Path(__file__).parent.parent / "conf" / "repro"
+PIECES = "with"
+"""Folder of the pieces in a folder of profiles: `with/dropout-zero`."""
+
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*")
+SUFFIXES = (".yaml", ".yml")
+MANY = 1000
+"""Files and folders in a folder of profiles that are looked at for a list of names."""
+
+DEEPEST = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A folder of profiles, and how messages call it."""
+
+    path: Path
+    origin: str
+    prefix: str = ""
+    """What the names of its profiles begin with: ``team/`` in a pack that is called team."""
+
+    package: str = ""
+    """The distribution that the folder belongs to."""
+
+    source: Path | None = None
+    """The project in which its files are written, if it is installed for editing."""
+
+    def file(self, name: str) -> Path | None:
+        """Return the file that holds the profile `name`, if this folder has it.
+
+        Raises `ProfileError` for a file that lies elsewhere, behind a link.
+        """
+        if not name.startswith(self.prefix):
+            return None
+        stem = name.removeprefix(self.prefix).removesuffix(".yaml").removesuffix(".yml")
+        candidates = (self.path / f"{stem}{suffix}" for suffix in SUFFIXES) if stem else ()
+        present = [path for path in candidates if path.is_file()]
+        if len(present) > 1:
+            what = f"two profiles are called '{name}'"
+            legal = f"{present[0].name}, or {present[1].name}"
+            raise ProfileError(Problem(what, self.origin, legal=legal, todo="remove one of them"))
+        found = present[0] if present else None
+        home = (self.source or self.path).resolve()  # editing may mean links into the project
+        if found is not None and not found.resolve().is_relative_to(home):
+            raise ProfileError(
+                Problem(
+                    "a link leads out of the folder of profiles",
+                    str(found),
+                    todo="put the profile itself there: what lies outside is not read",
+                )
+            )
+        return found
+
+    def has_group(self, group: str) -> bool:
+        """Whether `group`, as in ``team/with``, is a folder in this one."""
+        inside = f"{group}/".removeprefix(self.prefix)
+        is_here = f"{group}/".startswith(self.prefix) and is_name(group)
+        return is_here and (self.path / inside).is_dir()
+
+    def names(self) -> list[str]:
+        """Return the names of the profiles in this folder, sorted; of a huge folder, the first."""
+        files = (path for path in _inside(self.path) if path.suffix in SUFFIXES)
+        names = {path.relative_to(self.path).with_suffix("").as_posix() for path in files}
+        return sorted(f"{self.prefix}{name}" for name in names if is_name(name))
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The file that a name means."""
+
+    name: str
+    path: Path
+    folder: Folder
+
+    @property
+    def where(self) -> str:
+        """The file as messages show it: by its package, or relative to the working directory."""
+        if self.folder.package:
+            inside = self.path.relative_to(self.folder.path)
+            return f"{self.folder.package}:{inside}"
+        try:
+            return str(self.path.relative_to(Path.cwd()))
+        except (ValueError, OSError):
+            return str(self.path)
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    """Yield the files in `folder` and the folders in it, links not followed, up to `MANY`."""
+    left = MANY
+    folders = [(folder, 0)]
+    while folders and left > 0:
+        here, depth = folders.pop()
+        with suppress(OSError), os.scandir(here) as entries:  # one that is closed has no names
+            found = sorted(islice(entries, left), key=lambda entry: entry.name)
+            left -= len(found)
+            for entry in found:
+                if entry.is_file():  # no pipe, no device, no link that leads nowhere
+                    yield Path(entry.path)
+                elif entry.is_dir(follow_symlinks=False) and depth < DEEPEST:
+                    folders.append((Path(entry.path), depth + 1))
+
+
+def is_name(text: str) -> bool:
+    """Whether `text` has the form of a profile's name: words and slashes, nothing that climbs."""
+    return bool(NAME.fullmatch(text)) and ".." not in text
+
+
+def is_piece(name: str) -> bool:
+    """Whether `name` means a piece that is laid on top of a profile."""
+    return PIECES in name.split("/")[:-1]
+
+
+def piece_named(name: str) -> str:
+    """Return the name on the search path of the piece `name`: ``team/zero`` is team/with/zero."""
+    pack, _, last = name.rpartition("/")
+    return name if is_piece(name) else "/".join(filter(None, (pack, PIECES, last)))
+
+
+def piece_asked_for(name: str) -> str:
+    """Return what `with=[...]` calls a piece: ``team/zero`` for team/with/zero."""
+    return "/".join(part for part in name.split("/") if part != PIECES)
+
+
+ENTRY_POINTS = "torchrepro.profiles"
+MOST = 16
+"""Packs that one distribution may declare."""
+
+LARGEST = 100_000
+"""Characters of entry points that are read; more would take `importlib.metadata` seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredPack:
+    """A pack that a distribution declares, or a distribution that cannot be read."""
+
+    owner: str
+    """The distribution, as messages show it."""
+
+    distribution: Distribution
+    pack: str = ""
+    """What the names of its profiles begin with; empty where that cannot be read."""
+
+    value: str = ""
+    """The package that holds the profiles, as the entry point names it."""
+
+    complaint: str = ""
+    """Why no pack of the distribution is read, if so."""
+
+    @property
+    def package(self) -> str:
+        """The dotted name of the package, or an empty string for a value that names none."""
+        line = EntryPoint(self.pack, self.value, ENTRY_POINTS)
+        try:
+            return ".".join(filter(None, (line.module, line.attr)))
+        except (AttributeError, ValueError):
+            return ""
+
+    @property
+    def source(self) -> Path | None:
+        """The project in which the pack is written, if it is installed for editing."""
+        return _source(self.distribution)
+
+    def owns(self, folder: Path) -> bool:
+        """Whether `folder`, found as this package, came with the distribution itself.
+
+        A line may name any package that is installed, or a folder that is at hand.
+        """
+        source = self.source
+        root = source or Path(str(self.distribution.locate_file("")))
+        if not folder.resolve().is_relative_to(root.resolve()):
+            return False
+        installed = _text(self.distribution, "RECORD")
+        inside = self.package.replace(".", "/")
+        return (
+            source is not None
+            or not installed
+            or any(line.startswith(f"{inside}/") for line in installed.splitlines())
+        )
+
+
+def declared() -> list[DeclaredPack]:
+    """Return every pack that can be named, and every distribution whose packs cannot be read.
+
+    A distribution that is found twice counts once.
+    """
+    owners: set[str] = set()
+    found: list[DeclaredPack] = []
+    for distribution in distributions():
+        text = _text(distribution, "entry_points.txt")
+        if ENTRY_POINTS not in text:
+            continue
+        owner = _owner(distribution)
+        if owner not in owners:
+            found += _packs(len(text), owner, distribution)
+        owners.add(owner)
+    return found
+
+
+def _packs(size: int, owner: str, distribution: Distribution) -> list[DeclaredPack]:
+    unreadable = DeclaredPack(owner, distribution, complaint="its entry points cannot be read")
+    if size > LARGEST:
+        return [unreadable]
+    try:
+        values = {e.name: e.value for e in distribution.entry_points.select(group=ENTRY_POINTS)}
+    except (TypeError, ValueError, AttributeError):  # a line that has not the form of one
+        return [unreadable]
+    names = [name for name in values if is_name(name) and "/" not in name and name != PIECES]
+    if len(values) > MOST:
+        many = f"one distribution declares more than {MOST} packs"
+        return [replace(unreadable, pack=name, complaint=many) for name in names[:1]]
+    return [DeclaredPack(owner, distribution, name, values[name]) for name in names]
+
+
+def _owner(distribution: Distribution) -> str:
+    """Return the name in the metadata, which may hold anything."""
+    try:
+        name = distribution.metadata["Name"]
+    except (TypeError, ValueError, PackageNotFoundError):
+        name = None
+    return printable(str(name)) if name else "a distribution without a name"
+
+
+def _source(distribution: Distribution) -> Path | None:
+    """Return the folder in which a pack that is installed for editing is written, if it is one.
+
+    Whoever publishes a distribution can also write that it is to be edited, so the folder has to
+    declare packs itself. https://packaging.python.org/en/latest/specifications/direct-url
+    """
+    text = _text(distribution, "direct_url.json")
+    if "editable" not in text:
+        return None
+    from urllib.parse import urlsplit
+    from urllib.request import url2pathname
+
+    try:
+        content = json.loads(text)
+        editable = content["dir_info"]["editable"] is True
+        folder = Path(url2pathname(urlsplit(content["url"]).path))
+        project = (folder / "pyproject.toml", folder / "setup.cfg", folder / "setup.py")
+        texts = [file.read_text("utf-8") for file in project if editable and file.is_file()]
+    except (ValueError, KeyError, TypeError, AttributeError, OSError):
+        return None  # no such folder: what it declares is judged like any other installation
+    return folder if any(ENTRY_POINTS in written for written in texts) else None
+
+
+def _text(distribution: Distribution, file: str) -> str:
+    """Return a file of the metadata; what is no text says nothing."""
+    try:
+        return distribution.read_text(file) or ""
+    except (UnicodeDecodeError, OSError):
+        return ""
+
+
+VARIABLE = "TORCHREPRO_PATH"
+"""Variable that names further folders of profiles, separated as in PATH."""
+
+DISTRIBUTION = "torchrepro"
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A package that is installed, as the import system sees it without importing it."""
+
+    folders: tuple[Path, ...]
+    regular: bool
+    """Whether its top is a package that was made to be one: not any folder at hand."""
+
+
+def search_path() -> tuple[Folder, ...]:
+    """Return every folder in which a bare name is looked up."""
+    return (*_always(), *(folder for pack in declared() for folder in _folders_of(pack)))
+
+
+def folders_for(name: str) -> tuple[Folder, ...]:
+    """Return the folders of the search path that may hold `name`.
+
+    Packs are asked only for names that begin with theirs, because finding them means reading the
+    metadata of all that is installed. Raises `ProfileError` for a pack that is not whole.
+    """
+    pack, slash, _ = name.partition("/")
+    may_be_a_pack = slash and pack not in ("", PIECES)
+    packs = [each for each in declared() if each.pack == pack] if may_be_a_pack else []
+    problems = [_problem(each) for each in packs if not _folders_of(each)]
+    if problems:
+        raise ProfileError(problems)
+    return (*_always(), *(folder for each in packs for folder in _folders_of(each)))
+
+
+def incomplete_packs() -> list[tuple[str, str, Problem]]:
+    """Return every pack whose package is not there: its name, its origin, and the problem.
+
+    And every distribution whose packs cannot be read, without a name.
+    """
+    return [
+        (each.pack, f"package {each.owner}", _problem(each))
+        for each in declared()
+        if not _folders_of(each)
+    ]
+
+
+def missing_folders() -> list[str]:
+    """Return what TORCHREPRO_PATH names and is no folder."""
+    return [text for text in _named_folders() if not Path(text).expanduser().is_dir()]
+
+
+def package(name: str) -> Package:
+    """Return what is known of the package `name` without importing it or a parent of it."""
+    top, *inner = name.replace("/", ".").split(".")
+    try:
+        spec = find_spec(top) if top.isidentifier() else None
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        return Package((), regular=False)
+    roots = (Path(root).joinpath(*inner) for root in spec.submodule_search_locations or ())
+    return Package(tuple(r for r in roots if r.is_dir()), regular=spec.origin is not None)
+
+
+def _always() -> Iterator[Folder]:
+    yield Folder(SHIPPED, DISTRIBUTION, package=DISTRIBUTION)
+    for text in _named_folders():
+        path = Path(text).expanduser().absolute()
+        if path.is_dir():
+            yield Folder(path, f"{VARIABLE}: {text}")
+
+
+def _named_folders() -> list[str]:
+    return [text for text in os.environ.get(VARIABLE, "").split(os.pathsep) if text]
+
+
+def _folders_of(pack: DeclaredPack) -> list[Folder]:
+    if pack.complaint:
+        return []
+    return [
+        Folder(path, f"package {pack.owner}", f"{pack.pack}/", pack.owner, pack.source)
+        for path in package(pack.package).folders
+        if pack.owns(path)
+    ]
+
+
+def _problem(pack: DeclaredPack) -> Problem:
+    where = f"entry point of {pack.owner}"
+    if pack.complaint:
+        return Problem(pack.complaint, where, todo="uninstall it, or tell its author")
+    elsewhere = any(package(pack.package).folders)
+    return Problem(
+        f"the pack '{pack.pack}' names a package that "
+        + (
+            "did not come with it: only its own is read"
+            if elsewhere
+            else "is no folder that is found here; what lies in a zip file is not read"
+        ),
+        where,
+        found=pack.value,
+        todo="install it again, or tell its author",
+    )
+
+
+PACKAGE = "pkg://"
+
+
+class UnknownProfileError(ProfileError):
+    """A name means no file."""
+
+
+def find(
+    name: str,
+    folders: Sequence[Folder] = (),
+    asked_by: str = "",
+    beside: Sequence[Folder] = (),
+    without: Iterable[Path] = (),
+) -> Found:
+    """Return the file that `name` means, without importing or running anything.
+
+    `name` is a name in one of `folders` or on the search path, a path to a YAML file, or
+    ``pkg://package.path/name``. `asked_by` is the ``file:line`` of a defaults list, in which paths
+    are refused; such a list looks first in the folders `beside` its own file, and past the files
+    `without` it: a profile may inherit from another one of its own name. Raises `ProfileError`
+    for a name that means no file, or two.
+    """
+    try:
+        if name.startswith(PACKAGE):
+            return _in_package(name, asked_by)
+        if name.endswith(SUFFIXES) and not asked_by and Path(name).is_file():
+            return _at_path(name, Path(name))  # a file that is there is meant by its own name
+        found = _by_name(name, folders, beside, set(without)) if is_name(name) else None
+        if found:
+            return found
+        if not asked_by and name:
+            path = Path(name).expanduser()
+            if _looks_like_a_path(name) or path.exists():
+                return _at_path(name, path)
+    except ProfileError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:
+        # Too long for the file system, the home of nobody, an impossible character.
+        what = f"unknown profile '{shown(name)}': no file can have that name ({error})"
+        raise UnknownProfileError(Problem(what, asked_by)) from None
+    raise _unknown(name, (*beside, *folders, *search_path()), asked_by)
+
+
+def _by_name(
+    name: str, folders: Sequence[Folder], beside: Sequence[Folder], without: set[Path]
+) -> Found | None:
+    everywhere = (*folders, *folders_for(name))
+    # A folder of the search path answers with all others: its names may be taken there.
+    places = {(folder.path, folder.prefix) for folder in everywhere}
+    own = [folder for folder in beside if (folder.path, folder.prefix) not in places]
+    return _in(own, name, without) or _one_of(everywhere, name, without)
+
+
+def _in(folders: Iterable[Folder], name: str, without: set[Path]) -> Found | None:
+    for folder in folders:
+        file = folder.file(name)
+        if file and file not in without:
+            return Found(name, file, folder)
+    return None
+
+
+def _one_of(folders: Sequence[Folder], name: str, without: set[Path]) -> Found | None:
+    """Return the file that is called `name`; raises `ProfileError` if there are two of them."""
+    found = [one for folder in folders if (one := _in([folder], name, without))]
+    for one, two in combinations(found, 2):
+        if not _are_the_same(one.path, two.path):
+            raise ProfileError(
+                Problem(
+                    f"two profiles are called '{name}'",
+                    legal=f"{one.path} ({one.folder.origin}), or {two.path} ({two.folder.origin})",
+                    todo="name the one you mean by its path, or rename one of them",
+                )
+            )
+    return found[0] if found else None
+
+
+def _are_the_same(one: Path, two: Path) -> bool:
+    """Whether two files are one, or a copy of each other."""
+    return one.samefile(two) or (
+        one.stat().st_size == two.stat().st_size and one.read_bytes() == two.read_bytes()
+    )
+
+
+def _looks_like_a_path(name: str) -> bool:
+    return name.endswith(SUFFIXES) or name.startswith(("/", "./", "../", "~"))
+
+
+def _at_path(name: str, path: Path) -> Found:
+    if not path.exists():
+        siblings = path.parent.glob("*") if path.parent.is_dir() else ()
+        close = near(path.name, (entry.name for entry in siblings))
+        raise UnknownProfileError(
+            Problem("no such file", found=name, near=str(path.parent / close) if close else "")
+        )
+    return Found(path.stem, path.absolute(), Folder(path.absolute().parent, str(path.parent)))
+
+
+def _in_package(name: str, asked_by: str) -> Found:
+    where, _, rest = name.removeprefix(PACKAGE).partition("/")
+    its = package(where)
+    # A folder of the working directory looks like a package too, and may hold anything.
+    may_be_read = its.regular or not asked_by
+    if not its.folders or not may_be_read:
+        raise UnknownProfileError(
+            Problem("no such package is installed here", asked_by, found=name)
+        )
+    folders = tuple(Folder(root, f"package {where}") for root in its.folders)
+    found = _in(folders, rest, set()) if is_name(rest) else None
+    if found is None:
+        raise _unknown(name, folders, asked_by)
+    return Found(found.path.stem, found.path, found.folder)
+
+
+def _unknown(name: str, folders: Sequence[Folder], asked_by: str) -> UnknownProfileError:
+    names = sorted({known for folder in folders for known in folder.names()})
+    missing = [f"{VARIABLE} names {shown(text)}, which is no folder" for text in missing_folders()]
+    missing += [
+        f"{origin}: {problem.what}" for pack, origin, problem in incomplete_packs() if not pack
+    ]
+    todo = "`torchrepro list` shows what is on the search path; a file is named by its path"
+    return UnknownProfileError(
+        Problem(
+            f"unknown profile '{shown(name)}'",
+            asked_by,
+            legal=some(names),
+            near=near(name, names),
+            todo="; ".join([*missing, todo]),
+        )
+    )

@@ -1,0 +1,141 @@
+"""Turn what pydantic found into problems that name the file, the value and what is legal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, get_args
+
+from torchrepro.knobs.allowed_variables import ALLOWED, refusal
+from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name, other_names
+from torchrepro.messages import Problem, near, shown, some
+from torchrepro.profile.schema import Profile
+from torchrepro.profile.search_path import PIECES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pydantic import BaseModel, ValidationError
+    from pydantic_core import ErrorDetails
+
+    from torchrepro.profile.composition import Composition
+
+
+MAPPINGS = {  # keys whose value is a mapping of the profile's own words
+    "device.modules": knobs_by_name()["device.modules"].legal.words,
+    "streams": knobs_by_name()["streams"].legal.words,
+    "ranks": knobs_by_name()["ranks"].legal.words,
+    "requires": 'a mapping such as {torch: ">=2.6"}',
+}
+
+_HOW_TO_LAY_PIECES = (
+    "choose them with +repro/with=[dropout-zero] under Hydra, with=[dropout-zero] among overrides, "
+    "or name them in `defaults`: [debug-strict, with/dropout-zero, _self_]"
+)
+
+
+def problems(error: ValidationError, composition: Composition) -> list[Problem]:
+    """Return one problem per value that `error` complains about."""
+    found: dict[str, Problem] = {}
+    for details in error.errors():
+        for problem in _problems(details, composition):
+            found.setdefault(problem.key, problem)
+    return list(found.values())
+
+
+def _problems(details: ErrorDetails, composition: Composition) -> list[Problem]:
+    context: Mapping[str, Any] = details.get("ctx", {})
+    if details["type"] == "contradiction":
+        return [
+            Problem(reason, composition.place(key), key, value)
+            for key, value, reason in context["found"]
+        ]
+    path = [str(part) for part in details["loc"]]
+    if details["type"] == "variable":
+        path.append(context["name"])
+    inside = context.get("inside", ())
+    path += inside
+    key = ".".join(part for part in path if part != "[key]")  # pydantic's word for a key itself
+    found = _found(_part(details["input"], inside), context.get("name"))
+    place = composition.place(key)
+    if details["type"] == "extra_forbidden":
+        return [_unknown_key(path, found, place)]
+    if details["type"] == "illegal":
+        legal = context["legal"]
+        close = near(found, legal.choices())
+        return [Problem(context["complaint"], place, key, found, legal.words, close)]
+    what = context.get("why") or _plainly(details)
+    legal = next((words for name, words in MAPPINGS.items() if key.startswith(name)), "")
+    return [Problem(what, place, key, found, legal, todo=context.get("todo", ""))]
+
+
+def _part(value: Any, inside: Sequence[str]) -> Any:
+    """Return what the keys `inside` lead to in `value`."""
+    for key in inside:
+        value = value[key]
+    return value
+
+
+def _found(value: Any, name: str | None) -> str:
+    if name is not None and isinstance(value, dict):
+        value = value.get(name)
+    if isinstance(value, dict | list):
+        return "a section" if isinstance(value, dict) else "a list"
+    return shown(value)
+
+
+def _plainly(details: ErrorDetails) -> str:
+    """Say in a reader's words what pydantic says in a programmer's."""
+    return {
+        "string_type": "not text",
+        "model_type": "a section of keys belongs here",
+        "model_attributes_type": "a section of keys belongs here",
+        "dict_type": "a section of keys belongs here",
+        "mapping_type": "a section of keys belongs here",
+    }.get(details["type"], details["msg"])
+
+
+def _unknown_key(path: list[str], found: str, place: str) -> Problem:
+    *sections, word = path
+    key = ".".join(path)
+    model = _model(sections)
+    legal = sorted(field.alias or name for name, field in model.model_fields.items())
+    if sections == ["env"]:
+        return _unknown_variable(key, word, found, place, legal)
+    known = other_names().get(key) or other_names().get(f"torch.{key}") or other_names().get(word)
+    meant = known[0].profile_key if known else _anywhere(word) or near(word, legal)
+    what = "unknown key"
+    if known:
+        what = "unknown key: another name of the state behind the one below"
+    todo = "write it nested, a section per line" if "." in word else ""
+    if key == PIECES:
+        what, todo = "unknown key: pieces are no value of a profile", _HOW_TO_LAY_PIECES
+    return Problem(what, place, key, found, some(legal), meant, todo)
+
+
+def _unknown_variable(key: str, name: str, found: str, place: str, known: list[str]) -> Problem:
+    why = refusal(name)
+    if why:
+        return Problem(why, place, key, found)
+    return Problem(
+        "the catalogue does not know this variable",
+        place,
+        key,
+        found,
+        near="" if name in ALLOWED else near(name, known),
+        todo=f"to set it all the same, move it to `env_extra: {{{name}: ...}}`"
+        + ("" if name in ALLOWED else ", which needs the consent of whoever starts the run"),
+    )
+
+
+def _anywhere(word: str) -> str:
+    """Return the full key of a knob that ends in `word`, for one put into the wrong section."""
+    keys = [knob.profile_key for knob in CATALOGUE if knob.profile_key.rpartition(".")[2] == word]
+    return keys[0] if keys else ""
+
+
+def _model(sections: list[str]) -> type[BaseModel]:
+    model: type[BaseModel] = Profile
+    for section in sections:
+        field = model.model_fields[section]
+        annotation = field.annotation
+        model = annotation if isinstance(annotation, type) else get_args(annotation)[0]
+    return model

@@ -1,0 +1,230 @@
+"""Whether all ranks of a run have the same in force: asked once, before the first step.
+
+Ranks exchange what they have in force through the store of their process group, not through a
+collective: that needs no device, and makes no communicator before its knobs are settled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+from functools import wraps
+from itertools import count
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torchrepro.console import say
+from torchrepro.errors import ApplyError
+from torchrepro.knobs.catalogue import knobs_by_name
+from torchrepro.knobs.env_rows import ORDER_OF_SUMS
+from torchrepro.messages import shown
+from torchrepro.report import Outcome
+from torchrepro.seeding import streams
+from torchrepro.seeding.mesh import seed_as_this_rank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torchrepro.report import Report
+
+TIMEOUT = timedelta(seconds=60)
+_MODULES = (
+    "torch.distributed",
+    "torch.distributed.distributed_c10d",
+    "torch.distributed.device_mesh",
+)
+"""Every module that holds the function which makes the process group under a name of its own."""
+
+_FUNCTION = "init_process_group"
+
+
+class InForce(Protocol):
+    """A profile in force: what it did, and what to do when ranks differ."""
+
+    @property
+    def report(self) -> Report: ...
+    @property
+    def refuse(self) -> Callable[[ApplyError], None]: ...
+
+
+_watching: list[Agreement] = []  # innermost last: it alone compares
+_turns = count()  # ranks compare in the same order, so they number their turns alike
+
+
+class Agreement:
+    """Compares what is in force on this rank with the other ranks', once per process group."""
+
+    def __init__(self, applied: InForce) -> None:
+        self._applied = applied
+        self._compared: Any = None
+        self._originals: list[tuple[Any, Any, Any]] = []
+        self._hook: Any = None
+
+    def watch(self) -> None:
+        """Compare as soon as a process group is made, at the latest before the first step.
+
+        Wraps `torch.distributed.init_process_group` and adds a hook of torch's own before
+        optimizer steps, which goes away once ranks were compared.
+        """
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        for module in filter(None, map(sys.modules.get, _MODULES)):
+            original = getattr(module, _FUNCTION, None)
+            if original is not None:
+                wrapper = self._then_compare(original)
+                setattr(module, _FUNCTION, wrapper)
+                self._originals.append((module, wrapper, original))
+        self._hook = register_optimizer_step_pre_hook(lambda *_: self.compare())
+        _watching.append(self)
+
+    def unwatch(self) -> None:
+        """Take back what `watch` changed."""
+        for module, wrapper, original in reversed(self._originals):
+            if getattr(module, _FUNCTION) is wrapper:
+                setattr(module, _FUNCTION, original)
+        self._originals.clear()
+        self._remove_hook()
+        if self in _watching:
+            _watching.remove(self)
+
+    def _remove_hook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _then_compare(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def init_process_group(*args: Any, **kwargs: Any) -> Any:
+            made = original(*args, **kwargs)
+            self.compare()
+            return made
+
+        return init_process_group
+
+    def compare(self) -> None:
+        """Compare with the other ranks if there are any and they were not compared yet."""
+        import torch.distributed as dist
+
+        if not dist.is_available() or not dist.is_initialized():
+            return
+        if _watching[-1:] != [self] or self._compared is dist.group.WORLD:
+            return
+        self._compared = dist.group.WORLD
+        self._remove_hook()
+        size, rank = dist.get_world_size(), dist.get_rank()
+        if size == 1:
+            return
+        seed_as_this_rank()
+        if dist.get_backend() == "fake":
+            return  # torch's stand-in for a group whose other ranks do not exist
+        try:
+            differing = exchange(_turn(_store()), size, rank, in_force(self._applied.report))
+        except ApplyError as error:
+            self._applied.refuse(error)
+            return
+        if differing:
+            self._applied.refuse(ApplyError(_disagreement(differing), self._applied.report))
+        elif rank == 0:
+            name_what_is_not_pinned(dist.get_backend())
+
+
+def in_force(report: Report) -> dict[str, str]:
+    """Return everything on which ranks have to agree, as text under dotted keys.
+
+    The generators of ranks may start from different seeds; the plan they derive from may not.
+    """
+    from torchrepro.manifest.environment import versions  # one process alone never asks
+
+    found = {}
+    for row in report:
+        knob = knobs_by_name().get(row.knob)
+        if knob is not None and knob.per_rank:
+            continue
+        set_here = row.outcome in (Outcome.APPLIED, Outcome.UNCHANGED)
+        found[row.knob] = shown(row.after) if set_here else str(row.outcome)
+    found |= {f"seed plan: {key}": shown(v) for key, v in streams.current_plan().to_json().items()}
+    return found | {f"version of {name}": text for name, text in versions().items()}
+
+
+def exchange(
+    store: Any, size: int, rank: int, mine: Mapping[str, str]
+) -> dict[int, dict[str, list[str]]]:
+    """Return, for every rank that differs from rank 0, the differing keys with both values.
+
+    Every rank of the `size` ranks returns the same. Raises `ApplyError` if a rank does not answer.
+    """
+    if rank == 0:
+        store.set("mine/0", json.dumps(dict(mine)))
+        others = [f"differs/{other}" for other in range(1, size)]
+        answers = [json.loads(_answer(store, key, size)) for key in others]
+        found = {number: answer for number, answer in enumerate(answers, 1) if answer}
+        store.set("verdict", json.dumps(found))
+        for other in range(1, size) if found else ():
+            # Rank 0 may host the store: it stays until every other rank knows why it stops.
+            _answer(store, f"heard/{other}", size)
+        return found
+    theirs = json.loads(_answer(store, "mine/0", size))
+    differing = {
+        key: [theirs.get(key, "not set"), mine.get(key, "not set")]
+        for key in sorted(theirs.keys() | mine.keys())
+        if theirs.get(key) != mine.get(key)
+    }
+    store.set(f"differs/{rank}", json.dumps(differing))
+    verdict = json.loads(_answer(store, "verdict", size))
+    store.set(f"heard/{rank}", "1")
+    return {int(number): keys for number, keys in verdict.items()}
+
+
+def _answer(store: Any, key: str, size: int) -> str:
+    try:
+        store.wait([key], TIMEOUT)
+    except Exception as error:  # the store raises classes of its own, which differ between versions
+        who = key.rpartition("/")[2]
+        whose = f"rank {who}" if who.isdigit() else "rank 0"
+        why = str(error).strip().partition("\n")[0]
+        raise ApplyError(
+            f"{whose} of {size} did not say what it has in force, waited for {TIMEOUT.seconds} s "
+            f"at most: {why}\n"
+            "  to do: apply the same profile on every rank, before the process group is made"
+        ) from error
+    content: bytes = store.get(key)
+    return content.decode()
+
+
+def _store() -> Any:
+    """Return the store through which the ranks of the default group found each other.
+
+    Private (``_get_default_store``), because torch gives no public access to it; where it is gone,
+    comparing fails and says so.
+    """
+    from torch.distributed import distributed_c10d
+
+    get = getattr(distributed_c10d, "_get_default_store", None)
+    if get is None:
+        raise ApplyError("this torch shows no store through which ranks could be compared")
+    return get()
+
+
+def _turn(store: Any) -> Any:
+    """Return the part of `store` that belongs to this comparison: it may have seen others."""
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    return PrefixStore(f"torchrepro/{next(_turns)}", store)
+
+
+def _disagreement(differing: Mapping[int, Mapping[str, list[str]]]) -> str:
+    lines = ["ranks do not have the same in force:"]
+    for rank, keys in differing.items():
+        for key, (first, other) in keys.items():
+            lines.append(f"  {key}: {first} on rank 0, {other} on rank {rank}")
+    return "\n".join(lines)
+
+
+def name_what_is_not_pinned(backend: str) -> None:
+    """Tell standard error which variables leave the order of sums of `backend` to itself."""
+    for kind, variables in ORDER_OF_SUMS.items():
+        missing = [name for name in variables if name not in os.environ]
+        if kind in backend and missing:
+            unset = ", ".join(missing)
+            say(f"{kind} adds up in an order of its own choosing: {unset} not set")

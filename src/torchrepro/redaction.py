@@ -1,0 +1,289 @@
+"""What must never be written down: secrets in text and in command lines."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from shlex import quote
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+
+HIDDEN = "(hidden)"
+"""Stands where something was left out."""
+
+_PARTS = frozenset(
+    (
+        *("apikey", "auth", "authorization", "bearer", "cookie", "cookies", "cred", "creds"),
+        *("credential", "credentials", "dsn", "jwt", "key", "keys", "otp", "pass", "passphrase"),
+        *("passwd", "password", "pat", "private", "pw", "pwd", "sas", "secret", "secrets", "sig"),
+        *("signature", "token", "tokens", "webhook"),
+    )
+)
+"""Parts of a name, whole, that make it sound secret."""
+
+_INSIDE = ("accesskey", "apikey", "credential", "passphrase", "passwd", "password", "secret")
+_LIKE_TOKEN = re.compile(r"token(?!iz)")
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")
+
+_TOKEN_SHAPES = re.compile(
+    r"\b(?:gh[a-z]_|github_pat_|glpat-|hf_|sk-|pk-|rk_|xox[a-z]-|AKIA|ASIA|AIza|ya29\.|eyJ|npm_|"
+    r"pypi-|dop_v1_|SG\.)[A-Za-z0-9_.\-]{8,}"
+)
+"""How the tokens of well-known services begin."""
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://[^\s\"'<>]+")
+_AFTER_SCHEME = re.compile(r"\b(bearer|basic|digest)\s+[^\s\"',]+", re.IGNORECASE)
+_PIECES = re.compile(r"[\s,;\"'{}\[\]=&@|]+")
+
+_ORDINARY_TOKEN = re.compile(
+    r"[A-Z]?[a-z]{1,19}\d{0,4}"  # train, Adam, resnet50
+    r"|[A-Z]{1,12}\d{0,4}"  # SGD, FP16
+    r"|(?:[A-Z]{0,3}[a-z]+){1,4}[A-Z]{0,3}\d{0,3}"  # AdamW, DataLoader
+    r"|\d{1,8}[A-Za-z]{0,3}"  # 512, 7b, 10ms
+    r"|\d{1,3}[eE]\d{1,3}"  # 1e4
+)
+_ORDINARY_CHARACTERS = re.compile(r"[A-Za-z0-9_./:+,\[\]\-]{0,200}")
+_LONG = 8  # letters from which on a word that is one has vowels
+_UNREADABLE = 6  # one vowel among so many letters is no word
+_SHORT = 6  # characters below which a value is too common to be looked for in other text
+_WHOLE = 12  # below it a value is looked for as a word of its own
+_EVERYDAY = re.compile(r"[a-z]{1,10}|\d{1,5}|[Tt]rue|[Ff]alse|/[^\n]*")
+
+
+def sounds_secret(name: str) -> bool:
+    """Whether a variable, an option or a key of this name may hold a secret."""
+    parts = [part for part in _NOT_IN_NAMES.split(_CAMEL.sub("_", name).lower()) if part]
+    parts += [part for part in _NOT_IN_NAMES.split(name.lower()) if part]
+    folded = "".join(_NOT_IN_NAMES.split(name.lower()))
+    return (
+        any(part in _PARTS or part.endswith(("pass", "pwd")) for part in parts)
+        or any(word in folded for word in _INSIDE)
+        or _LIKE_TOKEN.search(folded) is not None
+    )
+
+
+def secret_values(variables: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the values in `variables` that are secret, and their parts, the longest first.
+
+    Secret is the value of a variable whose name sounds so, and who logs in to a URL, and how.
+    """
+    found: set[str] = set()
+    for name, value in variables.items():
+        if sounds_secret(name):
+            found |= {value, value.strip(), *filter(_is_key, _PIECES.split(value))}
+        found |= set(_logins(value))
+    return tuple(sorted((value for value in found if value), key=lambda one: (-len(one), one)))
+
+
+def _is_key(piece: str) -> bool:
+    return len(piece) >= _LONG and not ordinary(piece)
+
+
+def _logins(text: str) -> Iterator[str]:
+    """Yield the names, passwords and tokens that the URLs in `text` carry before their host."""
+    if "://" not in text:
+        return
+    for url in _URL.findall(text):
+        login, at, _ = url.partition("://")[2].partition("/")[0].rpartition("@")
+        if at:
+            name, _, password = login.partition(":")
+            yield password or name
+
+
+def ordinary(text: str) -> bool:
+    """Whether `text` is made of words and numbers only: no key or token looks like that."""
+    if not _ORDINARY_CHARACTERS.fullmatch(text):
+        return False
+    tokens = [token for token in re.split(r"[^A-Za-z0-9]+", text) if token]
+    return all(_ORDINARY_TOKEN.fullmatch(token) and _readable(token) for token in tokens)
+
+
+def _readable(token: str) -> bool:
+    letters = [letter for letter in token.lower() if letter.isalpha()]
+    vowels = sum(letter in "aeiouy" for letter in letters)
+    return len(letters) < _LONG or vowels * _UNREADABLE >= len(letters)
+
+
+def url_without_login(url: str) -> str:
+    """Return `url` as scheme, host and path, without login, query, and what looks like a key."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        return HIDDEN
+    path = "/".join(part if ordinary(part) else HIDDEN for part in parts.path.split("/"))
+    login = f"{HIDDEN}@" if "@" in parts.netloc else ""
+    rest = f"?{HIDDEN}" if parts.query or parts.fragment else ""
+    place = host if ordinary(host) else HIDDEN
+    return f"{parts.scheme}://{login}{place}{f':{port}' if port else ''}{path}{rest}"
+
+
+def without_secrets(value: Any, secrets: Iterable[str]) -> Any:
+    """Return plain JSON values with nothing in any text, key or value, that must not leave."""
+    return cleaner(secrets)(value)
+
+
+def cleaner(secrets: Iterable[str]) -> Callable[[Any], Any]:
+    """Return `without_secrets` for these secrets, prepared for many values."""
+    patterns = [
+        re.compile(_edged("|".join(map(re.escape, _spellings(secret))), secret))
+        for secret in secrets
+        if _to_look_for(secret)
+    ]
+    return lambda value: _cleaned(value, patterns)
+
+
+def _spellings(secret: str) -> Iterable[str]:
+    """Return a secret as it is, and as Python writes it within quotes, where it escapes some."""
+    quoted = repr(secret)[1:-1]
+    among_quotes = repr(f"{secret}\"'")[1:-4]
+    return dict.fromkeys((secret, quoted, among_quotes))
+
+
+def _to_look_for(secret: str) -> bool:
+    """Whether `secret` is not so common that leaving it out would spoil other text."""
+    return len(secret) >= _SHORT and not (
+        _EVERYDAY.fullmatch(secret) and (secret[0] != "/" or os.path.exists(secret))  # noqa: PTH110 - a value may be no path at all, and this never raises
+    )
+
+
+def _edged(pattern: str, secret: str) -> str:
+    return pattern if len(secret) >= _WHOLE else rf"(?<![A-Za-z0-9])(?:{pattern})(?![A-Za-z0-9])"
+
+
+def _cleaned(value: Any, patterns: list[re.Pattern[str]]) -> Any:
+    if isinstance(value, str):
+        return _text(value, patterns)
+    if isinstance(value, Mapping):
+        return {_text(str(key), patterns): _cleaned(its, patterns) for key, its in value.items()}
+    if isinstance(value, list | tuple):
+        return [_cleaned(entry, patterns) for entry in value]
+    return value
+
+
+def _text(text: str, patterns: list[re.Pattern[str]]) -> str:
+    for pattern in patterns:
+        text = pattern.sub(HIDDEN, text)
+    if "://" in text:
+        text = _URL.sub(_shown_url, text)
+    text = _TOKEN_SHAPES.sub(HIDDEN, text)
+    return _AFTER_SCHEME.sub(rf"\1 {HIDDEN}", text)
+
+
+def _shown_url(match: re.Match[str]) -> str:
+    url = match.group()
+    login = "@" in url.partition("://")[2].partition("/")[0]
+    return url_without_login(url) if login or "?" in url else url
+
+
+_PRIVATE = frozenset(
+    (
+        *("access", "account", "api", "cert", "certificate", "client", "conn", "connection"),
+        *("email", "env", "header", "headers", "license", "login", "mfa", "nonce", "passcode"),
+        *("passwd", "pin", "salt", "session", "tok", "totp", "uri", "url", "user", "username"),
+        "webhook",
+    )
+)
+"""Parts of an option's name after which nothing is shown, besides those that sound secret."""
+
+_SPLIT = re.compile(r"[^a-z0-9]+")
+_LONGEST_FLAG = 3
+"""Characters of an option with one dash; a longer one may have its value written to it."""
+
+_NUMBER = re.compile(r"[+-]?(\d{1,12}(\.\d{0,12})?|\.\d{1,12})([eE][+-]?\d{1,3})?")
+
+
+def shareable(words: Sequence[str], secrets: Iterable[str]) -> list[str]:
+    """Return `words` with `(hidden)` in the place of every one that is not known to be harmless.
+
+    Shown are numbers, names of options, existing files, and words that look like words. A value
+    is hidden if its option or key sounds secret or has one letter, if it is code, a header or
+    JSON, if it looks like a key, or if one of `secrets` is in it; a URL loses its login and query.
+    """
+    secrets = tuple(secrets)
+    shown = [_first(word) for word in words[:1]]
+    hiding, right_after, before = False, False, ""
+    for word in words[1:]:
+        is_option = word.startswith("-") and not _NUMBER.fullmatch(word)
+        if right_after or (hiding and not is_option):
+            shown.append(HIDDEN)
+        else:
+            shown.append(_shown(word, before))
+        right_after = "=" not in word and _hides_what_follows(word)
+        hiding = right_after or (hiding and not is_option)
+        before = word
+    return [_without(text, secrets) for text in shown]
+
+
+def shell_line(words: Sequence[str]) -> str:
+    """Return `words`, of which some may be hidden, as one line that a shell takes."""
+    return " ".join(word if HIDDEN in word else quote(word) for word in words)
+
+
+def _without(text: str, secrets: tuple[str, ...]) -> str:
+    value = text.partition("=")[2]
+    if text in secrets or (value and value in secrets):
+        return HIDDEN
+    cleaned: str = without_secrets(text, secrets)
+    return cleaned
+
+
+def _first(word: str) -> str:
+    """Return the program: a file that is there."""
+    return word if _is_file(word) or ordinary(word) else HIDDEN
+
+
+def _hides_what_follows(word: str) -> bool:
+    name = word.lstrip("-")
+    if name == word:  # no option, as in `login password 445566`
+        return sounds_secret(word)
+    return _is_private(name) or word in ("-c", "-H", "-e")
+
+
+def _is_private(name: str) -> bool:
+    return sounds_secret(name) or any(part in _PRIVATE for part in _SPLIT.split(name.lower()))
+
+
+def _shown(word: str, before: str) -> str:
+    """Return one word, which follows the word `before`, as it may be shown."""
+    name, equals, value = word.partition("=")
+    if "://" in name:
+        return url_without_login(word)
+    if equals:
+        return _assignment(name, value)
+    return word if _harmless(word, before) else HIDDEN
+
+
+def _harmless(word: str, before: str) -> bool:
+    if _NUMBER.fullmatch(word):
+        return True
+    if word.startswith("-") and not word.startswith("--"):
+        return len(word) <= _LONGEST_FLAG and ordinary(word[1:])
+    if _one_letter(before) and before != "-m":
+        return _is_file(word)
+    return _is_file(word) or ordinary(word)
+
+
+def _assignment(name: str, value: str) -> str:
+    if not ordinary(name.lstrip("-+~@")):
+        return HIDDEN
+    if _is_private(name):
+        return f"{name}={HIDDEN}"
+    if "=" in value:  # an assignment within one, as in --set key=value
+        inner, _, last = value.partition("=")
+        return f"{name}={_assignment(inner, last)}"
+    return f"{name}={_shown(value, '')}"
+
+
+def _one_letter(word: str) -> bool:
+    return len(word) == 2 and word[0] == "-" and word[1].isalpha()  # noqa: PLR2004 - the dash and the letter
+
+
+def _is_file(word: str) -> bool:
+    return ("/" in word or "." in word) and os.path.exists(word)  # noqa: PTH110 - never raises

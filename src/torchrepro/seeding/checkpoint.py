@@ -1,0 +1,298 @@
+"""Checkpoints from which a training run goes on in the middle of an epoch, bit for bit."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import warnings
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from zipfile import BadZipFile, ZipFile
+
+from torchrepro.errors import SeedingError
+from torchrepro.messages import Problem, shown, some
+from torchrepro.seeding import loader as loader_register
+from torchrepro.seeding.loader_hook import advice, knows_epochs, set_epoch, yields_items
+from torchrepro.seeding.ranks import world
+from torchrepro.seeding.state import rng_state, set_rng_state, write_whole
+from torchrepro.seeding.streams import whole
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Iterator
+
+FORMAT = 1
+_KEPT = 2  # a rank may have written a step that another had not when the run was killed
+_STEP = re.compile(r"step-(\d+)")
+
+
+class Checkpoint:
+    """The state of a training run in a folder, from which it goes on where it was interrupted.
+
+    ::
+
+        checkpoint = torchrepro.Checkpoint("checkpoints", model=model, optimizer=optimizer)
+        for epoch in checkpoint.epochs(10):
+            for batch in checkpoint.batches(loader):
+                ...
+                checkpoint.save(every=100)
+
+    Every named part has `state_dict` and `load_state_dict`. Each rank writes a file of its own;
+    a step counts once all ranks have written it. Files are read without pickle
+    (``torch.load(weights_only=True)``). If the folder holds a checkpoint, the parts are loaded
+    here and the generators at the first batch. Without a folder nothing is kept. Raises
+    `SeedingError` for a damaged checkpoint, one of another world size, or one of other parts.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None, **parts: Any) -> None:
+        # The program may go to another directory before it saves.
+        self.folder = None if folder is None else Path(folder).absolute()
+        self.parts = parts
+        self.epoch = 0
+        self.batch = 0
+        """Batches of the present epoch that are done."""
+
+        self.step = 0
+        """Batches that are done since the run began."""
+
+        self._whole_epoch = False
+        self._first_save = True
+        self._loader = ""
+        self._rng: dict[str, Any] | None = None
+        self._judge_parts()
+        if self.folder is not None:
+            self._load_latest(self.folder)
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the epochs that are left of `count`, the interrupted one first."""
+        while self.epoch < whole("count", count):
+            yield self.epoch
+            self.epoch, self.batch, self._whole_epoch = self.epoch + 1, 0, False
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches of the present epoch that are not done yet.
+
+        Tells the loader and its samplers which epoch it is. Batches that are done are not loaded
+        again, unless an `IterableDataset` leaves no other way; they count into `batch`, by which a
+        program that takes only some batches of an epoch knows when to stop. Raises `SeedingError`
+        for a loader that torchrepro does not seed, or whose sampler draws from a generator of its
+        own: it would load other batches than before.
+        """
+        if self.folder is not None:
+            _judge_loader(loader)
+            if self._rng is not None and self._loader:
+                loader_register.bind_loader(loader, self._loader)
+            self._loader = _name_of(loader)
+        reread = yields_items(loader)
+        if knows_epochs(loader):
+            set_epoch(loader, self.epoch, start=0 if reread else self.batch)
+        batches = islice(loader, self.batch if reread else 0, None)
+        if self._rng is not None:
+            set_rng_state(self._rng)
+            self._rng = None
+        for batch in batches:
+            self.batch, self.step = self.batch + 1, self.step + 1
+            yield batch
+        self._whole_epoch = True
+
+    def save(self, every: int = 1) -> None:
+        """Write a checkpoint, if the number of batches done is a multiple of `every`.
+
+        Gradients are not kept: call it after a step of the optimizer. Called after all batches of
+        an epoch it counts the epoch as done: there it comes last, after a scheduler's step, say.
+        Raises `SeedingError` for a part whose state only pickle could keep, and `OSError` where
+        the file cannot be written.
+        """
+        import torch
+
+        if self.folder is None or self.step % max(whole("every", every), 1):
+            return
+        states = {name: part.state_dict() for name, part in self.parts.items()}
+        if self._first_save:
+            for name, state in states.items():
+                _judge_state(name, state)
+            self._first_save = False
+        content = io.BytesIO()
+        torch.save(
+            {
+                "format": FORMAT,
+                "epoch": self.epoch + self._whole_epoch,
+                "batch": 0 if self._whole_epoch else self.batch,
+                "step": self.step,
+                "loader": self._loader,
+                "rng": rng_state(),
+                "parts": states,
+            },
+            content,
+        )
+        path = _file(self.folder, self.step)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write_whole(path, content.getvalue())
+        except OSError:
+            with suppress(OSError):
+                path.parent.rmdir()  # what cannot be written leaves no empty step
+            raise
+        _forget_what_no_rank_needs(self.folder)
+
+    def _judge_parts(self) -> None:
+        for name, part in self.parts.items():
+            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+                raise SeedingError(
+                    Problem(
+                        "has no state_dict and load_state_dict",
+                        key=name,
+                        found=shown(part),
+                        legal="a module, an optimizer, a scheduler, a scaler",
+                    )
+                )
+
+    def _load_latest(self, folder: Path) -> None:
+        step = _latest(folder)
+        if step is not None:
+            self._load(_file(folder, step))
+
+    def _load(self, path: Path) -> None:
+        try:
+            saved = _read(path)
+            rng, parts = saved["rng"], saved["parts"]
+            place = saved["epoch"], saved["batch"], saved["step"], saved["loader"]
+        except Exception as error:
+            raise SeedingError(
+                Problem(
+                    f"not a whole checkpoint: {_reason(error)}",
+                    str(path),
+                    todo="delete its folder, to go on from the step before",
+                )
+            ) from error
+        if parts.keys() != self.parts.keys():
+            raise SeedingError(
+                Problem(
+                    "the checkpoint holds other parts",
+                    str(path),
+                    found=some(parts),
+                    legal=some(self.parts),
+                )
+            )
+        for name, part in self.parts.items():
+            part.load_state_dict(parts[name])
+        self.epoch, self.batch, self.step, self._loader = place
+        self._rng = rng
+        loader_register.set_epochs(rng["loaders"])  # a loader has to know which one it was
+
+
+def _judge_loader(loader: Any) -> None:
+    """Raise `SeedingError` for a loader whose epochs cannot be taken up in their middle."""
+    import torch
+
+    todo = advice(loader)
+    if loader_register.loading_of(loader) is None:
+        what = "this loader is not seeded, so an epoch cannot be taken up in its middle"
+        raise SeedingError(Problem(what, todo=todo))
+    parts = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
+    for part in (*parts, getattr(parts[1], "sampler", None)):
+        own = getattr(part, "generator", None)
+        torchdata = type(part).__module__.startswith("torchdata")
+        if isinstance(own, torch.Generator) and own is not loader.generator and not torchdata:
+            what = "draws from a generator of its own, so its order cannot be taken up again"
+            todo = "make the sampler without a generator: the loader's seeding then reaches it"
+            raise SeedingError(Problem(what, key=type(part).__name__, todo=todo))
+
+
+def _name_of(loader: Any) -> str:
+    loading = loader_register.loading_of(loader)
+    return loading.name if loading is not None else ""
+
+
+def _judge_state(name: str, state: Any) -> None:
+    """Raise `SeedingError` for the state of a part that could be written but not read again."""
+    import torch
+
+    content = io.BytesIO()
+    torch.save(state, content)
+    content.seek(0)
+    try:
+        torch.load(content, weights_only=True)
+    except Exception as error:
+        raise SeedingError(
+            Problem(
+                f"its state cannot be kept without pickle: {_reason(error)}",
+                key=name,
+                legal="tensors, numbers, text, and lists and dicts of them",
+                todo="have its state_dict return plain values",
+            )
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return one line of what `error` says, without the colours that torch puts in."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in str(error).splitlines()]
+    telling = [line for line in lines if "Unsupported" in line or "GLOBAL" in line]
+    return f"{type(error).__name__}: {(telling or lines or [''])[0]}"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return what `save` wrote to `path`; raises whatever says that it is not that."""
+    import torch
+
+    with ZipFile(path) as archive:
+        damaged = archive.testzip()  # torch.load does not look at the checksums
+    if damaged:
+        raise BadZipFile(f"{damaged} is damaged")
+    saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    if saved["format"] != FORMAT:
+        raise ValueError(f"format {saved['format']}, not {FORMAT}")
+    return saved
+
+
+def _file(folder: Path, step: int) -> Path:
+    here = world()
+    return folder / f"step-{step:09d}" / f"rank-{here.rank}-of-{here.size}.pt"
+
+
+def _steps(folder: Path) -> list[int]:
+    """Return the steps that `folder` holds, the latest first."""
+    names = (entry.name for entry in folder.glob("step-*"))
+    return sorted((int(m[1]) for m in map(_STEP.fullmatch, names) if m), reverse=True)
+
+
+def _is_whole(folder: Path, step: int) -> bool:
+    """Whether every rank of this world has written `step`."""
+    size, place = world().size, _file(folder, step).parent
+    return all((place / f"rank-{rank}-of-{size}.pt").exists() for rank in range(size))
+
+
+def _latest(folder: Path) -> int | None:
+    """Return the latest step that every rank has written."""
+    whole_one = next((step for step in _steps(folder) if _is_whole(folder, step)), None)
+    sizes = {path.stem.partition("-of-")[2] for path in folder.glob("step-*/rank-*-of-*.pt")}
+    if whole_one is None and sizes and str(world().size) not in sizes:
+        raise SeedingError(
+            Problem(
+                "the checkpoints come from another number of processes",
+                str(folder),
+                found=some(sorted(sizes)),
+                legal=str(world().size),
+            )
+        )
+    if whole_one is None and sizes:
+        here = world()
+        warnings.warn(
+            f"{folder} holds no step that all {here.size} ranks have written (this is rank "
+            f"{here.rank}): starting from the beginning",
+            stacklevel=5,
+        )
+    return whole_one
+
+
+def _forget_what_no_rank_needs(folder: Path) -> None:
+    """Delete the steps before the last two that every rank has written."""
+    if world().rank == 0:
+        steps = _steps(folder)
+        kept = [step for step in steps if _is_whole(folder, step)][:_KEPT]
+        for step in steps:
+            if len(kept) == _KEPT and step < kept[-1]:
+                shutil.rmtree(_file(folder, step).parent, ignore_errors=True)

@@ -1,0 +1,360 @@
+"""The random numbers of a DataLoader: its name, its order, its workers, and how far it has come."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from torchrepro.seeding import loader_worker, streams
+from torchrepro.seeding.loader_worker import (
+    BatchRequest,
+    NoRepeats,
+    Position,
+    Repeats,
+    SampleRequest,
+    draw_from,
+    enter_draw,
+    leave_draw,
+    repeats_of,
+    seed_readers_of_worker,
+    single,
+    worker_stream,
+)
+from torchrepro.seeding.streams import Stream, derive, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+
+class Loading:
+    """Where the random numbers of one DataLoader come from; also its `worker_init_fn`.
+
+    Every iteration is the next epoch, unless `set_epoch` names one. The order of an epoch depends
+    on (seed, name, epoch), a batch's numbers on (seed, name, rank, epoch, the batch's number).
+    """
+
+    request: type[BatchRequest] = BatchRequest
+    """What is asked of the process that loads a batch."""
+
+    def __init__(
+        self, name: str, epoch: int = 0, theirs: Callable[[int], Any] | None = None
+    ) -> None:
+        plan = streams.current_plan()
+        self.name = name
+        self.theirs = theirs
+        self.root = plan.root(name)
+        streams.note_drawn(name)
+        self.plan = replace(plan, rank=plan.coordinate())
+        self.next_epoch = whole("epoch", epoch)
+        self.next_start = 0
+        self.start = 0
+        self.active = True
+        self._enter(self.next_epoch)
+
+    def __repr__(self) -> str:
+        return f"<torchrepro loading {self.name} seed={self.root} next epoch={self.next_epoch}>"
+
+    def begin(self) -> None:
+        """Start the next epoch, as the rank that this process has by now."""
+        now = streams.current_plan()
+        if (now.seed, now.streams) == (self.plan.seed, self.plan.streams):
+            self.plan = replace(now, rank=now.coordinate())
+        self._enter(self.next_epoch)
+        self.next_epoch += 1
+        self.start, self.next_start = self.next_start, 0
+
+    def __call__(self, worker: int) -> None:
+        """Seed worker number `worker`: torch calls this in the worker when it starts."""
+        from torch.utils.data import get_worker_info
+
+        draw_from(worker_stream(self.stream, worker))
+        if get_worker_info() is not None:
+            streams.put_plan(self.plan)
+            seed_readers_of_worker(worker, self.stream)
+        if self.theirs is not None:
+            self.theirs(worker)
+
+    def _enter(self, epoch: int) -> None:
+        rank = self.plan.rank or 0
+        self.order = derive(self.name, self.root, epoch=epoch, kind="order")  # same on every rank
+        self.stream = derive(self.name, self.root, rank, epoch=epoch, kind="loader")
+
+
+class ExplicitLoading(Loading):
+    """The seeding of a loader that was made with `dataloader_kwargs`: sample by sample."""
+
+    request = SampleRequest
+
+    def start_order(self, generator: torch.Generator) -> None:
+        """Start the generator of the loader, from which torch draws the workers' own seeds."""
+        generator.set_state(self.order.torch().get_state())
+
+
+class SeededSampler:
+    """A sampler that draws from its own place in the generators and asks for seeded samples."""
+
+    def __init__(self, sampler: Any, loading: Loading, generator: torch.Generator | None) -> None:
+        self.sampler, self.loading = sampler, loading
+        self.generators = _generators_of(sampler) if generator is None else [generator]
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.loading.active:  # undone, while workers that live on still use this sampler
+            return iter(self.sampler)
+        loading = self.loading
+        return self._requests(loading.stream, loading.order, loading.start)
+
+    def _counts(self) -> Repeats:
+        return repeats_of(self.sampler) if self.loading.request is SampleRequest else NoRepeats()
+
+    def _requests(self, stream: Stream, order: Stream, start: int) -> Iterator[BatchRequest]:
+        own = OrderPlace(self.generators, order)
+        outside = enter_draw()
+        try:
+            draw_from(order)
+            with own:
+                indices = iter(self.sampler)
+                index = next(indices, _END)
+            place = nullcontext() if _draws_at_first_only(self.sampler) else Position()
+        finally:
+            leave_draw(outside)
+        repeats = self._counts()
+        for number in count():
+            if index is _END:
+                return
+            again = repeats.of(index)
+            if number >= start:
+                yield self.loading.request(stream, number, index, again)
+            with place, own:
+                index = next(indices, _END)
+
+
+class OrderPlace:
+    """A place in the generators that only the order of an epoch is drawn from."""
+
+    def __init__(self, generators: list[torch.Generator], order: Stream) -> None:
+        self._inside = [(generator, order.torch().get_state()) for generator in generators]
+
+    def __enter__(self) -> None:
+        self._outside = [(generator, generator.get_state()) for generator, _ in self._inside]
+        self._go(self._inside)
+
+    def __exit__(self, *_: object) -> None:
+        self._inside = [(generator, generator.get_state()) for generator, _ in self._inside]
+        self._go(self._outside)
+
+    def _go(self, states: list[tuple[torch.Generator, torch.Tensor]]) -> None:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+_END = object()
+
+
+def _generators_of(sampler: Any) -> list[torch.Generator]:
+    """Return the generators that torchdata's samplers make where the author gave none."""
+    parts = (sampler, getattr(sampler, "sampler", None))
+    own = [part for part in parts if type(part).__module__.partition(".")[0] == "torchdata"]
+    found = (getattr(part, "generator", None) for part in own)
+    return [generator for generator in found if generator is not None]
+
+
+def _draws_at_first_only(sampler: Any) -> bool:
+    """Whether `sampler` is one of torch's that use the global generators before their first index.
+
+    It saves a change of all generators per batch; any other sampler may draw whenever it likes.
+    """
+    from torch.utils import data
+
+    return type(single(sampler)) in (
+        data.SequentialSampler,
+        data.RandomSampler,
+        data.SubsetRandomSampler,
+        data.WeightedRandomSampler,
+        data.DistributedSampler,
+    )
+
+
+@dataclass(slots=True)
+class Register:
+    """The loaders seen since a seed came in force, and how far they have come."""
+
+    loadings: WeakKeyDictionary[Any, Loading] = field(default_factory=WeakKeyDictionary)
+    """The loaders whose author seeded nothing, each with what seeds it."""
+
+    begun: Counter[str] = field(default_factory=Counter)
+    """How many such loaders there were of each kind of dataset."""
+
+    resumed: dict[str, int] = field(default_factory=dict)
+    """Such loaders of a snapshot that have not appeared yet, each with its next epoch."""
+
+    named: dict[str, int] = field(default_factory=dict)
+    """Names of other loaders in a snapshot, not made again yet, each with its next epoch."""
+
+
+@dataclass(slots=True)
+class _State:
+    """What the register is asked to do at present."""
+
+    automatic: bool = False
+    """Whether loaders whose author seeded nothing are seeded."""
+
+    register: Register = field(default_factory=Register)
+    explicit: WeakSet[ExplicitLoading] = field(default_factory=WeakSet)
+    """The seeding of the loaders made with `dataloader_kwargs`, while they are alive."""
+
+
+_state = _State()
+
+
+def automatic() -> bool:
+    """Whether loaders whose author seeded nothing are seeded."""
+    return _state.automatic
+
+
+def set_automatic(seeded: bool) -> None:  # noqa: FBT001 - the state itself
+    """Seed loaders whose author seeded nothing, or leave them alone."""
+    _state.automatic = seeded
+    _mark(_state.register)
+
+
+def add_loader(loading: ExplicitLoading) -> None:
+    """Know of a loader made with `dataloader_kwargs`, for as long as it is alive."""
+    _state.explicit.add(loading)
+
+
+def has_explicit() -> bool:
+    """Whether a loader made with `dataloader_kwargs` is alive."""
+    return any(True for _ in _state.explicit)  # the set itself counts what is just going away
+
+
+def present_register() -> Register:
+    """Return the register of loaders that belongs to the seed in force."""
+    return _state.register
+
+
+def put_register(register: Register) -> None:
+    """Make `register` the one in use: an empty one with a new seed, the old one with its undo."""
+    for loading in _state.register.loadings.values():
+        loading.active = False
+    _state.register = register
+    _mark(register)
+
+
+def _mark(register: Register) -> None:
+    """Tell workers that live on whether their loader is seeded at present."""
+    for loading in register.loadings.values():
+        loading.active = _state.automatic
+
+
+def first_epoch(name: str) -> int:
+    """Return the epoch with which a new loader called `name` goes on: 0 unless it is resumed."""
+    return _state.register.named.pop(name, 0)
+
+
+def loading_of(loader: Any) -> Loading | None:
+    """Return what seeds `loader`: its own, or the profile's where its author seeded nothing."""
+    own = getattr(loader, "worker_init_fn", None)
+    if isinstance(own, Loading):
+        return own
+    if not _state.automatic or not _can_be_seeded(loader):
+        return None
+    known = _state.register.loadings
+    if loader not in known:
+        if getattr(loader, "_iterator", None) is not None:
+            return None  # its workers started before the profile was in force
+        known[loader] = _next_loading(_kind(loader.dataset))
+    return known[loader]
+
+
+def author_seeds(loader: Any) -> bool:
+    """Whether the author of `loader` gave it a generator or a `worker_init_fn`."""
+    given = (getattr(loader, name, None) for name in ("worker_init_fn", "generator"))
+    return any(value is not None for value in given)
+
+
+def bind_loader(loader: Any, name: str) -> None:
+    """Have `loader`, seeded by the profile, go on as the loader called `name`."""
+    present = loading_of(loader)
+    if present is not None and not isinstance(present, ExplicitLoading) and present.name != name:
+        _state.register.loadings[loader] = Loading(name, present.next_epoch)
+
+
+def _can_be_seeded(loader: Any) -> bool:
+    from torch.utils.data import DataLoader
+
+    if not isinstance(loader, DataLoader) or type(loader).__hash__ is None or author_seeds(loader):
+        return False
+    if loader_worker.is_loading():
+        return False  # a dataset's own loader draws from what its sample draws from
+    if not {"sampler", "batch_sampler"} <= vars(loader).keys():
+        return False  # a class that makes them up has no place where seeding could step in
+    if threading.current_thread() is not threading.main_thread():
+        # Seeding goes through the global generators, from which other threads draw meanwhile.
+        warnings.warn(
+            "a DataLoader is iterated outside of the main thread: dataloader.seeding leaves it "
+            "as its author made it; give it torchrepro.dataloader_kwargs(name)",
+            stacklevel=5,
+        )
+        return False
+    return True
+
+
+def _kind(dataset: Any) -> str:
+    """Return what loaders over alike datasets have in common, whatever order they are used in."""
+    try:
+        length = str(len(dataset))
+    except Exception:  # noqa: BLE001 - a dataset without a length raises what its author likes
+        length = "?"
+    return f"{type(dataset).__name__}[{length}]"
+
+
+def _next_loading(kind: str) -> Loading:
+    """Return the seeding of a loader seen for the first time: a resumed one, else a new one."""
+    register = _state.register
+    for name in register.resumed:
+        if name.rpartition("#")[0] == kind:
+            return Loading(name, register.resumed.pop(name))
+    register.begun[kind] += 1
+    return Loading(f"{kind}#{register.begun[kind]}")
+
+
+def epochs() -> dict[str, Any]:
+    """Return how far every seeded loader has come, as plain JSON values."""
+    register = _state.register
+    seen = {loading.name: loading.next_epoch for loading in register.loadings.values()}
+    named = {loading.name: loading.next_epoch for loading in _state.explicit}
+    return {
+        "begun": dict(register.begun),
+        "next_epoch": {**register.resumed, **seen},
+        "named": {**register.named, **named},
+    }
+
+
+def set_epochs(saved: dict[str, Any]) -> None:
+    """Have every seeded loader go on where `epochs` found it.
+
+    A loader that does not exist yet gets its place when its turn comes, and so does one that
+    `epochs` had not seen.
+    """
+    register = _state.register
+    register.begun, register.resumed = Counter(saved["begun"]), dict(saved["next_epoch"])
+    for loader, loading in list(register.loadings.items()):
+        if loading.name in register.resumed:
+            loading.next_epoch = register.resumed.pop(loading.name)
+        else:
+            del register.loadings[loader]
+    register.named = dict(saved["named"])
+    for explicit in _state.explicit:
+        explicit.next_epoch = saved["named"].get(explicit.name, explicit.next_epoch)
+        register.named.pop(explicit.name, None)

@@ -1,0 +1,272 @@
+"""What a divergence comes with, in the words in which the rules of diagnosis ask about it.
+
+Names are those of `torch.ops.aten` without overload. Which ops draw is what torch tags as
+`nondeterministic_seeded` (https://docs.pytorch.org/docs/stable/torch.compiler_ir.html).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from torchrepro.knobs.catalogue import CATALOGUE
+from torchrepro.trace.reader import INPUT, UNINITIALISED
+from torchrepro.verdict.value import Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torchrepro.verdict.value import Divergence, Setting, Side
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+DROPPING = _names(
+    "dropout dropout_ feature_dropout feature_dropout_ alpha_dropout alpha_dropout_"
+    " feature_alpha_dropout feature_alpha_dropout_ native_dropout _fused_dropout"
+    " _cudnn_init_dropout_state _fill_mem_eff_dropout_mask_ rrelu rrelu_ rrelu_with_noise"
+    " rrelu_with_noise_ rrelu_with_noise_functional"
+)
+"""Ops that drop, or vary a slope: what `dropout: zero` turns off."""
+
+MASKING = frozenset({"bernoulli", "bernoulli_"})
+"""Ops that draw masks: the CPU's dropout is made of one and a product."""
+
+DRAWING = _names(
+    "_sample_dirichlet _standard_gamma bernoulli bernoulli_ binomial cauchy cauchy_ exponential"
+    " exponential_ geometric geometric_ log_normal log_normal_ multinomial normal normal_"
+    " normal_functional poisson rand rand_like randint randint_like randn randn_like random"
+    " random_ randperm uniform uniform_ philox_rand"
+)
+"""Ops whose result is random numbers."""
+
+DROPPING_INSIDE = _names(
+    "_cudnn_attention_backward _cudnn_attention_forward _cudnn_rnn _efficient_attention_forward"
+    " _flash_attention_forward _flash_attention_forward_no_dropout_inplace _fused_sdp_choice"
+    " _lstm_mps _nested_tensor_softmax_with_shape _scaled_dot_product_attention_math"
+    " _scaled_dot_product_attention_math_for_mps _scaled_dot_product_cudnn_attention"
+    " _scaled_dot_product_cudnn_attention_backward _scaled_dot_product_efficient_attention"
+    " _scaled_dot_product_efficient_attention_backward _scaled_dot_product_flash_attention"
+    " _scaled_dot_product_flash_attention_for_cpu"
+    " _scaled_dot_product_fused_attention_overrideable _triton_scaled_dot_attention"
+    " scaled_dot_product_attention gru lstm miopen_rnn rnn_relu rnn_tanh"
+)
+"""Larger kernels that drop only if they are given a probability."""
+
+FIXED_BY_THE_FLAG = _names(
+    "index_add index_add_ index_copy index_copy_ index_put index_put_ _index_put_impl_"
+    " _unsafe_index_put repeat_interleave"
+)
+"""Ops that write in the order of their threads unless torch's deterministic flag is on.
+
+https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html
+"""
+
+MATMUL = re.compile(
+    r"_?(mm|addmm|addmm_activation|bmm|baddbmm|addbmm|mv|addmv|addr|dot|vdot|matmul|linear|einsum"
+    r"|scaled_mm|int_mm|addmm_relu|mkl_linear|tensordot|linear_pointwise|linalg_\w+)_?"
+)
+CONVOLUTION = re.compile(r"\w*conv\w*")
+RECURRENT = re.compile(r"\w*(rnn|lstm|gru)\w*")
+ATTENTION = re.compile(r"\w*(attention|sdp)\w*")
+REDUCTION = re.compile(
+    r"(nan)?(sum|mean)(_to_size)?|prod|var|std|var_mean|std_mean|norm|dist|trace|logsumexp|cumsum_?"
+    r"|cumprod_?|_?foreach_norm|linalg_vector_norm|\w*softmax\w*|\w*(layer|batch|group|rms)_norm\w*"
+    r"|\w*_loss\w*|\w*avg_pool\w*|\w*upsample\w*|\w*cdist\w*|_embedding_bag\w*"
+)
+SUMMING = re.compile(
+    "|".join(
+        f"(?:{family.pattern})" for family in (MATMUL, CONVOLUTION, RECURRENT, ATTENTION, REDUCTION)
+    )
+)
+"""Ops whose result depends on the order in which they add."""
+
+OVERWRITING = _names("copy_ fill_ zero_ set_ resize_")
+"""Ops that may be given memory that nothing has written, because they do not read it."""
+
+
+MAIN_THREADS = ("", "MainThread", "main")
+DECLARED = ("guarantee", "profile", "digest", "program", "level")
+"""Settings that say what was asked for; their effect is in other settings."""
+
+SET_BY = {"hardware: threads": "env.OMP_NUM_THREADS"}
+"""What a recording found that is a knob's doing."""
+
+_NOT_SET = UNINITIALISED.hex()
+_PROBABILITY = re.compile(r"(?<![=\w.])0?\.\d*[1-9]\d*")
+NO_VALUE = (None, "", "-", "null", "None")
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """The first divergence, and what is known of the two runs."""
+
+    first: Divergence
+    settings: tuple[Setting, ...] = ()
+    """In what the runs differ from the start."""
+
+    knobs: Mapping[str, str] = field(default_factory=dict)
+    """The knobs that were in force, as text."""
+
+    accelerator: str = ""
+    """The type of device that computed besides the CPU; empty if there was none."""
+
+    tolerance: bool = False
+    """Whether statistics were compared rather than bits."""
+
+    @property
+    def op(self) -> str:
+        """The op's name without namespace and overload, as in ``add``."""
+        return self.first.op.rpartition("::")[2].partition(".")[0]
+
+    @property
+    def namespace(self) -> str:
+        """``aten`` in ``aten::add.Tensor``; empty for what is no op of torch."""
+        return self.first.op.rpartition("::")[0]
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """What the runs have there, of those that have the op."""
+        return tuple(side for side in (self.first.left, self.first.right) if side is not None)
+
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether the op writes into a tensor that it was given."""
+        return self.op.endswith("_") and not self.op.startswith("__")
+
+    @property
+    def on_another_thread(self) -> bool:
+        """Whether the op ran neither on the main thread nor on one of autograd's."""
+        return self.first.thread not in MAIN_THREADS and self.first.phase != "backward"
+
+    @property
+    def reads_memory_that_nothing_wrote(self) -> bool:
+        """Whether an input of the op is memory as the allocator gave it."""
+        if self.op in OVERWRITING or self.first.op.endswith("out"):
+            return False
+        return any(
+            text[: 2 * INPUT] == _NOT_SET for side in self.sides for text in side.input_fingerprints
+        )
+
+    @property
+    def reads_something(self) -> bool:
+        """Whether the op has an input that is more than memory to write into."""
+        return any(text != _NOT_SET for side in self.sides for text in side.input_fingerprints)
+
+    @property
+    def drops_with_a_probability(self) -> bool:
+        """Whether a positional argument lies between 0 and 1, as a probability does."""
+        return any(_PROBABILITY.search(side.argument) for side in self.sides)
+
+    @property
+    def has_other_dtypes(self) -> bool:
+        """Whether the two runs computed in other types."""
+        return len({_dtypes(side.outputs) for side in self.sides}) > 1
+
+    @property
+    def differing_knobs(self) -> tuple[Setting, ...]:
+        """The settings that are knobs of the catalogue, or that one of them sets."""
+        keys = {name for knob in CATALOGUE for name in (knob.name, knob.profile_key)}
+        named = [replace(each, name=SET_BY.get(each.name, each.name)) for each in self.settings]
+        return tuple({each.name: each for each in named if each.name in keys}.values())
+
+    @property
+    def differing_surroundings(self) -> tuple[Setting, ...]:
+        """The settings that no profile sets: versions and hardware."""
+        known = {each.name for each in self.differing_knobs}
+        return tuple(
+            each
+            for each in self.settings
+            if each.name not in DECLARED and SET_BY.get(each.name, each.name) not in known
+        )
+
+    def differs_in(self, *names: str) -> bool:
+        """Whether the runs differ in one of the settings `names`."""
+        return any(each.name in names for each in self.settings)
+
+    def value(self, key: str) -> str | None:
+        """Return the value in force of the knob, or of the key of a profile; None if there is none.
+
+        Values of both spellings, ``True`` and ``true``, count as one.
+        """
+        names = [key, *(knob.name for knob in CATALOGUE if knob.profile_key == key)]
+        texts = [str(self.knobs[name]) for name in names if name in self.knobs]
+        given = [text for text in texts if text not in NO_VALUE]
+        return {"True": "true", "False": "false"}.get(given[0], given[0]) if given else None
+
+
+def _dtypes(outputs: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"(\w+)\[", outputs))
+
+
+ANY_VALUE = ("*",)
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """A key of a profile and the value that helps."""
+
+    key: str
+    value: str
+    """As an override writes it: a word that YAML takes for a boolean is in quotes."""
+
+    enough: tuple[str, ...] = ()
+    """Other values that are as good."""
+
+    def is_met_by(self, value: str | None, *otherwise: str) -> bool:
+        """Whether `value` is the one that helps, or as good, or one of `otherwise`."""
+        if value is None:
+            return False
+        return self.enough == ANY_VALUE or value in (self.value, *self.enough, *otherwise)
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """A reason for two runs to part."""
+
+    because: str
+    """The sentence; ``{op}``, ``{module}``, ``{thread}``, ``{settings}``, ``{instead}``."""
+
+    kinds: tuple[Kind, ...] = tuple(Kind)
+    fits: Callable[[Evidence], bool] = lambda case: True
+    fixes: tuple[Fix, ...] = ()
+    """What helps, the first to try first; one that is in force already is passed over."""
+
+    alike: tuple[str, ...] = ()
+    """Patterns of knobs: the row fits only if the runs differ in one, and a common value helps."""
+
+    closer: bool = True
+    """Whether recording the steps around it in full would show more."""
+
+
+SEED = Fix("seed", "1234", ANY_VALUE)
+LOADER = Fix("dataloader.seeding", "auto")
+NO_WORKERS = Fix("dataloader.num_workers", "0")
+HASHES = Fix("env.PYTHONHASHSEED", "0", tuple(map(str, range(1, 10))))
+NO_DROPOUT = Fix("dropout", "zero")
+HOST = Fix("device.rng", "host")
+DETERMINISTIC = Fix("backends.torch.deterministic_algorithms", "error")
+ON_CPU = Fix("device.fallback", "cpu")
+FILLED = Fix("backends.torch.fill_uninitialized_memory", "true")
+COMPILED = Fix("backends.torch.inductor_deterministic", "true")
+ONE_THREAD = Fix("env.OMP_NUM_THREADS", "1", ANY_VALUE)
+MKL_PATH = Fix("env.MKL_CBWR", "COMPATIBLE", ANY_VALUE)
+
+PRECISION = (
+    *("*fp32_precision", "*hf32", "*cube_math_type", "*reduced_precision_reduction"),
+    *("*fp16_accumulation", "*TF32*", "*FPMATH_MODE", "*float32_matmul_precision"),
+)
+CPU_PATH = ("*num_threads", "*NUM_THREADS", "*_DYNAMIC", "*MKL_CBWR", "*ATEN_CPU_CAPABILITY")
+RANDOM_NUMBERS = ("seed", "seed.*", "streams", "ranks", "dataloader.*", "env.PYTHONHASHSEED")
+PATHS = (
+    *(*RANDOM_NUMBERS, "dropout", "device.*", "backends.torch.*", "*enabled", "*_sdp"),
+    *("env.TORCHINDUCTOR_*", "env.NVTE_*"),
+)
+PROGRAM = (Kind.ARGUMENT, Kind.ONLY_ONE)
+COARSE = ("parameter", "gradient", "module", "parameters", "gradients", "loss")
+"""What recordings of a level above ops hold in their place."""
+
+COMPUTED = (Kind.OUTPUTS,)

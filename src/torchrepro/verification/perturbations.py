@@ -1,0 +1,308 @@
+"""What can be perturbed in a run although its result must not depend on it: a table of rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.errors import ProfileError, TraceError
+from torchrepro.messages import Problem, near
+from torchrepro.verification.perturbed import VARIABLE
+from torchrepro.verification.result import StressResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from torchrepro.profile.resolved import Resolved
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnvironment:
+    """What a command is started in, besides its profile."""
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+    inside: Mapping[str, Any] = field(default_factory=dict)
+    """What each Python process below does to itself, by name (see `perturbed`)."""
+    elsewhere: bool = False
+    """Whether the working directory is reached by another path."""
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that carry to a command what is done by them, or within it."""
+        carried = {VARIABLE: json.dumps(self.inside)} if self.inside else {}
+        return {**self.variables, **carried}
+
+
+def together(parts: Iterable[RunEnvironment]) -> RunEnvironment:
+    """Return several surroundings as one; of two values the later holds."""
+    variables: dict[str, str] = {}
+    inside: dict[str, Any] = {}
+    elsewhere = False
+    for part in parts:
+        variables |= part.variables
+        inside |= part.inside
+        elsewhere = elsewhere or part.elsewhere
+    return RunEnvironment(variables, inside, elsewhere)
+
+
+MOST = 20_000
+"""Entries of the working directory and of the folders above it that are linked at most."""
+
+
+@contextmanager
+def mirrored(folder: Path) -> Iterator[Path]:
+    """Make a folder at another path that holds links to all that is in `folder`.
+
+    So do the folders above it, up to the root: relative paths lead to the same files, ``../data``
+    included, and only the name of the place is another. New files that a program writes into it
+    vanish with it. A symbolic link to the folder as a whole would not do: the system resolves it
+    (https://man7.org/linux/man-pages/man2/getcwd.2.html). Raises `TraceError` where a folder
+    cannot be read, or the links cannot be made.
+    """
+    with TemporaryDirectory(prefix="torchrepro-elsewhere-", ignore_cleanup_errors=True) as top:
+        mirror, original = Path(top), Path(folder.anchor)
+        for part in folder.parts[1:]:
+            _link(original, mirror, besides=(part, Path(top).name))
+            mirror, original = mirror / part, original / part
+            mirror.mkdir()
+        _link(original, mirror, besides=(Path(top).name,))
+        yield mirror
+
+
+def too_large(folder: Path) -> str:
+    """Return why `folder` cannot be mirrored, or an empty string."""
+    try:
+        entries = sum(1 for each in (folder, *folder.parents) for _ in each.iterdir())
+    except OSError as error:
+        return f"{error.filename} cannot be listed"
+    return f"there are {entries:,} files to link" if entries > MOST else ""
+
+
+def _link(original: Path, mirror: Path, besides: tuple[str, ...]) -> None:
+    try:
+        for entry in original.iterdir():
+            if entry.name not in besides:
+                (mirror / entry.name).symlink_to(entry)
+    except OSError as error:
+        raise TraceError(
+            Problem(f"cannot be had at another path: {error.strerror}", found=str(original))
+        ) from None
+
+
+_DAYS = 9 + 0.143  # another date, another day of the week, another hour and minute
+_NOON = 12
+_SWITCH = 1e-5  # seconds that a thread may run; Python's own are 5e-3
+_BYTES = 255
+
+
+@dataclass(frozen=True, slots=True)
+class Perturbation:
+    """A way to perturb a run."""
+
+    name: str
+    how: str
+    """What is done."""
+    why: str
+    """What it brings to light: the likely cause, where it alone makes two runs part."""
+    around: Callable[[int], RunEnvironment]
+    """What surrounds run number so and so that is perturbed."""
+    calm: RunEnvironment = field(default_factory=RunEnvironment)
+    """What surrounds the run that is not."""
+    obstacle: Callable[[], str] = lambda: ""
+    """Why it cannot be done here, or nothing."""
+    fix: str = ""
+    """The override that helps, if there is one."""
+
+    def skipped(self, set_by_profile: Mapping[str, str]) -> str:
+        """Return why it is left out, or an empty string."""
+        settled = [name for name in self.around(1).variables if name in set_by_profile]
+        return f"the profile sets {', '.join(settled)}" if settled else self.obstacle()
+
+
+def _not_of_glibc() -> str:
+    found = platform.libc_ver()[0]
+    return "" if found == "glibc" else "the C library takes no such settings"
+
+
+def _other_memory(number: int) -> RunEnvironment:
+    return RunEnvironment({"MALLOC_PERTURB_": str(1 + number * 89 % _BYTES)})
+
+
+def _other_allocation(number: int) -> RunEnvironment:
+    settings = {
+        "MALLOC_ARENA_MAX": "1",
+        "MALLOC_MMAP_THRESHOLD_": str(1 << (14 + number % 8)),
+        "MALLOC_TOP_PAD_": str(number * 7919 * 4096 % (1 << 24)),
+    }
+    return RunEnvironment(settings, {"allocation": number})
+
+
+def _some_cpus(number: int) -> RunEnvironment:
+    cpus = sorted(os.sched_getaffinity(0))
+    turned = [*cpus[number % len(cpus) :], *cpus[: number % len(cpus)]]
+    return RunEnvironment(inside={"affinity": {"all": cpus, "some": turned[: len(cpus) // 2]}})
+
+
+def _no_choice_of_cpus() -> str:
+    if not hasattr(os, "sched_getaffinity"):
+        return "this system does not tell a process on which CPUs to run"
+    return "" if len(os.sched_getaffinity(0)) > 1 else "there is one CPU"
+
+
+def _another_day(number: int) -> RunEnvironment:
+    return RunEnvironment(inside={"clock": number * _DAYS * 24 * 60 * 60})
+
+
+def _another_zone(number: int) -> RunEnvironment:
+    """Return a time zone in which it is another day, as POSIX writes it: the sign is turned."""
+    return RunEnvironment({"TZ": "<+14>-14" if time.gmtime().tm_hour >= _NOON else "<-12>12"})
+
+
+PERTURBATIONS: tuple[Perturbation, ...] = (
+    Perturbation(
+        "memory contents",
+        "glibc fills fresh and freed memory with another byte",
+        "memory is read that nothing has written",
+        _other_memory,
+        obstacle=_not_of_glibc,
+        fix="backends.torch.fill_uninitialized_memory=true",
+    ),
+    Perturbation(
+        "hash seed",
+        "another PYTHONHASHSEED",
+        "the order of a set of strings, or a hash of text, decides something",
+        lambda number: RunEnvironment({"PYTHONHASHSEED": str(number * 7919)}),
+        calm=RunEnvironment({"PYTHONHASHSEED": "0"}),
+        fix='env.PYTHONHASHSEED="0"',
+    ),
+    Perturbation(
+        "allocation",
+        "other sizes of malloc's arenas, and a heap with other things in it",
+        "an address decides something: the id of an object, the alignment of memory, memory that "
+        "is read beyond its end",
+        _other_allocation,
+    ),
+    Perturbation(
+        "thread scheduling",
+        f"Python's threads take turns every {_SWITCH * 1e6:.0f} microseconds",
+        "threads race: the result depends on which of them comes first",
+        lambda number: RunEnvironment(inside={"thread scheduling": _SWITCH}),
+    ),
+    Perturbation(
+        "affinity",
+        "half of the CPUs, with as many threads as before",
+        "threads race, or the number of usable CPUs decides something",
+        _some_cpus,
+        obstacle=_no_choice_of_cpus,
+    ),
+    Perturbation(
+        "loader timing",
+        "workers of a DataLoader hand over their batches late, at random",
+        "batches are taken in the order in which workers finish",
+        lambda number: RunEnvironment(inside={"loader timing": number}),
+        fix="dataloader.num_workers=0",
+    ),
+    Perturbation(
+        "clock",
+        "Python's `time` tells another day",
+        "the time of day decides something: a seed, a name, a limit",
+        _another_day,
+    ),
+    Perturbation(
+        "time zone",
+        "local time is that of another day",
+        "the local date or hour decides something, as `datetime.now` tells it",
+        _another_zone,
+    ),
+    Perturbation(
+        "working directory",
+        "the same files, at another path",
+        "the path of the working directory decides something, or the order in which files are "
+        "listed",
+        lambda number: RunEnvironment(elsewhere=True),
+        obstacle=lambda: too_large(Path.cwd()),
+    ),
+)
+"""Every perturbation, the most telling first: a search for the culprit tries the first ones first.
+
+A read of memory that nothing has written shows under most of them, so that row leads. Not among
+them is the number of threads of an op, which no guarantee covers: another number adds up in another
+order. Nor are other processes that compute beside the run: races and timeouts that they would bring
+to light show under thread scheduling and affinity.
+
+What each alone brings to light:
+memory contents: a large tensor that is read before anything is written.
+hash seed: the hash of a text, and the order of a set of texts.
+allocation: the address of an object, and the order of a set of objects.
+thread scheduling: threads of Python that change the same value.
+affinity: the number of usable CPUs.
+loader timing: batches that are taken as workers finish.
+clock: the day by `time.time`.
+time zone: the day and the hour by `datetime.now`.
+working directory: the path of it.
+"""
+
+
+EVERYTHING = tuple(row.name for row in PERTURBATIONS)
+"""The names of all perturbations."""
+
+
+@dataclass(frozen=True, slots=True)
+class StressPlan:
+    """Perturbations in force."""
+
+    rows: tuple[Perturbation, ...] = ()
+    skipped: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, names: Iterable[str], resolved: Resolved | None) -> StressPlan:
+        """Return the perturbations of these names that can be used under a profile, if any.
+
+        Raises `ProfileError` for a name that there is not.
+        """
+        rows = [_row(name) for name in dict.fromkeys(names)]
+        settled = resolved.environment() if resolved is not None else {}
+        reasons = [(row, row.skipped(settled)) for row in rows]
+        return cls(
+            tuple(row for row, reason in reasons if not reason),
+            tuple((row.name, reason) for row, reason in reasons if reason),
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the perturbations."""
+        return tuple(row.name for row in self.rows)
+
+    @property
+    def used(self) -> StressResult | None:
+        """What there is to say of it before any run; None where nobody asked for it."""
+        return StressResult(self.names, self.skipped) if self.rows or self.skipped else None
+
+    @property
+    def calm(self) -> RunEnvironment:
+        """What surrounds a run that is not perturbed."""
+        return together(row.calm for row in self.rows)
+
+    def around(self, number: int, names: Sequence[str]) -> RunEnvironment:
+        """Return what surrounds run `number` if these perturbations alone act on it."""
+        return together(row.around(number) if row.name in names else row.calm for row in self.rows)
+
+
+def _row(name: str) -> Perturbation:
+    found = next((row for row in PERTURBATIONS if row.name == name), None)
+    if found is None:
+        raise ProfileError(
+            Problem(
+                "no such perturbation",
+                found=name,
+                near=near(name, EVERYTHING),
+                legal=", ".join(EVERYTHING),
+            )
+        )
+    return found
