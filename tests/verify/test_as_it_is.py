@@ -74,7 +74,7 @@ def test_a_program_that_leaves_past_its_exit_handlers_is_recorded_to_its_end(tra
     assert all(not read_run(run.folder)[0].is_cut for run in found.runs)
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_program_that_nobody_seeds_is_not_the_same_and_a_climb_starts_at_the_foot(
     training, tmp_path
 ):

@@ -19,12 +19,21 @@ DEPENDENT = {
     "time zone": "batch[0, 0] = __import__('datetime').datetime.now().day",
     "working directory": "batch[0, 0] = len(__import__('os').getcwd())",
 }
+BEFORE_PYTHON_STARTS = ("hash seed", "memory contents")
+"""What a fork of a running Python cannot be perturbed in."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", DEPENDENT)
-def test_what_a_program_depends_on_is_named(name, training, verified):
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in BEFORE_PYTHON_STARTS else ())
+        for name in DEPENDENT
+    ],
+)
+def test_what_a_program_depends_on_is_named(name, training, verified, request):
     """A program that is the same in calm runs parts under stress, and the one cause is named."""
+    if name not in BEFORE_PYTHON_STARTS:
+        request.getfixturevalue("forked")
     found = verified(training(DEPENDENT[name]), stress=[name, "affinity"], closer=False)
 
     assert not found.same
@@ -50,7 +59,7 @@ def test_a_reproducible_program_bears_all_perturbations(training, verified):
     assert [run.perturbed for run in found.runs] == [(), *[found.stressed.perturbed] * 3]
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_what_varies_by_itself_is_not_blamed_on_a_perturbation(training, verified):
     """Where calm runs part as well no perturbation is named, and that is said."""
     line = "batch[0, 0] = __import__('random').SystemRandom().random()"

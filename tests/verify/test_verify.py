@@ -36,7 +36,7 @@ def test_a_reproducible_program_is_the_same_and_leaves_nothing_behind(
     assert verification_json(found)["same"] is True
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_runs_that_part_are_looked_at_more_closely(training, verified, tmp_path):
     """The first divergence comes with its place, elements of the tensors, and all recordings."""
     found = verified(training(ANOTHER_EACH_TIME))
@@ -52,7 +52,7 @@ def test_runs_that_part_are_looked_at_more_closely(training, verified, tmp_path)
     assert found.next_rung is not None
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_divergence_that_does_not_come_back_is_said_to_vary(training, verified):
     """Where a closer look shows the runs part elsewhere the verdict stays, and says that."""
     chance = "batch[0, 0] = __import__('random').SystemRandom().random() if once(step) else 1"
@@ -72,6 +72,7 @@ def test_a_divergence_that_does_not_come_back_is_said_to_vary(training, verified
     assert "it varies from run to run" in found.verdict.notes[0]
 
 
+@pytest.mark.usefixtures("forked")
 def test_without_a_closer_look_there_are_no_more_runs(training, verified, tmp_path):
     """A closer look that is not wanted is not taken; the answer is the same."""
     found = verified(training(ANOTHER_EACH_TIME), closer=False)
@@ -85,6 +86,7 @@ def test_without_a_closer_look_there_are_no_more_runs(training, verified, tmp_pa
     ]
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("program", "told"),
     [
@@ -101,6 +103,7 @@ def test_a_command_that_fails_every_time_is_told_with_its_last_lines(verified, p
     assert all(words in str(raised.value) for words in told)
 
 
+@pytest.mark.usefixtures("forked")
 def test_runs_that_end_differently_are_not_the_same(training, verified):
     """Another exit status is a difference, whatever was recorded."""
     command = training(before="import atexit, os\ncount = len(os.listdir())\nopen('x', 'w')")
@@ -114,6 +117,7 @@ def test_runs_that_end_differently_are_not_the_same(training, verified):
     json.dumps(verification_json(found), allow_nan=False)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_run_that_ends_before_its_first_step_is_not_the_same(training, verified):
     """A run that crashed at once differs from one that trained, and both statuses are told."""
     before = "import os, sys\nos.path.exists('x') and sys.exit(4)\nopen('x', 'w')"
@@ -124,6 +128,7 @@ def test_a_run_that_ends_before_its_first_step_is_not_the_same(training, verifie
     assert "exit status 4" in found.verdict.first.what
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("program", ["print(1)", "import torch"])
 def test_a_command_of_which_nothing_is_recorded_is_never_the_same(verified, program):
     """Without torch, or without anything computed by it, there is an error and no answer."""
@@ -162,7 +167,7 @@ DIVERGING = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("what", DIVERGING)
 def test_numbers_that_differ_are_never_the_same_whatever_the_guarantee(
     what, training, plain, tmp_path
@@ -176,7 +181,7 @@ def test_numbers_that_differ_are_never_the_same_whatever_the_guarantee(
     assert "debug-strict" in answer["advice"]["promise"]
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_of_several_runs_the_one_that_differs_is_found(training, plain, tmp_path):
     """Runs 1 and 2 agree, and run 3 does not: the answer is no, and it names run 3."""
     third = "import os\nruns = len(os.listdir())\nopen(f'ran-{runs}', 'w')"
@@ -188,7 +193,7 @@ def test_of_several_runs_the_one_that_differs_is_found(training, plain, tmp_path
     assert not found.same
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_only_a_tolerance_that_was_asked_for_is_granted(training, plain, tmp_path):
     """Nearly the same numbers are the same under `aligned`, or by rtol and atol, and only then."""
     near = "batch[0, 0] += 1e-8 * (int.from_bytes(__import__('os').urandom(4)) % 9973)"
@@ -205,7 +210,7 @@ def test_only_a_tolerance_that_was_asked_for_is_granted(training, plain, tmp_pat
         assert (answer["tolerance"] is None) == (asked == "bits")
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_climb_starts_from_what_a_guarantee_leaves_open(training, tmp_path):
     """`seed-only` over a program that needs more climbs to the rung that makes its runs equal."""
     before = (
@@ -224,7 +229,7 @@ def test_a_climb_starts_from_what_a_guarantee_leaves_open(training, tmp_path):
     assert found.equal_on.name == "no loader workers"
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_where_no_rung_helps_that_is_said(training, verified):
     """A command whose runs part on every rung has none named, and each was tried."""
     found = verified(training(ANOTHER_EACH_TIME), climb=True, closer=False)
@@ -237,7 +242,7 @@ def test_where_no_rung_helps_that_is_said(training, verified):
     assert "no rung of the ladder" in as_text(*verification_parts(found))
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_an_unseeded_program_is_the_same_on_the_rung_of_seeds(training, tmp_path):
     """A profile without a seed, over a program without one, becomes equal on the first rung."""
     Path("bare.yaml").write_text("schema: 1\nname: bare\nguarantee: repeatable\n")
@@ -248,7 +253,7 @@ def test_an_unseeded_program_is_the_same_on_the_rung_of_seeds(training, tmp_path
     assert [tried.same for tried in found.climbed] == [True]
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_loader_workers_that_vary_are_found_on_their_rung(training, verified):
     """Workers that give other data each time are equal on the rung without workers."""
     before = (

@@ -1,0 +1,112 @@
+"""Stands in for `python PROGRAM`: runs each program in a fork of one process that has torch.
+
+Importing torch is most of what a short run takes. A line on standard input is a run as JSON: the
+words after `python`, the environment, the folder and the file for its output. A line on standard
+output is its exit status. What Python reads of its environment before it starts (PYTHONHASHSEED,
+what malloc goes by) is that of this process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib.machinery
+import json
+import os
+import random
+import runpy
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import numpy.random
+import torch
+import torch._dynamo
+
+BOOT = "sitecustomize"
+WAITED_FOR = ("random", "numpy.random", "torch")
+"""What torchrepro acts on the import of: a fork has them, and they are imported once more."""
+
+
+class Kept:
+    """Finds modules that were loaded before, as they are."""
+
+    def __init__(self) -> None:
+        self.modules = {name: sys.modules.pop(name) for name in WAITED_FOR}
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in self.modules:
+            return None
+        spec = importlib.machinery.ModuleSpec(name, self, origin=self.modules[name].__file__)
+        spec.submodule_search_locations = getattr(self.modules[name], "__path__", None)
+        return spec
+
+    def create_module(self, spec):
+        return self.modules[spec.name]
+
+    def exec_module(self, module):
+        pass
+
+
+def become(words, environment, folder, log):
+    """Turn this fork into what `python WORDS...` would be once it has started."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    time.tzset()
+    os.chdir(folder)
+    streams = (os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_TRUNC))
+    for stream, descriptor in ((0, streams[0]), (1, streams[1]), (2, streams[1])):
+        os.dup2(descriptor, stream)
+    sys.orig_argv[1:] = words
+    sys.argv[:] = words[1:] if words[0] == "-c" else words
+    sys.argv[0] = words[0]
+    place = "" if words[0] == "-c" else str(Path(words[0]).resolve().parent)
+    sys.path[:0] = [place, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    for seed in (random.seed, numpy.random.seed, torch.seed):
+        seed()  # as they are in a new process, no two alike
+    sys.modules.pop(BOOT, None)
+    sys.meta_path.insert(0, Kept())
+    __import__(BOOT)
+
+
+def run(words):
+    """Run the program as `__main__`, to the status that it ends with."""
+    try:
+        if words[0] == "-c":
+            exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            runpy.run_path(str(Path(words[0]).resolve()), run_name="__main__")
+    except SystemExit as left:
+        return left.code or 0
+    except BaseException:  # noqa: BLE001 - as the interpreter does
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def leave(status):
+    """End this fork as an interpreter ends, without taking apart all that torch is made of."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def main():
+    gc.freeze()
+    for line in sys.stdin:
+        words, *surroundings = json.loads(line)
+        child = os.fork()
+        if not child:
+            become(words, *surroundings)
+            leave(run(words))
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+    main()
