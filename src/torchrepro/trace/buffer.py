@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.trace.device_fingerprint import Pending, fetch
-from torchrepro.trace.fingerprint_cache import InFlight
-from torchrepro.trace.frames import source_of
+from torchrepro.trace.fingerprint_cache import FingerprintCache, InFlight
+from torchrepro.trace.frames import ModuleNames, source_of
 from torchrepro.trace.op_facts import shapes_text
 from torchrepro.trace.reader import INPUT, OUTPUT
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable
+    from collections.abc import Callable, Hashable, Iterable
 
     from torchrepro.trace.frames import Place
+    from torchrepro.trace.request import Request
     from torchrepro.trace.store import Row, Store
 
 Taken = tuple[int, int, int, Any, Any]
@@ -107,6 +108,25 @@ class RecordBuffer:
         self.move(store, step)
         count, self.moved = self.moved, 0
         return Written(store.records - count + 1, count)
+
+
+@dataclass(slots=True)
+class RecordingState:
+    """What the parts of one recording share."""
+
+    request: Request
+    spill: Callable[[], None]
+    """Called where a step has more records than are kept in memory."""
+    step: int = 0
+    """The step that is running."""
+    names: ModuleNames = field(default_factory=ModuleNames)
+    cache: FingerprintCache = field(default_factory=FingerprintCache)
+    buffer: RecordBuffer = field(default_factory=RecordBuffer)
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether the running step is one of those to record."""
+        return self.request.wants(self.step)
 
 
 def _completed(taken: list[Taken]) -> list[Row]:

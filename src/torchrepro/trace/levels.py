@@ -22,7 +22,6 @@ from torchrepro.trace.frames import Place, RunPosition, place_of_user
 from torchrepro.trace.hooks import on_modules_called, on_threads_started
 from torchrepro.trace.mode import (
     RecordingMode,
-    Shared,
     compiled_regions_seen,
     higher_order_ops_run,
     left_out_of_compilation,
@@ -34,7 +33,7 @@ from torchrepro.trace.statistics import DetailRecorder
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from torchrepro.trace.recording import Recording
+    from torchrepro.trace.buffer import RecordingState
     from torchrepro.trace.store import Store
 
 
@@ -101,8 +100,8 @@ _PINNING = "_pin_memory_loop"  # what torch's loader runs on a thread of its own
 class Level:
     """What all levels record: batches of data as they enter the program."""
 
-    def __init__(self, recording: Recording) -> None:
-        self.recording = recording
+    def __init__(self, state: RecordingState) -> None:
+        self.state = state
         self.open = ExitStack()
 
     def __enter__(self) -> None:
@@ -145,7 +144,7 @@ class Level:
 
     def unmet(self) -> Iterable[str]:
         """Return the patterns of modules to keep that none fitted."""
-        return self.recording.request.keep
+        return self.state.request.keep
 
     def end_step(self) -> None:
         """Forget the step that has ended."""
@@ -154,17 +153,17 @@ class Level:
         self, phase: str, place: Place, op: str, tensors: Sequence[Any], text: str = ""
     ) -> None:
         """Take a record of tensors that no single op stands for."""
-        tape, known = self.recording.tape, self.recording.known
+        buffer, cache = self.state.buffer, self.state.cache
         with self.paused():
             digests = [fingerprint_of(tensor) for tensor in tensors]
         for tensor, digest in zip(tensors, digests, strict=True):
-            known.read(tensor, digest[:INPUT] if digest.__class__ is bytes else digest)
-            known.bytes_read += size_of(tensor)
+            cache.read(tensor, digest[:INPUT] if digest.__class__ is bytes else digest)
+            cache.bytes_read += size_of(tensor)
         shapes = [shape_of(tensor) for tensor in tensors]
         key = (op, phase, place, *shapes)
-        site = tape.sites.get(key) or tape.new_site(key, phase, place, op, shapes)
-        argument = tape.arguments.get(text) or tape.new_argument(text, text)
-        tape.take(0, site, argument, (), digests)
+        site = buffer.sites.get(key) or buffer.new_site(key, phase, place, op, shapes)
+        argument = buffer.arguments.get(text) or buffer.new_argument(text, text)
+        buffer.take(0, site, argument, (), digests)
 
 
 class StepLevel(Level):
@@ -181,7 +180,7 @@ class StepLevel(Level):
         self.open.callback(self._naming.close)
 
     def _learn_names(self, module: Any, _returned: Any) -> None:
-        self.recording.names.place_of(module)
+        self.state.names.place_of(module)
 
     def end_step(self) -> None:
         self._naming.close()
@@ -198,7 +197,7 @@ class StepLevel(Level):
         self, phase: str, op: str, place: Place, tensors: Sequence[tuple[Any, Any]]
     ) -> None:
         for number, (parameter, tensor) in enumerate(tensors):
-            module, name = self.recording.names.of_parameter(parameter) or ("", str(number))
+            module, name = self.state.names.of_parameter(parameter) or ("", str(number))
             self.take(phase, place.within(module), op, [tensor], name)
 
 
@@ -212,7 +211,7 @@ class ModuleLevel(StepLevel):
         """Go on looking at modules."""
 
     def _returned(self, module: Any, result: Any) -> None:
-        place = self.recording.names.place_of(module)
+        place = self.state.names.place_of(module)
         tensors = tensors_in(result)
         if tensors:
             self.take("forward", place, "module", tensors)
@@ -230,12 +229,10 @@ class ModuleLevel(StepLevel):
 class OpLevel(Level):
     """Every op on every thread."""
 
-    def __init__(self, recording: Recording) -> None:
-        super().__init__(recording)
+    def __init__(self, state: RecordingState) -> None:
+        super().__init__(state)
         self.now = RunPosition()
-        its = recording
-        self._closer = DetailRecorder.of(its)
-        self._shared = Shared(its.tape, its.known, its.names, self.now, self._closer, its.spill)
+        self._details = DetailRecorder.of(state)
         self._modes: list[RecordingMode] = []
 
     def __enter__(self) -> None:
@@ -253,7 +250,7 @@ class OpLevel(Level):
         mode.__enter__()  # and never left: a thread's stack of modes ends with the thread
 
     def _new_mode(self) -> RecordingMode:
-        mode = RecordingMode(self._shared)
+        mode = RecordingMode(self.state, self.now, self._details)
         self._modes.append(mode)
         return mode
 
@@ -276,7 +273,7 @@ class OpLevel(Level):
         self.now.backward = 0
 
     def optimizer_begins(self, optimizer: Any, place: Place, *, with_closure: bool) -> None:
-        self.recording.names.learn_optimizer(optimizer)
+        self.state.names.learn_optimizer(optimizer)
         self.now.owner = ""
         # A closure computes the loss inside of the step; its ops say themselves where they are.
         self.now.optimizer = None if with_closure else (get_ident(), place)
@@ -296,11 +293,11 @@ class OpLevel(Level):
         super().batch_ends(batch, place)
 
     def unmet(self) -> Iterable[str]:
-        return () if self._closer is None else self._closer.unmet()
+        return () if self._details is None else self._details.unmet()
 
     def write(self, store: Store, first: int) -> None:
-        if self._closer is not None:
-            self._closer.write(store, first)
+        if self._details is not None:
+            self._details.write(store, first)
 
     def end_step(self) -> None:
         for mode in self._modes:

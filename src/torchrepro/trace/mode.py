@@ -5,7 +5,6 @@ from __future__ import annotations
 import marshal
 import sys
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from pkgutil import iter_modules
 from threading import get_ident
@@ -23,9 +22,8 @@ from torchrepro.trace.op_facts import PLAIN, OpFacts, call_text, facts_of, value
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torchrepro.trace.buffer import RecordBuffer
-    from torchrepro.trace.fingerprint_cache import FingerprintCache
-    from torchrepro.trace.frames import ModuleNames, Place
+    from torchrepro.trace.buffer import RecordingState
+    from torchrepro.trace.frames import Place
 
 
 def written_by_region(args: Any) -> list[Any]:
@@ -69,19 +67,6 @@ class Detail(Protocol):
         """Look at what an op has written; its record was the last to be taken."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """What the modes of all threads have in common."""
-
-    tape: RecordBuffer
-    known: FingerprintCache
-    names: ModuleNames
-    now: RunPosition
-    closely: Detail | None
-    spill: Callable[[], None]
-    """Called where a step has more records than are kept in memory."""
-
-
 class RecordingMode(TorchDispatchMode):
     """Takes a record of every op that torch dispatches on one thread.
 
@@ -92,17 +77,17 @@ class RecordingMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, state: RecordingState, now: RunPosition, details: Detail | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = shared.now
-        self.tape = shared.tape
-        self.known = shared.known
-        self.closely = shared.closely
-        self.spill = shared.spill
-        self.inputs = Inputs(shared.known)
-        self.outputs = Outputs(shared.known)
-        self.origin = Origin(shared.names, shared.now)
-        self.thread = shared.tape.new_thread()
+        self.now = now
+        self.details = details
+        self.buffer = state.buffer
+        self.cache = state.cache
+        self.spill = state.spill
+        self.inputs = Inputs(state.cache)
+        self.outputs = Outputs(state.cache)
+        self.origin = Origin(state.names, now)
+        self.thread = state.buffer.new_thread()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -137,7 +122,7 @@ class RecordingMode(TorchDispatchMode):
         if facts.transparent:
             return self._passed_on(func, args, kwargs)
         given = self.inputs.read(facts, args, kwargs)
-        if self.closely is not None or facts.compiled:
+        if self.details is not None or facts.compiled:
             return self._run_closely(facts, args, kwargs or {}, given)
         result = func(*args, **kwargs) if kwargs else func(*args)
         self._take(facts, args, kwargs, given, result)
@@ -146,7 +131,7 @@ class RecordingMode(TorchDispatchMode):
     def _passed_on(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op that computes nothing, and know its result by what it was given."""
         result = func(*args, **(kwargs or {}))
-        entries = self.known.entries
+        entries = self.cache.entries
         entry = entries.get(id(args[0])) if args else None
         if entry is not None and entry[0]() is args[0] and isinstance(result, torch.Tensor):
             entries[id(result)] = (ref(result), *entry[1:])
@@ -157,23 +142,23 @@ class RecordingMode(TorchDispatchMode):
     def _run_closely(self, facts: OpFacts, args: Any, kwargs: Any, given: Any) -> Any:
         """Run a compiled region, or any op that is looked at more closely."""
         before = None
-        if self.closely is not None:
+        if self.details is not None:
             read = args[1:] if facts.overwrites else args
-            before = self.closely.before(self.origin.of(facts, args)[1], read, kwargs)
+            before = self.details.before(self.origin.of(facts, args)[1], read, kwargs)
         # A region empties the list of its inputs, and writes some without saying which.
         written = written_by_region(args) if facts.compiled else []
         returned = facts.op(*args, **kwargs)
         if facts.compiled:
-            self.known.forget()
+            self.cache.forget()
         result = (returned, written) if facts.compiled else returned
         self._take(facts, args, kwargs, given, result)
-        if self.closely is not None:
-            self.closely.after(before, fingerprinted(facts, args, kwargs, result))
+        if self.details is not None:
+            self.details.after(before, fingerprinted(facts, args, kwargs, result))
         return returned
 
     def _take(self, facts: OpFacts, args: Any, kwargs: Any, given: Any, result: Any) -> None:
         """Take the record of an op that has run."""
-        tape = self.tape
+        buffer = self.buffer
         inputs, plain = given
         argument, key = 0, b""
         if plain:
@@ -181,9 +166,9 @@ class RecordingMode(TorchDispatchMode):
                 key = marshal.dumps(plain, 2)  # version 2 writes equal values as equal bytes
             except ValueError:
                 key = value_text(plain).encode()
-            argument = tape.arguments.get((facts, key), 0)
+            argument = buffer.arguments.get((facts, key), 0)
             if not argument:
-                argument = tape.new_argument((facts, key), call_text(args, kwargs))
+                argument = buffer.new_argument((facts, key), call_text(args, kwargs))
         if facts.view:
             outputs: list[Any] = []
             shapes = self.outputs.know_views(args, key, inputs, result)
@@ -193,11 +178,11 @@ class RecordingMode(TorchDispatchMode):
             outputs, shapes = self.outputs.read(facts, args, kwargs, result)
         phase, place = self.origin.of(facts, args)
         site_key = (facts, phase, place, *shapes)
-        site = tape.sites.get(site_key)
+        site = buffer.sites.get(site_key)
         if site is None:
             self._leave_workers_alone()
-            site = tape.new_site(site_key, phase, place, facts.name, shapes)
-        if tape.take(self.thread, site, argument, inputs, outputs) >= MANY:
+            site = buffer.new_site(site_key, phase, place, facts.name, shapes)
+        if buffer.take(self.thread, site, argument, inputs, outputs) >= MANY:
             self.spill()
 
     def _leave_workers_alone(self) -> None:

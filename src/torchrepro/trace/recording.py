@@ -14,9 +14,9 @@ from torchrepro.console import say
 from torchrepro.errors import TraceError
 from torchrepro.messages import Problem
 from torchrepro.trace import hooks
-from torchrepro.trace.buffer import RecordBuffer, joined
-from torchrepro.trace.fingerprint_cache import FingerprintCache, fingerprint_of
-from torchrepro.trace.frames import ModuleNames, place_of_user, source_of
+from torchrepro.trace.buffer import RecordingState, joined
+from torchrepro.trace.fingerprint_cache import fingerprint_of
+from torchrepro.trace.frames import place_of_user, source_of
 from torchrepro.trace.levels import LEVELS, gradients_of, parameters_of, random_states
 from torchrepro.trace.opening import about_this_process, open_store
 from torchrepro.trace.reader import INPUT, OUTPUT
@@ -34,11 +34,8 @@ class Recording:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.step = 0
-        self.names = ModuleNames()
-        self.known = FingerprintCache()
-        self.tape = RecordBuffer()
-        self.level = LEVELS[request.level](self)
+        self.state = RecordingState(request, self.spill)
+        self.level = LEVELS[request.level](self.state)
         self._store: Store | None = None
         self._open = ExitStack()
         self._losses: list[tuple[Any, Any, str]] = []  # tensor, fingerprint, source
@@ -48,11 +45,6 @@ class Recording:
         self.ended = False
         self.refuse: Callable[[TraceError], None] = _raise
         """What is done where the trace cannot be written and the program is not to go on."""
-
-    @property
-    def wants_step(self) -> bool:
-        """Whether the step that is running is one of those asked for."""
-        return self.request.wants(self.step)
 
     def start(self) -> None:
         """Begin to take records on this thread and on those that it starts."""
@@ -77,7 +69,7 @@ class Recording:
         self.ended = True
         if self._failed:
             return
-        if self.tape.taken or self.tape.moved or self._losses:
+        if self.state.buffer.taken or self.state.buffer.moved or self._losses:
             self._write_step((), finished=False)
         self._say_what_was_in_vain()
         if self._store is not None:
@@ -89,7 +81,7 @@ class Recording:
     def _say_what_was_in_vain(self) -> None:
         """Say which requests met nothing: a misspelt module, a step that was never reached."""
         request, said = self.request, []
-        if request.steps is not None and self._store is None and self.step:
+        if request.steps is not None and self._store is None and self.state.step:
             said.append(f"none of the steps {request.steps[0]} to {request.steps[1]} was reached")
         if self._store is not None:
             said += [f"no module fits `{pattern}`" for pattern in self.level.unmet()]
@@ -103,12 +95,12 @@ class Recording:
     def spill(self) -> None:
         """Hand the records of a long step to the store before it ends."""
         with self._lock, self.level.paused():
-            if self._failed or not self.wants_step:
-                self.tape.taken.clear()
+            if self._failed or not self.state.wants_step:
+                self.state.buffer.taken.clear()
                 return
             with self._told():
-                self.tape.move(self._store or self._opened(), self.step)
-            self.known.forget_what_is_gone()
+                self.state.buffer.move(self._store or self._opened(), self.state.step)
+            self.state.cache.forget_what_is_gone()
 
     def end_step(self, parameters: Iterable[Any] = ()) -> None:
         """End a step: what belongs to it is written as a whole."""
@@ -122,10 +114,10 @@ class Recording:
             )
         with self._lock, self.level.paused():
             self._write_step(parameters, finished=True)
-            self.step += 1
+            self.state.step += 1
             self._losses.clear()
             self._gradients = []
-            self.known.end_step()
+            self.state.cache.end_step()
             self.level.end_step()
 
     # What the doors tell (see passes.Listener).
@@ -147,7 +139,7 @@ class Recording:
         self.level.optimizer_begins(optimizer, place_of_user(), with_closure=with_closure)
         with self.level.paused():
             gradients = gradients_of(parameters_of(optimizer))
-            self._gradients += map(self.known.digest, gradients)
+            self._gradients += map(self.state.cache.digest, gradients)
 
     def optimizer_ends(self, optimizer: Any) -> None:
         self.level.optimizer_ends(optimizer)
@@ -162,21 +154,21 @@ class Recording:
     # Writing.
 
     def _write_step(self, parameters: Iterable[Any], *, finished: bool) -> None:
-        if self._failed or not self.wants_step:
-            self.tape.taken.clear()
+        if self._failed or not self.state.wants_step:
+            self.state.buffer.taken.clear()
             return
         with self._told():
             store = self._store or self._opened()
-            written = self.tape.end_step(store, self.step)
+            written = self.state.buffer.end_step(store, self.state.step)
             self._write_losses(store)
             self.level.write(store, written.first)
             store.end_step(
                 StepRow(
-                    step=self.step,
+                    step=self.state.step,
                     first=written.first,
                     records=written.count,
-                    bytes=self.known.taken_bytes(),
-                    parameters=_combined(map(self.known.digest, parameters)),
+                    bytes=self.state.cache.taken_bytes(),
+                    parameters=_combined(map(self.state.cache.digest, parameters)),
                     gradients=_combined(self._gradients),
                     random=random_states(),
                     finished=finished,
@@ -186,7 +178,7 @@ class Recording:
     def _write_losses(self, store: Store) -> None:
         marks = joined([mark for _, mark, _ in self._losses], OUTPUT)
         store.add_losses(
-            (self.step, n, _number(value), marks[n * OUTPUT : (n + 1) * OUTPUT], source)
+            (self.state.step, n, _number(value), marks[n * OUTPUT : (n + 1) * OUTPUT], source)
             for n, (value, _, source) in enumerate(self._losses)
         )
 

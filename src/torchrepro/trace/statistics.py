@@ -15,8 +15,8 @@ from torchrepro.trace.op_facts import tensors_in
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from torchrepro.trace.buffer import RecordingState
     from torchrepro.trace.frames import Place
-    from torchrepro.trace.recording import Recording
     from torchrepro.trace.store import Store
 
 
@@ -118,37 +118,37 @@ def _number(value: float) -> float | None:
 class DetailRecorder:
     """Looks at the tensors of every op, and keeps those of some modules."""
 
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
+    def __init__(self, state: RecordingState) -> None:
+        self._state = state
         self._statistics: list[tuple[Any, ...]] = []
         self._kept: list[tuple[Any, ...]] = []
         self._met: set[str] = set()
 
     @classmethod
-    def of(cls, recording: Recording) -> DetailRecorder | None:
+    def of(cls, state: RecordingState) -> DetailRecorder | None:
         """Return the closer look that a recording asks for; None if fingerprints are enough."""
-        request = recording.request
-        return cls(recording) if request.statistics or request.keep or request.detail else None
+        request = state.request
+        return cls(state) if request.statistics or request.keep or request.detail else None
 
     def before(self, place: Place, args: Any, kwargs: Any) -> list[Any] | None:
         """Return copies of the inputs, for a module whose tensors are kept, else None."""
-        request = self._recording.request
+        request = self._state.request
         if request.detail:
-            self._recording.known.distrust()  # the next op reads its inputs anew
+            self._state.cache.distrust()  # the next op reads its inputs anew
         fitting = [pattern for pattern in request.keep if _fits(place.module, pattern)]
         self._met.update(fitting)
-        if not self._recording.wants_step or not fitting:
+        if not self._state.wants_step or not fitting:
             return None
-        unset = self._recording.known.is_unset
+        unset = self._state.cache.is_unset
         return [None if unset(tensor) else _copied(tensor) for tensor in tensors_in((args, kwargs))]
 
     def after(self, before: list[Any] | None, outputs: list[Any]) -> None:
         """Look at the outputs of an op whose record was the last to be taken."""
-        if not self._recording.wants_step:
+        if not self._state.wants_step:
             return
-        tape = self._recording.tape
-        position = tape.moved + len(tape.taken) - 1
-        if self._recording.request.statistics:
+        buffer = self._state.buffer
+        position = buffer.moved + len(buffer.taken) - 1
+        if self._state.request.statistics:
             self._statistics += [
                 (position, number, *statistics(tensor)) for number, tensor in enumerate(outputs)
             ]
@@ -158,7 +158,7 @@ class DetailRecorder:
 
     def unmet(self) -> list[str]:
         """Return the patterns that no module fitted."""
-        return [pattern for pattern in self._recording.request.keep if pattern not in self._met]
+        return [pattern for pattern in self._state.request.keep if pattern not in self._met]
 
     def write(self, store: Store, first: int) -> None:
         """Write all that was seen in a step whose first record has the id `first`."""
