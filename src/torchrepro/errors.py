@@ -8,6 +8,7 @@ from torchrepro.messages import MANY, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Self
 
 
 class TorchreproError(Exception):
@@ -26,6 +27,11 @@ class ProfileError(TorchreproError, ValueError):
         lines = [str(problem) for problem in self.problems[:MANY]]
         rest = len(self.problems) - MANY
         super().__init__("\n".join(lines + [f"... and {rest} more problems"] * (rest > 0)))
+
+    @classmethod
+    def about(cls, what: str, *parts: str, **more: str) -> Self:
+        """Return the error about one `Problem`, which is made of these parts."""
+        return cls(Problem(what, *parts, **more))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.problems,)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torchrepro.errors import ProfileError
 from torchrepro.knobs.allowed_variables import ALLOWED, WITHOUT_EFFECT
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name, other_names
-from torchrepro.messages import Problem, near
+from torchrepro.messages import near
 
 if TYPE_CHECKING:
     from torchrepro.knobs.knob import Knob
@@ -20,7 +20,7 @@ def explanations(name: str) -> list[dict[str, str]]:
     Raises `ProfileError` with a near match for anything else.
     """
     if name in WITHOUT_EFFECT:
-        raise ProfileError(Problem(f"{name} does nothing: {WITHOUT_EFFECT[name]}"))
+        raise ProfileError.about(f"{name} does nothing: {WITHOUT_EFFECT[name]}")
     rows = _rows(name)
     variable = name.removeprefix("env_extra.")
     if not rows and variable in ALLOWED:
@@ -29,12 +29,10 @@ def explanations(name: str) -> list[dict[str, str]]:
         keys = [*(knob.profile_key for knob in CATALOGUE), *(f"env_extra.{row}" for row in ALLOWED)]
         words = {key.rpartition(".")[2]: key for key in reversed(keys)}
         close = words.get(near(name, words), "") or near(name, keys)
-        raise ProfileError(
-            Problem(
-                f"unknown knob '{name}'",
-                near=close,
-                todo="`torchrepro plan PROFILE` shows the knobs that a profile sets",
-            )
+        raise ProfileError.about(
+            f"unknown knob '{name}'",
+            near=close,
+            todo="`torchrepro plan PROFILE` shows the knobs that a profile sets",
         )
     return [_explanation(knob) for knob in rows]
 

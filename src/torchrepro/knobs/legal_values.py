@@ -3,49 +3,40 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-Value = str | Mapping[str, Any] | None
+from typing import TYPE_CHECKING, Any
 
 
-def per_op(value: Value) -> Mapping[str, str]:
-    """Return the word of every op and pattern that `value` names."""
-    return value.get("ops", {}) if isinstance(value, Mapping) else {}
-
-
-def is_pattern(name: str) -> bool:
-    """Whether `name` stands for several ops."""
-    return any(sign in name for sign in "*?[")
-
-
-def waits_for_refusal(value: Value) -> bool:
-    """Whether `value` does something only once torch refuses to run a kernel."""
-    named = per_op(value)
-    words = {value} if isinstance(value, str) else set(named.values())
-    return words != {"error"} and all(map(is_pattern, named))
-
-
-class Legal(Protocol):
+class Legal(ABC):
     """The legal values of a knob."""
 
-    @property
-    def words(self) -> str:
-        """The legal values in words."""
+    if TYPE_CHECKING:  # a field in some kinds, computed in others
+
+        @property
+        def words(self) -> str:
+            """The legal values in words."""
 
     def complaint(self, value: Any) -> str:
         """Return why `value` is illegal, or an empty string."""
+        return self.wrong_part(value)[1]
 
+    def wrong_part(self, value: Any) -> tuple[tuple[str, ...], str]:
+        """Return the keys that lead to the first part of `value` that is wrong, and why it is."""
+        return (), self.complaint(value)
+
+    @abstractmethod
     def json_schema(self) -> dict[str, Any]:
         """Return the JSON Schema of a legal value."""
 
     def choices(self) -> tuple[str, ...]:
         """Return the words among which a near match is looked for."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
-class Switch:
+class Switch(Legal):
     """true or false."""
 
     words: str = "true or false"
@@ -56,12 +47,9 @@ class Switch:
     def json_schema(self) -> dict[str, Any]:
         return {"type": "boolean"}
 
-    def choices(self) -> tuple[str, ...]:
-        return ()
-
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class Whole(Legal):
     """A whole number in a closed range; `high` None means no upper end."""
 
     low: int = 0
@@ -83,12 +71,9 @@ class Whole:
         end = {} if self.high is None else {"maximum": self.high}
         return {"type": "integer", "minimum": self.low, **end}
 
-    def choices(self) -> tuple[str, ...]:
-        return ()
-
 
 @dataclass(frozen=True, slots=True)
-class OneOf:
+class OneOf(Legal):
     """One of a few words."""
 
     values: tuple[str, ...]
@@ -108,7 +93,7 @@ class OneOf:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class Text(Legal):
     """Text, by a pattern that has to match as a whole."""
 
     pattern: str
@@ -138,7 +123,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Digits:
+class Digits(Legal):
     """The text of an environment variable that holds a whole number of a closed range."""
 
     low: int
@@ -169,7 +154,7 @@ def _is_text(name: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class MappingOf:
+class MappingOf(Legal):
     """A mapping from names to legal values, each of which may be null."""
 
     of: Legal
@@ -190,11 +175,7 @@ class MappingOf:
     located: bool = True
     """Whether a message says under which key the wrong value stands."""
 
-    def complaint(self, value: Any) -> str:
-        return self.wrong_part(value)[1]
-
     def wrong_part(self, value: Any) -> tuple[tuple[str, ...], str]:
-        """Return the keys that lead to the first part of `value` that is wrong, and why it is."""
         if not isinstance(value, Mapping):
             return (), self.no_mapping
         for name, one in value.items():
@@ -216,7 +197,7 @@ class MappingOf:
 
 
 @dataclass(frozen=True, slots=True)
-class WordOrMapping:
+class WordOrMapping(Legal):
     """One word for all, or a mapping from names to words."""
 
     word: OneOf
@@ -228,11 +209,7 @@ class WordOrMapping:
     def words(self) -> str:
         return f"{self.word.words}, or {self.mapping.words}"
 
-    def complaint(self, value: Any) -> str:
-        return self.wrong_part(value)[1]
-
     def wrong_part(self, value: Any) -> tuple[tuple[str, ...], str]:
-        """Return the keys that lead to the first part of `value` that is wrong, and why it is."""
         if not isinstance(value, Mapping):
             return (), self.word.complaint(value)
         if not self.under:
@@ -257,7 +234,7 @@ class WordOrMapping:
 
 
 @dataclass(frozen=True, slots=True)
-class SchemaVersion:
+class SchemaVersion(Legal):
     """The version of the schema that a profile was written for."""
 
     newest: int = 1
@@ -275,9 +252,6 @@ class SchemaVersion:
 
     def json_schema(self) -> dict[str, Any]:
         return {"type": "integer", "enum": [self.newest]}
-
-    def choices(self) -> tuple[str, ...]:
-        return ()
 
 
 ANY_TEXT = Text(r"[^\0]*", "any text without NUL characters")
@@ -321,3 +295,23 @@ FALLBACK = WordOrMapping(
     ),
     under="ops",
 )
+
+Value = str | Mapping[str, Any] | None
+"""What `device.fallback` holds: a word for every op, or a word per op."""
+
+
+def per_op(value: Value) -> Mapping[str, str]:
+    """Return the word of every op and pattern that `value` names."""
+    return value.get("ops", {}) if isinstance(value, Mapping) else {}
+
+
+def is_pattern(name: str) -> bool:
+    """Whether `name` stands for several ops."""
+    return any(sign in name for sign in "*?[")
+
+
+def waits_for_refusal(value: Value) -> bool:
+    """Whether `value` does something only once torch refuses to run a kernel."""
+    named = per_op(value)
+    words = {value} if isinstance(value, str) else set(named.values())
+    return words != {"error"} and all(map(is_pattern, named))

@@ -98,14 +98,12 @@ def _finish(
 def _pieces(override: Override) -> Iterable[str]:
     named = [override.value] if isinstance(override.value, str) else override.value
     if not isinstance(named, list) or not all(isinstance(each, str) for each in named):
-        raise ProfileError(
-            Problem(
-                "pieces are named in a list",
-                override.place,
-                PIECES,
-                shown(override.value),
-                legal=f"{PIECES}=[dropout-zero,host-rng]",
-            )
+        raise ProfileError.about(
+            "pieces are named in a list",
+            override.place,
+            PIECES,
+            shown(override.value),
+            legal=f"{PIECES}=[dropout-zero,host-rng]",
         )
     return named
 
@@ -126,8 +124,8 @@ class _Chain:
         found = self._found(name, asked_by)
         self.read += 1
         if self.read > MAX_DOCUMENTS:
-            raise ProfileError(
-                Problem(f"more than {MAX_DOCUMENTS} files in one defaults list", asked_by)
+            raise ProfileError.about(
+                f"more than {MAX_DOCUMENTS} files in one defaults list", asked_by
             )
         if not found.path.is_relative_to(SHIPPED):
             self.composition.only_shipped = False
@@ -145,8 +143,8 @@ class _Chain:
     def add(self, document: Document, found: Found | None) -> None:
         self.keys += len(document.lines)
         if self.keys > MAX_KEYS:
-            raise ProfileError(
-                Problem(f"more than {MAX_KEYS:,} keys in the files of one profile", document.where)
+            raise ProfileError.about(
+                f"more than {MAX_KEYS:,} keys in the files of one profile", document.where
             )
         _refuse_newer_schema(document)
         for entry in document.defaults:
@@ -170,7 +168,7 @@ class _Chain:
             if again is None or again.path not in being_read:
                 raise
         chain = " -> ".join([*(other.name for other in self.open), again.name])
-        raise ProfileError(Problem("a profile inherits from itself", asked_by, "defaults", chain))
+        raise ProfileError.about("a profile inherits from itself", asked_by, "defaults", chain)
 
     def _add_values(self, document: Document, found: Found | None) -> None:
         package = found.folder.package if found else ""
@@ -200,15 +198,13 @@ def _refuse_newer_schema(document: Document) -> None:
     """
     schema, newest = document.values.get(SCHEMA), SchemaVersion().newest
     if isinstance(schema, int) and schema > newest:
-        raise ProfileError(
-            Problem(
-                "written for a newer torchrepro",
-                document.place(SCHEMA),
-                SCHEMA,
-                shown(schema),
-                legal=f"up to {newest}, which is what {versioned('torchrepro')} reads",
-                todo="upgrade torchrepro: pip install --upgrade torchrepro",
-            )
+        raise ProfileError.about(
+            "written for a newer torchrepro",
+            document.place(SCHEMA),
+            SCHEMA,
+            shown(schema),
+            legal=f"up to {newest}, which is what {versioned('torchrepro')} reads",
+            todo="upgrade torchrepro: pip install --upgrade torchrepro",
         )
 
 

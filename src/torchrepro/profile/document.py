@@ -33,40 +33,36 @@ def refuse_characters(text: str, where: str, key: str) -> None:
     """Raise `ProfileError` for a text that no table, terminal or pattern should meet."""
     if len(text) > MAX_TEXT:
         what = f"a text of {len(text):,} characters"
-        raise ProfileError(
-            Problem(what, where, key, shown(text), legal=f"at most {MAX_TEXT:,} characters")
+        raise ProfileError.about(
+            what, where, key, shown(text), legal=f"at most {MAX_TEXT:,} characters"
         )
     if _STEERING.search(text):
-        raise ProfileError(
-            Problem(
-                "a character that cannot be seen and steers what shows it", where, key, shown(text)
-            )
+        raise ProfileError.about(
+            "a character that cannot be seen and steers what shows it", where, key, shown(text)
         )
 
 
 def refuse_instructions(word: str, where: str, key: str) -> None:
     """Raise `ProfileError` if `word` is a key such as ``_target_``, which tells Hydra to act."""
     if len(word) > 1 and word.startswith("_") and word.endswith("_"):
-        raise ProfileError(
-            Problem("a profile is data and runs no code", where, key, todo=f"remove `{word}`")
+        raise ProfileError.about(
+            "a profile is data and runs no code", where, key, todo=f"remove `{word}`"
         )
 
 
 def refuse_interpolation(text: str, where: str, key: str) -> None:
     """Raise `ProfileError` if `text` asks for something outside the profile."""
     if "${" in text:
-        raise ProfileError(
-            Problem(
-                "a profile is data: it interpolates nothing and calls no resolver",
-                where,
-                key,
-                shown(text),
-                todo="write the value itself, or override it where the program is started",
-            )
+        raise ProfileError.about(
+            "a profile is data: it interpolates nothing and calls no resolver",
+            where,
+            key,
+            shown(text),
+            todo="write the value itself, or override it where the program is started",
         )
     if text == "???":
-        raise ProfileError(
-            Problem("a value is missing here", where, key, text, todo="write it, or remove the key")
+        raise ProfileError.about(
+            "a value is missing here", where, key, text, todo="write it, or remove the key"
         )
 
 
@@ -130,14 +126,14 @@ def parse_document(text: str, where: str) -> Document:
     except yaml.MarkedYAMLError as error:
         raise ProfileError(_syntax_problem(error, where)) from None
     except (yaml.YAMLError, UnicodeError) as error:
-        raise ProfileError(Problem(f"not YAML: {str(error).splitlines()[0]}", where)) from None
+        raise ProfileError.about(f"not YAML: {str(error).splitlines()[0]}", where) from None
     if root is None or (isinstance(root, yaml.ScalarNode) and root.value == ""):
-        raise ProfileError(
-            Problem("the file is empty", where, todo="write at least `name:` and `seed:`")
+        raise ProfileError.about(
+            "the file is empty", where, todo="write at least `name:` and `seed:`"
         )
     if not isinstance(root, yaml.MappingNode):
         kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
-        raise ProfileError(Problem(f"a profile is a mapping of keys to values, not {kind}", where))
+        raise ProfileError.about(f"a profile is a mapping of keys to values, not {kind}", where)
     lines: dict[str, int] = {}
     values = _Builder(where, lines).mapping(root, "")
     defaults = _defaults(values.pop("defaults", None), f"{where}:{lines.get('defaults', 1)}")
@@ -147,34 +143,32 @@ def parse_document(text: str, where: str) -> Document:
 def _text(path: Path, where: str) -> str:
     try:
         if path.is_dir():
-            raise ProfileError(
-                Problem("is a directory, not a profile file", where, todo="name a .yaml file in it")
+            raise ProfileError.about(
+                "is a directory, not a profile file", where, todo="name a .yaml file in it"
             )
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise ProfileError(Problem("is no ordinary file", where))
+            raise ProfileError.about("is no ordinary file", where)
         size = status.st_size
         if size > MAX_BYTES:
-            raise ProfileError(
-                Problem(
-                    f"the file has {size:,} bytes",
-                    where,
-                    legal=f"at most {MAX_BYTES:,} bytes",
-                    todo="a profile is a page of settings: is this the right file?",
-                )
+            raise ProfileError.about(
+                f"the file has {size:,} bytes",
+                where,
+                legal=f"at most {MAX_BYTES:,} bytes",
+                todo="a profile is a page of settings: is this the right file?",
             )
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ProfileError(Problem(f"cannot be read: {error.strerror}", where)) from None
+        raise ProfileError.about(f"cannot be read: {error.strerror}", where) from None
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ProfileError(
-            Problem(f"not UTF-8 text (byte {error.start} is {content[error.start]:#04x})", where)
+        raise ProfileError.about(
+            f"not UTF-8 text (byte {error.start} is {content[error.start]:#04x})", where
         ) from None
     if "\0" in text:
-        raise ProfileError(Problem("not text: the file contains NUL bytes", where))
+        raise ProfileError.about("not text: the file contains NUL bytes", where)
     return text
 
 
@@ -184,13 +178,11 @@ def _refuse_headers(text: str, where: str) -> None:
             return
         header = _PACKAGE_HEADER.match(line)
         if header:
-            raise ProfileError(
-                Problem(
-                    "a profile cannot place itself elsewhere in the config",
-                    f"{where}:{number}",
-                    found=line.strip(),
-                    todo="remove the header: a profile is always the `repro` section",
-                )
+            raise ProfileError.about(
+                "a profile cannot place itself elsewhere in the config",
+                f"{where}:{number}",
+                found=line.strip(),
+                todo="remove the header: a profile is always the `repro` section",
             )
 
 
@@ -203,38 +195,32 @@ def _judge_events(text: str, where: str) -> None:
         if isinstance(event, yaml.DocumentStartEvent):
             documents += 1
             if documents > 1:
-                raise ProfileError(Problem("a second YAML document in one file", line))
+                raise ProfileError.about("a second YAML document in one file", line)
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise ProfileError(
-                Problem(
-                    "YAML anchors and aliases are refused: a small file can unfold without end",
-                    line,
-                    found=f"{'*' if isinstance(event, yaml.AliasEvent) else '&'}{event.anchor}",
-                    todo="write the value out, or inherit it through `defaults`",
-                )
+            raise ProfileError.about(
+                "YAML anchors and aliases are refused: a small file can unfold without end",
+                line,
+                found=f"{'*' if isinstance(event, yaml.AliasEvent) else '&'}{event.anchor}",
+                todo="write the value out, or inherit it through `defaults`",
             )
         if nodes > MAX_NODES:
-            raise ProfileError(
-                Problem(
-                    f"more than {MAX_NODES:,} keys and values",
-                    line,
-                    todo="a profile is a page of settings: is this the right file?",
-                )
+            raise ProfileError.about(
+                f"more than {MAX_NODES:,} keys and values",
+                line,
+                todo="a profile is a page of settings: is this the right file?",
             )
         tag = getattr(event, "tag", None)
         if tag is not None:
-            raise ProfileError(
-                Problem(
-                    "YAML tags are refused: a profile is data and runs no code",
-                    line,
-                    found=tag.replace("tag:yaml.org,2002:", "!!"),
-                    todo="remove the tag",
-                )
+            raise ProfileError.about(
+                "YAML tags are refused: a profile is data and runs no code",
+                line,
+                found=tag.replace("tag:yaml.org,2002:", "!!"),
+                todo="remove the tag",
             )
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > MAX_DEPTH:
-                raise ProfileError(Problem(f"nested deeper than {MAX_DEPTH} levels", line))
+                raise ProfileError.about(f"nested deeper than {MAX_DEPTH} levels", line)
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
 
@@ -250,17 +236,15 @@ def _defaults(entries: Any, where: str) -> tuple[str, ...]:
     if entries is None:
         return ("_self_",)
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
-        raise ProfileError(
-            Problem(
-                "the defaults list of a profile holds names of profiles",
-                where,
-                "defaults",
-                shown(entries),
-                legal="a list such as [debug-strict, _self_]",
-            )
+        raise ProfileError.about(
+            "the defaults list of a profile holds names of profiles",
+            where,
+            "defaults",
+            shown(entries),
+            legal="a list such as [debug-strict, _self_]",
         )
     if entries.count("_self_") > 1:
-        raise ProfileError(Problem("`_self_` stands twice", where, "defaults", shown(entries)))
+        raise ProfileError.about("`_self_` stands twice", where, "defaults", shown(entries))
     # Hydra's rule since 1.1: without `_self_` the file itself comes last.
     return tuple(entries) if "_self_" in entries else (*entries, "_self_")
 
@@ -278,12 +262,10 @@ class _Builder:
             key = self._key(key_node)
             dotted = f"{prefix}.{key}" if prefix else key
             if key in values:
-                raise ProfileError(
-                    Problem(
-                        f"the key stands twice (first in line {self.lines[dotted]})",
-                        self._place(key_node),
-                        dotted,
-                    )
+                raise ProfileError.about(
+                    f"the key stands twice (first in line {self.lines[dotted]})",
+                    self._place(key_node),
+                    dotted,
                 )
             self.lines[dotted] = key_node.start_mark.line + 1
             values[key] = self._value(value_node, dotted)
@@ -295,7 +277,7 @@ class _Builder:
     def _key(self, node: yaml.Node) -> str:
         if not isinstance(node, yaml.ScalarNode) or node.tag != "tag:yaml.org,2002:str":
             found = node.value if isinstance(node, yaml.ScalarNode) else "a list or mapping"
-            raise ProfileError(Problem("a key is a word", self._place(node), found=shown(found)))
+            raise ProfileError.about("a key is a word", self._place(node), found=shown(found))
         key: str = node.value
         refuse_characters(key, self._place(node), "")
         refuse_instructions(key, self._place(node), key)

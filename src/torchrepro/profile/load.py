@@ -81,7 +81,7 @@ def _section(config: Any) -> Any:
     section = config.get(SECTION)
     if section is None:
         todo = f"choose one, +{SECTION}=NAME, or apply one by its name"
-        raise ProfileError(Problem("this config asks for no profile", key=SECTION, todo=todo))
+        raise ProfileError.about("this config asks for no profile", key=SECTION, todo=todo)
     return section
 
 
@@ -118,8 +118,8 @@ def from_mapping(source: Any, overrides: Sequence[str] = (), where: str = "") ->
     if defaults is not None and not (
         isinstance(defaults, list) and all(isinstance(entry, str) for entry in defaults)
     ):
-        raise ProfileError(
-            Problem("a defaults list holds names of profiles", where, "defaults", str(defaults))
+        raise ProfileError.about(
+            "a defaults list holds names of profiles", where, "defaults", str(defaults)
         )
     entries = tuple(defaults or ())
     if "_self_" not in entries:
@@ -134,11 +134,11 @@ def _refuse_other_types(source: Any, overrides: Any) -> None:
     is_profile = isinstance(source, str | PathLike | Mapping | Resolved)
     if not is_profile and not _is_dictconfig(source) and not hasattr(source, "resolved"):
         legal = "a name, a path, a Profile, a DictConfig or a dict"
-        raise ProfileError(Problem("not a profile", found=type(source).__name__, legal=legal))
+        raise ProfileError.about("not a profile", found=type(source).__name__, legal=legal)
     listed = isinstance(overrides, list | tuple)
     if not listed or not all(isinstance(text, str) for text in overrides):
         legal = 'a list of texts such as ["seed=7"]'
-        raise ProfileError(Problem("not a list of overrides", found=str(overrides), legal=legal))
+        raise ProfileError.about("not a list of overrides", found=str(overrides), legal=legal)
 
 
 def _is_dictconfig(source: Any) -> bool:
@@ -162,14 +162,14 @@ def _plain_config(config: Any, where: str) -> dict[str, Any]:
 
     raw: Any = OmegaConf.to_container(config, resolve=False)
     if REFUSED in raw:
-        raise ProfileError(Problem(unquote(str(raw[REFUSED]))))
+        raise ProfileError.about(unquote(str(raw[REFUSED])))
     _refuse_resolvers(raw, where, "")
     try:
         values: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         what = str(error).splitlines()[0]
         key = str(getattr(error, "full_key", "") or "")
-        raise ProfileError(Problem(what, where, key)) from None
+        raise ProfileError.about(what, where, key) from None
     plain: dict[str, Any] = _plain(values)
     return plain
 
@@ -182,8 +182,8 @@ def _refuse_resolvers(value: Any, where: str, key: str) -> None:
         for entry in value:
             _refuse_resolvers(entry, where, key)
     elif isinstance(value, str) and "${" in value and ":" in value:
-        raise ProfileError(
-            Problem("a profile calls no resolver", where, key, value, todo="write the value itself")
+        raise ProfileError.about(
+            "a profile calls no resolver", where, key, value, todo="write the value itself"
         )
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrepro.errors import ProfileError
-from torchrepro.messages import Problem
 from torchrepro.profile.document import MAX_DEPTH, refuse_instructions, refuse_interpolation
 
 
@@ -44,14 +43,12 @@ def parsed(text: str, *, typed: bool = True) -> Override:
     try:
         found = OverridesParser.create().parse_override(text)
     except (HydraException, RecursionError, ValueError):
-        raise ProfileError(Problem("not an override", place, todo=todo)) from None
+        raise ProfileError.about("not an override", place, todo=todo) from None
     if found.is_sweep_override():
-        raise ProfileError(
-            Problem("a sweep needs Hydra's --multirun; here one value is set", place)
-        )
+        raise ProfileError.about("a sweep needs Hydra's --multirun; here one value is set", place)
     depth = found.key_or_group.count(".")
     if found.package is not None or not found.key_or_group or depth > MAX_DEPTH:
-        raise ProfileError(Problem("not an override", place, todo=todo))
+        raise ProfileError.about("not an override", place, todo=todo)
     value = None if found.is_delete() else _plain(found.value())
     key = found.key_or_group.replace("/", ".")
     check_values(value, place, key)

@@ -57,10 +57,8 @@ class Values:
         return {"anyOf": [self.legal.json_schema(), {"type": "null"}]}
 
     def _judge(self, value: Any) -> Any:
-        complaint = "" if value is None else self.legal.complaint(value)
+        inside, complaint = ((), "") if value is None else self.legal.wrong_part(value)
         if complaint:
-            part = getattr(self.legal, "wrong_part", None)
-            inside, _ = part(value) if part else ((), "")
             context = {"complaint": complaint, "legal": self.legal, "inside": inside}
             raise PydanticCustomError("illegal", "{complaint}", context)
         return value

@@ -70,16 +70,14 @@ class Folder:
         if len(present) > 1:
             what = f"two profiles are called '{name}'"
             legal = f"{present[0].name}, or {present[1].name}"
-            raise ProfileError(Problem(what, self.origin, legal=legal, todo="remove one of them"))
+            raise ProfileError.about(what, self.origin, legal=legal, todo="remove one of them")
         found = present[0] if present else None
         home = (self.source or self.path).resolve()  # editing may mean links into the project
         if found is not None and not found.resolve().is_relative_to(home):
-            raise ProfileError(
-                Problem(
-                    "a link leads out of the folder of profiles",
-                    str(found),
-                    todo="put the profile itself there: what lies outside is not read",
-                )
+            raise ProfileError.about(
+                "a link leads out of the folder of profiles",
+                str(found),
+                todo="put the profile itself there: what lies outside is not read",
             )
         return found
 
@@ -427,7 +425,7 @@ def find(
     except (OSError, RuntimeError, ValueError) as error:
         # Too long for the file system, the home of nobody, an impossible character.
         what = f"unknown profile '{shown(name)}': no file can have that name ({error})"
-        raise UnknownProfileError(Problem(what, asked_by)) from None
+        raise UnknownProfileError.about(what, asked_by) from None
     raise _unknown(name, (*beside, *folders, *search_path()), asked_by)
 
 
@@ -454,12 +452,10 @@ def _one_of(folders: Sequence[Folder], name: str, without: set[Path]) -> Found |
     found = [one for folder in folders if (one := _in([folder], name, without))]
     for one, two in combinations(found, 2):
         if not _are_the_same(one.path, two.path):
-            raise ProfileError(
-                Problem(
-                    f"two profiles are called '{name}'",
-                    legal=f"{one.path} ({one.folder.origin}), or {two.path} ({two.folder.origin})",
-                    todo="name the one you mean by its path, or rename one of them",
-                )
+            raise ProfileError.about(
+                f"two profiles are called '{name}'",
+                legal=f"{one.path} ({one.folder.origin}), or {two.path} ({two.folder.origin})",
+                todo="name the one you mean by its path, or rename one of them",
             )
     return found[0] if found else None
 
@@ -479,8 +475,8 @@ def _at_path(name: str, path: Path) -> Found:
     if not path.exists():
         siblings = path.parent.glob("*") if path.parent.is_dir() else ()
         close = near(path.name, (entry.name for entry in siblings))
-        raise UnknownProfileError(
-            Problem("no such file", found=name, near=str(path.parent / close) if close else "")
+        raise UnknownProfileError.about(
+            "no such file", found=name, near=str(path.parent / close) if close else ""
         )
     return Found(path.stem, path.absolute(), Folder(path.absolute().parent, str(path.parent)))
 
@@ -491,9 +487,7 @@ def _in_package(name: str, asked_by: str) -> Found:
     # A folder of the working directory looks like a package too, and may hold anything.
     may_be_read = its.regular or not asked_by
     if not its.folders or not may_be_read:
-        raise UnknownProfileError(
-            Problem("no such package is installed here", asked_by, found=name)
-        )
+        raise UnknownProfileError.about("no such package is installed here", asked_by, found=name)
     folders = tuple(Folder(root, f"package {where}") for root in its.folders)
     found = _in(folders, rest, set()) if is_name(rest) else None
     if found is None:
@@ -508,12 +502,10 @@ def _unknown(name: str, folders: Sequence[Folder], asked_by: str) -> UnknownProf
         f"{origin}: {problem.what}" for pack, origin, problem in incomplete_packs() if not pack
     ]
     todo = "`torchrepro list` shows what is on the search path; a file is named by its path"
-    return UnknownProfileError(
-        Problem(
-            f"unknown profile '{shown(name)}'",
-            asked_by,
-            legal=some(names),
-            near=near(name, names),
-            todo="; ".join([*missing, todo]),
-        )
+    return UnknownProfileError.about(
+        f"unknown profile '{shown(name)}'",
+        asked_by,
+        legal=some(names),
+        near=near(name, names),
+        todo="; ".join([*missing, todo]),
     )
