@@ -12,6 +12,8 @@ from torchrepro.trace import device_fingerprint as module
 from torchrepro.trace.device_fingerprint import device_fingerprint, fetch
 from torchrepro.trace.fingerprint import unobserved
 
+from .paired import require
+
 pytestmark = [
     pytest.mark.benchmark,
     pytest.mark.gpu,
@@ -54,7 +56,7 @@ def test_a_large_tensor_is_read_at_most_of_the_bandwidth() -> None:
         rows.append((name, f"{SIZE / seconds / 1e9:.0f} GB/s"))
     print(f"\n{as_text('fingerprints on a GPU', table(('', 'median'), rows))}")
 
-    assert fingerprinting >= SHARE * copying
+    require(fingerprinting >= SHARE * copying, f"{SHARE:.0%} of copying")
 
 
 def test_figures_of_small_tensors() -> None:

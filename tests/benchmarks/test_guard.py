@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from rich.console import Console
 
 import torchrepro
-from torchrepro.console import table
+from torchrepro.console import as_text, table
 from torchrepro.guard import baseline as held
 
-from .paired import compare
+from .paired import compare, require
 from .workloads import Step, convolutional, transformer
 
 if TYPE_CHECKING:
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.benchmark
 
 BOUND = 1.005
-CHECK = 200e-6
-"""Seconds that reading all knobs of a profile may take."""
+CHECK = 150
+"""How many additions of two small tensors may pass while all knobs of a profile are read."""
 
 TIMES = 2000
 
@@ -43,8 +42,7 @@ def under(mode: str, step: Step) -> Callable[[], float]:
 
 def show(title: str, *rows: tuple[str, ...]) -> None:
     """Print a table of what was measured."""
-    print()
-    Console(width=140).print(table((title, "measured"), rows))
+    print(f"\n{as_text(title, table(('', 'measured'), rows))}")
 
 
 @pytest.mark.parametrize("mode", ["warn", "error"])
@@ -59,25 +57,31 @@ def test_the_guard_costs_next_to_nothing_of_a_step(make: Callable[[], Step], mod
         f"{make.__name__}, guard: {mode}, {measured.plain * 1e3:.0f} ms a step",
         measured.cells("guarded / not", BOUND),
     )
-    assert not measured.refutes(BOUND)
+    require(not measured.refutes(BOUND), f"{BOUND} times an unguarded step")
 
 
-def test_reading_all_knobs_takes_microseconds() -> None:
-    """A check of all knobs that debug-strict sets takes at most 0.2 ms; no knob is slow to read."""
+def test_reading_all_knobs_takes_as_long_as_a_few_ops() -> None:
+    """A check of all knobs of debug-strict takes at most as long as 150 ops; none is slow to read.
+
+    An op is the addition of two tensors of 64 x 64, which takes a microsecond or two.
+    """
+    tensor = torch.ones(64, 64)
     with torchrepro.apply("debug-strict", ["guard=error"]):
         knobs = [each for each, _ in held._watched]
         check = _seconds(lambda: held.look(held.guards))
         slowest = max((_seconds(each.drifted_to), each.knob.name) for each in knobs)
+        op = _seconds(lambda: tensor + tensor)
         write = _seconds(lambda: setattr(torch.backends.cudnn, "benchmark", False))
     plain = _seconds(lambda: setattr(torch.backends.cudnn, "benchmark", False))
     show(
         f"debug-strict, {len(knobs)} knobs",
-        ("a check (at most 200 us)", f"{check * 1e6:.1f} us"),
+        ("an op", f"{op * 1e6:.1f} us"),
+        (f"a check (at most {CHECK} ops)", f"{check * 1e6:.1f} us, {check / op:.0f} ops"),
         (f"slowest of them: {slowest[1]}", f"{slowest[0] * 1e6:.1f} us"),
         ("a write that is watched (guard: error)", f"{write * 1e6:.1f} us"),
         ("a write that is not", f"{plain * 1e6:.1f} us"),
     )
-    assert check <= CHECK
+    require(check <= CHECK * op, f"{CHECK} ops for a check of all knobs")
 
 
 def _seconds(work: Callable[[], Any]) -> float:

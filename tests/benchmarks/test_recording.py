@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchrepro
-from torchrepro.console import table
+from torchrepro.console import as_text, table
 
-from .paired import Comparison, compare
+from .paired import Comparison, compare, require
 from .workloads import Step, convolutional, tiny_ops, transformer
 
 if TYPE_CHECKING:
@@ -63,8 +62,7 @@ def timed(
 
 def show(title: str, *rows: tuple[str, ...]) -> None:
     """Print a table of what was measured."""
-    print()
-    Console(width=140).print(table((title, "measured"), rows))
+    print(f"\n{as_text(title, table(('', 'measured'), rows))}")
 
 
 class Counting(TorchDispatchMode):
@@ -138,13 +136,13 @@ def test_recording_costs_a_fraction_of_a_step(
     """A recorded step takes at most so many times as long as a plain one."""
     step = make()
     plain = timed(step, contextlib.nullcontext, 1)
-    measured = compare(plain, timed(step, lambda: recorded(level=level), 1), bound, seconds=20)
+    measured = compare(plain, timed(step, lambda: recorded(level=level), 1), bound, seconds=10)
 
     show(
         f"{make.__name__}, level {level}, {measured.plain * 1e3:.0f} ms a step",
         measured.cells("recorded / plain", bound),
     )
-    assert not measured.refutes(bound)
+    require(not measured.refutes(bound), f"{bound} times a plain step")
 
 
 @pytest.mark.parametrize("make", [convolutional, transformer], ids=lambda make: make.__name__)
@@ -160,7 +158,7 @@ def test_other_recorders_cost_more(recorded: Any, make: Callable[[], Step]) -> N
             continue
         theirs = _ratio(plain, timed(step, context, 1))
         rows.append((name, _words(theirs)))
-        assert ours.median < theirs.median
+        require(ours.median < theirs.median, f"less than {name}")
     show(f"{make.__name__}, recorded / plain", *rows)
 
 
@@ -173,27 +171,33 @@ def _words(measured: Comparison) -> str:
 
 
 @MISSED
-def test_recording_tiny_ops_costs_microseconds_each(recorded: Any) -> None:
-    """Where launching ops is all there is to a step, an op more costs at most 12 us to record."""
-    step, count = tiny_ops(), TOGETHER["tiny_ops"]
+def test_recording_a_tiny_op_costs_a_few_times_what_counting_it_does(recorded: Any) -> None:
+    """Where launching ops is all there is to a step, an op is recorded in the time of 3 counted.
+
+    A mode of torch's that only counts ops is the least that seeing each of them can cost.
+    """
+    step, count, bound = tiny_ops(), TOGETHER["tiny_ops"], 3.0
     with counting() as ops:
         step()
     with counting() as ops:
         step()
-    bound = 12e-6
-
-    def per_op(other: float, plain: float) -> float:
-        return (other - plain) / ops.ops
-
     plain = timed(step, contextlib.nullcontext, count)
-    bare = compare(plain, timed(step, counting, count), bound, by=per_op, seconds=5)
-    measured = compare(plain, timed(step, recorded, count), bound, by=per_op, seconds=20)
-    show(
-        f"{ops.ops} ops, {measured.plain * 1e3:.2f} ms a step",
-        bare.cells("a mode that counts ops, an op", bound, 1e6, " us"),
-        measured.cells("recording, an op", bound, 1e6, " us"),
+    bare = _ratio(plain, timed(step, counting, count))
+    alone = bare.plain
+
+    def times(other: float, counted: float) -> float:
+        return (other - alone) / max(counted - alone, 1e-9)
+
+    measured = compare(
+        timed(step, counting, count), timed(step, recorded, count), bound, by=times, seconds=10
     )
-    assert not measured.refutes(bound)
+    show(
+        f"{ops.ops} ops, {alone * 1e3:.2f} ms a step",
+        ("a mode that counts ops, an op", f"{(bare.other - alone) / ops.ops * 1e6:.1f} us"),
+        ("recording, an op", f"{(measured.other - alone) / ops.ops * 1e6:.1f} us"),
+        measured.cells("recording / counting", bound),
+    )
+    require(not measured.refutes(bound), f"{bound} times what counting costs")
 
 
 @pytest.mark.parametrize(

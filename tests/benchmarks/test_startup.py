@@ -4,9 +4,7 @@ Every figure is the median of whole processes; what is compared is timed in pair
 """
 
 import json
-import operator
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -17,11 +15,10 @@ import pytest
 
 from torchrepro.console import as_text, table
 
-from .paired import compare
+from .paired import compare, require
 
 pytestmark = pytest.mark.benchmark
 
-ROUNDS = 9
 SCRIPT = Path(sys.executable).with_name("torchrepro")
 APPLY = """
 import time, torch, torchrepro
@@ -83,44 +80,51 @@ def _report(title: str, rows: list[tuple[str, str]]) -> None:
     print(f"\n{as_text(title, table(('', 'median'), rows))}")
 
 
-def test_import_adds_at_most_20_ms() -> None:
-    """`import torchrepro` adds at most 20 ms to `python -c pass`."""
+def test_importing_the_package_takes_at_most_2_8_times_starting_python() -> None:
+    """`import torchrepro` is little beside what a Python takes to start and to end."""
     bare, ours = partial(_wall, "pass"), partial(_wall, "import torchrepro")
-    seen = compare(bare, ours, 0.020, by=operator.sub)
+    seen = compare(bare, ours, 2.8)
     rows = [
         ("python -c pass", f"{seen.plain * 1e3:.1f} ms"),
         ("import torchrepro", f"{seen.other * 1e3:.1f} ms"),
     ]
-    _report("import", [*rows, seen.cells("added", 0.020, 1e3, " ms")])
+    _report("import", [*rows, seen.cells("ratio", 2.8)])
 
-    assert not seen.refutes(0.020)
+    require(not seen.refutes(2.8), "2.8 times python -c pass")
 
 
 def test_a_program_without_torch_starts_as_fast_below_run() -> None:
-    """Below `torchrepro run` a Python that imports no torch starts at most 30 ms later."""
+    """Below `torchrepro run` a Python that imports no torch takes at most three times as long."""
     asked = "import json, os; print(json.dumps(dict(os.environ)))"
     below = json.loads(_run([str(SCRIPT), "run", "debug-strict", "--", *_python(asked)])[1])
     bare = partial(_wall, "import random")
     ours = partial(_wall, "import random", below)
-    seen = compare(bare, ours, 0.030, by=operator.sub)
+    seen = compare(bare, ours, 3)
     rows = [
         ("python", f"{seen.plain * 1e3:.1f} ms"),
         ("the same below run", f"{seen.other * 1e3:.1f} ms"),
     ]
-    _report("import random", [*rows, seen.cells("added", 0.030, 1e3, " ms")])
+    _report("import random", [*rows, seen.cells("ratio", 3)])
 
-    assert not seen.refutes(0.030)
+    require(not seen.refutes(3), "three times the same without run")
 
 
 @pytest.mark.parametrize("words", [["list"], ["show", "debug-strict"]], ids=" ".join)
-def test_reading_commands_take_at_most_600_ms(words: list[str]) -> None:
-    """`torchrepro list` and `show` finish within 0.6 s of wall time."""
-    command = [str(SCRIPT), *words]
-    _run(command)
-    wall = statistics.median(_run(command)[0] for _ in range(ROUNDS))
-    _report("torchrepro " + " ".join(words), [("wall (at most 600 ms)", f"{wall * 1e3:.0f} ms")])
+def test_reading_commands_take_a_part_of_importing_torch(words: list[str]) -> None:
+    """`torchrepro list` and `show` finish in 0.38 of the time that `import torch` takes."""
+    seen = compare(
+        partial(_wall, "import torch"),
+        lambda: _run([str(SCRIPT), *words])[0],
+        0.38,
+        seconds=6,
+    )
+    rows = [
+        ("import torch", f"{seen.plain * 1e3:.0f} ms"),
+        ("torchrepro " + " ".join(words), f"{seen.other * 1e3:.0f} ms"),
+    ]
+    _report("torchrepro " + " ".join(words), [*rows, seen.cells("ratio", 0.38)])
 
-    assert wall <= 0.6
+    require(not seen.refutes(0.38), "0.38 of importing torch")
 
 
 def test_apply_costs_at_most_a_tenth_of_the_peer() -> None:
@@ -133,7 +137,7 @@ def test_apply_costs_at_most_a_tenth_of_the_peer() -> None:
     ]
     _report("first call after import torch", [*rows, seen.cells("ratio", 0.1)])
 
-    assert not seen.refutes(0.1)
+    require(not seen.refutes(0.1), "a tenth of the peer")
 
 
 def test_apply_reaches_the_end_state_of_the_peer() -> None:
@@ -157,7 +161,7 @@ def test_a_whole_process_costs_at_most_1_3_times_importing_torch() -> None:
     ]
     _report("whole process", [*rows, seen.cells("ratio", 1.3)])
 
-    assert not seen.refutes(1.3)
+    require(not seen.refutes(1.3), "1.3 times importing torch")
 
 
 HYDRA = """
@@ -187,7 +191,7 @@ def test_a_relaunch_costs_at_most_the_run_once_more(tmp_path: Path) -> None:
     ]
     _report("relaunch", [*rows, seen.cells("ratio", 2)])
 
-    assert not seen.refutes(2)
+    require(not seen.refutes(2), "twice a run in time")
 
 
 def _seconds(command: list[str], environment: dict[str, str]) -> float:
