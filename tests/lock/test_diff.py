@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro.lock.diff import compare
-from torchrepro.lock.snapshot import describe, of_contents, of_profile
+from torchrepro.lock.snapshot import of_contents, of_profile, snapshot_of
 from torchrepro.manifest.contents import as_text, manifest
 from torchrepro.planner import plan
 
@@ -176,4 +176,4 @@ def test_a_profile_is_not_taken_for_a_folder_of_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "seed-only").mkdir()
 
-    assert describe("seed-only").kind == "profile"
+    assert snapshot_of("seed-only").kind == "profile"

@@ -12,27 +12,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrepro.lock.diff import HELD, ROWS, Rank, rank_of
+from torchrepro.lock.diff import ENFORCED, IMPACTS, Impact, impact_of
 from torchrepro.manifest.environment import VARIABLES
 
 SCRIPT = str(Path(sys.executable).with_name("torchrepro"))
 CHANGED = (
-    ("profile/seed", 8, "seed", Rank.CHANGES),
+    ("profile/seed", 8, "seed", Impact.CHANGES),
     ("profile/name", "another", None, None),
-    ("versions/torch", "2.5.0", "torch", Rank.CHANGES),
-    ("versions/cudnn", "1000", "cudnn", Rank.CHANGES),
-    ("versions/blas", "open", "blas", Rank.CHANGES),
-    ("versions/numpy", "1.26.0", "numpy", Rank.MAY),
-    ("versions/python", "3.9.1", "python", Rank.MAY),
-    ("versions/kernel", "5.4", "kernel", Rank.SHOULD_NOT),
-    ("hardware/cpu", "another", "cpu", Rank.CHANGES),
-    ("hardware/instruction set", "SVE", "instruction set", Rank.CHANGES),
-    ("hardware/threads", 77, "threads", Rank.CHANGES),
-    ("hardware/gpu", "a GPU", "gpu", Rank.CHANGES),
-    ("hardware/gpus", 8, "gpus", Rank.MAY),
-    ("report/guarantee/held", "none", "held", Rank.MAY),
-    ("environment/MKL_CBWR", "AVX2", "MKL_CBWR", Rank.CHANGES),
-    ("environment/CUDA_VISIBLE_DEVICES", "1", "CUDA_VISIBLE_DEVICES", Rank.MAY),
+    ("versions/torch", "2.5.0", "torch", Impact.CHANGES),
+    ("versions/cudnn", "1000", "cudnn", Impact.CHANGES),
+    ("versions/blas", "open", "blas", Impact.CHANGES),
+    ("versions/numpy", "1.26.0", "numpy", Impact.MAY),
+    ("versions/python", "3.9.1", "python", Impact.MAY),
+    ("versions/kernel", "5.4", "kernel", Impact.SHOULD_NOT),
+    ("hardware/cpu", "another", "cpu", Impact.CHANGES),
+    ("hardware/instruction set", "SVE", "instruction set", Impact.CHANGES),
+    ("hardware/threads", 77, "threads", Impact.CHANGES),
+    ("hardware/gpu", "a GPU", "gpu", Impact.CHANGES),
+    ("hardware/gpus", 8, "gpus", Impact.MAY),
+    ("report/guarantee/held", "none", "held", Impact.MAY),
+    ("environment/MKL_CBWR", "AVX2", "MKL_CBWR", Impact.CHANGES),
+    ("environment/CUDA_VISIBLE_DEVICES", "1", "CUDA_VISIBLE_DEVICES", Impact.MAY),
 )
 
 
@@ -65,7 +65,7 @@ def test_what_differs_is_named_with_its_rank(lock, answer, edit, change):
     keys = [(row["key"], row["rank"]) for row in found["differences"] + found["not_held"]]
 
     assert keys == ([(named, str(rank))] if named else [])
-    assert status == (1 if rank in HELD else 0)
+    assert status == (1 if rank in ENFORCED else 0)
     assert strictly == (1 if named else 0)
 
 
@@ -113,7 +113,7 @@ def test_a_commit_and_a_command_line_are_told_and_not_held(lock, answer, edit):
     status, found = answer("check", lock, "--strict")
 
     assert (status, found["differences"]) == (0, [])
-    assert {row["rank"] for row in found["not_held"]} <= {str(Rank.PROGRAM)}
+    assert {row["rank"] for row in found["not_held"]} <= {str(Impact.PROGRAM)}
 
 
 def test_a_profile_that_changed_underneath_is_seen(command, answer, tmp_path):
@@ -245,12 +245,13 @@ def test_an_override_with_a_secret_is_refused(command, tmp_path, monkeypatch):
         assert list(tmp_path.iterdir()) == []
 
 
-def test_every_rank_has_rows_and_every_row_is_reached():
-    """No row of the ranks is hidden behind an earlier one, and each rank is given to something."""
-    names = [(pattern.replace("*", "x").split("/", 1), rank) for pattern, rank in ROWS]
+def test_every_impact_has_patterns_and_every_pattern_is_reached():
+    """No pattern is hidden behind an earlier one, and each impact is given to something."""
+    rows = [(pattern, impact) for impact, patterns in IMPACTS for pattern in patterns]
+    names = [(pattern.replace("*", "x").split("/", 1), impact) for pattern, impact in rows]
 
-    assert [rank_of(*name) for name, _ in names] == [rank for _, rank in names]
-    assert {rank for _, rank in names} == set(Rank)
+    assert [impact_of(*name) for name, _ in names] == [impact for _, impact in names]
+    assert {impact for _, impact in names} == set(Impact)
 
 
 def _run(*words, cwd, **variables):

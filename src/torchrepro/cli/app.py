@@ -1,4 +1,4 @@
-"""What all commands share: the app, their common arguments, how they answer."""
+"""What all commands share: the app, their common arguments, and how they answer."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchrepro.errors import ProfileError, TraceError
+from torchrepro.console import show
+from torchrepro.errors import ProfileError
 from torchrepro.messages import Problem
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torchrepro.console import Part
     from torchrepro.profile.resolved import Resolved
-    from torchrepro.verdict.diagnosis import EscalationLevel
-    from torchrepro.verdict.value import Verdict
 
 
 app = typer.Typer(
@@ -49,7 +51,7 @@ Overrides = Annotated[
 
 
 def _consent(context: typer.Context, names: list[str] | None) -> None:
-    """Consent to `names` in this process and those that it starts, until the command has ended."""
+    """Allow profiles to set the variables `names`, here and in children, until the command ends."""
     if not names or context.resilient_parsing:
         return
     from torchrepro.profile.consent import VARIABLE, allowed_by
@@ -73,16 +75,26 @@ AllowEnv = Annotated[
         help="Let the profile set this variable, which is not on the list of harmless ones.",
     ),
 ]
-"""For every command that reads a profile; its callback is all that happens."""
+"""For every command that reads a profile. The callback acts; commands ignore the value."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 
 def print_json(value: Any) -> None:
+    """Print one JSON document."""
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
+def answer(value: Any, shown: Iterable[Part], *, as_json: bool) -> None:
+    """Print the answer of a command: `value` as JSON, or `shown` as tables and lines."""
+    if as_json:
+        print_json(value)
+    else:
+        show(*shown)
+
+
 def resolved_profile(profile: str, overrides: list[str] | None) -> Resolved:
+    """Return a profile with its overrides; raises `ProfileError` for one that is not valid."""
     from torchrepro.profile.load import load
 
     if "=" in profile and not Path(profile).exists():
@@ -100,43 +112,3 @@ def resolved_profile(profile: str, overrides: list[str] | None) -> Resolved:
                 )
             )
     return load(profile, overrides or ()).resolved
-
-
-Report = Annotated[
-    str, typer.Option(metavar="FILE.html", help="Write the answer as one self-contained page.")
-]
-
-
-def check_page(report: str) -> None:
-    """Raise `TraceError` if a page cannot be written, before hours are spent on what is in it."""
-    place = Path(report)
-    if report and (place.is_dir() or not place.absolute().parent.is_dir()):
-        raise TraceError(Problem("the page cannot be written there", found=report))
-
-
-def write_page(verdict: Verdict, rung: EscalationLevel | None, report: str) -> None:
-    """Write the page of a verdict where one is asked for, and say so."""
-    if not report:
-        return
-    from torchrepro.verdict.page import page
-
-    title = f"{Path(verdict.left).name} and {Path(verdict.right).name}"
-    try:
-        Path(report).write_text(page(verdict, title, rung), encoding="utf-8")
-    except OSError as error:
-        raise TraceError(
-            Problem(f"the page cannot be written: {error.strerror}", found=report)
-        ) from None
-    tell(f"torchrepro: the page is in {report}\n")
-
-
-def tell(text: str) -> None:
-    """Say something that is no part of the answer, at once, where there is a standard error."""
-    if sys.stderr is not None:
-        sys.stderr.write(text)
-        sys.stderr.flush()
-
-
-def leave(*, same: bool) -> NoReturn:
-    """Exit as the answer says: 0 for yes, 1 for no."""
-    raise typer.Exit(0 if same else 1)

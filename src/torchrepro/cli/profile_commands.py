@@ -14,17 +14,18 @@ from torchrepro.cli.app import (
     Json,
     Overrides,
     ProfileName,
+    answer,
     app,
     print_json,
     resolved_profile,
 )
-from torchrepro.console import say
+from torchrepro.console import listing, say, table
 from torchrepro.errors import ProfileError
 from torchrepro.messages import Problem, shown
 from torchrepro.profile.resolved import plain
 
 if TYPE_CHECKING:
-    from torchrepro.new_pack.pack_writer import NewPack
+    from torchrepro.console import Part
     from torchrepro.profile.resolved import Resolved
 
 
@@ -41,16 +42,11 @@ def list_profiles(
 
     kind = PIECE if only_pieces else PROFILE
     entries = [entry for entry in listed() if entry.kind == kind]
-    if as_json:
-        print_json([entry.to_json() for entry in entries])
-    else:
-        from torchrepro.console import show, table
-
-        rows = [(e.name, e.guarantee, e.origin, e.description) for e in entries]
-        show(table((kind, "guarantee", "origin", "what it is for"), rows))
+    rows = [(e.name, e.guarantee, e.origin, e.description) for e in entries]
+    headings = (kind, "guarantee", "origin", "what it is for")
+    answer([e.to_json() for e in entries], [table(headings, rows)], as_json=as_json)
     for folder in missing_folders():
-        words = f"{VARIABLE} names {shown(folder)}, which is no folder"
-        say(f"note: {words}")
+        say(f"note: {VARIABLE} names {shown(folder)}, which is no folder")
 
 
 @app.command("show")
@@ -89,13 +85,9 @@ def _show_origins(resolved: Resolved, *, as_json: bool) -> None:
     for key, value in flatten(resolved.values).items():
         origin = resolved.origins[key].to_json()
         rows.append({"key": key, "value": plain(value), "origin": origin.pop("set_by"), **origin})
-    if as_json:
-        print_json(rows)
-        return
-    from torchrepro.console import show, table
-
     cells = [(r["key"], shown(r["value"]), r["origin"], r["package"], _replaced(r)) for r in rows]
-    show(table(("key", "value", "set by", "package", "replaced"), cells))
+    headings = ("key", "value", "set by", "package", "replaced")
+    answer(rows, [table(headings, cells)], as_json=as_json)
 
 
 def _replaced(row: dict[str, Any]) -> str:
@@ -114,18 +106,13 @@ def plan_profile(
     from torchrepro.imports import import_torch
     from torchrepro.planner import make_plan, observe
     from torchrepro.process_state import closed_doors
+    from torchrepro.report import report_table
 
     resolved = resolved_profile(profile, overrides)
     closed = closed_doors()  # as a program finds them that has not imported torch yet
     import_torch()
     report = make_plan(resolved, observe(resolved, closed=closed)).report
-    if as_json:
-        print_json(report.to_json())
-        return
-    from torchrepro.console import show
-    from torchrepro.report import report_table
-
-    show(report_table(report), report.summary)
+    answer(report.to_json(), [report_table(report), report.summary], as_json=as_json)
 
 
 class EnvFormat(StrEnum):
@@ -185,14 +172,11 @@ def explain_knob(
     from torchrepro.knobs.explain import explanations
 
     found = explanations(knob)
-    if as_json:
-        print_json(found)
-        return
-    from torchrepro.console import listing, show
-
+    shown: list[Part] = []
     for entry in found:
-        rows = [(label, text) for label, text in entry.items() if text and label != "knob"]
-        show(entry["knob"], listing([("  " + label, text) for label, text in rows]))
+        rows = [(f"  {k}", text) for k, text in entry.items() if text and k != "knob"]
+        shown += [entry["knob"], listing(rows)]
+    answer(found, shown, as_json=as_json)
 
 
 @app.command("doctor")
@@ -259,17 +243,13 @@ def new_pack(
             }
         )
     else:
-        sys.stdout.write(_told(pack))
-
-
-def _told(pack: NewPack) -> str:
-    folder = pack.folder if pack.folder.is_absolute() else f"./{pack.folder}"
-    words = [f"{pack.folder}/ holds the pack {pack.name.text}:"]
-    words += [f"  {path}" for path in pack.files]
-    words += [
-        "next:",
-        f'  pip install -e "{folder}[test]"',
-        f"  pytest {pack.folder}",
-        f"  python train.py +repro={pack.name.text}/strict",
-    ]
-    return "\n".join(words) + "\n"
+        folder = pack.folder if pack.folder.is_absolute() else f"./{pack.folder}"
+        lines = [
+            f"{pack.folder}/ holds the pack {pack.name.text}:",
+            *(f"  {path}" for path in pack.files),
+            "next:",
+            f'  pip install -e "{folder}[test]"',
+            f"  pytest {pack.folder}",
+            f"  python train.py +repro={pack.name.text}/strict",
+        ]
+        sys.stdout.write("\n".join(lines) + "\n")

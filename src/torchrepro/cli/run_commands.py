@@ -1,8 +1,13 @@
-"""The commands about runs; each calls one function of the package and prints its answer."""
+"""The commands about runs: lock, check, diff, run, compare and verify.
+
+Each calls one function of the package and prints its answer.
+"""
 
 from __future__ import annotations
 
+import sys
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,22 +17,19 @@ from torchrepro.cli.app import (
     Json,
     Overrides,
     ProfileName,
-    Report,
+    answer,
     app,
-    check_page,
-    leave,
-    print_json,
     resolved_profile,
-    tell,
-    write_page,
 )
-from torchrepro.cli.lock_commands import locked_profile
+from torchrepro.console import parts, say, show_aside
 from torchrepro.errors import ProfileError, TraceError
 from torchrepro.messages import Problem
 from torchrepro.trace.request import VARIABLE, Request
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import Resolved
+    from torchrepro.verdict.diagnosis import EscalationLevel
+    from torchrepro.verdict.value import Verdict
 
 
 class Level(StrEnum):
@@ -55,6 +57,66 @@ Keep = Annotated[
     list[str] | None,
     typer.Option(metavar="MODULE", help="Keep the tensors of these modules whole; a pattern."),
 ]
+
+Report = Annotated[
+    str, typer.Option(metavar="FILE.html", help="Write the answer as one self-contained page.")
+]
+Side = "A profile, a manifest, a lock, or the folder of a run."
+
+
+@app.command("lock")
+def lock_profile(
+    profile: ProfileName,
+    overrides: Overrides = None,
+    allow_env: AllowEnv = None,
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FILE", help="Where the lock is written.")
+    ] = "repro.lock",
+) -> None:
+    """Write down what a run of the profile would be here, so that later runs can be held to it."""
+    from torchrepro.lock.lock_file import write_lock
+
+    resolved_profile(profile, overrides)  # says what is wrong with it before torch is imported
+    report = write_lock(Path(output), profile, overrides or ())
+    sys.stdout.write(
+        f"{output} holds runs to {report.profile} ({report.guarantee}) as it is here\n"
+        f"  {report.digest}\n"
+        f"  torchrepro check {output}\n"
+        f"  torchrepro run --lock {output} -- COMMAND\n"
+    )
+
+
+@app.command("check")
+def check_lock(
+    lock: Annotated[str, typer.Argument(metavar="FILE", help="A lock.")],
+    strict: Annotated[  # noqa: FBT002
+        bool, typer.Option("--strict", help="Hold to what should not change numbers, too.")
+    ] = False,
+    allow_env: AllowEnv = None,
+    as_json: Json = False,  # noqa: FBT002
+) -> None:
+    """Say what differs here from a lock, likeliest to change numbers first; exit 1 if it does."""
+    from torchrepro.lock.check import check
+
+    found = check(Path(lock), strict=strict)
+    answer(found.to_json(), parts(found), as_json=as_json)
+    raise typer.Exit(int(not found.met))
+
+
+@app.command("diff")
+def show_differences(
+    left: Annotated[str, typer.Argument(metavar="A", help=Side)],
+    right: Annotated[str, typer.Argument(metavar="B", help=Side)],
+    allow_env: AllowEnv = None,
+    as_json: Json = False,  # noqa: FBT002
+) -> None:
+    """Say in what two profiles, manifests, locks or runs differ; exit 1 if they do."""
+    from torchrepro.lock.diff import compare
+    from torchrepro.lock.snapshot import snapshot_of
+
+    found = compare(snapshot_of(left), snapshot_of(right))
+    answer(found.to_json(), parts(found), as_json=as_json)
+    raise typer.Exit(int(not found.same))
 
 
 @app.command("run", options_metavar="[OPTIONS]", epilog="The command stands after `--`.")
@@ -92,7 +154,7 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
     """
     from torchrepro.launch import start
 
-    command = given_command(context, f"run {profile or 'PROFILE'}")
+    command = _given_command(context, f"run {profile or 'PROFILE'}")
     resolved = _to_run(profile, overrides, lock)
     more = {}
     if record:
@@ -118,10 +180,26 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
     start(resolved, command, more)
 
 
+def _locked_profile(lock: str, profile: str, overrides: list[str] | None) -> Resolved:
+    """Return the profile of a lock that is met here; otherwise print what differs and exit with 1.
+
+    `profile` and `overrides` replace the lock's own name for it.
+    """
+    from torchrepro.lock.check import check
+    from torchrepro.relaunch import untouched
+
+    with untouched():
+        found = check(Path(lock), profile=profile, overrides=overrides or ())
+    if found.resolved is not None and found.met:
+        return found.resolved
+    show_aside(*parts(found))
+    raise typer.Exit(1)
+
+
 def _to_run(profile: str, overrides: list[str] | None, lock: str) -> Resolved:
     """Return the profile to run, which is a lock's if one is given; it must be met."""
     if lock:
-        return locked_profile(lock, profile, overrides)
+        return _locked_profile(lock, profile, overrides)
     if not profile:
         raise ProfileError(
             Problem("names no profile", todo="write one: torchrepro run PROFILE -- COMMAND")
@@ -129,7 +207,7 @@ def _to_run(profile: str, overrides: list[str] | None, lock: str) -> Resolved:
     return resolved_profile(profile, overrides)
 
 
-def given_command(context: typer.Context, words: str) -> list[str]:
+def _given_command(context: typer.Context, words: str) -> list[str]:
     """Return the command after `--`; raises `ProfileError` if there is none."""
     if not context.obj:
         raise ProfileError(
@@ -163,20 +241,14 @@ def compare_runs(  # noqa: PLR0913, PLR0917 - see above
 ) -> None:
     """Say whether two recorded runs are the same, and where they part; exit 1 if they do."""
     from torchrepro.verdict.comparison import compare, next_rung
-    from torchrepro.verdict.render import verdict_json
+    from torchrepro.verdict.render import verdict_json, verdict_parts
 
-    check_page(report)
+    _check_page(report)
     found = compare(left, right, rtol=rtol, atol=atol)
     rung = next_rung(found)
-    if as_json:
-        print_json(verdict_json(found, rung))
-    else:
-        from torchrepro.console import show
-        from torchrepro.verdict.render import verdict_parts
-
-        show(*verdict_parts(found, rung))
-    write_page(found, rung, report)
-    leave(same=found.same)
+    answer(verdict_json(found, rung), verdict_parts(found, rung), as_json=as_json)
+    _write_page(found, rung, report)
+    raise typer.Exit(int(not found.same))
 
 
 @app.command("verify", options_metavar="[OPTIONS]", epilog="The command stands after `--`.")
@@ -217,8 +289,8 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
     from torchrepro.verification.runner import Interrupted
     from torchrepro.verification.verifier import verify
 
-    command = given_command(context, f"verify {profile}".rstrip())
-    check_page(report)
+    command = _given_command(context, f"verify {profile}".rstrip())
+    _check_page(report)
     if profile:
         resolved_profile(profile, overrides)  # says what is wrong with it before anything starts
     try:
@@ -235,15 +307,40 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
             keep=tuple(keep or ()),
             rtol=rtol,
             atol=atol,
-            say=tell,
+            say=_progress,
         )
     except Interrupted as stopped:
         raise typer.Exit(stopped.exit_status) from None
-    if as_json:
-        print_json(verification_json(found))
-    else:
-        from torchrepro.console import show
+    answer(verification_json(found), verification_parts(found), as_json=as_json)
+    _write_page(found.verdict, found.next_rung, report)
+    raise typer.Exit(int(not found.same))
 
-        show(*verification_parts(found))
-    write_page(found.verdict, found.next_rung, report)
-    leave(same=found.same)
+
+def _progress(text: str) -> None:
+    """Write to standard error at once, where there is one, also within a line."""
+    if sys.stderr is not None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def _check_page(report: str) -> None:
+    """Raise `TraceError` if a page cannot be written, before hours are spent on what is in it."""
+    place = Path(report)
+    if report and (place.is_dir() or not place.absolute().parent.is_dir()):
+        raise TraceError(Problem("the page cannot be written there", found=report))
+
+
+def _write_page(verdict: Verdict, rung: EscalationLevel | None, report: str) -> None:
+    """Write the page of a verdict if there is to be one, and say where it is."""
+    if not report:
+        return
+    from torchrepro.verdict.page import page
+
+    title = f"{Path(verdict.left).name} and {Path(verdict.right).name}"
+    try:
+        Path(report).write_text(page(verdict, title, rung), encoding="utf-8")
+    except OSError as error:
+        raise TraceError(
+            Problem(f"the page cannot be written: {error.strerror}", found=report)
+        ) from None
+    say(f"the page is in {report}")

@@ -1,30 +1,51 @@
-"""Holding this machine to a lock."""
+"""Whether this machine still is what a lock says, and how the answer is shown."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.console import parts
 from torchrepro.errors import ProfileError
 from torchrepro.imports import import_torch
-from torchrepro.lock.diff import HELD, HELD_STRICTLY, Comparison, Difference, NotCompared, compare
-from torchrepro.lock.lock_file import named_in, plan_of_a_run, read_whole, refuse_lost, true_digest
-from torchrepro.lock.snapshot import Snapshot, of_contents
+from torchrepro.lock.diff import (
+    ENFORCED,
+    ENFORCED_STRICTLY,
+    Comparison,
+    Difference,
+    Impact,
+    NotCompared,
+    change,
+    compare,
+    difference_table,
+    not_compared_lines,
+)
+from torchrepro.lock.lock_file import (
+    named_in,
+    plan_of_a_run,
+    read_whole,
+    refuse_lost_file,
+    true_digest,
+)
+from torchrepro.lock.snapshot import of_contents
 from torchrepro.manifest.contents import common_contents
 from torchrepro.manifest.environment import hardware, software
-from torchrepro.messages import Problem
+from torchrepro.messages import Problem, some
 from torchrepro.profile.load import resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
+    from torchrepro.console import Part
     from torchrepro.profile.resolved import Resolved
+
+HERE = "this machine"
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What holding this machine to a lock came to."""
+    """In what this machine differs from a lock."""
 
     lock: str
     strict: bool
@@ -34,24 +55,29 @@ class CheckResult:
     comparison: Comparison
 
     @property
-    def broken(self) -> tuple[Difference, ...]:
+    def enforced(self) -> tuple[Impact, ...]:
+        """The impacts that the lock forbids."""
+        return ENFORCED_STRICTLY if self.strict else ENFORCED
+
+    @property
+    def forbidden(self) -> tuple[Difference, ...]:
         """The differences that the lock forbids."""
-        return self.comparison.having(*(HELD_STRICTLY if self.strict else HELD))
+        return self.comparison.having(*self.enforced)
 
     @property
-    def not_held(self) -> tuple[Difference, ...]:
-        """The differences that are told and forbidden by nothing."""
-        return tuple(each for each in self.comparison.differences if each not in self.broken)
-
-    @property
-    def not_compared(self) -> tuple[NotCompared, ...]:
-        """What would be held and could not be compared."""
-        return tuple(each for each in self.comparison.not_compared if each.section != "source")
+    def allowed(self) -> tuple[Difference, ...]:
+        """The differences that are shown and that nothing forbids."""
+        return tuple(each for each in self.comparison.differences if each not in self.forbidden)
 
     @property
     def met(self) -> bool:
         """Whether a run here may start."""
-        return not self.broken
+        return not self.forbidden
+
+    @property
+    def not_compared(self) -> tuple[NotCompared, ...]:
+        """What the lock would forbid and could not be compared."""
+        return tuple(each for each in self.comparison.not_compared if each.section != "source")
 
     def to_json(self) -> dict[str, Any]:
         """Return the answer as plain JSON values."""
@@ -59,8 +85,8 @@ class CheckResult:
             "met": self.met,
             "lock": self.lock,
             "strict": self.strict,
-            "differences": [each.to_json("locked", "here") for each in self.broken],
-            "not_held": [each.to_json("locked", "here") for each in self.not_held],
+            "differences": [each.to_json("locked", "here") for each in self.forbidden],
+            "not_held": [each.to_json("locked", "here") for each in self.allowed],
             "not_compared": [each.to_json() for each in self.not_compared],
         }
 
@@ -72,11 +98,11 @@ def check(
     profile: str = "",
     overrides: Sequence[str] = (),
 ) -> CheckResult:
-    """Return in what this machine differs from what the lock in the file `path` holds.
+    """Return in what this machine differs from the lock in the file `path`.
 
-    The profile is resolved again from its name, the lock's own unless `profile` is given, so that
-    a pack that has changed is seen. Imports torch. Raises `ProfileError` for a file that is no
-    lock or is damaged, and for a `profile` that is not valid.
+    The profile is resolved again from its name, so that a pack that has changed is seen. The name
+    is the lock's own unless `profile` is given. Imports torch. Raises `ProfileError` for a file
+    that is no lock or is damaged, and for a `profile` that is not valid.
     """
     kind, contents = read_whole(path)
     if kind != "lock":
@@ -89,36 +115,56 @@ def check(
             )
         )
     locked = of_contents(str(path), kind, contents)
-    edited = _edited(contents)
+    first = []
+    written, true = contents["digest"], true_digest(contents)
+    if true not in (None, written):
+        first.append(Difference("profile", "digest, as the lock was edited", written, true))
     name, own_overrides = named_in(path, contents.get("named"))
+    resolved = None
     if profile:
         resolved = resolve(profile, overrides)
     else:
         try:
-            refuse_lost(name)
+            refuse_lost_file(name)
             resolved = resolve(name, own_overrides, typed=False)  # the lock is a file
         except ProfileError as error:
-            return CheckResult(
-                str(path), strict, None, _without_profile(locked, error).led_by(edited)
-            )
-    its = common_contents(resolved, plan_of_a_run(resolved).report)
-    here = of_contents("this machine", "lock", its)
-    return CheckResult(str(path), strict, resolved, compare(locked, here).led_by(edited))
+            problem = error.problems[0]
+            words = ": ".join(filter(None, (problem.key, problem.found, problem.what)))
+            first.append(Difference("profile", "(the whole)", "as locked", words))
+    if resolved is None:
+        import_torch()
+        here = {"versions": software(), "hardware": hardware()}
+    else:
+        here = common_contents(resolved, plan_of_a_run(resolved).report)
+    comparison = compare(locked, of_contents(HERE, "lock", here))
+    return CheckResult(str(path), strict, resolved, comparison.preceded_by(*first))
 
 
-def _edited(contents: Mapping[str, Any]) -> tuple[Difference, ...]:
-    """Return the digest of a lock and that of the profile in it, if somebody has changed one."""
-    written, own = contents["digest"], true_digest(contents)
-    if own in (None, written):
-        return ()
-    return (Difference("profile", "digest, as the lock was edited", written, own),)
+_PLURAL = {
+    Impact.CHANGES: "change numbers",
+    Impact.MAY: "may change numbers",
+    Impact.SHOULD_NOT: "should not change numbers",
+}
 
 
-def _without_profile(locked: Snapshot, error: ProfileError) -> Comparison:
-    """Compare with a machine on which the profile cannot be resolved."""
-    import_torch()
-    here = {"versions": software(), "hardware": hardware()}
-    others = compare(locked, of_contents("this machine", "lock", here))
-    problem = error.problems[0]
-    words = ": ".join(filter(None, (problem.key, problem.found, problem.what)))
-    return others.led_by((Difference("profile", "(the whole)", "as locked", words),))
+@parts.register(CheckResult)
+def _check_parts(found: CheckResult) -> tuple[Part, ...]:
+    """Return what the lock forbids, the answer, what it allows, and what was not compared."""
+    counts = [
+        f"{number} that {impact if number == 1 else _PLURAL[impact]}"
+        for impact in found.enforced
+        if (number := len(found.comparison.having(impact)))
+    ]
+    allowed = [
+        f"not held, {impact}: {some(map(change, rows))}"
+        for impact in Impact
+        if impact not in found.enforced and (rows := found.comparison.having(impact))
+    ]
+    return (
+        *([difference_table(found.forbidden, "locked", "here")] if counts else []),
+        f"{found.lock} is not met: {', '.join(counts)}"
+        if counts
+        else f"{found.lock} is met: nothing differs that it holds",
+        *allowed,
+        *not_compared_lines(found.not_compared),
+    )

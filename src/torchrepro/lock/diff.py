@@ -1,4 +1,4 @@
-"""In what two snapshots differ, and how likely that changes numbers."""
+"""In what two snapshots differ, how likely that changes numbers, and how it is shown."""
 
 from __future__ import annotations
 
@@ -8,96 +8,76 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.console import parts, table
 from torchrepro.errors import ProfileError
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
 from torchrepro.knobs.knob import variable
 from torchrepro.lock.snapshot import ABSENT_IS_UNSET, Snapshot
 from torchrepro.manifest.environment import UNKNOWN
-from torchrepro.messages import Problem, shown
+from torchrepro.messages import Problem, printable, shown, some
 from torchrepro.profile.composition import NOT_INHERITED
 from torchrepro.redaction import HIDDEN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
+
+    from torchrepro.console import Part, Table
 
 
-class Rank(StrEnum):
+class Impact(StrEnum):
     """How likely a difference changes numbers, the likeliest first."""
 
     CHANGES = "changes numbers"
     MAY = "may change numbers"
     SHOULD_NOT = "should not change numbers"
     PROGRAM = "another program"
-    """The source has changed, which a lock does not hold: a run is locked, and code goes on."""
+    """The source has changed. No lock forbids that: development goes on under a lock."""
     STARTED = "how it was started"
 
 
-ORDER: Mapping[Rank, int] = {rank: position for position, rank in enumerate(Rank)}
+ENFORCED = (Impact.CHANGES, Impact.MAY)
+"""What a lock forbids."""
 
-HELD = (Rank.CHANGES, Rank.MAY)
-"""What a lock is held to."""
+ENFORCED_STRICTLY = (*ENFORCED, Impact.SHOULD_NOT)
 
-HELD_STRICTLY = (*HELD, Rank.SHOULD_NOT)
-
-ROWS: tuple[tuple[str, Rank], ...] = (
-    ("profile/name", Rank.SHOULD_NOT),
-    ("profile/description", Rank.SHOULD_NOT),
-    ("profile/schema", Rank.SHOULD_NOT),
-    ("profile/requires*", Rank.SHOULD_NOT),
-    ("profile/on_late", Rank.SHOULD_NOT),
-    ("profile/guard*", Rank.SHOULD_NOT),
-    ("profile/*", Rank.CHANGES),
-    ("asked/*", Rank.CHANGES),
-    ("guarantee/*", Rank.MAY),
-    ("knobs/*", Rank.CHANGES),
-    ("seeding calls/*", Rank.CHANGES),
-    ("environment/*_VISIBLE_DEVICES", Rank.MAY),
-    ("environment/*_AFFINITY", Rank.MAY),
-    ("environment/OMP_P*", Rank.MAY),
-    ("environment/*", Rank.CHANGES),
-    ("versions/torch", Rank.CHANGES),
-    ("versions/torch_npu", Rank.CHANGES),
-    ("versions/torch commit", Rank.CHANGES),
-    ("versions/cuda", Rank.CHANGES),
-    ("versions/hip", Rank.CHANGES),
-    ("versions/cudnn", Rank.CHANGES),
-    ("versions/cann", Rank.CHANGES),
-    ("versions/blas", Rank.CHANGES),
-    ("versions/blas of torch", Rank.CHANGES),
-    ("versions/onednn", Rank.CHANGES),
-    ("versions/python patch", Rank.SHOULD_NOT),
-    ("versions/kernel", Rank.SHOULD_NOT),
-    ("versions/hydra-core", Rank.SHOULD_NOT),
-    ("versions/omegaconf", Rank.SHOULD_NOT),
-    ("versions/pydantic", Rank.SHOULD_NOT),
-    ("versions/torchrepro", Rank.SHOULD_NOT),
-    ("versions/*", Rank.MAY),
-    ("hardware/system", Rank.CHANGES),
-    ("hardware/machine", Rank.CHANGES),
-    ("hardware/cpus", Rank.MAY),
-    ("hardware/cpu*", Rank.CHANGES),
-    ("hardware/instruction set", Rank.CHANGES),
-    ("hardware/threads", Rank.CHANGES),
-    ("hardware/gpu", Rank.CHANGES),
-    ("hardware/npu", Rank.CHANGES),
-    ("hardware/accelerator", Rank.CHANGES),
-    ("hardware/*", Rank.MAY),
-    ("packs/*", Rank.SHOULD_NOT),
-    ("processes/*", Rank.CHANGES),
-    ("source/*", Rank.PROGRAM),
-    ("started/*", Rank.STARTED),
+IMPACTS: tuple[tuple[Impact, tuple[str, ...]], ...] = (
+    (Impact.SHOULD_NOT, ("profile/name", "profile/description", "profile/schema")),
+    (Impact.SHOULD_NOT, ("profile/requires*", "profile/on_late", "profile/guard*")),
+    (Impact.CHANGES, ("profile/*", "asked/*", "knobs/*", "seeding calls/*", "processes/*")),
+    (Impact.MAY, ("guarantee/*",)),
+    (Impact.MAY, ("environment/*_VISIBLE_DEVICES", "environment/*_AFFINITY", "environment/OMP_P*")),
+    (Impact.CHANGES, ("environment/*",)),
+    (Impact.CHANGES, ("versions/torch", "versions/torch_npu", "versions/torch commit")),
+    (Impact.CHANGES, ("versions/cuda", "versions/hip", "versions/cudnn", "versions/cann")),
+    (Impact.CHANGES, ("versions/blas", "versions/blas of torch", "versions/onednn")),
+    (Impact.SHOULD_NOT, ("versions/python patch", "versions/kernel", "versions/torchrepro")),
+    (Impact.SHOULD_NOT, ("versions/hydra-core", "versions/omegaconf", "versions/pydantic")),
+    (Impact.MAY, ("versions/*", "hardware/cpus")),
+    (Impact.CHANGES, ("hardware/system", "hardware/machine", "hardware/cpu*")),
+    (Impact.CHANGES, ("hardware/instruction set", "hardware/threads")),
+    (Impact.CHANGES, ("hardware/gpu", "hardware/npu", "hardware/accelerator")),
+    (Impact.MAY, ("hardware/*",)),
+    (Impact.SHOULD_NOT, ("packs/*",)),
+    (Impact.PROGRAM, ("source/*",)),
+    (Impact.STARTED, ("started/*",)),
 )
-"""Section and key, as a pattern, and the rank; the first row that fits counts."""
+"""How likely differences change numbers, by patterns of section and key; the first that fits."""
 
 
-def rank_of(section: str, key: str) -> Rank:
+def impact_of(section: str, key: str) -> Impact:
     """Return how likely a difference in `key` of `section` changes numbers."""
     name = f"{section}/{key}"
-    return next((rank for pattern, rank in ROWS if fnmatchcase(name, pattern)), Rank.MAY)
+    fitting = (
+        impact for impact, patterns in IMPACTS if any(fnmatchcase(name, each) for each in patterns)
+    )
+    return next(fitting, Impact.MAY)
 
+
+FOLLOWS = {"python patch": "python", "torch commit": "torch", "cpu family": "cpu"}
+"""A version or a piece of hardware, and another one that says it better."""
 
 THREADS = ("backends.cpu.num_threads", "env.OMP_NUM_THREADS", "env.MKL_NUM_THREADS")
-"""Knobs that settle how many threads there are, which a lock is taken before."""
+"""Knobs that set the number of threads. A lock records that number before they are applied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,25 +89,27 @@ class Difference:
     left: Any
     right: Any
     ranks: tuple[str, ...] = ()
-    """The ranks of a recorded run that it is on; empty if it is on all."""
+    """The processes of a recorded run that have it; empty if all have it."""
 
     @property
-    def rank(self) -> Rank:
+    def impact(self) -> Impact:
         """How likely it changes numbers."""
-        return rank_of(self.section, self.key)
+        return impact_of(self.section, self.key)
 
     def to_json(self, left: str = "left", right: str = "right") -> dict[str, Any]:
         """Return the difference as plain JSON values, the two sides under these names."""
         its = {"key": self.key, left: self.left, right: self.right}
-        its |= {"section": self.section, "rank": str(self.rank)}
+        its |= {"section": self.section, "rank": str(self.impact)}
         return {**its, "ranks": list(self.ranks)} if self.ranks else its
 
 
 @dataclass(frozen=True, slots=True)
 class NotCompared:
-    """What one side does not tell of although the other one does, so that nobody compared it."""
+    """What only one side holds, so that it could not be compared."""
 
     side: str
+    """The name of the side that lacks it."""
+
     section: str
     key: str = ""
     """Empty for the whole section."""
@@ -142,60 +124,62 @@ class NotCompared:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What comparing two descriptions came to, the likeliest to change numbers first."""
+    """The differences of two snapshots, the likeliest to change numbers first."""
 
+    left: str
+    right: str
     differences: tuple[Difference, ...]
     not_compared: tuple[NotCompared, ...]
 
     @property
     def same(self) -> bool:
         """Whether nothing differs but how the two were started."""
-        return not self._differing
+        return not self.substantial
 
     @property
-    def _differing(self) -> tuple[Difference, ...]:
-        return tuple(each for each in self.differences if each.rank is not Rank.STARTED)
+    def substantial(self) -> tuple[Difference, ...]:
+        """The differences in anything but how the two were started."""
+        return self.having(*(impact for impact in Impact if impact is not Impact.STARTED))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the answer as plain JSON values; what is empty beside it is left out."""
-        aside = {
-            "told": [each.to_json() for each in self.having(Rank.STARTED)],
-            "not_compared": [each.to_json() for each in self.not_compared],
-        }
-        differences = [each.to_json() for each in self._differing]
-        its = {"same": self.same, "differences": differences}
-        return its | {key: rows for key, rows in aside.items() if rows}
+    def having(self, *impacts: Impact) -> tuple[Difference, ...]:
+        """Return the differences with one of `impacts`."""
+        return tuple(each for each in self.differences if each.impact in impacts)
 
-    def led_by(self, first: Iterable[Difference]) -> Comparison:
+    def preceded_by(self, *first: Difference) -> Comparison:
         """Return the same with further differences in front."""
         return replace(self, differences=(*first, *self.differences))
 
-    def having(self, *ranks: Rank) -> tuple[Difference, ...]:
-        """Return the differences with one of `ranks`."""
-        return tuple(each for each in self.differences if each.rank in ranks)
+    def to_json(self) -> dict[str, Any]:
+        """Return the answer as plain JSON values; what is empty beside it is left out."""
+        optional = {
+            "told": [each.to_json() for each in self.having(Impact.STARTED)],
+            "not_compared": [each.to_json() for each in self.not_compared],
+        }
+        its = {"same": self.same, "differences": [each.to_json() for each in self.substantial]}
+        return its | {key: rows for key, rows in optional.items() if rows}
 
 
 def compare(left: Snapshot, right: Snapshot) -> Comparison:
-    """Compare what both sides tell of; a difference that follows from another one is left out.
+    """Compare what both snapshots hold; a difference that follows from another one is left out.
 
-    Runs that were recorded rank by rank are compared so: a difference that is not the same on
-    every rank says on which it is. Raises `ProfileError` for two runs without a rank in common.
+    Recorded runs are compared rank by rank: a difference that some ranks lack names those that
+    have it. Raises `ProfileError` for two runs without a rank in common.
     """
-    ranks = _ranks_of_both(left, right)
-    found = [(rank, _compare(left.of_rank(rank), right.of_rank(rank))) for rank in ranks]
-    kept: dict[str, Difference] = {}
-    for rank, its in found:
-        for each in its.differences:
-            known = kept.setdefault(_written(each.to_json()), each)
-            kept[_written(each.to_json())] = replace(known, ranks=(*known.ranks, rank))
-    every = [replace(e, ranks=()) if len(e.ranks) == len(ranks) else e for e in kept.values()]
-    every.sort(key=lambda each: ORDER[each.rank])
-    untold = [each for _, its in found for each in its.not_compared]
-    lonely = _ranks_of_one(left, right)
-    return Comparison(tuple(every), tuple(dict.fromkeys((*lonely, *untold))))
+    ranks = _common_ranks(left, right)
+    found: dict[str, Difference] = {}
+    missing = list(_unpaired_ranks(left, right))
+    for rank in ranks:
+        mine, other = left.of_rank(rank), right.of_rank(rank)
+        missing += _not_compared(mine, other)
+        for each in _differences(mine, other):
+            known = found.get(text := _typed_text(each.to_json()), each)
+            found[text] = replace(known, ranks=(*known.ranks, rank))
+    every = [replace(e, ranks=()) if len(e.ranks) == len(ranks) else e for e in found.values()]
+    every.sort(key=lambda each: list(Impact).index(each.impact))
+    return Comparison(left.name, right.name, tuple(every), tuple(dict.fromkeys(missing)))
 
 
-def _ranks_of_both(left: Snapshot, right: Snapshot) -> tuple[str, ...]:
+def _common_ranks(left: Snapshot, right: Snapshot) -> tuple[str, ...]:
     """Return the ranks to compare; a side that is no recording stands for each of the other's."""
     if not (left.ranks and right.ranks):
         return tuple(left.ranks or right.ranks) or ("",)
@@ -211,44 +195,36 @@ def _ranks_of_both(left: Snapshot, right: Snapshot) -> tuple[str, ...]:
     return both
 
 
-def _ranks_of_one(left: Snapshot, right: Snapshot) -> Iterator[NotCompared]:
+def _unpaired_ranks(left: Snapshot, right: Snapshot) -> Iterator[NotCompared]:
     if left.ranks and right.ranks:
         for mine, other in ((left, right), (right, left)):
             yield from (NotCompared(mine.name, r) for r in other.ranks if r not in mine.ranks)
 
 
-def _compare(left: Snapshot, right: Snapshot) -> Comparison:
+def _differences(left: Snapshot, right: Snapshot) -> list[Difference]:
+    """Return the differences of two processes, section by section."""
     both = [name for name in left.sections if name in right.sections]
     if "profile" in both:
         both = [name for name in both if name != "asked"]  # the values themselves say more
     every = [each for name in both for each in _in_section(name, left, right)]
     differ = {(each.section, each.key) for each in every}
-    kept = [each for each in every if not _follows(each, left, right, differ)]
-    kept.sort(key=lambda each: (ORDER[each.rank], both.index(each.section), each.key))
-    return Comparison(tuple(kept), tuple(_not_compared(left, right)))
+    return [each for each in every if not _follows(each, left, right, differ)]
 
 
 def _in_section(section: str, left: Snapshot, right: Snapshot) -> Iterator[Difference]:
     one, two = left.sections[section], right.sections[section]
-    as_text = section == "knobs" and "recording" in (left.kind, right.kind)
-    written = _text if as_text else _written
+    recorded = section == "knobs" and "recording" in (left.kind, right.kind)
+    as_compared = _untyped_text if recorded else _typed_text
     for key in sorted({*one, *two}):
-        if not _both_say(section, key, left, right) or (
-            section == "profile" and key in NOT_INHERITED
-        ):
+        if section == "profile" and key in NOT_INHERITED:
             continue
-        if written(one.get(key)) != written(two.get(key)):
+        if section != "started":  # how a run was started is shown as it is
+            if section not in ABSENT_IS_UNSET and not (key in one and key in two):
+                continue
+            if is_unknown(one.get(key)) or is_unknown(two.get(key)):
+                continue
+        if as_compared(one.get(key)) != as_compared(two.get(key)):
             yield Difference(section, key, one.get(key), two.get(key))
-
-
-def _both_say(section: str, key: str, left: Snapshot, right: Snapshot) -> bool:
-    """Whether both sides say what `key` is; how a run was started is shown as it is."""
-    if section == "started":
-        return True
-    sides = (left.sections[section], right.sections[section])
-    if section not in ABSENT_IS_UNSET and not all(key in side for side in sides):
-        return False
-    return not any(is_unknown(side.get(key)) for side in sides)
 
 
 def is_unknown(value: Any) -> bool:
@@ -256,13 +232,13 @@ def is_unknown(value: Any) -> bool:
     return isinstance(value, str) and (value.startswith(UNKNOWN) or HIDDEN in value)
 
 
-def _written(value: Any) -> str:
+def _typed_text(value: Any) -> str:
     """Return a value as it is compared: with its type."""
     return json.dumps(value, sort_keys=True)
 
 
-def _text(value: Any) -> str | None:
-    """Return the value of a knob as a recording tells it, which is as text."""
+def _untyped_text(value: Any) -> str | None:
+    """Return the value of a knob as recordings hold it: as text."""
     return None if value is None else shown(value)
 
 
@@ -277,9 +253,9 @@ def _not_compared(left: Snapshot, right: Snapshot) -> Iterator[NotCompared]:
                 absent = its.keys() - mine.sections[section].keys()
                 yield from (NotCompared(mine.name, section, key) for key in sorted(absent))
         for section, its in mine.sections.items():
-            shown = section == "started"
-            unknown = [key for key, value in its.items() if not shown and is_unknown(value)]
-            yield from (NotCompared(mine.name, section, key) for key in sorted(unknown))
+            if section != "started":
+                unknown = sorted(key for key, value in its.items() if is_unknown(value))
+                yield from (NotCompared(mine.name, section, key) for key in unknown)
 
 
 def _follows(
@@ -299,10 +275,67 @@ def _follows(
     return (found.section, FOLLOWS.get(found.key, "")) in differ
 
 
-FOLLOWS = {"python patch": "python", "torch commit": "torch", "cpu family": "cpu"}
-"""A version or a piece of hardware, and another one that says it better."""
-
-
 def _profile_key(knob: str) -> str:
     known = knobs_by_name().get(knob)
     return known.profile_key if known else knob.replace("env.", "env_extra.", 1)
+
+
+_PREFIXES = {
+    "guarantee": "guarantee ",
+    "versions": "version of ",
+    "environment": "exported ",
+    "packs": "version of pack ",
+}
+"""What is written before a key, because tables have no column for the section."""
+
+_ABSENT = {
+    **dict.fromkeys(("profile", "knobs", "environment"), "not set"),
+    "seeding calls": "not seeded",
+    "packs": "not used",
+}
+"""What is written for a value that one side does not have."""
+
+
+@parts.register(Comparison)
+def _comparison_parts(found: Comparison) -> tuple[Part, ...]:
+    """Return the table of differences, how each side was started, and what was not compared."""
+    rows = found.substantial
+    return (
+        difference_table(rows, found.left, found.right) if rows else "the same",
+        *(
+            f"{each.key}: {_value(each, each.left)} | {_value(each, each.right)}"
+            for each in found.having(Impact.STARTED)
+        ),
+        *not_compared_lines(found.not_compared),
+    )
+
+
+def difference_table(rows: Iterable[Difference], left: str, right: str) -> Table:
+    """Return a table of differences, with these headings for the two sides."""
+    cells = [
+        (str(each.impact), _name(each), _value(each, each.left), _value(each, each.right))
+        for each in rows
+    ]
+    return table(("how likely", "what differs", left, right), cells)
+
+
+def change(found: Difference) -> str:
+    """Return a difference as words within a line."""
+    return f"{_name(found)} ({_value(found, found.left)} -> {_value(found, found.right)})"
+
+
+def not_compared_lines(rows: Iterable[NotCompared]) -> list[str]:
+    """Return a line for each side that lacks something."""
+    lacking: dict[str, list[str]] = {}
+    for each in rows:
+        lacking.setdefault(each.side, []).append(printable(str(each)))
+    return [f"not compared, {side} does not tell: {some(names)}" for side, names in lacking.items()]
+
+
+def _name(found: Difference) -> str:
+    where = f"{', '.join(found.ranks)}: " if found.ranks else ""
+    return where + _PREFIXES.get(found.section, "") + printable(found.key)
+
+
+def _value(found: Difference, value: Any) -> str:
+    return _ABSENT.get(found.section, "none") if value is None else shown(value)

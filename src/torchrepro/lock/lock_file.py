@@ -1,4 +1,4 @@
-"""Locks: written, named, and read back whole."""
+"""Writing a lock, reading it back whole, and the name of the profile in it."""
 
 from __future__ import annotations
 
@@ -45,32 +45,30 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 }
 """Every part that a lock is written with, and what is in it on every machine."""
 
-AGAIN = "lock again: torchrepro lock PROFILE -o FILE"
-
 
 def read_whole(path: Path) -> tuple[str, dict[str, Any]]:
     """Return what `read_contents` does; a lock that is damaged is refused.
 
-    Raises `ProfileError` for a lock without one of `PARTS`: it would hold a run to less than it
-    was written for.
+    Raises `ProfileError` for a lock without one of `PARTS`: it would forbid less than it was
+    written to forbid.
     """
     kind, contents = read_contents(path)
-    if kind == "lock":
-        _refuse_damaged(str(path), contents)
+    lacking = list(_lacking(contents)) if kind == "lock" else []
+    if lacking:
+        raise ProfileError(
+            Problem(
+                f"damaged: parts of it are not there: {some(lacking)}",
+                str(path),
+                todo="lock again: torchrepro lock PROFILE -o FILE",
+            )
+        )
     return kind, contents
 
 
 def true_digest(contents: Mapping[str, Any]) -> str | None:
-    """Return the digest of the profile that a lock holds; None where some of it is hidden."""
+    """Return the digest of the profile in a lock; None where a part of it was redacted."""
     profile = contents["profile"]
     return None if HIDDEN in json.dumps(profile) else Resolved.of(profile).digest
-
-
-def _refuse_damaged(name: str, contents: Mapping[str, Any]) -> None:
-    lacking = list(_lacking(contents))
-    if lacking:
-        what = f"damaged: parts of it are not there: {some(lacking)}"
-        raise ProfileError(Problem(what, name, todo=AGAIN))
 
 
 def _lacking(contents: Mapping[str, Any]) -> Iterator[str]:
@@ -81,16 +79,6 @@ def _lacking(contents: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"{part}.{key}" for key in inner if key not in contents[part])
 
 
-def from_its_lock(lock: Path, profile: str) -> str:
-    """Return `profile` as the file `lock` names it: a relative path from the lock's own folder."""
-    if not _is_relative_path(profile):
-        return profile
-    try:
-        return Path(os.path.relpath(profile, lock.parent)).as_posix()
-    except ValueError:  # on another drive of Windows there is no way from one to the other
-        return str(Path(profile).absolute())
-
-
 def named_in(lock: Path, named: Any) -> tuple[str, list[str]]:
     """Return the profile and the overrides that `lock` names, as they are found from here.
 
@@ -98,15 +86,15 @@ def named_in(lock: Path, named: Any) -> tuple[str, list[str]]:
     """
     its = named if isinstance(named, dict) else {}
     profile, overrides = its.get("profile"), its.get("overrides")
-    texts = isinstance(overrides, list) and all(isinstance(text, str) for text in overrides)
-    if not isinstance(profile, str) or not profile or not isinstance(overrides, list) or not texts:
+    given: list[Any] = overrides if isinstance(overrides, list) else [None]
+    if not (isinstance(profile, str) and profile and all(isinstance(o, str) for o in given)):
         raise ProfileError(
             Problem("damaged: it does not say of which profile it is", str(lock), "named")
         )
-    return (str(lock.parent / profile) if _is_relative_path(profile) else profile), overrides
+    return (str(lock.parent / profile) if _is_relative_path(profile) else profile), given
 
 
-def refuse_lost(profile: str) -> None:
+def refuse_lost_file(profile: str) -> None:
     """Raise `ProfileError` for the path of a profile at which there is no file."""
     if profile.endswith(SUFFIXES) and "://" not in profile and not os.path.exists(profile):  # noqa: PTH110 - never raises
         raise ProfileError(
@@ -122,20 +110,20 @@ def _is_relative_path(profile: str) -> bool:
 def write_lock(path: Path, profile: str, overrides: Sequence[str]) -> Report:
     """Write what a run of `profile` would be here, and return the report on it.
 
-    Imports torch; puts nothing in force. Raises `ProfileError` for a profile that is not valid, an
-    override that holds a secret, and a file that cannot be written or is no lock, and `ApplyError`
-    if a strict profile could not be put in force here.
+    Imports torch and applies nothing. Raises `ProfileError` for a profile that is not valid, an
+    override that holds a secret, and a file that cannot be written or is no lock. Raises
+    `ApplyError` if a strict profile could not be applied here.
     """
     _refuse_another_file(path)
     resolved = resolve(profile, overrides)
     _refuse_secrets(resolved, overrides)
-    named = {"profile": from_its_lock(path, profile), "overrides": list(overrides)}
+    named = {"profile": _relative_to_lock(path, profile), "overrides": list(overrides)}
     plan = plan_of_a_run(resolved)
     if plan.stopping:
         raise ApplyError(refusal(resolved, plan.stopping), plan.report)
     its = common_contents(resolved, plan.report)
     for row in its["report"]["knobs"]:
-        del row["before"]  # what this process began with, such as a seed of chance
+        del row["before"]  # the state of this process, such as a random seed
     text = as_text({"lock": KINDS["lock"], "named": named, **its})
     try:
         path.write_text(text, encoding="utf-8")
@@ -146,6 +134,16 @@ def write_lock(path: Path, profile: str, overrides: Sequence[str]) -> Report:
     return plan.report
 
 
+def _relative_to_lock(lock: Path, profile: str) -> str:
+    """Return `profile` as the file `lock` names it: a relative path from the lock's own folder."""
+    if not _is_relative_path(profile):
+        return profile
+    try:
+        return Path(os.path.relpath(profile, lock.parent)).as_posix()
+    except ValueError:  # another drive of Windows has no relative path
+        return str(Path(profile).absolute())
+
+
 def plan_of_a_run(resolved: Resolved) -> Plan:
     """Return the plan for a run of `resolved` that `torchrepro run` starts here; imports torch."""
     import_torch()
@@ -153,7 +151,7 @@ def plan_of_a_run(resolved: Resolved) -> Plan:
 
 
 def _refuse_secrets(resolved: Resolved, overrides: Sequence[str]) -> None:
-    """Raise `ProfileError` for an override that a lock could not hold: it would show a secret."""
+    """Raise `ProfileError` for an override with a secret, which the lock would show."""
     secrets = secrets_here(resolved)
     for text in overrides:
         if without_secrets(text, secrets) != text:
@@ -167,7 +165,7 @@ def _refuse_secrets(resolved: Resolved, overrides: Sequence[str]) -> None:
 
 
 def _refuse_another_file(path: Path) -> None:
-    """Raise `ProfileError` if there is a file that is no lock: it would be lost."""
+    """Raise `ProfileError` if another file than a lock would be overwritten."""
     if not path.exists():
         return
     try:

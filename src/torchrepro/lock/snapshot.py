@@ -1,4 +1,4 @@
-"""A profile, a manifest, a lock or a run directory as one value that can be compared."""
+"""A profile, a manifest, a lock or the folder of a run as a value that can be compared."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from torchrepro.messages import Problem, some
 from torchrepro.profile.composition import flatten
 from torchrepro.profile.load import resolve
 from torchrepro.profile.resolved import plain
+from torchrepro.profile.search_path import DISTRIBUTION
 from torchrepro.report import Outcome
 from torchrepro.trace.store import SUFFIX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from torchrepro.profile.resolved import Resolved
     from torchrepro.trace.reader import Trace
@@ -26,17 +27,12 @@ if TYPE_CHECKING:
     Section = Mapping[str, Any]
 
 ABSENT_IS_UNSET = ("profile", "knobs", "seeding calls", "environment", "packs")
-"""Sections in which a key that is not there was not set; in others nobody looked."""
-
-OWN = "torchrepro"
-"""The package whose profiles are shipped with this one; its version is told with the others."""
-
-IN_FORCE = (str(Outcome.APPLIED), str(Outcome.UNCHANGED))
+"""Sections in which an absent key was not set; in others an absent key was not looked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one of two sides was, section by section; it has only the sections that it tells of."""
+    """What one of two sides was, by section; a section that it does not hold is absent."""
 
     name: str
     kind: str
@@ -44,16 +40,18 @@ class Snapshot:
 
     sections: Mapping[str, Section]
     ranks: Mapping[str, Mapping[str, Section]] = field(default_factory=dict)
-    """The sections of each process of a recording by its name, as in ``rank 1``; `sections` are
-    those of the first."""
+    """The sections of each process of a recording, by a name such as ``rank 1``.
+
+    `sections` are those of the first.
+    """
 
     def of_rank(self, rank: str) -> Snapshot:
-        """Return one process of it; what was not recorded by ranks is the same for each."""
+        """Return the snapshot of one process; one without ranks is the same for each."""
         return Snapshot(self.name, self.kind, self.ranks.get(rank, self.sections))
 
 
-def describe(name: str) -> Snapshot:
-    """Return what `name` was: a profile, or the path of a manifest, a lock or a run directory.
+def snapshot_of(name: str) -> Snapshot:
+    """Return the snapshot of a profile, or of the path of a manifest, a lock or a run's folder.
 
     A name that is both a profile and a folder is the profile; ./NAME is the folder. Raises
     `ProfileError` or `TraceError` for what cannot be read.
@@ -77,18 +75,17 @@ def _is_profile(name: str) -> bool:
 
 
 def of_profile(name: str, resolved: Resolved) -> Snapshot:
-    """Return a profile, which tells of its values and the packs that they come from."""
-    asked = {"digest": resolved.digest, "guarantee": resolved.guarantee}
+    """Return the snapshot of a profile: its values and the packs that they come from."""
     sections = {
         "profile": flatten(plain(resolved.values)),
         "packs": _packs({key: origin.to_json() for key, origin in resolved.origins.items()}),
-        "asked": asked,
+        "asked": {"digest": resolved.digest, "guarantee": resolved.guarantee},
     }
     return Snapshot(name, "profile", sections)
 
 
 def of_contents(name: str, kind: str, contents: Mapping[str, Any]) -> Snapshot:
-    """Return what a manifest or a lock holds; raises `ProfileError` for one that is damaged."""
+    """Return the snapshot of a manifest or a lock; raises `ProfileError` for a damaged one."""
     sections: dict[str, Section] = {}
     for section, (key, read) in READERS.items():
         if key not in contents:
@@ -111,24 +108,20 @@ def _pairs(value: Any) -> Section:
     return value
 
 
-def _profile(value: Any) -> Section:
-    return flatten(_pairs(value))
-
-
 def _knobs(report: Any) -> Section:
     rows = _pairs(report)["knobs"]
     return {str(row["knob"]): _state(row["outcome"], row["after"]) for row in rows}
 
 
+def _state(outcome: Any, after: Any) -> Any:
+    """Return the value that a knob had after applying, or the outcome if it was not set."""
+    return after if outcome in (Outcome.APPLIED, Outcome.UNCHANGED) else str(outcome)
+
+
 def _guarantee(report: Any) -> Section | None:
-    """Return the guarantee that was held; older files tell only of the one that was asked for."""
+    """Return the guarantee held; older files have only the one asked for, which is a text."""
     its = _pairs(report)["guarantee"]
     return None if isinstance(its, str) else {"held": str(its["held"])}
-
-
-def _state(outcome: Any, after: Any) -> Any:
-    """Return the value that a knob has in force, or what became of it instead."""
-    return after if outcome in IN_FORCE else str(outcome)
 
 
 def _packs(origins: Any) -> Section:
@@ -137,12 +130,9 @@ def _packs(origins: Any) -> Section:
     for origin in _pairs(origins).values():
         for each in (origin, *origin["replaced"]):
             package, _, version = each["package"].partition(" ")
-            found.setdefault(package, set()).add(version)
-    return {
-        package: ", ".join(sorted(versions))
-        for package, versions in found.items()
-        if package not in ("", OWN)
-    }
+            if package not in ("", DISTRIBUTION):  # our own version is among the others
+                found.setdefault(package, set()).add(version)
+    return {package: ", ".join(sorted(versions)) for package, versions in found.items()}
 
 
 def _seeding_calls(calls: Any) -> Section:
@@ -163,12 +153,8 @@ def _source(value: Any) -> Section | None:
     return None if "unknown" in its else its
 
 
-def _started(words: Any) -> Section:
-    return {"command line": " ".join(str(word) for word in words)}
-
-
 READERS: Mapping[str, tuple[str, Callable[[Any], Section | None]]] = {
-    "profile": ("profile", _profile),
+    "profile": ("profile", lambda value: flatten(_pairs(value))),
     "packs": ("origins", _packs),
     "guarantee": ("report", _guarantee),
     "knobs": ("report", _knobs),
@@ -177,13 +163,13 @@ READERS: Mapping[str, tuple[str, Callable[[Any], Section | None]]] = {
     "versions": ("versions", _versions),
     "hardware": ("hardware", _pairs),
     "source": ("repository", _source),
-    "started": ("command_line", _started),
+    "started": ("command_line", lambda words: {"command line": " ".join(map(str, words))}),
 }
-"""Section -> the key of a manifest that holds it, and how it is read; None says nothing."""
+"""Section -> the key of a manifest that holds it, and how it is read; None leaves it out."""
 
 
 def _of_folder(name: str, folder: Path) -> Snapshot:
-    """Return a recording, or the job whose output Hydra has put into `folder`."""
+    """Return the snapshot of a recording, or of a Hydra job with this output folder."""
     from torchrepro.trace.reader import read_run
 
     manifests = sorted(
@@ -211,42 +197,32 @@ def _of_folder(name: str, folder: Path) -> Snapshot:
         )
     traces = read_run(folder, records=False)
     try:
-        return _of_traces(name, traces)
+        ranks = {f"rank {each.path.stem.removeprefix('rank')}": _recorded(each) for each in traces}
     finally:
         for trace in traces:
             trace.close()
-
-
-def _of_traces(name: str, traces: Sequence[Trace]) -> Snapshot:
-    """Return what the traces of a run say of the processes that they were taken in."""
-    ranks = {_rank(trace): _sections(trace) for trace in traces}
     return Snapshot(name, "recording", next(iter(ranks.values())), ranks)
 
 
-def _rank(trace: Trace) -> str:
-    """Return how a process of a run is called, as in ``rank 1``; ``rank 1.1`` is its second."""
-    return f"rank {trace.path.stem.removeprefix('rank')}"
-
-
-def _sections(trace: Trace) -> Mapping[str, Section]:
-    """Return what a trace says of the process that it was taken in."""
+def _recorded(trace: Trace) -> Mapping[str, Section]:
+    """Return what a trace holds about the process in which it was recorded."""
     meta = trace.meta
-    outcomes = _meta(meta, "outcomes")
+
+    def pairs(key: str) -> Section:
+        its = meta.get(key)
+        return its if isinstance(its, dict) else {}
+
     sections: dict[str, Section] = {
-        "versions": _versions(_meta(meta, "versions")),
-        "hardware": _meta(meta, "hardware"),
+        "versions": _versions(pairs("versions")),
+        "hardware": pairs("hardware"),
         "processes": {"world size": meta.get("world_size")},
         "started": {"program": str(meta.get("program", ""))},
     }
     if meta.get("digest"):
+        outcomes = pairs("outcomes")
         sections["asked"] = {key: meta.get(key) for key in ("digest", "guarantee")}
         sections["knobs"] = {
-            knob: _state(outcomes.get(knob, str(Outcome.APPLIED)), after)
-            for knob, after in _meta(meta, "knobs").items()
+            knob: _state(outcomes.get(knob, Outcome.APPLIED), after)
+            for knob, after in pairs("knobs").items()
         }
     return sections
-
-
-def _meta(meta: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    its = meta.get(key)
-    return its if isinstance(its, dict) else {}
