@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torchrepro.applier import Applied
     from torchrepro.errors import TorchreproError
     from torchrepro.planner import Step
+    from torchrepro.profile.resolved import Resolved
     from torchrepro.report import Report
 
 _MODULES = ("random", "numpy.random", "torch")  # with torch comes all but their two seeds
@@ -65,6 +66,16 @@ def in_force_now() -> Applied | None:
         import_module(module)
         _when_imported(module)
     return _applied()
+
+
+def agreeing_run(resolved: Resolved, asker: str) -> Applied | None:
+    """Return what `torchrepro run` applied in this process, or None if it did not start it.
+
+    Raises `ApplyError` if that is another profile than `resolved`, for which `asker` asks.
+    """
+    from torchrepro.process_state import outer_run
+
+    return in_force_now() if outer_run(resolved, asker) is not None else None
 
 
 def _when_imported(module: str) -> None:

@@ -1,15 +1,4 @@
-"""Where teams look for what a run was: one class per tool, each in that tool's own terms.
-
-Tags rather than parameters, because a run's parameters can never be changed. See
-https://mlflow.org/docs/latest/api_reference/python_api/mlflow.client.html.
-
-Event files only grow, so a later call is a later step of the text, and of the hyper-parameters
-TensorBoard shows the latest. They go into a run of their own below the writer's, because the
-writer's own may have others. See https://docs.pytorch.org/docs/stable/tensorboard.html.
-
-A file of the run rather than an artifact, of which each call would make another version. See
-https://docs.wandb.ai/ref/python/sdk/classes/run.
-"""
+"""Log the profile in force to the tools that a team uses: one class per tool, in its own terms."""
 
 from __future__ import annotations
 
@@ -17,9 +6,10 @@ import glob
 import json
 import sys
 from dataclasses import dataclass
+from functools import reduce
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from torchrepro.applier import in_force
@@ -30,7 +20,7 @@ from torchrepro.messages import Problem, near, shown
 from torchrepro.profile.composition import flatten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from types import TracebackType
 
     from torchrepro.applier import Applied
@@ -48,11 +38,6 @@ class Entry:
 
     manifest: Mapping[str, Any]
 
-    @classmethod
-    def of(cls, applied: Applied) -> Entry:
-        """Return the entry of `applied` as it is now."""
-        return cls(manifest(applied.resolved, applied.report))
-
     @property
     def profile(self) -> dict[str, Any]:
         """The resolved profile in its sections, with its digest and the guarantee that is held."""
@@ -62,15 +47,12 @@ class Entry:
 
     @property
     def flat(self) -> dict[str, Any]:
-        """The same under dotted keys, each a text, a number or a truth value."""
-        return {key: _scalar(value) for key, value in flatten(self.profile).items()}
-
-    @property
-    def labels(self) -> dict[str, str]:
-        """The same as texts."""
+        """The same under dotted keys with our prefix, each a text, a number or a truth value."""
         return {
-            key: value if isinstance(value, str) else json.dumps(value)
-            for key, value in self.flat.items()
+            f"{NAMESPACE}.{key}": value
+            if isinstance(value, str | int | float)
+            else json.dumps(value, sort_keys=True)
+            for key, value in flatten(self.profile).items()
         }
 
     @property
@@ -79,214 +61,207 @@ class Entry:
         return as_text(self.manifest)
 
 
-@dataclass(frozen=True, slots=True)
 class Destination:
-    """One tool, or one kind of place, that takes an entry."""
+    """A tool, or a kind of place, that takes an entry."""
 
     name: str
-
     takes: str
     """What the program hands over, in words."""
 
-    write: Callable[[Any, Entry], str]
-    """Write the entry, over what an earlier one left there, and return where that was."""
+    place: str = "the place"
+    """What it is called, in words."""
+
+    started_by: str = ""
+    """What makes a place of it active, in words; empty if it cannot say what is active."""
 
     modules: tuple[str, ...] = ()
-    """The modules that are the tool itself, which stands for what is active in it."""
+    """The modules that are the tool itself. One of them stands for what is active in it."""
 
-    recognises: Callable[[Any], bool] | None = None
-    """Whether an object that a program has in hand is a place of this kind; None if none is."""
+    place_class: str = ""
+    """The class of its places, as one of `modules` calls it."""
 
-    active: Callable[[], Any] | None = None
-    """Return what is active now, or None; imports nothing. None if the tool cannot say."""
-
-    would_be: str = "nothing: hand over the place itself"
-    """What makes it active, in words."""
+    def module_of(self, target: Any) -> Any:
+        """Return the loaded module of the tool of which `target` is a place, or None."""
+        for module in self._loaded():
+            kind = reduce(_attribute, self.place_class.split("."), module)
+            if isinstance(kind, type) and isinstance(target, kind):
+                return module
+        return None
 
     def is_place(self, target: Any) -> bool:
         """Whether `target` is a place of this kind."""
-        return self.recognises is not None and self.recognises(target)
+        return self.module_of(target) is not None
 
     def is_tool(self, target: Any) -> bool:
-        """Whether `target` is the tool itself."""
-        loaded = (sys.modules.get(name) for name in self.modules)
-        return target is not None and any(target is module for module in loaded)
+        """Whether `target` is the tool itself, or its name."""
+        return bool(target == self.name) or any(target is module for module in self._loaded())
 
-    def active_now(self) -> Any:
-        """Return what is active now, or None; imports nothing."""
-        return self.active() if self.active else None
+    def _loaded(self) -> list[Any]:
+        found = map(sys.modules.get, self.modules)
+        return [module for module in found if module is not None]
 
-
-def _scalar(value: Any) -> Any:
-    return value if isinstance(value, str | int | float) else json.dumps(value, sort_keys=True)
-
-
-def _is_folder(target: Any) -> bool:
-    """Whether it is a path; a bare word has to be a folder that is there, lest a typo make one."""
-    if isinstance(target, str):
-        return "/" in target or "\\" in target or Path(target).is_dir()
-    return isinstance(target, PathLike)
-
-
-def _write_to_folder(folder: Any, entry: Entry) -> str:
-    return str(write_manifest(Path(folder), entry.manifest))
-
-
-def _job_folder() -> Path | None:
-    """Return the folder of the Hydra job that runs now, where `+repro=` writes as well."""
-    hydra: Any = sys.modules.get("hydra.core.hydra_config")
-    if hydra is None or not hydra.HydraConfig.initialized():
+    def active(self) -> Any:
+        """Return the place that is active now, or None; imports nothing."""
         return None
-    config = hydra.HydraConfig.get()
-    return hydra_folder(config) if config.runtime.get("output_dir", None) else None
+
+    def write(self, target: Any, entry: Entry) -> str:
+        """Write `entry` over what an earlier one left, and say in words where it is."""
+        raise NotImplementedError
 
 
-FOLDER = Destination(
-    name="folder",
-    takes="a path to a folder",
-    write=_write_to_folder,
-    recognises=_is_folder,
-)
-HYDRA = Destination(
-    name="hydra",
-    takes="hydra",
-    write=_write_to_folder,
-    modules=("hydra",),
-    active=_job_folder,
-    would_be="the task function of a Hydra app",
-)
+def _attribute(owner: Any, name: str) -> Any:
+    return getattr(owner, name, None)
 
 
-_PREFIX = f"{NAMESPACE}."
-_AT_ONCE = 100  # tags that MLflow takes in one call
-_LONGEST = 500  # characters of a tag; the manifest has the whole value
+class Mlflow(Destination):
+    """Tags and an artifact: unlike tags, a run's parameters can never be changed.
+
+    See https://mlflow.org/docs/latest/api_reference/python_api/mlflow.client.html.
+    """
+
+    name = "mlflow"
+    takes = "mlflow or a run of it"
+    started_by = "mlflow.start_run()"
+    modules = ("mlflow",)
+    place_class = "entities.Run"
+
+    AT_ONCE = 100
+    """Tags that MLflow takes in one call."""
+
+    LONGEST = 500
+    """Characters of a tag; the manifest has the whole value."""
+
+    def active(self) -> Any:
+        """Return the active run."""
+        mlflow = sys.modules.get("mlflow")
+        return mlflow and mlflow.active_run()
+
+    def write(self, target: Any, entry: Entry) -> str:
+        """Set the tags of a run, remove those of an earlier profile, and write the artifact."""
+        mlflow: Any = sys.modules["mlflow"]
+        client, run_id = mlflow.MlflowClient(), target.info.run_id
+        prefix = f"{NAMESPACE}."
+        tags = {key: self._tag(value) for key, value in entry.flat.items()}
+        for key in client.get_run(run_id).data.tags:
+            if key.startswith(prefix) and key not in tags:
+                client.delete_tag(run_id, key)
+        rows = [mlflow.entities.RunTag(key, text) for key, text in tags.items()]
+        for start in range(0, len(rows), self.AT_ONCE):
+            client.log_batch(run_id, tags=rows[start : start + self.AT_ONCE])
+        client.log_text(run_id, entry.text, FILE)
+        return f"run {run_id}: tags {prefix}*, artifact {FILE}"
+
+    def _tag(self, value: Any) -> str:
+        text = value if isinstance(value, str) else json.dumps(value)
+        return text if len(text) <= self.LONGEST else f"{text[: self.LONGEST - 3]}..."
 
 
-def _mlflow() -> Any:
-    return sys.modules.get("mlflow")
+class Wandb(Destination):
+    """Config and a file of the run: each call would make another version of an artifact.
+
+    See https://docs.wandb.ai/ref/python/sdk/classes/run.
+    """
+
+    name = "wandb"
+    takes = "wandb or a run of it"
+    started_by = "wandb.init()"
+    modules = ("wandb",)
+    place_class = "Run"
+
+    def active(self) -> Any:
+        """Return the active run."""
+        wandb = sys.modules.get("wandb")
+        return wandb and wandb.run
+
+    def write(self, target: Any, entry: Entry) -> str:
+        """Set the config of a run and save the manifest with it."""
+        if target.disabled:
+            return f"run {target.id} is disabled: wandb keeps nothing"
+        target.config.update({NAMESPACE: entry.profile}, allow_val_change=True)
+        path = write_manifest(Path(target.dir), entry.manifest)
+        target.save(glob.escape(str(path)), base_path=target.dir, policy="now")
+        return f"run {target.id}: config {NAMESPACE}.*, file {FILE}"
 
 
-def _is_mlflow_run(target: Any) -> bool:
-    mlflow = _mlflow()
-    return mlflow is not None and isinstance(target, mlflow.entities.Run)
+class TensorBoard(Destination):
+    """Hyper-parameters and a text. Neither library says which writers are open.
+
+    Event files only grow, so a later call is a later step of the text, and of the
+    hyper-parameters TensorBoard shows the latest. They go into a run of their own below the
+    writer's, which may have others. See https://docs.pytorch.org/docs/stable/tensorboard.html.
+    """
+
+    name = "tensorboard"
+    takes = "a SummaryWriter"
+    place = "the SummaryWriter"
+    place_class = "SummaryWriter"
+
+    WORDS: ClassVar = {
+        "torch.utils.tensorboard": ("run_name", "log_dir"),
+        "tensorboardX": ("name", "logdir"),
+    }
+    """What `add_hparams` calls the name of a run, and the attribute of a writer's folder."""
+
+    modules = tuple(WORDS)
+
+    def __init__(self) -> None:
+        self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+    def write(self, target: Any, entry: Entry) -> str:
+        """Add hyper-parameters and the manifest as text."""
+        step = self._steps.get(target, -1) + 1
+        run_name, folder = self.WORDS[self.module_of(target).__name__]
+        target.add_hparams(entry.flat, {}, **{run_name: NAMESPACE})
+        # Indented by four blanks, Markdown shows it as it is.
+        text = "".join(f"    {line}" for line in entry.text.splitlines(keepends=True))
+        target.add_text(f"{NAMESPACE}/manifest", text, global_step=step)
+        target.flush()
+        self._steps[target] = step
+        return f"{getattr(target, folder)}: hyper-parameters and text {NAMESPACE}"
 
 
-def _active_mlflow_run() -> Any:
-    return _mlflow().active_run() if _mlflow() else None
+class Folder(Destination):
+    """A folder, which gets the manifest as a file."""
+
+    name = "folder"
+    takes = "a path to a folder"
+
+    def is_place(self, target: Any) -> bool:
+        """Whether it is a path; a bare word has to be an existing folder: it may be a typo."""
+        if isinstance(target, str):
+            return "/" in target or "\\" in target or Path(target).is_dir()
+        return isinstance(target, PathLike)
+
+    def write(self, target: Any, entry: Entry) -> str:
+        """Write the manifest into a folder, which is made if it is not there."""
+        return str(write_manifest(Path(target), entry.manifest))
 
 
-def _write_to_mlflow(run: Any, entry: Entry) -> str:
-    mlflow = _mlflow()
-    client, run_id = mlflow.MlflowClient(), run.info.run_id
-    tags = {f"{_PREFIX}{key}": _cut(text) for key, text in entry.labels.items()}
-    for key in client.get_run(run_id).data.tags:
-        if key.startswith(_PREFIX) and key not in tags:
-            client.delete_tag(run_id, key)
-    rows = [mlflow.entities.RunTag(key, text) for key, text in tags.items()]
-    for start in range(0, len(rows), _AT_ONCE):
-        client.log_batch(run_id, tags=rows[start : start + _AT_ONCE])
-    client.log_text(run_id, entry.text, FILE)
-    return f"run {run_id}: tags {_PREFIX}*, artifact {FILE}"
+class HydraJob(Folder):
+    """The output folder of the Hydra job that runs now, where `+repro=` writes as well."""
+
+    name = "hydra"
+    takes = "hydra"
+    started_by = "the task function of a Hydra app"
+    modules = ("hydra",)
+
+    def is_place(self, target: Any) -> bool:
+        """Return False: a folder is no job."""
+        return False
+
+    def active(self) -> Path | None:
+        """Return the folder of the job."""
+        hydra: Any = sys.modules.get("hydra.core.hydra_config")
+        if hydra is None or not hydra.HydraConfig.initialized():
+            return None
+        config = hydra.HydraConfig.get()
+        return hydra_folder(config) if config.runtime.get("output_dir", None) else None
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+DESTINATIONS: tuple[Destination, ...] = (Mlflow(), Wandb(), TensorBoard(), HydraJob(), Folder())
+"""In the order in which a target is looked for."""
 
-
-MLFLOW = Destination(
-    name="mlflow",
-    takes="mlflow or a run of it",
-    write=_write_to_mlflow,
-    modules=("mlflow",),
-    recognises=_is_mlflow_run,
-    active=_active_mlflow_run,
-    would_be="mlflow.start_run()",
-)
-
-
-_WORDS = {"torch.utils.tensorboard": ("run_name", "log_dir"), "tensorboardX": ("name", "logdir")}
-"""The modules that have a `SummaryWriter`; what its `add_hparams` calls the name of a run, and
-which attribute holds its folder."""
-
-_written: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-
-
-def _module(target: Any) -> str:
-    """Return the module whose `SummaryWriter` the target is, or an empty string."""
-    for name in _WORDS:
-        writer = getattr(sys.modules.get(name), "SummaryWriter", None)
-        if writer is not None and isinstance(target, writer):
-            return name
-    return ""
-
-
-def _is_writer(target: Any) -> bool:
-    return bool(_module(target))
-
-
-def _write_to_tensorboard(writer: Any, entry: Entry) -> str:
-    step = _written.get(writer, -1) + 1
-    run_name, folder = _WORDS[_module(writer)]
-    values = {f"{NAMESPACE}.{key}": value for key, value in entry.flat.items()}
-    writer.add_hparams(values, {}, **{run_name: NAMESPACE})
-    # Indented by four blanks, Markdown shows it as it is.
-    manifest = "".join(f"    {line}" for line in entry.text.splitlines(keepends=True))
-    writer.add_text(f"{NAMESPACE}/manifest", manifest, global_step=step)
-    writer.flush()
-    _written[writer] = step
-    return f"{getattr(writer, folder)}: hyper-parameters and text {NAMESPACE}"
-
-
-TENSORBOARD = Destination(
-    name="tensorboard",
-    takes="a SummaryWriter",
-    write=_write_to_tensorboard,
-    modules=tuple(_WORDS),
-    recognises=_is_writer,  # and neither library says which writers are open
-    would_be="nothing: hand over the SummaryWriter itself",
-)
-
-
-def _wandb() -> Any:
-    return sys.modules.get("wandb")
-
-
-def _is_wandb_run(target: Any) -> bool:
-    wandb = _wandb()
-    return wandb is not None and isinstance(target, wandb.Run)
-
-
-def _active_wandb_run() -> Any:
-    return _wandb().run if _wandb() else None
-
-
-def _write_to_wandb(run: Any, entry: Entry) -> str:
-    if run.disabled:
-        return f"run {run.id} is disabled: wandb keeps nothing"
-    run.config.update({NAMESPACE: entry.profile}, allow_val_change=True)
-    path = write_manifest(Path(run.dir), entry.manifest)
-    run.save(glob.escape(str(path)), base_path=run.dir, policy="now")
-    return f"run {run.id}: config {NAMESPACE}.*, file {FILE}"
-
-
-WANDB = Destination(
-    name="wandb",
-    takes="wandb or a run of it",
-    write=_write_to_wandb,
-    modules=("wandb",),
-    recognises=_is_wandb_run,
-    active=_active_wandb_run,
-    would_be="wandb.init()",
-)
-
-
-DESTINATIONS = (MLFLOW, WANDB, TENSORBOARD, HYDRA, FOLDER)
-_LEGAL = ", ".join(destination.takes for destination in DESTINATIONS)
-_ACTIVE = ", ".join(
-    f"{destination.name} ({destination.would_be})"
-    for destination in DESTINATIONS
-    if destination.active
-)
+_LEGAL = ", ".join(each.takes for each in DESTINATIONS)
 
 
 @dataclass(slots=True)
@@ -303,7 +278,7 @@ class Logged:
 
         Raises `TorchreproError` if a tool refuses, after all the others have been written.
         """
-        entry = Entry.of(self.applied)
+        entry = Entry(manifest(self.applied.resolved, self.applied.report))
         places, refusals = [], []
         for destination, target in self.targets:
             try:
@@ -363,39 +338,36 @@ def _chosen(target: Any) -> tuple[Destination, Any]:
     for destination in DESTINATIONS:
         if destination.is_place(target):
             return destination, target
-        if target == destination.name or destination.is_tool(target):
+        if destination.is_tool(target):
             return destination, _active_in(destination)
-    names = [destination.name for destination in DESTINATIONS if destination is not FOLDER]
-    close = near(target, names) if isinstance(target, str) else ""
+    names = [each.name for each in DESTINATIONS if each.name != Folder.name]
     problem = Problem(
         "not a place to log to, nor a folder that is there",
         where="log_to",
         found=shown(target),
         legal=f"{_LEGAL}, or a name: {', '.join(names)}",
-        near=close,
+        near=near(target, names) if isinstance(target, str) else "",
     )
     raise TorchreproError(str(problem))
 
 
 def _active_in(destination: Destination) -> Any:
-    active = destination.active_now()
+    active = destination.active()
     if active is None:
         problem = Problem(f"log_to: nothing is active in {destination.name}")
-        raise TorchreproError(f"{problem}\n    active would be: {destination.would_be}")
+        would_be = destination.started_by or f"nothing: hand over {destination.place} itself"
+        raise TorchreproError(f"{problem}\n    active would be: {would_be}")
     return active
 
 
 def _all_active() -> tuple[tuple[Destination, Any], ...]:
-    found = tuple(
-        (destination, active)
-        for destination in DESTINATIONS
-        for active in (destination.active_now(),)
-        if active is not None
-    )
+    active = [(destination, destination.active()) for destination in DESTINATIONS]
+    found = tuple(each for each in active if each[1] is not None)
     if not found:
+        could_be = [f"{each.name} ({each.started_by})" for each in DESTINATIONS if each.started_by]
         problem = Problem(
             "log_to: nothing is active to log to",
-            todo=f"start one, {_ACTIVE}, or name a place: {_LEGAL}",
+            todo=f"start one, {', '.join(could_be)}, or name a place: {_LEGAL}",
         )
         raise TorchreproError(str(problem))
     return found

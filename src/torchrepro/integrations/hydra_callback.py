@@ -23,9 +23,9 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict, read_write
 
 from torchrepro.applier import Applied, apply_resolved, in_force, stop_or_relaunch
+from torchrepro.bootstrap import agreeing_run
 from torchrepro.console import say
 from torchrepro.errors import ApplyError, DriftError, TorchreproError
-from torchrepro.integrations.agreeing_run import agreeing_run
 from torchrepro.integrations.hydra_config import CALLBACK, note_on_the_apps_own, resolved_profile
 from torchrepro.integrations.hydra_exit import note_callback, note_launched, words_that_ask
 from torchrepro.manifest.contents import FILE, hydra_folder, manifest, write_manifest

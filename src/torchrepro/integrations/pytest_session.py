@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from torchrepro.applier import Applied, apply_resolved
+from torchrepro.bootstrap import agreeing_run
 from torchrepro.errors import ProfileError, TorchreproError
-from torchrepro.integrations.agreeing_run import agreeing_run
 from torchrepro.manifest.contents import secrets_here
 from torchrepro.messages import Problem, shown
 from torchrepro.process_state import inherited
@@ -57,7 +57,7 @@ def _line(library: str, config: pytest.Config) -> str:
         return f"imported too early: {library}, before pytest itself"
     plugins = sorted(_plugins(config), key=lambda module: order.index(module.__name__))
     for module in plugins:
-        if module.__name__ in behind and module.__name__ != _OWN:
+        if module.__name__ in behind:
             file = getattr(module, "__file__", None) or "built in"
             return (
                 f"imported too early: {library}, by the pytest plugin {module.__name__} ({file}), "
@@ -66,13 +66,12 @@ def _line(library: str, config: pytest.Config) -> str:
     return f"imported too early: {library}, by a pytest plugin after its own import"
 
 
-_OWN = "torchrepro.integrations.pytest_plugin"
-
-
 def _plugins(config: pytest.Config) -> Iterator[Any]:
+    """Yield the plugins of others that are modules."""
     for _, plugin in config.pluginmanager.list_name_plugin():
-        name = getattr(plugin, "__name__", None)
-        if name in sys.modules and sys.modules[name] is plugin:
+        name = str(getattr(plugin, "__name__", ""))
+        ours = name.startswith(f"{__package__}.")
+        if not ours and name in sys.modules and sys.modules[name] is plugin:
             yield plugin
 
 
