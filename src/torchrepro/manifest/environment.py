@@ -1,4 +1,8 @@
-"""What numbers depend on beside the profile: hardware, versions, variables, the commit."""
+"""What numbers depend on beside the profile: variables, hardware, software and the commit.
+
+Each is a table of rows, and a further fact is a further row. Reading them imports no library,
+initialises no device and never fails: a manifest is written while somebody's job starts.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +25,129 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A variable that a manifest may record although no profile has a key for it."""
+
+    name: str
+    why: str
+    """How it steers numbers."""
+
+    source: str
+
+
+_MKL = "https://www.intel.com/content/www/us/en/docs/onemkl/developer-guide-linux/current/"
+_LIMIT = "oneDNN takes no kernels above this instruction set"
+_WIDTH = "oneDNN prefers kernels of this vector width"
+_BOUND = "Bound threads, and processes below them, may see fewer CPUs and so be fewer"
+_DEVICES = "Which devices there are, and which of several models comes first"
+
+_VARIABLES_BY_SOURCE: Mapping[str, Mapping[str, str]] = {
+    "https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html": {
+        "ONEDNN_MAX_CPU_ISA": _LIMIT,
+        "DNNL_MAX_CPU_ISA": f"{_LIMIT}; its older name",
+    },
+    "https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_isa_hints.html": {
+        "ONEDNN_CPU_ISA_HINTS": _WIDTH,
+        "DNNL_CPU_ISA_HINTS": f"{_WIDTH}; its older name",
+    },
+    "https://uxlfoundation.github.io/oneDNN/dev_guide_attributes_fpmath_mode.html": {
+        "DNNL_DEFAULT_FPMATH_MODE": "How far oneDNN may round; its older name",
+    },
+    f"{_MKL}instruction-set-specific-dispatch-on-intel-archs.html": {
+        "MKL_ENABLE_INSTRUCTIONS": "MKL takes the kernels of this instruction set",
+    },
+    "https://en.wikipedia.org/wiki/Math_Kernel_Library": {
+        "MKL_DEBUG_CPU_TYPE": "MKL up to 2020.0 takes the kernels of another CPU, as on AMD",
+    },
+    f"{_MKL}mkl-domain-num-threads.html": {
+        "MKL_DOMAIN_NUM_THREADS": "Threads of MKL for each kind of function",
+    },
+    f"{_MKL}improving-performance-with-threading.html": {
+        "MKL_NUM_STRIPES": "MKL divides a matrix product among its threads in this way",
+    },
+    f"{_MKL}dynamic-select-the-interface-and-threading-layer.html": {
+        "MKL_THREADING_LAYER": "The threads that MKL computes with, or none",
+    },
+    "https://www.openmp.org/spec-html/5.0/openmpse50.html": {
+        "OMP_THREAD_LIMIT": "The most threads that OpenMP starts",
+        "OMP_NESTED": "Parallel regions within others have threads of their own",
+        "OMP_MAX_ACTIVE_LEVELS": "How deep parallel regions have threads",
+        "OMP_PROC_BIND": _BOUND,
+        "OMP_PLACES": _BOUND,
+    },
+    "https://gcc.gnu.org/onlinedocs/libgomp/Environment-Variables.html": {
+        "GOMP_CPU_AFFINITY": _BOUND,
+    },
+    "https://openmp.llvm.org/design/Runtimes.html": {
+        "KMP_AFFINITY": _BOUND,
+        "KMP_HW_SUBSET": "The cores, and so the threads, that OpenMP takes",
+        "KMP_ALL_THREADS": "The most threads that OpenMP starts",
+        "KMP_DEVICE_THREAD_LIMIT": "The most threads that OpenMP starts",
+    },
+    "https://github.com/llvm/llvm-project/blob/main/openmp/runtime/src/kmp_settings.cpp": {
+        "KMP_DETERMINISTIC_REDUCTION": "OpenMP adds up what its threads found in a fixed order",
+        "KMP_FORCE_REDUCTION": "How OpenMP adds up what its threads found",
+    },
+    "https://www.openmathlib.org/OpenBLAS/docs/runtime_variables/": {
+        "OPENBLAS_NUM_THREADS": "Threads of OpenBLAS, as in NumPy",
+        "OPENBLAS_CORETYPE": "OpenBLAS takes the kernels of this CPU",
+        "GOTO_NUM_THREADS": "Threads of OpenBLAS; an older name",
+    },
+    "https://github.com/OpenMathLib/OpenBLAS/blob/develop/driver/others/parameter.c": {
+        "OPENBLAS_L2_SIZE": "OpenBLAS divides a product into blocks for this cache",
+        "OPENBLAS_BLOCK_FACTOR": "OpenBLAS divides a product into larger blocks",
+    },
+    "https://numpy.org/doc/stable/reference/simd/build-options.html": {
+        "NPY_DISABLE_CPU_FEATURES": "NumPy takes no kernels of these instructions",
+        "NPY_ENABLE_CPU_FEATURES": "NumPy takes kernels of these instructions only",
+    },
+    "https://www.gnu.org/software/libc/manual/html_node/Hardware-Capability-Tunables.html": {
+        "GLIBC_TUNABLES": "glibc.cpu.hwcaps decides which exp, log and sin the C library takes",
+    },
+    "https://docs.pytorch.org/docs/stable/torch_environment_variables.html": {
+        "TORCH_BLAS_PREFER_CUBLASLT": "Matrix products by cuBLASLt, not cuBLAS",
+        "TORCH_LINALG_PREFER_CUSOLVER": "Linear algebra by cuSOLVER, not MAGMA",
+    },
+    "https://docs.pytorch.org/docs/stable/notes/cuda.html": {
+        "CUBLASLT_WORKSPACE_SIZE": (
+            "The workspace of cuBLASLt, on which its choice of kernels depends"
+        ),
+    },
+    "https://docs.pytorch.org/docs/stable/elastic/run.html": {
+        "WORLD_SIZE": "How many processes train together",
+    },
+    "https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html": {
+        "CUDA_VISIBLE_DEVICES": _DEVICES,
+    },
+    "https://www.hiascend.com/document": {
+        "ASCEND_RT_VISIBLE_DEVICES": _DEVICES,
+    },
+    "https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html": {
+        "HIP_VISIBLE_DEVICES": _DEVICES,
+        "ROCR_VISIBLE_DEVICES": _DEVICES,
+    },
+}
+
+VARIABLES = tuple(
+    Variable(name, why, source)
+    for source, rows in _VARIABLES_BY_SOURCE.items()
+    for name, why in rows.items()
+)
+
 UNKNOWN = "unknown: "
 """How a value begins that could not be read; the reason follows."""
 
 
 class NotKnownYetError(Exception):
-    """Nobody can say yet: the library that knows is not loaded, or the device is not in use."""
+    """The library that knows is not loaded yet, or the device is not in use yet."""
 
 
 def read_rows(rows: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-    """Return what each of `rows` reads by its name: null for what is not here.
+    """Return what each of `rows` reads, by its name; None where there is no such thing here.
 
-    Rows of which nobody can say anything yet are left out; one that fails is ``unknown: `` and
-    the reason.
+    A row that raises `NotKnownYetError` is left out. One that fails otherwise reads ``unknown: ``
+    and the reason.
     """
     found = {}
     for name, read in rows.items():
@@ -41,7 +155,7 @@ def read_rows(rows: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
             found[name] = read()
         except NotKnownYetError:
             continue
-        except Exception as error:  # noqa: BLE001 - a machine that is odd must not fail the run
+        except Exception as error:  # noqa: BLE001 - an odd machine must not fail the run
             words = str(error).partition("\n")[0]
             found[name] = f"{UNKNOWN}{type(error).__name__}{f': {words}' if words else ''}"
     return found
@@ -55,6 +169,15 @@ def loaded(module: str) -> Any:
     return found
 
 
+def hardware() -> dict[str, Any]:
+    """Return every row of `HARDWARE`, as `read_rows` does.
+
+    GPUs are those that the driver shows. What only torch can tell is left out until the program
+    has loaded it.
+    """
+    return read_rows(HARDWARE)
+
+
 _CPUINFO = Path("/proc/cpuinfo")
 _NVIDIA = "/proc/driver/nvidia/gpus/*/information"
 _OTHER_GPUS = "/dev/[dk][xf][gd]"  # dxg is Windows' GPU in WSL, kfd is AMD's driver
@@ -64,18 +187,9 @@ _OF_ARM = ("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CP
 _FEATURE = re.compile(r"avx\w*|amx\w*|fma\w*|sve\w*|asimd\w*|bf16|i8mm|f16c")
 
 
-def hardware() -> dict[str, Any]:
-    """Return everything in `ROWS` by its name, null where it is not here.
-
-    Initialises no device: GPUs are those that the driver shows, and what only torch can tell is
-    left out until the program has loaded it. Reading goes as `read_rows` says.
-    """
-    return read_rows(HARDWARE)
-
-
 @cache
 def _first_cpu() -> Mapping[str, str]:
-    """Return what Linux says of its first CPU: https://man7.org/linux/man-pages/man5/proc.5.html."""
+    """Return what Linux says of its first CPU (man 5 proc)."""
     try:
         with _CPUINFO.open(encoding="utf-8", errors="replace") as file:
             text = file.read(_ENOUGH)
@@ -92,37 +206,28 @@ def cpu_model() -> str | None:
     return its.get("model name") or numbers or platform.processor() or None
 
 
-def _family() -> str | None:
-    its = _first_cpu()
-    numbers = [its.get(name, "") for name in ("vendor_id", "cpu family", "model", "stepping")]
-    return " ".join(numbers).strip() or None
+def _cpu_family() -> str | None:
+    numbers = map(_first_cpu().get, ("vendor_id", "cpu family", "model", "stepping"))
+    return " ".join(number or "" for number in numbers).strip() or None
 
 
-def _features() -> str | None:
+def _cpu_features() -> str | None:
     its = _first_cpu()
     flags = its.get("flags") or its.get("Features") or ""
     return " ".join(sorted(filter(_FEATURE.fullmatch, flags.split()))) or None
 
 
-def _instruction_set() -> Any:
-    return loaded("torch").backends.cpu.get_cpu_capability()
-
-
 def _gpus() -> list[str]:
-    """Return the models of the GPUs: as the NVIDIA driver shows them, or torch that uses them."""
+    """Return the models of the GPUs, as the NVIDIA driver or else torch shows them."""
     files = [Path(file) for file in sorted(glob(_NVIDIA))]  # noqa: PTH207 - of a pattern
     named = [re.search(r"Model:\s*(.+)", file.read_text(encoding="utf-8")) for file in files]
     return [match[1].strip() for match in named if match] or _in_use("cuda", _OTHER_GPUS)
 
 
-def _npus() -> list[str]:
-    return _in_use("npu", _ASCEND)
-
-
 def _in_use(kind: str, signs: str) -> list[str]:
     """Return the models of the devices that torch uses.
 
-    Raises `NotKnownYetError` if it uses none although there are `signs` of some.
+    Raises `NotKnownYetError` if torch uses none although files that match `signs` show some.
     """
     module = getattr(sys.modules.get("torch"), kind, None)
     if module is not None and module.is_initialized():
@@ -132,26 +237,22 @@ def _in_use(kind: str, signs: str) -> list[str]:
     return []
 
 
-def _together(names: list[str]) -> str | None:
-    return ", ".join(sorted(set(names))) or None
-
-
 HARDWARE: Mapping[str, Callable[[], Any]] = {
     "system": platform.system,
     "machine": platform.machine,
     "cpu": cpu_model,
-    "cpu family": _family,
-    "cpu features": _features,
-    "instruction set": _instruction_set,
+    "cpu family": _cpu_family,
+    "cpu features": _cpu_features,
+    "instruction set": lambda: loaded("torch").backends.cpu.get_cpu_capability(),  # noqa: PLW0108
     "cpus": os.cpu_count,
     "threads": lambda: loaded("torch").get_num_threads(),
     "interop threads": lambda: loaded("torch").get_num_interop_threads(),
-    "gpu": lambda: _together(_gpus()),
+    "gpu": lambda: ", ".join(sorted(set(_gpus()))) or None,
     "gpus": lambda: len(_gpus()),
-    "npu": lambda: _together(_npus()),
-    "npus": lambda: len(glob(_ASCEND)) or len(_npus()),  # noqa: PTH207 - of a pattern
+    "npu": lambda: ", ".join(sorted(set(_in_use("npu", _ASCEND)))) or None,
+    "npus": lambda: len(glob(_ASCEND)) or len(_in_use("npu", _ASCEND)),  # noqa: PTH207 - of a pattern
 }
-"""Name -> how it is read; a further piece of hardware is a further row."""
+"""Name -> how it is read."""
 
 
 PACKAGES = ("torchrepro", "torch", "torch_npu", "numpy", "hydra-core", "omegaconf", "pydantic")
@@ -166,7 +267,9 @@ LIBRARIES = (
 """Libraries that often take part in computing numbers."""
 
 
-_installed = cache(installed_version)
+def software() -> dict[str, Any]:
+    """Return every row of `VERSIONS`, as `read_rows` does."""
+    return read_rows(VERSIONS)
 
 
 def versions() -> dict[str, str]:
@@ -175,13 +278,7 @@ def versions() -> dict[str, str]:
     return {name: its for name, its in found.items() if its is not None}
 
 
-def software() -> dict[str, Any]:
-    """Return the version of everything in `ROWS` by its name, null where it is not installed.
-
-    Imports nothing and initialises no device: what only a library can tell is left out until the
-    program has loaded it. Reading goes as `read_rows` says.
-    """
-    return read_rows(VERSIONS)
+_installed = cache(installed_version)
 
 
 def _built_for(name: str) -> Any:
@@ -196,13 +293,12 @@ def _cudnn() -> Any:
 def _nccl() -> str | None:
     """Return the version of the NCCL that torch runs with.
 
-    Private (``_nccl_version``), because the public `torch.cuda.nccl.version` is not there in a
-    torch without NCCL and says so by an AttributeError; where it is gone there is no answer.
+    `torch.cuda.nccl.version` raises in a torch without NCCL, so this asks what it asks.
     """
-    ask = getattr(getattr(loaded("torch"), "_C", None), "_nccl_version", None)
-    if ask is None:
+    version = getattr(getattr(loaded("torch"), "_C", None), "_nccl_version", None)
+    if version is None:
         return None
-    number = int(ask())  # https://github.com/pytorch/pytorch, torch/cuda/nccl.py: three parts
+    number = int(version())  # https://github.com/pytorch/pytorch, torch/cuda/nccl.py: three parts
     return f"{number >> 32}.{(number >> 16) & 65535}.{number & 65535}"
 
 
@@ -210,8 +306,8 @@ def _cann() -> Any:
     if _installed("torch_npu") is None:
         return None
     loaded("torch_npu")
-    ask = getattr(getattr(loaded("torch").npu, "utils", None), "get_cann_version", None)
-    return ask and ask("RUNTIME")
+    version = getattr(getattr(loaded("torch").npu, "utils", None), "get_cann_version", None)
+    return version and version("RUNTIME")
 
 
 def _first_line_of(path: str) -> str | None:
@@ -252,135 +348,7 @@ VERSIONS: Mapping[str, Callable[[], Any]] = {
     "libc": lambda: " ".join(platform.libc_ver()).strip(),
     "kernel": platform.release,
 }
-"""Name -> how it is read; a further piece of software is a further row."""
-
-
-DISPATCH = "https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html"
-HINTS = "https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_isa_hints.html"
-FPMATH = "https://uxlfoundation.github.io/oneDNN/dev_guide_attributes_fpmath_mode.html"
-MKL = "https://www.intel.com/content/www/us/en/docs/onemkl/developer-guide-linux/current/"
-OPENMP = "https://www.openmp.org/spec-html/5.0/openmpse50.html"
-LIBOMP = "https://openmp.llvm.org/design/Runtimes.html"
-LIBGOMP = "https://gcc.gnu.org/onlinedocs/libgomp/Environment-Variables.html"
-OPENBLAS = "https://www.openmathlib.org/OpenBLAS/docs/runtime_variables/"
-BLOCKS = "https://github.com/OpenMathLib/OpenBLAS/blob/develop/driver/others/parameter.c"
-NUMPY = "https://numpy.org/doc/stable/reference/simd/build-options.html"
-TORCH = "https://docs.pytorch.org/docs/stable/torch_environment_variables.html"
-
-
-@dataclass(frozen=True, slots=True)
-class Variable:
-    """A variable that a manifest may record although no profile has a key for it."""
-
-    name: str
-    why: str
-    """How it steers numbers."""
-
-    source: str
-
-
-_LIMIT = "oneDNN takes no kernels above this instruction set"
-_WIDTH = "oneDNN prefers kernels of this vector width"
-_BOUND = "Bound threads, and processes below them, may see fewer CPUs and so be fewer"
-_DEVICES = "Which devices there are, and which of several models comes first"
-
-VARIABLES: tuple[Variable, ...] = (
-    Variable("ONEDNN_MAX_CPU_ISA", _LIMIT, DISPATCH),
-    Variable("DNNL_MAX_CPU_ISA", f"{_LIMIT}; its older name", DISPATCH),
-    Variable("ONEDNN_CPU_ISA_HINTS", _WIDTH, HINTS),
-    Variable("DNNL_CPU_ISA_HINTS", f"{_WIDTH}; its older name", HINTS),
-    Variable("DNNL_DEFAULT_FPMATH_MODE", "How far oneDNN may round; its older name", FPMATH),
-    Variable(
-        "MKL_ENABLE_INSTRUCTIONS",
-        "MKL takes the kernels of this instruction set",
-        f"{MKL}instruction-set-specific-dispatch-on-intel-archs.html",
-    ),
-    Variable(
-        "MKL_DEBUG_CPU_TYPE",
-        "MKL up to 2020.0 takes the kernels of another CPU, as on AMD",
-        "https://en.wikipedia.org/wiki/Math_Kernel_Library",
-    ),
-    Variable(
-        "MKL_DOMAIN_NUM_THREADS",
-        "Threads of MKL for each kind of function",
-        f"{MKL}mkl-domain-num-threads.html",
-    ),
-    Variable(
-        "MKL_NUM_STRIPES",
-        "MKL divides a matrix product among its threads in this way",
-        f"{MKL}improving-performance-with-threading.html",
-    ),
-    Variable(
-        "MKL_THREADING_LAYER",
-        "The threads that MKL computes with, or none",
-        f"{MKL}dynamic-select-the-interface-and-threading-layer.html",
-    ),
-    Variable("OMP_THREAD_LIMIT", "The most threads that OpenMP starts", OPENMP),
-    Variable("OMP_NESTED", "Parallel regions within others have threads of their own", OPENMP),
-    Variable("OMP_MAX_ACTIVE_LEVELS", "How deep parallel regions have threads", OPENMP),
-    Variable("OMP_PROC_BIND", _BOUND, OPENMP),
-    Variable("OMP_PLACES", _BOUND, OPENMP),
-    Variable("GOMP_CPU_AFFINITY", _BOUND, LIBGOMP),
-    Variable("KMP_AFFINITY", _BOUND, LIBOMP),
-    Variable("KMP_HW_SUBSET", "The cores, and so the threads, that OpenMP takes", LIBOMP),
-    Variable("KMP_ALL_THREADS", "The most threads that OpenMP starts", LIBOMP),
-    Variable("KMP_DEVICE_THREAD_LIMIT", "The most threads that OpenMP starts", LIBOMP),
-    Variable(
-        "KMP_DETERMINISTIC_REDUCTION",
-        "OpenMP adds up what its threads found in a fixed order",
-        "https://github.com/llvm/llvm-project/blob/main/openmp/runtime/src/kmp_settings.cpp",
-    ),
-    Variable(
-        "KMP_FORCE_REDUCTION",
-        "How OpenMP adds up what its threads found",
-        "https://github.com/llvm/llvm-project/blob/main/openmp/runtime/src/kmp_settings.cpp",
-    ),
-    Variable("OPENBLAS_NUM_THREADS", "Threads of OpenBLAS, as in NumPy", OPENBLAS),
-    Variable("OPENBLAS_CORETYPE", "OpenBLAS takes the kernels of this CPU", OPENBLAS),
-    Variable("GOTO_NUM_THREADS", "Threads of OpenBLAS; an older name", OPENBLAS),
-    Variable("OPENBLAS_L2_SIZE", "OpenBLAS divides a product into blocks for this cache", BLOCKS),
-    Variable("OPENBLAS_BLOCK_FACTOR", "OpenBLAS divides a product into larger blocks", BLOCKS),
-    Variable("NPY_DISABLE_CPU_FEATURES", "NumPy takes no kernels of these instructions", NUMPY),
-    Variable("NPY_ENABLE_CPU_FEATURES", "NumPy takes kernels of these instructions only", NUMPY),
-    Variable(
-        "GLIBC_TUNABLES",
-        "glibc.cpu.hwcaps decides which exp, log and sin the C library takes",
-        "https://www.gnu.org/software/libc/manual/html_node/Hardware-Capability-Tunables.html",
-    ),
-    Variable("TORCH_BLAS_PREFER_CUBLASLT", "Matrix products by cuBLASLt, not cuBLAS", TORCH),
-    Variable("TORCH_LINALG_PREFER_CUSOLVER", "Linear algebra by cuSOLVER, not MAGMA", TORCH),
-    Variable(
-        "CUBLASLT_WORKSPACE_SIZE",
-        "The workspace of cuBLASLt, on which its choice of kernels depends",
-        "https://docs.pytorch.org/docs/stable/notes/cuda.html",
-    ),
-    Variable(
-        "WORLD_SIZE",
-        "How many processes train together",
-        "https://docs.pytorch.org/docs/stable/elastic/run.html",
-    ),
-    Variable(
-        "CUDA_VISIBLE_DEVICES",
-        _DEVICES,
-        "https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html",
-    ),
-    Variable(
-        "ASCEND_RT_VISIBLE_DEVICES",
-        _DEVICES,
-        "https://www.hiascend.com/document",
-    ),
-    Variable(
-        "HIP_VISIBLE_DEVICES",
-        _DEVICES,
-        "https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html",
-    ),
-    Variable(
-        "ROCR_VISIBLE_DEVICES",
-        _DEVICES,
-        "https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html",
-    ),
-)
-"""A further variable is a further row."""
+"""Name -> how it is read."""
 
 
 TIMEOUT = 2.0
@@ -393,12 +361,12 @@ _DIFF = ("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--ignore-submodules"
 
 
 def repository() -> dict[str, Any]:
-    """Return commit, number of changed files, digest of the changes, and where it came from.
+    """Return the commit, the number of changed files, the digest of the changes, and the remotes.
 
-    The working tree is that of the program's script, or the one this process is in. Files that git
-    does not track count as no change, because runs write such files. Where git has no answer there
-    is one key, ``unknown``, with the reason. Runs the git program once per process and folder; it
-    writes nothing, and is kept from hooks, file monitors and external diffs
+    The working tree is that of the program's script, or else of the current folder. Untracked
+    files count as no change, because runs write such files. Where git has no answer, the one key
+    is ``unknown``, with the reason. git runs once per process and folder. It writes nothing and
+    runs no hook, file monitor or external diff
     (https://git-scm.com/docs/git#_environment_variables).
     """
     return dict(_repository(_folder()))
@@ -442,7 +410,7 @@ def _git(folder: str, *words: str) -> bytes:
 
 
 def _remotes(folder: str) -> list[str]:
-    """Return the URLs that the repository is fetched from, without what logs in there."""
+    """Return the URLs that the repository is fetched from, without logins."""
     lines = _git(folder, "remote", "-v").decode(errors="replace").splitlines()
     urls = {line.split("\t")[1].removesuffix(" (fetch)") for line in lines if "(fetch)" in line}
     return sorted(_shown(url) for url in urls)
@@ -456,7 +424,7 @@ def _shown(url: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return why git did not answer, in words that hold nothing of what it said."""
+    """Return why git did not answer, without quoting it."""
     said = getattr(error, "stderr", b"") or b""
     if b"not a git repository" in said:
         return "not in a git repository"
