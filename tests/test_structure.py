@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,11 @@ def test_imports_run_one_way() -> None:
     ]
 
     assert upward == []
+
+
+def test_no_imports_form_a_circle() -> None:
+    """No module imports itself through others, in strings that name a module included."""
+    TopologicalSorter(_graph(*STATEMENTS, ast.Constant)).prepare()
 
 
 def test_a_module_has_a_name_of_its_own() -> None:
