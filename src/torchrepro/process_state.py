@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.callers import package
 from torchrepro.errors import ApplyError, SeedingError
-from torchrepro.knobs.linked_state import openmp_loaded
 from torchrepro.knobs.npu_state import npu_with_devices
+from torchrepro.knobs.variable_effects import openmp_loaded
 from torchrepro.profile.composition import NOT_INHERITED, flatten
 from torchrepro.profile.resolved import Resolved
 from torchrepro.seeding.ranks import world

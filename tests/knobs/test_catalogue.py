@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro.knobs.allowed_variables import WITHOUT_EFFECT, refusal
-from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
-from torchrepro.knobs.explain import explanations
+from torchrepro.knobs.catalogue import CATALOGUE, explanations, knobs_by_name
 from torchrepro.knobs.knob import Knob, Missing, Phase
 from torchrepro.process_state import DOORS
 from torchrepro.profile.composition import WHOLE

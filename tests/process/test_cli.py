@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 import torchrepro as library
-from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
-from torchrepro.knobs.explain import explanations
+from torchrepro.knobs.catalogue import CATALOGUE, explanations, knobs_by_name
 from torchrepro.knobs.knob import Missing
 
 CONSOLE_SCRIPT = Path(sysconfig.get_path("scripts")) / "torchrepro"

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrepro.knobs.catalogue import knobs_by_name
-from torchrepro.knobs.explain import explanations
+from torchrepro.knobs.catalogue import explanations, knobs_by_name
 from torchrepro.profile.load import load
 from torchrepro.trace.reader import UNINITIALISED
 from torchrepro.verdict.diagnosis import _fits, advice, case_of

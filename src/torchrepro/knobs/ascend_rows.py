@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.knobs.knob import Calls, Knob, Missing, row
+from torchrepro.knobs.env_rows import ASCEND_ENV, row
+from torchrepro.knobs.knob import Calls, Knob, Missing
 from torchrepro.knobs.legal_values import OneOf, Switch, Text, Whole
-from torchrepro.knobs.linked_state import of_npu
 from torchrepro.knobs.npu_state import (
     CUBE_MATH_LOWERS,
     determinism_unheard,
@@ -19,9 +20,12 @@ from torchrepro.knobs.npu_state import (
     option_text,
 )
 from torchrepro.knobs.torch_rows import DETERMINISTIC_ALGORITHMS
+from torchrepro.knobs.variable_effects import of_npu
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from torchrepro.knobs.legal_values import Legal
 
 
 DOCS = "https://pypi.org/project/torch-npu/"
@@ -124,17 +128,17 @@ class DeterministicLevel:
         return determinism_unheard(asked) if value else ""
 
 
+_npu = partial(Knob, target="npu", library="torch", source=DOCS)
+
+
 def _option(field: str, access: NpuOption, summary: str, cost: str, *aliases: str) -> Knob:
     texts = tuple(access.texts)
-    return Knob(
+    return _npu(
         name=f"backends.npu.{field}",
-        target="npu",
         legal=Switch() if isinstance(texts[0], bool) else OneOf(texts),
         access=access,
-        library="torch",
         summary=summary,
         cost=cost,
-        source=DOCS,
         since="torch_npu 2.1; looked for, not assumed",
         aliases=aliases,
     )
@@ -143,16 +147,13 @@ def _option(field: str, access: NpuOption, summary: str, cost: str, *aliases: st
 _ENABLE = {True: "enable", False: "disable"}
 
 NPU = (
-    Knob(
+    _npu(
         name="backends.npu.deterministic_level",
-        target="npu",
         legal=Whole(0, 3),
         access=DeterministicLevel(),
-        library="torch",
         summary="How far kernels are fixed: 1 deterministic, 2 also the order of torch.mm's "
         "sums, 3 also over batch sizes. It moves torch's own flag along.",
         cost="each level is slower; 3 needs CANN 9.2",
-        source=DOCS,
         since="torch_npu 2.6",
         aliases=("torch.npu.set_deterministic_level",),
     ),
@@ -193,28 +194,22 @@ NPU = (
         "off: some ops convert layouts more often",
         "torch.npu.config.allow_internal_format",
     ),
-    Knob(
+    _npu(
         name="backends.npu.task_queue",
-        target="npu",
         legal=Whole(0, 2),
         access=Calls("torch:npu", "get_task_queue_enable", "set_task_queue_enable"),
-        library="torch",
         summary="Ops are handed to the device through a queue on another thread (1, 2) or "
         "directly (0).",
         cost="0: slower launches",
-        source=DOCS,
         since="torch_npu 2.13",
         aliases=("env.TASK_QUEUE_ENABLE", "torch.npu.set_task_queue_enable"),
     ),
-    Knob(
+    _npu(
         name="backends.npu.compatible_impl",
-        target="npu",
         legal=Switch(),
         access=Calls("torch:npu", "are_compatible_impl_enabled", "use_compatible_impl"),
-        library="torch",
         summary="gelu, matmul and max_pool follow the numerics of torch's own kernels.",
         cost="on: slower kernels for those ops",
-        source=DOCS,
         since="torch_npu 2.6",
         aliases=("env.TORCH_NPU_USE_COMPATIBLE_IMPL", "torch.npu.use_compatible_impl"),
     ),
@@ -229,45 +224,45 @@ LAUNCH_BLOCKING = Text(
 )
 EXACTLY_ONE = Text("[01]", '"0", "1"', 'only the exact text "1" counts; a word such as true is off')
 
+
+def _variable(
+    name: str, legal: Legal, summary: str, source: str = NPU_ENV, door: str = "npu", **more: Any
+) -> Knob:
+    return row(name, door, legal, summary, source, **more)
+
+
 ASCEND = (
-    row(
+    _variable(
         "CLOSE_MATMUL_K_SHIFT",
-        "npu",
         EXACTLY_ONE,
         "Matrix products do not shift their inner dimension between cores.",
-        "https://www.hiascend.com/document",
+        source=ASCEND_ENV,
         cost="1: slower products",
     ),
-    row(
+    _variable(
         "ATB_MATMUL_SHUFFLE_K_ENABLE",
-        "npu",
         EXACTLY_ONE,
         "ATB's matrix products shuffle their inner dimension; 0 fixes the order.",
-        "https://www.hiascend.com/document",
+        source=ASCEND_ENV,
         cost="0: slower products",
     ),
-    row(
+    _variable(
         "ATB_LLM_LCOC_ENABLE",
-        "npu",
         EXACTLY_ONE,
         "ATB's language models overlap computing and communication.",
-        "https://www.hiascend.com/document",
+        source=ASCEND_ENV,
         cost="0: slower steps",
     ),
-    row(
+    _variable(
         "ASCEND_LAUNCH_BLOCKING",
-        "npu",
         LAUNCH_BLOCKING,
         "Every op waits for its end; forces the task queue off.",
-        NPU_ENV,
         cost="on: everything is slow; for debugging only",
     ),
-    row(
+    _variable(
         "TASK_QUEUE_ENABLE",
-        "npu",
         TASK_QUEUE,
         "How torch_npu hands ops to the device.",
-        NPU_ENV,
         cost="0: slower launches",
         aliases=("backends.npu.task_queue",),
         effect=of_npu(
@@ -276,26 +271,15 @@ ASCEND = (
             "torch_npu's task queue is {}",
         ),
     ),
-    row(
-        "PER_STREAM_QUEUE",
-        "npu",
-        EXACTLY_ONE,
-        "One task queue per stream.",
-        NPU_ENV,
+    _variable("PER_STREAM_QUEUE", EXACTLY_ONE, "One task queue per stream."),
+    _variable(
+        "INF_NAN_MODE_ENABLE", EXACTLY_ONE, "Overflow gives Inf and NaN as on a GPU; 0 saturates."
     ),
-    row(
-        "INF_NAN_MODE_ENABLE",
-        "npu",
-        EXACTLY_ONE,
-        "Overflow gives Inf and NaN as on a GPU; 0 saturates.",
-        NPU_ENV,
-    ),
-    row(
+    _variable(
         "TORCH_NPU_USE_COMPATIBLE_IMPL",
-        "torch_npu",
         EXACTLY_ONE,
         "gelu, matmul and max_pool follow the numerics of torch's own kernels.",
-        NPU_ENV,
+        door="torch_npu",
         aliases=("backends.npu.compatible_impl",),
         effect=of_npu(
             "are_compatible_impl_enabled",
@@ -303,18 +287,14 @@ ASCEND = (
             "torch_npu's compatible_impl is {}",
         ),
     ),
-    row(
+    _variable(
         "TORCH_NPU_LEGACY_IMPL_LIST",
-        "npu",
         Text("randomness", "randomness", "unknown keys raise"),
         "On the newest chips, draws random numbers as A2 and A3 do.",
-        NPU_ENV,
     ),
-    row(
+    _variable(
         "ACL_OP_COMPILER_CACHE_MODE",
-        "npu",
         Text("enable|disable|force", "enable, disable, force"),
         "Whether operators compiled earlier are used again.",
-        NPU_ENV,
     ),
 )

@@ -2,59 +2,116 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torchrepro.knobs.knob import BIT, COUNT, digits, row
+from torchrepro.knobs.knob import Knob, Phase, Scope, Variable
 from torchrepro.knobs.legal_values import Digits, Text
-from torchrepro.knobs.linked_state import (
+from torchrepro.knobs.linked_state import InductorVariable
+from torchrepro.knobs.variable_effects import (
     CAPABILITY,
     HASHES,
     MKL_THREADS,
     OPENMP_DYNAMIC,
     OPENMP_THREADS,
     TF32,
-    InductorVariable,
-    effect_of,
+    inductor_option,
 )
 
 if TYPE_CHECKING:
-    from torchrepro.knobs.knob import Knob
+    from collections.abc import Callable
 
+    from torchrepro.knobs.knob import Effect
+    from torchrepro.knobs.legal_values import Legal
 
 TORCH_ENV = "https://docs.pytorch.org/docs/stable/torch_environment_variables.html"
 MKL_CNR = "https://www.intel.com/content/www/us/en/docs/onemkl/developer-guide-linux/current/"
 OPENMP = "https://www.openmp.org/spec-html/5.0/openmpse50.html"
 INDUCTOR = "https://github.com/pytorch/pytorch/blob/main/torch/_inductor/config.py"
 TE_ENV = "https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/envvars.html"
+NCCL_ENV = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
+ASCEND_ENV = "https://www.hiascend.com/document"
 
-HASH_SEED = Digits(0, 2**32 - 1, also=("random",))
-
-
+BIT = Text("[01]", '"0", "1"')
+BOOLEAN = Text("true|false", '"true", "false"', ignore_case=True)
+COUNT = Digits(1, 9999)
 CUBLAS = Text(
     ":4096:8|:16:8",
     ":4096:8, :16:8",
     "cuBLAS is deterministic with these two only, and torch raises with any other",
 )
+HCCL = Text(
+    "false|true|strict",
+    '"false", "true", "strict"',
+    "HCCL refuses it with HCCL_E_PARA",
+    ignore_case=True,
+)
+NTHREADS = Text(
+    "64|128|256|512", '"64", "128", "256", "512"', "NCCL takes another number for the maximum"
+)
+
+PHASES = {
+    "": Phase.ANY_TIME,
+    "interpreter": Phase.INTERPRETER_START,
+    "openmp": Phase.LIBRARY_LOAD,
+    "torch": Phase.LIBRARY_LOAD,
+    "torch_npu": Phase.LIBRARY_LOAD,
+    "cuda": Phase.DEVICE_INIT,
+    "npu": Phase.DEVICE_INIT,
+    "communicator": Phase.COMMUNICATOR,
+    "transformer_engine": Phase.MODULE_CONSTRUCTION,
+}
 
 
-def _cublas_is_deterministic(value: str) -> bool:
-    return CUBLAS.complaint(value) == ""
-
-
-def _option(option: str, summary: str, cost: str = "none", aliases: tuple[str, ...] = ()) -> Knob:
-    name = f"TORCHINDUCTOR_{option.upper()}"
-    access = InductorVariable(name, option)
-    return row(
-        name,
-        "",
-        BIT,
-        summary,
-        INDUCTOR,
+def row(  # noqa: PLR0913 - the columns of the tables below
+    name: str,
+    door: str,
+    legal: Legal,
+    summary: str,
+    source: str,
+    *,
+    cost: str = "none",
+    aliases: tuple[str, ...] = (),
+    enough: Callable[[str], bool] | None = None,
+    effect: Effect | None = None,
+    access: Variable | None = None,
+) -> Knob:
+    """Return the row of a variable that takes effect until `door` closes."""
+    return Knob(
+        name=f"env.{name}",
+        target="env",
+        legal=legal,
+        access=access or Variable(name),
+        variable=name,
+        summary=summary,
         cost=cost,
+        source=source,
+        phase=PHASES[door],
+        door=door,
+        scope=Scope.PROCESS_AND_CHILDREN,
         aliases=aliases,
-        effect=effect_of(access),
-        access=access,
+        enough=enough,
+        effect=effect,
     )
+
+
+def pinned(value: str) -> bool:
+    """Whether a list of algorithms names some rather than excluding some."""
+    return bool(value) and not value.startswith("^")
+
+
+def _option(option: str, summary: str, **more: Any) -> Knob:
+    access = InductorVariable(f"TORCHINDUCTOR_{option.upper()}", option)
+    effect = inductor_option(access)
+    return row(access.name, "", BIT, summary, INDUCTOR, effect=effect, access=access, **more)
+
+
+def _nccl(name: str, legal: Legal, summary: str, **more: Any) -> Knob:
+    anchor = name.lower().replace("_", "-")
+    return row(name, "communicator", legal, summary, f"{NCCL_ENV}#{anchor}", **more)
+
+
+def _attention(name: str, summary: str, source: str = TE_ENV, **more: Any) -> Knob:
+    return row(name, "transformer_engine", BIT, summary, source, **more)
 
 
 ENV = (
@@ -62,10 +119,10 @@ ENV = (
     row(
         "PYTHONHASHSEED",
         "interpreter",
-        HASH_SEED,
+        Digits(0, 2**32 - 1, also=("random",)),
         "The order in which Python iterates sets of strings. Set later it reaches only children.",
         "https://docs.python.org/3/using/cmdline.html#envvar-PYTHONHASHSEED",
-        enough=digits,
+        enough=str.isdigit,
         effect=HASHES,
     ),
     # CUDA
@@ -77,7 +134,7 @@ ENV = (
         "raises at the first cuBLAS call under deterministic algorithms if it is not set.",
         "https://docs.nvidia.com/cuda/cublas/index.html#results-reproducibility",
         cost=":4096:8 takes 24 MiB of GPU memory, :16:8 less memory and some speed",
-        enough=_cublas_is_deterministic,
+        enough=lambda value: not CUBLAS.complaint(value),
     ),
     row(
         "CUDA_LAUNCH_BLOCKING",
@@ -85,7 +142,7 @@ ENV = (
         BIT,
         "Every kernel launch waits for its end: errors point at their line, and RNNs of some "
         "older CUDA versions become deterministic.",
-        f"{TORCH_ENV}",
+        TORCH_ENV,
         cost="on: everything is slow; for debugging only",
     ),
     row(
@@ -112,13 +169,13 @@ ENV = (
         "Threads of OpenMP, and so of torch's CPU ops; another number adds in another order.",
         OPENMP,
         cost="fewer threads, less speed",
-        enough=digits,
+        enough=str.isdigit,
         effect=OPENMP_THREADS,
     ),
     row(
         "OMP_DYNAMIC",
         "openmp",
-        Text("true|false", '"true", "false"', ignore_case=True),
+        BOOLEAN,
         "OpenMP may choose the number of threads at each parallel region.",
         OPENMP,
         effect=OPENMP_DYNAMIC,
@@ -130,13 +187,13 @@ ENV = (
         "Threads of MKL's matrix products.",
         MKL_CNR,
         cost="fewer threads, less speed",
-        enough=digits,
+        enough=str.isdigit,
         effect=MKL_THREADS,
     ),
     row(
         "MKL_DYNAMIC",
         "torch",
-        Text("true|false", '"true", "false"', ignore_case=True),
+        BOOLEAN,
         "MKL may choose the number of threads at each call.",
         MKL_CNR,
     ),
@@ -196,68 +253,26 @@ ENV = (
         cost="on: everything compiles anew",
     ),
     # Transformer Engine and flash attention
-    row(
+    _attention(
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
-        "transformer_engine",
-        BIT,
         "Transformer Engine may take attention kernels that are not deterministic; read when a "
         "module is made.",
-        TE_ENV,
         cost="0: slower attention backward",
     ),
-    row(
-        "NVTE_FLASH_ATTN",
-        "transformer_engine",
-        BIT,
-        "Transformer Engine may take flash attention.",
-        TE_ENV,
-    ),
-    row(
-        "NVTE_FUSED_ATTN",
-        "transformer_engine",
-        BIT,
-        "Transformer Engine may take cuDNN's fused attention.",
-        TE_ENV,
-    ),
-    row(
-        "NVTE_UNFUSED_ATTN",
-        "transformer_engine",
-        BIT,
-        "Transformer Engine may take its unfused attention.",
-        TE_ENV,
-    ),
-    row(
+    _attention("NVTE_FLASH_ATTN", "Transformer Engine may take flash attention."),
+    _attention("NVTE_FUSED_ATTN", "Transformer Engine may take cuDNN's fused attention."),
+    _attention("NVTE_UNFUSED_ATTN", "Transformer Engine may take its unfused attention."),
+    _attention(
         "FLASH_ATTENTION_DETERMINISTIC",
-        "transformer_engine",
-        BIT,
         "transformers passes deterministic=True to flash-attn; flash-attn itself does not read it.",
         "https://huggingface.co/docs/transformers/main_classes/trainer",
     ),
 )
 
 
-NCCL_ENV = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
-ASCEND_ENV = "https://www.hiascend.com/document"
-
-HCCL = Text(
-    "false|true|strict",
-    '"false", "true", "strict"',
-    "HCCL refuses it with HCCL_E_PARA",
-    ignore_case=True,
-)
-NTHREADS = Text(
-    "64|128|256|512", '"64", "128", "256", "512"', "NCCL takes another number for the maximum"
-)
-
 ORDER_OF_SUMS = {"nccl": ("NCCL_ALGO", "NCCL_PROTO"), "hccl": ("HCCL_DETERMINISTIC",)}
 """Back end of torch.distributed -> the variables that fix in which order it adds up; gloo's order
 follows from sizes alone."""
-
-
-def pinned(value: str) -> bool:
-    """Whether a list of algorithms names some rather than excluding some."""
-    return bool(value) and not value.startswith("^")
-
 
 _NCCL_ALGORITHM = "(tree|ring|collnetdirect|collnetchain|collnet|nvls|nvlstree|pat)"
 _NCCL_PROTOCOL = "(ll|ll128|simple)"
@@ -280,65 +295,33 @@ def _per_operation(one: str) -> str:
 
 
 COLLECTIVES = (
-    row(
+    _nccl(
         "NCCL_ALGO",
-        "communicator",
         Text(
             _per_operation(_NCCL_ALGORITHM),
             "Ring, Tree, CollnetDirect, CollnetChain, NVLS, NVLSTree, PAT",
             ignore_case=True,
         ),
         "The algorithm of NCCL's collectives; left open, NCCL chooses by size and topology.",
-        f"{NCCL_ENV}#nccl-algo",
         cost="one algorithm is not the fastest for every size",
         aliases=("backends.distributed.nccl_algo",),
         enough=pinned,
     ),
-    row(
+    _nccl(
         "NCCL_PROTO",
-        "communicator",
         Text(_per_operation(_NCCL_PROTOCOL), "Simple, LL, LL128", ignore_case=True),
         "The protocol of NCCL's collectives.",
-        f"{NCCL_ENV}#nccl-proto",
         cost="Simple is slow for small messages",
         aliases=("backends.distributed.nccl_proto",),
         enough=pinned,
     ),
-    row(
-        "NCCL_NTHREADS",
-        "communicator",
-        NTHREADS,
-        "Threads of one NCCL block.",
-        f"{NCCL_ENV}#nccl-nthreads",
+    _nccl("NCCL_NTHREADS", NTHREADS, "Threads of one NCCL block."),
+    _nccl("NCCL_MIN_NCHANNELS", COUNT, "Fewest channels of NCCL; each channel sums a part."),
+    _nccl("NCCL_MAX_NCHANNELS", COUNT, "Most channels of NCCL; each channel sums a part."),
+    _nccl(
+        "NCCL_NVLS_ENABLE", Text("[012]", '"0", "1", "2"'), "NCCL may reduce in the NVLink switch."
     ),
-    row(
-        "NCCL_MIN_NCHANNELS",
-        "communicator",
-        COUNT,
-        "Fewest channels of NCCL; each channel sums a part.",
-        f"{NCCL_ENV}#nccl-min-nchannels",
-    ),
-    row(
-        "NCCL_MAX_NCHANNELS",
-        "communicator",
-        COUNT,
-        "Most channels of NCCL; each channel sums a part.",
-        f"{NCCL_ENV}#nccl-max-nchannels",
-    ),
-    row(
-        "NCCL_NVLS_ENABLE",
-        "communicator",
-        Text("[012]", '"0", "1", "2"'),
-        "NCCL may reduce in the NVLink switch.",
-        f"{NCCL_ENV}#nccl-nvls-enable",
-    ),
-    row(
-        "NCCL_COLLNET_ENABLE",
-        "communicator",
-        BIT,
-        "NCCL may reduce in the network.",
-        f"{NCCL_ENV}#nccl-collnet-enable",
-    ),
+    _nccl("NCCL_COLLNET_ENABLE", BIT, "NCCL may reduce in the network."),
     row(
         "HCCL_DETERMINISTIC",
         "communicator",
@@ -369,7 +352,7 @@ COLLECTIVES = (
         "communicator",
         Text("[01]|true|false", '"0", "1"'),
         "The collectives of the ATB library add up in a fixed order.",
-        "https://www.hiascend.com/document",
+        ASCEND_ENV,
         cost="slower all-reduce",
         aliases=("backends.distributed.lccl_deterministic",),
     ),

@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torchrepro.imports import named
-from torchrepro.knobs.legal_values import ANY_TEXT, Digits, Legal, Text
+from torchrepro.knobs.legal_values import ANY_TEXT, Legal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -204,6 +204,18 @@ def unfrozen() -> AbstractContextManager[None]:
     return cast("AbstractContextManager[None]", manager())
 
 
+def _object(path: str, name: str = "") -> Any:
+    """Return what `name` means in ``module:path.to.object``; None where a part of it is absent."""
+    module, _, inner = path.partition(":")
+    try:
+        found: Any = import_module(module)
+    except ImportError as error:
+        raise Missing(f"no module {error.name}") from None
+    for part in filter(None, f"{inner}.{name}".split(".")):
+        found = getattr(found, part, None)
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Attribute:
     """An attribute that can be read and assigned, such as ``torch.backends.cudnn:benchmark``."""
@@ -213,25 +225,15 @@ class Attribute:
 
     name: str
 
-    def _owner(self) -> Any:
-        module, _, path = self.owner.partition(":")
-        try:
-            owner: Any = import_module(module)
-        except ImportError as error:
-            raise Missing(f"no module {error.name}") from None
-        for part in filter(None, path.split(".")):
-            owner = getattr(owner, part, None)
-        return owner
-
     def read(self) -> Any:
         absent = object()
-        value = getattr(self._owner(), self.name, absent)
+        value = getattr(_object(self.owner), self.name, absent)
         if value is absent:
             raise Missing(f"{self.owner.replace(':', '.')} has no {self.name} here")
         return value
 
     def write(self, value: Any) -> None:
-        setattr(self._owner(), self.name, value)
+        setattr(_object(self.owner), self.name, value)
 
     save = read
 
@@ -264,16 +266,9 @@ class Calls:
     to_library: Callable[[Any], Any] = lambda value: value
 
     def _function(self, name: str) -> Callable[..., Any]:
-        try:
-            owner: Any = import_module(self.module.partition(":")[0])
-        except ImportError as error:
-            raise Missing(f"no module {error.name}") from None
-        path = self.module.partition(":")[2]
-        for part in filter(None, [*path.split("."), *name.split(".")]):
-            owner = getattr(owner, part, None)
-        if owner is None:
+        function: Callable[..., Any] | None = _object(self.module, name)
+        if function is None:
             raise Missing(f"{self.module.replace(':', '.')} has no {name} here")
-        function: Callable[..., Any] = owner
         return function
 
     def read(self) -> Any:
@@ -356,10 +351,6 @@ class LazyAccess:
             named(_HAND_ON)(self.path, None if value == self.at_rest else value)
 
 
-BIT = Text("[01]", '"0", "1"')
-COUNT = Digits(1, 9999)
-
-
 @dataclass(frozen=True, slots=True)
 class Variable:
     """One environment variable; None is a variable that is not set."""
@@ -399,52 +390,3 @@ def variable(name: str) -> Knob:
         source="",
         scope=Scope.PROCESS_AND_CHILDREN,
     )
-
-
-PHASES = {
-    "": Phase.ANY_TIME,
-    "interpreter": Phase.INTERPRETER_START,
-    "openmp": Phase.LIBRARY_LOAD,
-    "torch": Phase.LIBRARY_LOAD,
-    "torch_npu": Phase.LIBRARY_LOAD,
-    "cuda": Phase.DEVICE_INIT,
-    "npu": Phase.DEVICE_INIT,
-    "communicator": Phase.COMMUNICATOR,
-    "transformer_engine": Phase.MODULE_CONSTRUCTION,
-}
-
-
-def row(  # noqa: PLR0913 - the columns of the table below
-    name: str,
-    door: str,
-    legal: Legal,
-    summary: str,
-    source: str,
-    *,
-    cost: str = "none",
-    aliases: tuple[str, ...] = (),
-    enough: Callable[[str], bool] | None = None,
-    effect: Effect | None = None,
-    access: Variable | None = None,
-) -> Knob:
-    return Knob(
-        name=f"env.{name}",
-        target="env",
-        legal=legal,
-        access=access or Variable(name),
-        variable=name,
-        summary=summary,
-        cost=cost,
-        source=source,
-        phase=PHASES[door],
-        door=door,
-        scope=Scope.PROCESS_AND_CHILDREN,
-        aliases=aliases,
-        enough=enough,
-        effect=effect,
-    )
-
-
-def digits(value: str) -> bool:
-    """Whether `value` is a number, whichever."""
-    return value.isdigit()

@@ -1,12 +1,13 @@
-"""Rows for torch as a whole and for computing on the CPU."""
+"""Rows for the flags of torch: deterministic algorithms, CUDA, cuDNN, and computing on the CPU."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.knobs.knob import Attribute, Calls, Knob, Missing, Phase, Scope
+from torchrepro.knobs.knob import Attribute, Calls, Knob, Missing, OptionalAttribute, Scope
 from torchrepro.knobs.legal_values import OneOf, Switch, Whole
 from torchrepro.knobs.linked_state import Fp32Precision, InductorSwitch
 from torchrepro.knobs.npu_state import determinism_unheard, native
@@ -14,10 +15,12 @@ from torchrepro.knobs.npu_state import determinism_unheard, native
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+DOCS = "https://docs.pytorch.org/docs/stable"
+BACKENDS = f"{DOCS}/backends.html#torch-backends"
+GENERATED = f"{DOCS}/generated/torch"
+NUMERICS = f"{DOCS}/notes/cuda.html"
+RANDOMNESS = f"{DOCS}/notes/randomness.html"
 
-ALGORITHMS = (
-    "https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html"
-)
 _MODES = ("none", "warn", "error")
 
 
@@ -89,6 +92,17 @@ class OptEinsum(Attribute):
     save = read
 
 
+@dataclass(frozen=True, slots=True)
+class ReducedPrecision(Attribute):
+    """A reduction switch that newer torch keeps together with a second one for split-k."""
+
+    def save(self) -> Any:
+        matmul = import_module("torch").backends.cuda.matmul
+        split_k = getattr(matmul, f"{self.name}_split_k", None)
+        value = self.read()
+        return value if split_k is None else (value, split_k)
+
+
 DETERMINISTIC_ALGORITHMS = DeterministicAlgorithms(
     "torch",
     "get_deterministic_debug_mode",
@@ -97,40 +111,121 @@ DETERMINISTIC_ALGORITHMS = DeterministicAlgorithms(
     to_library=_MODES.index,
 )
 
+_torch = partial(Knob, target="torch", library="torch")
+_cuda = partial(Knob, target="cuda", library="torch", cuda_only=True)
+_cudnn = partial(Knob, target="cudnn", library="torch", cuda_only=True)
+_cpu = partial(Knob, target="cpu", library="torch")
+
+
+def _flag(section: partial[Knob], name: str, access: Attribute, **columns: Any) -> Knob:
+    """Return the row of an attribute, which is on or off unless `legal` says otherwise."""
+    alias = f"{access.owner.replace(':', '.')}.{access.name}"
+    columns = {"legal": Switch(), "aliases": (alias,), **columns}
+    return section(name=f"backends.{name}", access=access, **columns)
+
+
+def _cpu_precision(operation: str) -> Knob:
+    return _cpu(
+        name=f"backends.cpu.mkldnn_{operation}_fp32_precision",
+        legal=OneOf(("ieee", "tf32", "bf16")),
+        access=Fp32Precision(f"mkldnn.{operation}"),
+        summary=f"float32 {operation} in oneDNN: in full, or through tf32 or bf16 products.",
+        cost="ieee gives up the speed of the CPU's bf16 units, where it has them",
+        source=f"{DOCS}/notes/mkldnn.html",
+        since="2.9",
+        aliases=(f"torch.backends.mkldnn.{operation}.fp32_precision",),
+    )
+
+
+def _library(which: str, choices: tuple[str, ...], since: str) -> Knob:
+    return _cuda(
+        name=f"backends.cuda.preferred_{which}_library",
+        legal=OneOf(choices),
+        access=Calls(
+            "torch.backends.cuda",
+            f"preferred_{which}_library",
+            f"preferred_{which}_library",
+            to_profile=lambda backend: backend.name.lower(),
+        ),
+        summary=f"The library that computes {which} operations on CUDA tensors.",
+        cost="each library is fastest for other shapes",
+        source=f"{BACKENDS}-cuda",
+        since=since,
+        aliases=(f"torch.backends.cuda.preferred_{which}_library",),
+    )
+
+
+def _attention(kernel: str, since: str, cost: str) -> Knob:
+    return _cuda(
+        name=f"backends.cuda.{kernel}_sdp",
+        legal=Switch(),
+        access=Calls("torch.backends.cuda", f"{kernel}_sdp_enabled", f"enable_{kernel}_sdp"),
+        summary=f"scaled_dot_product_attention may take its {kernel} kernel.",
+        cost=cost,
+        source=f"{BACKENDS}-cuda",
+        since=since,
+        aliases=(f"torch.backends.cuda.enable_{kernel}_sdp",),
+    )
+
+
+def _reduction(dtype: str, since: str) -> Knob:
+    name = f"allow_{dtype}_reduced_precision_reduction"
+    return _flag(
+        _cuda,
+        f"cuda.{name}",
+        ReducedPrecision("torch.backends.cuda:matmul", name),
+        summary=f"{dtype} matrix products may add up partial sums in {dtype}.",
+        cost="off: slower products with a long inner dimension on some GPUs",
+        source=f"{NUMERICS}#reduced-precision-reduction-in-{dtype}-gemms",
+        since=since,
+    )
+
+
+def _cudnn_precision(operation: str) -> Knob:
+    return _cudnn(
+        name=f"backends.cudnn.{operation}_fp32_precision",
+        legal=OneOf(("ieee", "tf32")),
+        access=Fp32Precision(f"cudnn.{operation}"),
+        summary=f"float32 {operation} in cuDNN: all 23 mantissa bits (ieee) or 10 (tf32, "
+        "torch's default).",
+        cost="ieee is up to several times slower than tf32 on tensor cores",
+        source=f"{NUMERICS}#tf32-on-ampere",
+        since="2.9; before that one switch for both, allow_tf32",
+        aliases=(
+            f"torch.backends.cudnn.{operation}.fp32_precision",
+            "torch.backends.cudnn.allow_tf32",
+            "allow_tf32",
+        ),
+    )
+
+
 TORCH = (
-    Knob(
+    _torch(
         name="backends.torch.deterministic_algorithms",
-        target="torch",
         legal=OneOf(_MODES),
         access=DETERMINISTIC_ALGORITHMS,
-        library="torch",
         summary="Every op takes a deterministic kernel; an op without one raises (error), warns "
         "and goes on (warn), or nothing is asked (none).",
         cost="some kernels are slower: a few per cent on most models, several times on some ops",
-        source=ALGORITHMS,
+        source=f"{GENERATED}.use_deterministic_algorithms.html",
         since="1.8",
         aliases=("torch.use_deterministic_algorithms", "torch.set_deterministic_debug_mode"),
     ),
-    Knob(
-        name="backends.torch.fill_uninitialized_memory",
-        target="torch",
-        legal=Switch(),
-        access=FillUninitializedMemory("torch.utils.deterministic", "fill_uninitialized_memory"),
-        library="torch",
+    _flag(
+        _torch,
+        "torch.fill_uninitialized_memory",
+        FillUninitializedMemory("torch.utils.deterministic", "fill_uninitialized_memory"),
         summary="Under deterministic algorithms torch.empty and its like are filled with NaN or "
         "the largest integer, so that a read of uninitialised memory shows.",
         cost="about 15 % of a step on large models "
         "(https://github.com/NVIDIA/Megatron-LM/pull/7093)",
-        source="https://docs.pytorch.org/docs/stable/deterministic.html",
+        source=f"{DOCS}/deterministic.html",
         since="2.2",
-        aliases=("torch.utils.deterministic.fill_uninitialized_memory",),
     ),
-    Knob(
+    _torch(
         name="backends.torch.inductor_deterministic",
-        target="torch",
         legal=Switch(),
         access=InductorSwitch("TORCHINDUCTOR_DETERMINISTIC", "deterministic"),
-        library="torch",
         scope=Scope.PROCESS_AND_CHILDREN,
         summary="Compiled code makes no choice by timing: no autotuning, no benchmarked fusion.",
         cost="compiled code can be much slower (https://github.com/pytorch/pytorch/issues/174711)",
@@ -138,33 +233,27 @@ TORCH = (
         since="2.10",
         aliases=("env.TORCHINDUCTOR_DETERMINISTIC", "torch._inductor.config.deterministic"),
     ),
-    Knob(
-        name="backends.torch.opt_einsum_enabled",
-        target="torch",
-        legal=Switch(),
-        access=OptEinsum("torch.backends.opt_einsum", "enabled"),
-        library="torch",
+    _flag(
+        _torch,
+        "torch.opt_einsum_enabled",
+        OptEinsum("torch.backends.opt_einsum", "enabled"),
         summary="torch.einsum lets opt_einsum choose the order of contraction.",
         cost="none to speak of; another order rounds differently",
-        source="https://docs.pytorch.org/docs/stable/backends.html#torch-backends-opt-einsum",
+        source=f"{BACKENDS}-opt-einsum",
         since="1.13",
-        aliases=("torch.backends.opt_einsum.enabled",),
     ),
-    Knob(
-        name="backends.torch.opt_einsum_strategy",
-        target="torch",
+    _flag(
+        _torch,
+        "torch.opt_einsum_strategy",
+        OptEinsum("torch.backends.opt_einsum", "strategy"),
         legal=OneOf(("auto", "greedy", "optimal")),
-        access=OptEinsum("torch.backends.opt_einsum", "strategy"),
-        library="torch",
         summary="How opt_einsum searches for the order of contraction.",
         cost="optimal takes long for many operands",
-        source="https://docs.pytorch.org/docs/stable/backends.html#torch-backends-opt-einsum",
+        source=f"{BACKENDS}-opt-einsum",
         since="1.13",
-        aliases=("torch.backends.opt_einsum.strategy",),
     ),
-    Knob(
+    _torch(
         name="backends.torch.default_dtype",
-        target="torch",
         legal=OneOf(("float32", "float64", "float16", "bfloat16")),
         access=Calls(
             "torch",
@@ -173,73 +262,125 @@ TORCH = (
             to_profile=lambda dtype: str(dtype).removeprefix("torch."),
             to_library=lambda name: getattr(import_module("torch"), name),
         ),
-        library="torch",
-        phase=Phase.ANY_TIME,
         summary="The type of floating-point tensors made without naming one.",
         cost="float64 doubles memory and is slow on GPUs",
-        source="https://docs.pytorch.org/docs/stable/generated/torch.set_default_dtype.html",
+        source=f"{GENERATED}.set_default_dtype.html",
         since="1.0",
         aliases=("torch.set_default_dtype",),
     ),
 )
 
+CUDA = (
+    _cuda(
+        name="backends.cuda.matmul_fp32_precision",
+        legal=OneOf(("ieee", "tf32")),
+        access=Fp32Precision("cuda.matmul"),
+        summary="float32 matrix products on CUDA: all 23 mantissa bits (ieee) or 10 (tf32).",
+        cost="ieee is up to several times slower than tf32 on tensor cores",
+        source=f"{NUMERICS}#tf32-on-ampere",
+        since="2.9; before that through allow_tf32",
+        aliases=(
+            "torch.backends.cuda.matmul.fp32_precision",
+            "torch.backends.cuda.matmul.allow_tf32",
+            "torch.set_float32_matmul_precision",
+            "env.TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+            "allow_tf32",
+        ),
+    ),
+    _reduction("fp16", "1.10"),
+    _reduction("bf16", "1.12"),
+    _flag(
+        _cuda,
+        "cuda.allow_fp16_accumulation",
+        Attribute("torch.backends.cuda:matmul", "allow_fp16_accumulation"),
+        summary="fp16 matrix products may accumulate in fp16.",
+        cost="on: faster on some GPUs, with larger errors",
+        source=f"{NUMERICS}#full-fp16-accmumulation-in-fp16-gemms",
+        since="2.7",
+    ),
+    _attention("flash", "2.0", "its backward is not deterministic unless algorithms are `error`"),
+    _attention("mem_efficient", "2.0", "its backward is deterministic only under `error`"),
+    _attention("math", "2.0", "the reference: slow, and the whole attention matrix in memory"),
+    _attention("cudnn", "2.5", "fast on recent GPUs; cuDNN chooses the kernel"),
+    _library("linalg", ("default", "cusolver", "magma"), "1.11"),
+    _library("blas", ("default", "cublas", "cublaslt", "ck"), "2.4"),
+)
 
-BACKENDS = "https://docs.pytorch.org/docs/stable/backends.html#torch-backends-mkldnn"
-_OWNER = "torch.backends.mkldnn"
-
-
-def _precision(operation: str) -> Knob:
-    return Knob(
-        name=f"backends.cpu.mkldnn_{operation}_fp32_precision",
-        target="cpu",
-        legal=OneOf(("ieee", "tf32", "bf16")),
-        access=Fp32Precision(f"mkldnn.{operation}"),
-        library="torch",
-        summary=f"float32 {operation} in oneDNN: in full, or through tf32 or bf16 products.",
-        cost="ieee gives up the speed of the CPU's bf16 units, where it has them",
-        source="https://docs.pytorch.org/docs/stable/notes/mkldnn.html",
-        since="2.9",
-        aliases=(f"{_OWNER}.{operation}.fp32_precision",),
-    )
-
+CUDNN = (
+    _flag(
+        _cudnn,
+        "cudnn.enabled",
+        Attribute("torch.backends.cudnn", "enabled"),
+        summary="cuDNN is used at all. (The often copied `cudnn.enable` does nothing.)",
+        cost="off: convolutions and RNNs are much slower; the last resort of a hunt",
+        source=f"{BACKENDS}-cudnn",
+        since="0.3",
+        aliases=("torch.backends.cudnn.enabled", "cudnn.enable"),
+    ),
+    _flag(
+        _cudnn,
+        "cudnn.benchmark",
+        Attribute("torch.backends.cudnn", "benchmark"),
+        summary="cuDNN times its algorithms at every new shape and takes the fastest, so that "
+        "timing noise decides which one computes.",
+        cost="on: faster with constant shapes; with changing ones it tunes again at every shape "
+        "(measured 23.75 s against 0.74 s for 50 forward passes)",
+        source=RANDOMNESS,
+        since="0.3",
+    ),
+    _flag(
+        _cudnn,
+        "cudnn.benchmark_limit",
+        OptionalAttribute("torch.backends.cudnn", "benchmark_limit"),
+        legal=Whole(0),
+        summary="How many algorithms cuDNN's benchmark tries; 0 tries all.",
+        cost="more candidates take longer at the first call of a shape",
+        source=f"{BACKENDS}-cudnn",
+        since="1.13",
+    ),
+    _flag(
+        _cudnn,
+        "cudnn.deterministic",
+        Attribute("torch.backends.cudnn", "deterministic"),
+        summary="cuDNN takes only deterministic algorithms.",
+        cost="some convolutions are several times slower "
+        "(https://github.com/pytorch/pytorch/issues/28777)",
+        source=RANDOMNESS,
+        since="0.4",
+    ),
+    _cudnn_precision("conv"),
+    _cudnn_precision("rnn"),
+)
 
 CPU = (
-    Knob(
-        name="backends.cpu.mkldnn_enabled",
-        target="cpu",
-        legal=Switch(),
-        access=Attribute(_OWNER, "enabled"),
-        library="torch",
+    _flag(
+        _cpu,
+        "cpu.mkldnn_enabled",
+        Attribute("torch.backends.mkldnn", "enabled"),
         summary="oneDNN is used at all.",
         cost="off: convolutions on the CPU are much slower; the last resort of a hunt",
-        source=BACKENDS,
+        source=f"{BACKENDS}-mkldnn",
         since="2.6",
-        aliases=(f"{_OWNER}.enabled",),
     ),
-    Knob(
-        name="backends.cpu.mkldnn_deterministic",
-        target="cpu",
-        legal=Switch(),
-        access=Attribute(_OWNER, "deterministic"),
-        library="torch",
+    _flag(
+        _cpu,
+        "cpu.mkldnn_deterministic",
+        Attribute("torch.backends.mkldnn", "deterministic"),
         summary="oneDNN takes only deterministic primitives; no switch of torch does it for you.",
         cost="some primitives are slower",
-        source=BACKENDS,
+        source=f"{BACKENDS}-mkldnn",
         since="2.6",
-        aliases=(f"{_OWNER}.deterministic",),
     ),
-    _precision("matmul"),
-    _precision("conv"),
-    _precision("rnn"),
-    Knob(
+    _cpu_precision("matmul"),
+    _cpu_precision("conv"),
+    _cpu_precision("rnn"),
+    _cpu(
         name="backends.cpu.num_threads",
-        target="cpu",
         legal=Whole(1, 4096),
         access=Calls("torch", "get_num_threads", "set_num_threads"),
-        library="torch",
         summary="Threads inside one CPU op. Another number adds up in another order.",
         cost="fewer threads, less speed",
-        source="https://docs.pytorch.org/docs/stable/generated/torch.set_num_threads.html",
+        source=f"{GENERATED}.set_num_threads.html",
         since="1.0",
         aliases=("torch.set_num_threads",),
     ),

@@ -7,11 +7,10 @@ YAML language server show as a formatted hint: https://github.com/redhat-develop
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.allowed_variables import ALLOWED
-from torchrepro.knobs.catalogue import CATALOGUE, other_names
+from torchrepro.knobs.catalogue import rows_for_key
 from torchrepro.profile.composition import EXTRA
 from torchrepro.profile.schema import Profile
 from torchrepro.profile.search_path import PIECES, SHIPPED, Folder
@@ -77,8 +76,8 @@ def _entry(entry: dict[str, Any], definitions: dict[str, Any], key: str) -> dict
     kept = {k: v for k, v in entry.items() if k not in ("title", "default", "description")}
     if key == EXTRA:
         return said | {"properties": _allowed(), **_or_null(kept)}
-    knobs = _rows().get(key)
-    if knobs is None:
+    knobs = rows_for_key(key)
+    if not knobs:
         return said | _or_null(kept)
     if knobs[0].variable:
         kept = {"anyOf": _texts(knobs[0].legal)}
@@ -109,16 +108,7 @@ def _or_null(entry: dict[str, Any]) -> dict[str, Any]:
     return {**one, **words, "type": [one["type"], "null"]}
 
 
-@cache
-def _rows() -> dict[str, list[Knob]]:
-    """Return the rows of the catalogue under every key of a profile that sets them."""
-    rows: dict[str, list[Knob]] = {key: list(knobs) for key, knobs in other_names().items()}
-    for knob in CATALOGUE:
-        rows.setdefault(knob.profile_key, []).append(knob)
-    return rows
-
-
-def _described(said: str, knobs: list[Knob]) -> dict[str, Any]:
+def _described(said: str, knobs: tuple[Knob, ...]) -> dict[str, Any]:
     """Return the hint about a key: what it does, what it costs, what it takes, who says so."""
     one = knobs[0]
     does = said.partition(" Cost: ")[0]

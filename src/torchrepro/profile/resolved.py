@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name, other_names
+from torchrepro.knobs.catalogue import CATALOGUE, rows_for_key
 from torchrepro.knobs.knob import variable
 from torchrepro.profile.composition import EXTRA, NOT_INHERITED, Origin, flatten
 
@@ -114,10 +114,7 @@ def knobs_for_key(key: str) -> tuple[Knob, ...]:
     section, _, name = key.partition(".")
     if section == EXTRA:
         return (variable(name),) if name else ()
-    if key in knobs_by_name():
-        return (knobs_by_name()[key],)
-    obeying = tuple(knob for knob in CATALOGUE if knob.profile_key == key)
-    return obeying or other_names().get(key, ())
+    return rows_for_key(key)
 
 
 def _without_null(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,159 @@
+"""What the libraries made of the environment variables that they have read, as far as it shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.knobs.knob import Calls, Effect, Missing
+from torchrepro.knobs.linked_state import Fp32Precision
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchrepro.knobs.linked_state import InductorVariable
+
+_OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b.*\.so")
+_MAPPED = Path("/proc/self/maps")
+
+
+def _of_torch(read: Callable[[], Any]) -> Callable[[], Any]:
+    """Return `read` for a process that has loaded torch; elsewhere nothing shows."""
+
+    def read_once_loaded() -> Any:
+        if "torch" not in sys.modules:
+            raise Missing("torch is not loaded")
+        return read()
+
+    return read_once_loaded
+
+
+def _hash_secret() -> bytes:
+    """Return what Python mixes into the hash of every text: a private variable of CPython's.
+
+    The flags of `sys` tell a seed of 0 only. Without that variable nobody can tell.
+    """
+    import ctypes
+
+    try:
+        return bytes((ctypes.c_ubyte * 16).in_dll(ctypes.pythonapi, "_Py_HashSecret"))
+    except ValueError:
+        raise Missing("this Python does not show its hash secret") from None
+
+
+def _secret_of(text: str) -> bytes:
+    """Return the secret that a numeric PYTHONHASHSEED comes to (CPython's `lcg_urandom`)."""
+    if not text.isdigit():
+        raise Missing("a random secret is any")
+    state, secret = int(text), bytearray()
+    for _ in range(16 if state else 0):
+        state = (state * 214013 + 2531011) % 2**32
+        secret.append(state >> 16 & 0xFF)
+    return bytes(secret) or bytes(16)
+
+
+def openmp_loaded() -> bool:
+    """Whether a runtime of OpenMP that torch computes with is loaded, where the system tells."""
+    return bool(_openmp_of_torch())
+
+
+def _openmp_of_torch() -> set[str]:
+    """Return the paths of the loaded OpenMP runtimes that torch computes with, or will.
+
+    A library brings a runtime of its own under another name, or shares the one that is there
+    under the name it asks for: so what counts are the names that torch brings.
+    """
+    try:
+        mapped = {line.split(maxsplit=5)[-1] for line in _MAPPED.read_text().splitlines()}
+    except OSError:
+        return set()
+    loaded = {path for path in mapped if _OPENMP.match(Path(path).name)}
+    own = _names_that_torch_brings() if loaded else frozenset()
+    return {path for path in loaded if not own or _stem(path) in own}
+
+
+@cache
+def _names_that_torch_brings() -> frozenset[str]:
+    """Return the names of torch's own OpenMP runtimes; none where the system's is used."""
+    spec = find_spec("torch")
+    folders = [Path(each) for each in (spec.submodule_search_locations or ())] if spec else []
+    places = [place for each in folders for place in (each / "lib", each.parent / "torch.libs")]
+    files = [file for place in places if place.is_dir() for file in place.iterdir()]
+    return frozenset(_stem(file) for file in files if _OPENMP.match(file.name))
+
+
+def _stem(path: str | Path) -> str:
+    return Path(path).name.partition(".so")[0]
+
+
+def _from_openmp(function: str) -> int:
+    """Return what `function` of the loaded OpenMP runtime says."""
+    import ctypes
+
+    mode = os.RTLD_NOW | os.RTLD_NOLOAD
+    runtimes = [ctypes.CDLL(path, mode=mode) for path in _openmp_of_torch()]
+    answers = {int(getattr(runtime, function)()) for runtime in runtimes}
+    if len(answers) != 1:
+        raise Missing("no OpenMP runtime is loaded, or several that disagree")
+    return answers.pop()
+
+
+def _threads() -> int:
+    if "torch" in sys.modules:
+        return int(import_module("torch").get_num_threads())
+    return _from_openmp("omp_get_max_threads")
+
+
+def _threads_of_mkl() -> int:
+    found = re.search(r"mkl_get_max_threads\(\) : (\d+)", _parallel_info())
+    if found is None:
+        raise Missing("this torch has no MKL")
+    return int(found[1])
+
+
+def _parallel_info() -> str:
+    return str(import_module("torch.__config__").parallel_info())
+
+
+def _capability() -> str:
+    found = str(Calls("torch.backends.cpu", "get_cpu_capability", "get_cpu_capability").read())
+    return {"NO AVX": "DEFAULT"}.get(found, found)  # as older torch calls it
+
+
+def inductor_option(access: InductorVariable) -> Effect:
+    """Return what inductor made of the variable behind `access`."""
+
+    def read() -> bool:
+        option = access.present()
+        if option is None:
+            raise Missing("inductor is not loaded")
+        return option
+
+    return Effect(read, lambda text: text == "1", f"inductor's {access.option} is {{}}")
+
+
+def of_npu(getter: str, means: Callable[[str], Any], words: str) -> Effect:
+    """Return the effect that torch_npu shows through `getter`."""
+    return Effect(_of_torch(Calls("torch:npu", getter, getter).read), means, words)
+
+
+HASHES = Effect(_hash_secret, _secret_of, "its hashes are not those of this seed")
+OPENMP_THREADS = Effect(_threads, int, "OpenMP has {} threads for torch")
+OPENMP_DYNAMIC = Effect(
+    lambda: bool(_from_openmp("omp_get_dynamic")),
+    lambda text: text.lower() == "true",
+    "dynamic is {} in OpenMP",
+)
+MKL_THREADS = Effect(_of_torch(_threads_of_mkl), int, "MKL has {} threads")
+CAPABILITY = Effect(_of_torch(_capability), str.upper, "torch computes with {} instructions")
+TF32 = Effect(
+    _of_torch(lambda: Fp32Precision("cuda.matmul").read() == "tf32"),
+    lambda text: text == "1",
+    "TF32 is {} for torch's matrix products",
+)
