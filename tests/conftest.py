@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from torchrepro.cli import main
 from torchrepro.knobs.catalogue import CATALOGUE
-from torchrepro.knobs.knob import Missing
+from torchrepro.knobs.knob import MissingState
 from torchrepro.manifest.contents import RECORDED
 
 settings.register_profile(
@@ -59,7 +59,7 @@ def read_world() -> dict[str, Any]:
     for knob in CATALOGUE:
         try:
             state[knob.name] = knob.access.read()
-        except Missing as missing:
+        except MissingState as missing:
             # An option that inductor lacks is known to be missing once inductor is loaded.
             unset = os.environ.get(knob.variable) if knob.variable else f"missing: {missing}"
             state[knob.name] = unset

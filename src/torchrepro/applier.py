@@ -13,7 +13,7 @@ from torchrepro.errors import ApplyError, LateError
 from torchrepro.fork_safety import applying
 from torchrepro.guard.baseline import by_a_profile, drift_of
 from torchrepro.guard.checks import behind, hold_to, last_look
-from torchrepro.knobs.knob import Missing, unfrozen
+from torchrepro.knobs.knob import MissingState, unfrozen
 from torchrepro.planner import (
     LEFT_ALONE,
     Action,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from torchrepro.errors import TorchreproError
-    from torchrepro.profile.resolved import Resolved
+    from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.rank_agreement import Agreement
     from torchrepro.report import Drift
     from torchrepro.seeding.seeding_calls import SeedingCall
@@ -78,7 +78,7 @@ class Applied:
         self.refuse(error)  # looked up when it is needed: whoever holds this may have set it since
 
     @property
-    def resolved(self) -> Resolved:
+    def resolved(self) -> ResolvedProfile:
         """The plain values of the profile in force."""
         return self.plan.resolved
 
@@ -201,7 +201,7 @@ class Applied:
             else:
                 self._undo.callback(knob.access.restore, saved)
             return self.plan.judged(step, row)
-        except (Missing, ImportError) as missing:
+        except (MissingState, ImportError) as missing:
             return Row(planned.knob, Outcome.UNSUPPORTED, why=str(missing))
         except Exception as error:  # noqa: BLE001 - whatever a library raises is the outcome
             first_line = str(error).strip().partition("\n")[0]
@@ -267,7 +267,7 @@ def apply(profile: Any, overrides: Sequence[str] = ()) -> Applied:
         return apply_resolved(resolve(profile, overrides), "")
 
 
-def apply_resolved(resolved: Resolved, obstacle: str) -> Applied:
+def apply_resolved(resolved: ResolvedProfile, obstacle: str) -> Applied:
     """Put `resolved` in force, as `apply` does; `obstacle` says why it may not relaunch, if so."""
     with applying:
         applied = begin(resolved, obstacle)
@@ -275,7 +275,7 @@ def apply_resolved(resolved: Resolved, obstacle: str) -> Applied:
         return applied
 
 
-def begin(resolved: Resolved, obstacle: str) -> Applied:
+def begin(resolved: ResolvedProfile, obstacle: str) -> Applied:
     """Plan for `resolved` and stop if it cannot be put in force; nothing is set yet."""
     plan = make_plan(resolved, observe(resolved, own_variables()))
     stop_or_relaunch(plan, obstacle)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torchrepro.applier import Applied
     from torchrepro.errors import TorchreproError
     from torchrepro.planner import Step
-    from torchrepro.profile.resolved import Resolved
+    from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.report import Report
 
 _MODULES = ("random", "numpy.random", "torch")  # with torch comes all but their two seeds
@@ -68,7 +68,7 @@ def in_force_now() -> Applied | None:
     return _applied()
 
 
-def agreeing_run(resolved: Resolved, asker: str) -> Applied | None:
+def agreeing_run(resolved: ResolvedProfile, asker: str) -> Applied | None:
     """Return what `torchrepro run` applied in this process, or None if it did not start it.
 
     Raises `ApplyError` if that is another profile than `resolved`, for which `asker` asks.

@@ -22,7 +22,7 @@ from torchrepro.report import Outcome
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torchrepro.profile.resolved import Resolved
+    from torchrepro.profile.resolved import ResolvedProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Finding:
 class Context:
     """The profile and the process that are examined."""
 
-    resolved: Resolved
+    resolved: ResolvedProfile
     plan: Plan
     torch: Any
 
@@ -58,7 +58,7 @@ class Context:
         return value in values if values else value is not None
 
 
-def examine(resolved: Resolved) -> list[Finding]:
+def examine(resolved: ResolvedProfile) -> list[Finding]:
     """Return what would make `resolved` ineffective here; imports torch, changes nothing else."""
     closed = closed_doors()
     torch, failure = _import_torch()

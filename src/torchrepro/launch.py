@@ -21,7 +21,7 @@ from torchrepro.redaction import secret_values, shareable
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torchrepro.profile.resolved import Resolved
+    from torchrepro.profile.resolved import ResolvedProfile
 
 FIRST = "TORCHREPRO_FIRST"
 """Variable that holds the process id of the command itself, which alone prints a summary."""
@@ -80,7 +80,7 @@ def environment_for(plan: Plan, environment: Mapping[str, str]) -> dict[str, str
     }
 
 
-def _seed_alone(resolved: Resolved) -> str:
+def _seed_alone(resolved: ResolvedProfile) -> str:
     seed, ranks = resolved.values.get("seed"), resolved.values.get("ranks", "same")
     if seed is None:
         return ""
@@ -91,7 +91,7 @@ def _python_path(environment: Mapping[str, str]) -> str:
     return os.pathsep.join(filter(None, [str(BOOT), environment.get("PYTHONPATH", "")]))
 
 
-def start(resolved: Resolved, command: Sequence[str], more: Mapping[str, str]) -> None:
+def start(resolved: ResolvedProfile, command: Sequence[str], more: Mapping[str, str]) -> None:
     """Replace this process by `command` under `resolved`, with `more` variables; does not return.
 
     Raises `ProfileError` for a command that is not there, and `ApplyError` for one whose Python
@@ -105,7 +105,7 @@ def start(resolved: Resolved, command: Sequence[str], more: Mapping[str, str]) -
         raise ProfileError(Problem(f"cannot be started: {error.strerror}", found=program)) from None
 
 
-def prepared(resolved: Resolved, command: Sequence[str]) -> tuple[str, dict[str, str]]:
+def prepared(resolved: ResolvedProfile, command: Sequence[str]) -> tuple[str, dict[str, str]]:
     """Return the program that `command` names, and the environment that puts `resolved` in force.
 
     Raises as `start` does.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import Displayed, parts
 from torchrepro.knobs.catalogue import knobs_by_name
-from torchrepro.knobs.knob import Knob, Missing, Scope
+from torchrepro.knobs.knob import Knob, MissingState, Scope
 from torchrepro.messages import shown, some
 from torchrepro.process_state import (
     closed_doors,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torchrepro.console import Part
-    from torchrepro.profile.resolved import Resolved
+    from torchrepro.profile.resolved import ResolvedProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class Step:
 class Plan(Displayed):
     """What putting a profile in force would do, knob by knob, in order."""
 
-    resolved: Resolved
+    resolved: ResolvedProfile
     steps: tuple[Step, ...]
     beside: Beside = field(default_factory=Beside)
 
@@ -204,7 +204,7 @@ def plan(profile: Any, overrides: Sequence[str] = ()) -> Plan:
     return make_plan(resolved, observe(resolved))
 
 
-def make_plan(resolved: Resolved, facts: Facts) -> Plan:
+def make_plan(resolved: ResolvedProfile, facts: Facts) -> Plan:
     """Return the plan for `resolved` in a process described by `facts`."""
     settings = resolved.settings()
     asked = {knob.name: value for knob, value in settings}
@@ -213,7 +213,7 @@ def make_plan(resolved: Resolved, facts: Facts) -> Plan:
 
 
 def observe(
-    resolved: Resolved,
+    resolved: ResolvedProfile,
     own_variables: Mapping[str, str] | None = None,
     closed: Mapping[str, str] | None = None,
 ) -> Facts:
@@ -250,7 +250,7 @@ def value_of(knob: Knob, text: str) -> Any:
     return text if row is knob or row.effect is None else row.effect.means(text)
 
 
-def beside(resolved: Resolved, closed: Mapping[str, str]) -> Beside:
+def beside(resolved: ResolvedProfile, closed: Mapping[str, str]) -> Beside:
     """Return what the guarantee of `resolved` depends on beside the knobs that it names.
 
     A variable that came after its door was `closed` says nothing of what holds.
@@ -265,14 +265,14 @@ def beside(resolved: Resolved, closed: Mapping[str, str]) -> Beside:
             continue
         try:
             readings[name] = knob.access.read()
-        except Missing as absent:
+        except MissingState as absent:
             missing[name] = str(absent)
     seeded = streams.current_plan().seed is not None
     return Beside(kinds, readings, missing, seeded, given_by_program())
 
 
 def report_of(
-    resolved: Resolved,
+    resolved: ResolvedProfile,
     rows: tuple[Row, ...],
     beside: Beside,
     drift: tuple[Drift, ...] = (),
@@ -283,7 +283,7 @@ def report_of(
     return Report(resolved.name, guarantee, resolved.digest, rows, drift=drift, **more)
 
 
-def refusal(resolved: Resolved, rows: Sequence[Row]) -> str:
+def refusal(resolved: ResolvedProfile, rows: Sequence[Row]) -> str:
     """Return what to tell a user whose strict profile stops because of `rows`."""
     head = (
         f"profile '{resolved.name}' promises {resolved.guarantee} and cannot be put in force; "
@@ -331,7 +331,7 @@ def _present(knob: Knob, value: Any) -> Reading:
     """Read `knob`, whose library is loaded."""
     try:
         now = knob.access.read()
-    except Missing as missing:
+    except MissingState as missing:
         return Reading(missing=str(missing))
     holds = knob.holds(value)
     return Reading(now, holds, "" if holds else knob.refusal(value))

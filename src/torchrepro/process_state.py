@@ -17,7 +17,7 @@ from torchrepro.errors import ApplyError, SeedingError
 from torchrepro.knobs.npu_state import npu_with_devices
 from torchrepro.knobs.variable_effects import openmp_loaded
 from torchrepro.profile.composition import NOT_INHERITED, flatten
-from torchrepro.profile.resolved import Resolved
+from torchrepro.profile.resolved import ResolvedProfile
 from torchrepro.seeding.ranks import world
 
 if TYPE_CHECKING:
@@ -124,21 +124,21 @@ def set_before_start(name: str) -> bool:
     return name in os.environ and starting_environment().get(name) == os.environ[name]
 
 
-def inherited() -> Resolved | None:
+def inherited() -> ResolvedProfile | None:
     """Return the profile under which `torchrepro run` started this process, if it did."""
     text = os.environ.get(PROFILE)
     return _parsed(text) if text else None
 
 
 @lru_cache(maxsize=4)
-def _parsed(text: str) -> Resolved:
+def _parsed(text: str) -> ResolvedProfile:
     try:
-        return Resolved.from_json(json.loads(text))
+        return ResolvedProfile.from_json(json.loads(text))
     except (ValueError, AttributeError, KeyError, TypeError):
         raise ApplyError(f"{PROFILE} does not hold what `torchrepro run` writes there") from None
 
 
-def outer_run(resolved: Resolved, asker: str) -> Resolved | None:
+def outer_run(resolved: ResolvedProfile, asker: str) -> ResolvedProfile | None:
     """Return the profile under which `torchrepro run` started this process, which must agree.
 
     Raises `ApplyError` if it is another than `resolved`, for which `asker` asks.

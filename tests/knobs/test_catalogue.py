@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import torchrepro
 from torchrepro.knobs.allowed_variables import WITHOUT_EFFECT, refusal
 from torchrepro.knobs.catalogue import CATALOGUE, explanations, knobs_by_name
-from torchrepro.knobs.knob import Knob, Missing, Phase
+from torchrepro.knobs.knob import Knob, MissingState, Phase
 from torchrepro.process_state import DOORS
 from torchrepro.profile.composition import WHOLE
 from torchrepro.profile.resolved import knobs_for_key
@@ -148,7 +148,7 @@ def test_reading_changes_nothing_and_needs_no_hardware(knob: Knob, world: Any) -
     before = world()
     try:
         knob.access.read()
-    except Missing as missing:
+    except MissingState as missing:
         text = str(missing)
         assert text
 
@@ -159,7 +159,7 @@ def test_reading_changes_nothing_and_needs_no_hardware(knob: Knob, world: Any) -
 def test_what_save_saw_restore_puts_back(knob: Knob, world: Any) -> None:
     """Restoring what was just saved changes nothing."""
     before = world()
-    with contextlib.suppress(Missing):
+    with contextlib.suppress(MissingState):
         knob.access.restore(knob.access.save())
 
     assert before == world()

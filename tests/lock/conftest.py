@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchrepro.manifest.contents import RECORDED
-from torchrepro.profile.resolved import Resolved
+from torchrepro.profile.resolved import ResolvedProfile
 
 APP = """
 import hydra, torch
@@ -60,7 +60,7 @@ def edit():
             for section in sections:
                 inner = inner[section]
             inner[last] = value
-        contents["digest"] = Resolved.of(contents["profile"]).digest
+        contents["digest"] = ResolvedProfile.of(contents["profile"]).digest
         path.write_text(json.dumps(contents), encoding="utf-8")
 
     return edit

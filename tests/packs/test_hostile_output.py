@@ -13,7 +13,7 @@ import torchrepro
 from torchrepro.cli import main
 from torchrepro.console import as_html, as_text, table
 from torchrepro.profile.load import listed
-from torchrepro.profile.resolved import Resolved
+from torchrepro.profile.resolved import ResolvedProfile
 from torchrepro.profile.search_path import MANY, MOST
 
 MARKUP = "<script>x</script> [link=http://x]y[/link] [red]z :bomb:"
@@ -167,4 +167,4 @@ def test_an_answer_of_a_pack_is_what_another_process_gets(write_pack_profile):
         write_pack_profile("seed: 1\nenv_extra: {TEAM: 'ä \U0001f40d'}\n")
     ).resolved
 
-    assert Resolved.from_json(resolved.to_json()) == resolved
+    assert ResolvedProfile.from_json(resolved.to_json()) == resolved

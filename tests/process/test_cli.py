@@ -14,7 +14,7 @@ import yaml
 
 import torchrepro as library
 from torchrepro.knobs.catalogue import CATALOGUE, explanations, knobs_by_name
-from torchrepro.knobs.knob import Missing
+from torchrepro.knobs.knob import MissingState
 
 CONSOLE_SCRIPT = Path(sysconfig.get_path("scripts")) / "torchrepro"
 SHIPPED = ["debug-strict", "npu-align", "seed-only", "train-fast"]
@@ -38,7 +38,7 @@ def process_state():
         if knob.loaded:
             try:
                 seen[knob.name] = repr(knob.access.save())
-            except Missing:
+            except MissingState:
                 seen[knob.name] = "missing"
     return seen, dict(os.environ), random.getstate()
 

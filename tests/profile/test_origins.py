@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 import torchrepro
 from torchrepro.profile.composition import flatten
 from torchrepro.profile.load import resolve
-from torchrepro.profile.resolved import Resolved
+from torchrepro.profile.resolved import ResolvedProfile
 
 TEAM = "defaults: [seed-only, _self_]\nseed: 5\ndropout: zero\n"
 
@@ -59,7 +59,7 @@ def test_origins_travel_to_other_processes(team):
     """What a process below `run` inherits is the profile with the same origins."""
     resolved = torchrepro.load(team, ["backends.cudnn.benchmark=false"]).resolved
 
-    arrived = Resolved.from_json(json.loads(json.dumps(resolved.to_json())))
+    arrived = ResolvedProfile.from_json(json.loads(json.dumps(resolved.to_json())))
 
     assert arrived == resolved
     assert {key: origin.to_json() for key, origin in arrived.origins.items()} == {

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import torchrepro
 from torchrepro.profile.compose import compose
 from torchrepro.profile.json_schema import json_schema
-from torchrepro.profile.resolved import STRICT, Resolved
+from torchrepro.profile.resolved import STRICT, ResolvedProfile
 from torchrepro.profile.search_path import SHIPPED
 
 GUARANTEES = {
@@ -30,7 +30,7 @@ DESCRIBES_ITSELF = ("schema", "name", "description", "guarantee", "defaults")
 @pytest.mark.parametrize("name", GUARANTEES)
 def test_a_shipped_profile_needs_no_validation(name):
     """A shipped profile's plain values are the very values that validation gives."""
-    assert Resolved.of(compose(name).values).values == torchrepro.load(name).resolved.values
+    assert ResolvedProfile.of(compose(name).values).values == torchrepro.load(name).resolved.values
 
 
 @pytest.mark.parametrize("name", GUARANTEES)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torchrepro.console import Part
-    from torchrepro.profile.resolved import Resolved
+    from torchrepro.profile.resolved import ResolvedProfile
 
 
 app = typer.Typer(
@@ -93,7 +93,7 @@ def answer(value: Any, shown: Iterable[Part], *, as_json: bool) -> None:
         show(*shown)
 
 
-def resolved_profile(profile: str, overrides: list[str] | None) -> Resolved:
+def resolved_profile(profile: str, overrides: list[str] | None) -> ResolvedProfile:
     """Return a profile with its overrides; raises `ProfileError` for one that is not valid."""
     from torchrepro.profile.load import load
 

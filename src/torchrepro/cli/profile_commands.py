@@ -26,7 +26,7 @@ from torchrepro.profile.resolved import plain
 
 if TYPE_CHECKING:
     from torchrepro.console import Part
-    from torchrepro.profile.resolved import Resolved
+    from torchrepro.profile.resolved import ResolvedProfile
 
 
 @app.command("list")
@@ -78,7 +78,7 @@ def show_profile(
         sys.stdout.write(dumped)
 
 
-def _show_origins(resolved: Resolved, *, as_json: bool) -> None:
+def _show_origins(resolved: ResolvedProfile, *, as_json: bool) -> None:
     from torchrepro.profile.composition import flatten
 
     rows = []

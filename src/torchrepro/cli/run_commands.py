@@ -27,7 +27,7 @@ from torchrepro.messages import Problem
 from torchrepro.trace.request import VARIABLE, Request
 
 if TYPE_CHECKING:
-    from torchrepro.profile.resolved import Resolved
+    from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.verdict.diagnosis import EscalationLevel
     from torchrepro.verdict.value import Verdict
 
@@ -180,7 +180,7 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
     start(resolved, command, more)
 
 
-def _locked_profile(lock: str, profile: str, overrides: list[str] | None) -> Resolved:
+def _locked_profile(lock: str, profile: str, overrides: list[str] | None) -> ResolvedProfile:
     """Return the profile of a lock that is met here; otherwise print what differs and exit with 1.
 
     `profile` and `overrides` replace the lock's own name for it.
@@ -196,7 +196,7 @@ def _locked_profile(lock: str, profile: str, overrides: list[str] | None) -> Res
     raise typer.Exit(1)
 
 
-def _to_run(profile: str, overrides: list[str] | None, lock: str) -> Resolved:
+def _to_run(profile: str, overrides: list[str] | None, lock: str) -> ResolvedProfile:
     """Return the profile to run, which is a lock's if one is given; it must be met."""
     if lock:
         return _locked_profile(lock, profile, overrides)

@@ -32,7 +32,7 @@ from torchrepro.manifest.contents import FILE, hydra_folder, manifest, write_man
 from torchrepro.messages import near, some
 from torchrepro.planner import plan
 from torchrepro.process_state import inherited
-from torchrepro.profile.resolved import Resolved
+from torchrepro.profile.resolved import ResolvedProfile
 from torchrepro.report import announce, announce_end
 from torchrepro.seeding.ranks import world
 from torchrepro.seeding.streams import drawn_streams, never_drawn
@@ -49,7 +49,7 @@ _OPTION = "--experimental-rerun"
 _ENTRY = "torchrepro"
 
 
-def send_with(config: DictConfig, resolved: Resolved) -> None:
+def send_with(config: DictConfig, resolved: ResolvedProfile) -> None:
     """Have the pickled `config` of a job carry its profile.
 
     It lies with Hydra's own part, which is never in the config that the task gets and may save.
@@ -72,7 +72,7 @@ class _Passenger:
 
 def _read(content: Mapping[str, Any]) -> _Passenger:
     if _is_a_rerun() and not in_force():
-        protect(Resolved.from_json(content))
+        protect(ResolvedProfile.from_json(content))
     return _Passenger(content)
 
 
@@ -187,7 +187,7 @@ def _end_at_exit(process: int) -> None:
             say(error)
 
 
-def protect(resolved: Resolved) -> None:
+def protect(resolved: ResolvedProfile) -> None:
     """Put the profile of a job that Hydra runs again in force, until the process ends.
 
     Its folder holds the manifest of the run before, and keeps it.

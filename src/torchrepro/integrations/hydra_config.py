@@ -21,7 +21,7 @@ from torchrepro.profile.search_path import PIECES, is_piece
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torchrepro.profile.resolved import Resolved
+    from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.profile.search_path import Folder
 
 
@@ -91,7 +91,7 @@ APP = "this app's config"
 _IF_OWN = f"if it is the app's own and no profile, ~hydra.callbacks.{CALLBACK} leaves it alone"
 
 
-def resolved_profile(config: DictConfig) -> Resolved | None:
+def resolved_profile(config: DictConfig) -> ResolvedProfile | None:
     """Return the profile that `config` asks for, or None if it asks for none.
 
     Raises `ProfileError` for one that is refused, or chosen in a way that leaves it without effect.

@@ -31,7 +31,7 @@ from torchrepro.seeding.generators import seeded
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from torchrepro.profile.resolved import Resolved
+    from torchrepro.profile.resolved import ResolvedProfile
 
 
 LIBRARIES = ("torch", "torch_npu", "transformer_engine")
@@ -119,11 +119,11 @@ def begin(config: pytest.Config, profile: str, overrides: Sequence[str]) -> None
     config.stash[_SESSION] = _Session(applied, asked, early, lines)
 
 
-def _shareable_text(words: Sequence[str], resolved: Resolved) -> str:
+def _shareable_text(words: Sequence[str], resolved: ResolvedProfile) -> str:
     return shlex.join(shareable(words, secrets_here(resolved)))
 
 
-def _for_good(config: pytest.Config, resolved: Resolved) -> Applied:
+def _for_good(config: pytest.Config, resolved: ResolvedProfile) -> Applied:
     applied = apply_resolved(resolved, _OBSTACLE)
     config.add_cleanup(applied.restore)
     return applied
@@ -162,7 +162,7 @@ def enter(item: pytest.Item) -> None:
         pytest.fail(refused, pytrace=False)
 
 
-def _asked_for(item: pytest.Item) -> Iterator[Resolved]:
+def _asked_for(item: pytest.Item) -> Iterator[ResolvedProfile]:
     """Yield the session's profile and the test's own, as far as there are any."""
     session, marker = item.config.stash.get(_SESSION, None), item.get_closest_marker("repro")
     outer = session.applied.resolved if session else None
@@ -188,7 +188,7 @@ def leave(item: pytest.Item) -> None:
 
 
 @contextmanager
-def _scope(resolved: Resolved) -> Iterator[Applied]:
+def _scope(resolved: ResolvedProfile) -> Iterator[Applied]:
     """Put `resolved` in force, and afterwards its variables back, whoever has changed them."""
     before = {name: os.environ.get(name) for name in resolved.environment()}
     try:
@@ -253,7 +253,7 @@ def how_to_repeat(item: pytest.Item) -> list[tuple[str, str]]:
     return [("torchrepro", "\n".join(lines))]
 
 
-def _marked(marker: pytest.Mark, outer: Resolved | None) -> Resolved:
+def _marked(marker: pytest.Mark, outer: ResolvedProfile | None) -> ResolvedProfile:
     """Return the profile that a marker asks for: its own, or the session's, and what it sets."""
     values = dict(marker.kwargs)
     overrides = values.pop("overrides", [])

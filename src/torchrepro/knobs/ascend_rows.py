@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.env_rows import ASCEND_ENV, row
-from torchrepro.knobs.knob import Calls, Knob, Missing
+from torchrepro.knobs.knob import Calls, Knob, MissingState
 from torchrepro.knobs.legal_values import OneOf, Switch, Text, Whole
 from torchrepro.knobs.npu_state import (
     CUBE_MATH_LOWERS,
@@ -104,7 +104,7 @@ class DeterministicLevel:
     def read(self) -> Any:
         getter = native("_npu_get_deterministic_level")
         if getter is None or not hasattr(npu(), "set_deterministic_level"):
-            raise Missing("this torch_npu has no set_deterministic_level")
+            raise MissingState("this torch_npu has no set_deterministic_level")
         return int(getter())
 
     def write(self, value: int) -> None:

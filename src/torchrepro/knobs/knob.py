@@ -42,7 +42,7 @@ class Scope(StrEnum):
     EVERY_THREAD = "every thread of this process"
 
 
-class Missing(Exception):  # noqa: N818 - an answer, not an error: the state does not exist here
+class MissingState(Exception):  # noqa: N818 - an answer, not an error
     """The state behind a knob does not exist in this process; the text says why."""
 
 
@@ -50,7 +50,7 @@ class Access(Protocol):
     """How to reach one piece of state."""
 
     def read(self) -> Any:
-        """Return the present value in the words of a profile; raise `Missing` if there is none.
+        """Return the present value in the words of a profile; raise `MissingState` without one.
 
         Changes nothing, and imports nothing but the knob's own library.
         """
@@ -70,10 +70,10 @@ class Effect:
     """What a library made of an environment variable when it read it, as far as that shows."""
 
     read: Callable[[], Any]
-    """Return what the library goes by; raises `Missing` where it does not show."""
+    """Return what the library goes by; raises `MissingState` where it does not show."""
 
     means: Callable[[str], Any]
-    """Return what a text of the variable comes to there; raises `Missing` if that is unknown."""
+    """Return what a text of the variable comes to; raises `MissingState` if that is unknown."""
 
     words: str
     """What the library does, with a place for what was read: ``torch computes with {} threads``."""
@@ -83,7 +83,7 @@ class Effect:
         try:
             now = self.read()
             return bool(now == self.means(text)), self.words.format(now)
-        except (Missing, ValueError):  # a text that the library may read in a way of its own
+        except (MissingState, ValueError):  # a text that the library may read in a way of its own
             return None, ""
 
 
@@ -210,7 +210,7 @@ def _object(path: str, name: str = "") -> Any:
     try:
         found: Any = import_module(module)
     except ImportError as error:
-        raise Missing(f"no module {error.name}") from None
+        raise MissingState(f"no module {error.name}") from None
     for part in filter(None, f"{inner}.{name}".split(".")):
         found = getattr(found, part, None)
     return found
@@ -229,7 +229,7 @@ class Attribute:
         absent = object()
         value = getattr(_object(self.owner), self.name, absent)
         if value is absent:
-            raise Missing(f"{self.owner.replace(':', '.')} has no {self.name} here")
+            raise MissingState(f"{self.owner.replace(':', '.')} has no {self.name} here")
         return value
 
     def write(self, value: Any) -> None:
@@ -249,7 +249,7 @@ class OptionalAttribute(Attribute):
     def read(self) -> Any:
         value = Attribute.read(self)
         if value is None:
-            raise Missing(f"{self.owner}.{self.name} is None: what it steers is not here")
+            raise MissingState(f"{self.owner}.{self.name} is None: what it steers is not here")
         return value
 
     save = read
@@ -268,7 +268,7 @@ class Calls:
     def _function(self, name: str) -> Callable[..., Any]:
         function: Callable[..., Any] | None = _object(self.module, name)
         if function is None:
-            raise Missing(f"{self.module.replace(':', '.')} has no {name} here")
+            raise MissingState(f"{self.module.replace(':', '.')} has no {name} here")
         return function
 
     def read(self) -> Any:

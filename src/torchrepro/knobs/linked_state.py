@@ -20,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.knobs.knob import Missing, Variable, put_back
+from torchrepro.knobs.knob import MissingState, Variable, put_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -59,7 +59,7 @@ class Fp32Precision:
         if value is not None:
             return value
         if self.owner not in _OLDER:
-            raise Missing(f"this torch has no torch.backends.{self.owner}.fp32_precision")
+            raise MissingState(f"this torch has no torch.backends.{self.owner}.fp32_precision")
         return "tf32" if _owner(_OLDER[self.owner]).allow_tf32 else "ieee"
 
     def write(self, value: str) -> None:
@@ -160,7 +160,7 @@ class InductorVariable(Variable):
     def read(self) -> Any:
         text, option = os.environ.get(self.name), self.present()
         if option is None and _CONFIGS[-1] in sys.modules:
-            raise Missing(f"this torch's inductor has no {self.option}")
+            raise MissingState(f"this torch's inductor has no {self.option}")
         return text if option in (None, text == "1") else _text(option)
 
     def holds(self, value: Any) -> bool:
@@ -207,7 +207,7 @@ class InductorSwitch(InductorVariable):
 
     def read(self) -> Any:
         if not _inductor_reads(self.name):
-            raise Missing(f"this torch's inductor has no {self.option} mode")
+            raise MissingState(f"this torch's inductor has no {self.option} mode")
         return InductorVariable.read(self) == "1"
 
     def holds(self, value: Any) -> bool:

@@ -11,17 +11,17 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.knobs.knob import Missing
+from torchrepro.knobs.knob import MissingState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
 def npu() -> Any:
-    """Return ``torch.npu``; raises `Missing` where torch_npu is not loaded."""
+    """Return ``torch.npu``; raises `MissingState` where torch_npu is not loaded."""
     module = getattr(import_module("torch"), "npu", None)
     if module is None:
-        raise Missing("no torch_npu in this process")
+        raise MissingState("no torch_npu in this process")
     return module
 
 
@@ -41,13 +41,13 @@ def native(name: str) -> Any:
 
 
 def option_text(name: str) -> str:
-    """Return the text of an option, empty while nobody set it; raises `Missing` if unknown."""
+    """Return the text of an option, empty while nobody set it; raises `MissingState` if unknown."""
     if not hasattr(npu(), "set_option"):
-        raise Missing("this torch.npu has no set_option")
+        raise MissingState("this torch.npu has no set_option")
     getter = native("_npu_getOption")
     raw = getter(name) if getter else None
     if raw is None:
-        raise Missing(f"this torch_npu has no option {name}")
+        raise MissingState(f"this torch_npu has no option {name}")
     return str(raw.decode())
 
 
@@ -122,7 +122,7 @@ def _jit_compile(asked: Mapping[str, Any]) -> bool:
 def _option(name: str) -> str:
     try:
         return option_text(name)
-    except Missing:
+    except MissingState:
         return ""
 
 

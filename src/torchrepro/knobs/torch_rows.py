@@ -7,7 +7,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.knobs.knob import Attribute, Calls, Knob, Missing, OptionalAttribute, Scope
+from torchrepro.knobs.knob import Attribute, Calls, Knob, MissingState, OptionalAttribute, Scope
 from torchrepro.knobs.legal_values import OneOf, Switch, Whole
 from torchrepro.knobs.linked_state import Fp32Precision, InductorSwitch
 from torchrepro.knobs.npu_state import determinism_unheard, native
@@ -86,7 +86,7 @@ class OptEinsum(Attribute):
 
     def read(self) -> Any:
         if not import_module("torch.backends.opt_einsum").is_available():
-            raise Missing("the package opt_einsum is not installed: einsum goes left to right")
+            raise MissingState("the package opt_einsum is not installed: einsum goes left to right")
         return Attribute.read(self)
 
     save = read

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.knobs.knob import Calls, Effect, Missing
+from torchrepro.knobs.knob import Calls, Effect, MissingState
 from torchrepro.knobs.linked_state import Fp32Precision
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def _of_torch(read: Callable[[], Any]) -> Callable[[], Any]:
 
     def read_once_loaded() -> Any:
         if "torch" not in sys.modules:
-            raise Missing("torch is not loaded")
+            raise MissingState("torch is not loaded")
         return read()
 
     return read_once_loaded
@@ -44,13 +44,13 @@ def _hash_secret() -> bytes:
     try:
         return bytes((ctypes.c_ubyte * 16).in_dll(ctypes.pythonapi, "_Py_HashSecret"))
     except ValueError:
-        raise Missing("this Python does not show its hash secret") from None
+        raise MissingState("this Python does not show its hash secret") from None
 
 
 def _secret_of(text: str) -> bytes:
     """Return the secret that a numeric PYTHONHASHSEED comes to (CPython's `lcg_urandom`)."""
     if not text.isdigit():
-        raise Missing("a random secret is any")
+        raise MissingState("a random secret is any")
     state, secret = int(text), bytearray()
     for _ in range(16 if state else 0):
         state = (state * 214013 + 2531011) % 2**32
@@ -100,7 +100,7 @@ def _from_openmp(function: str) -> int:
     runtimes = [ctypes.CDLL(path, mode=mode) for path in _openmp_of_torch()]
     answers = {int(getattr(runtime, function)()) for runtime in runtimes}
     if len(answers) != 1:
-        raise Missing("no OpenMP runtime is loaded, or several that disagree")
+        raise MissingState("no OpenMP runtime is loaded, or several that disagree")
     return answers.pop()
 
 
@@ -113,7 +113,7 @@ def _threads() -> int:
 def _threads_of_mkl() -> int:
     found = re.search(r"mkl_get_max_threads\(\) : (\d+)", _parallel_info())
     if found is None:
-        raise Missing("this torch has no MKL")
+        raise MissingState("this torch has no MKL")
     return int(found[1])
 
 
@@ -132,7 +132,7 @@ def inductor_option(access: InductorVariable) -> Effect:
     def read() -> bool:
         option = access.present()
         if option is None:
-            raise Missing("inductor is not loaded")
+            raise MissingState("inductor is not loaded")
         return option
 
     return Effect(read, lambda text: text == "1", f"inductor's {access.option} is {{}}")

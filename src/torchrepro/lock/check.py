@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torchrepro.console import Part
-    from torchrepro.profile.resolved import Resolved
+    from torchrepro.profile.resolved import ResolvedProfile
 
 HERE = "this machine"
 
@@ -49,7 +49,7 @@ class CheckResult:
 
     lock: str
     strict: bool
-    resolved: Resolved | None
+    resolved: ResolvedProfile | None
     """The locked profile as it is here; None where it cannot be resolved any more."""
 
     comparison: Comparison

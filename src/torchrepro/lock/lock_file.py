@@ -20,7 +20,7 @@ from torchrepro.messages import Problem, some
 from torchrepro.planner import Plan, make_plan, observe, refusal
 from torchrepro.profile.load import resolve
 from torchrepro.profile.overrides import key_of
-from torchrepro.profile.resolved import Resolved
+from torchrepro.profile.resolved import ResolvedProfile
 from torchrepro.profile.search_path import SUFFIXES
 from torchrepro.redaction import HIDDEN, without_secrets
 
@@ -68,7 +68,7 @@ def read_whole(path: Path) -> tuple[str, dict[str, Any]]:
 def true_digest(contents: Mapping[str, Any]) -> str | None:
     """Return the digest of the profile in a lock; None where a part of it was redacted."""
     profile = contents["profile"]
-    return None if HIDDEN in json.dumps(profile) else Resolved.of(profile).digest
+    return None if HIDDEN in json.dumps(profile) else ResolvedProfile.of(profile).digest
 
 
 def _lacking(contents: Mapping[str, Any]) -> Iterator[str]:
@@ -144,13 +144,13 @@ def _relative_to_lock(lock: Path, profile: str) -> str:
         return str(Path(profile).absolute())
 
 
-def plan_of_a_run(resolved: Resolved) -> Plan:
+def plan_of_a_run(resolved: ResolvedProfile) -> Plan:
     """Return the plan for a run of `resolved` that `torchrepro run` starts here; imports torch."""
     import_torch()
     return make_plan(resolved, observe(resolved, closed={}))
 
 
-def _refuse_secrets(resolved: Resolved, overrides: Sequence[str]) -> None:
+def _refuse_secrets(resolved: ResolvedProfile, overrides: Sequence[str]) -> None:
     """Raise `ProfileError` for an override with a secret, which the lock would show."""
     secrets = secrets_here(resolved)
     for text in overrides:

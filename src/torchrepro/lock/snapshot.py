@@ -21,7 +21,7 @@ from torchrepro.trace.store import SUFFIX
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from torchrepro.profile.resolved import Resolved
+    from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.trace.reader import Trace
 
     Section = Mapping[str, Any]
@@ -74,7 +74,7 @@ def _is_profile(name: str) -> bool:
     return True
 
 
-def of_profile(name: str, resolved: Resolved) -> Snapshot:
+def of_profile(name: str, resolved: ResolvedProfile) -> Snapshot:
     """Return the snapshot of a profile: its values and the packs that they come from."""
     sections = {
         "profile": flatten(plain(resolved.values)),

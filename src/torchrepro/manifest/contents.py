@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
 
-    from torchrepro.profile.resolved import Resolved
+    from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.report import Report
 
 
@@ -43,7 +43,7 @@ Those of the catalogue are knobs; the others have their reasons in `VARIABLES`.
 """
 
 
-def manifest(resolved: Resolved, report: Report) -> dict[str, Any]:
+def manifest(resolved: ResolvedProfile, report: Report) -> dict[str, Any]:
     """Return the manifest of a run under `resolved` as plain JSON values, without any secret.
 
     What the run has done with random numbers so far is part of it: the streams it drew from and
@@ -59,7 +59,7 @@ def manifest(resolved: Resolved, report: Report) -> dict[str, Any]:
     return cleaned
 
 
-def common_contents(resolved: Resolved, report: Report) -> dict[str, Any]:
+def common_contents(resolved: ResolvedProfile, report: Report) -> dict[str, Any]:
     """Return what a manifest and a lock have in common as plain JSON values, without any secret.
 
     Asks the libraries that are loaded and no others; never fails because of the machine.
@@ -68,7 +68,7 @@ def common_contents(resolved: Resolved, report: Report) -> dict[str, Any]:
     return cleaned
 
 
-def _gathered(resolved: Resolved, report: Report) -> dict[str, Any]:
+def _gathered(resolved: ResolvedProfile, report: Report) -> dict[str, Any]:
     return {
         "manifest": FORMAT,
         "profile": plain(resolved.values),
@@ -83,7 +83,7 @@ def _gathered(resolved: Resolved, report: Report) -> dict[str, Any]:
     }
 
 
-def secrets_here(*profiles: Resolved) -> tuple[str, ...]:
+def secrets_here(*profiles: ResolvedProfile) -> tuple[str, ...]:
     """Return the values that must not leave: in this process's variables and in the profiles'."""
     of_each = [os.environ, *(resolved.environment() for resolved in profiles)]
     found = {value for variables in of_each for value in secret_values(variables)}

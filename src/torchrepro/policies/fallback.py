@@ -16,7 +16,7 @@ from typing import Any
 
 from torchrepro.errors import ProfileError
 from torchrepro.fork_safety import fork_safe_lock
-from torchrepro.knobs.knob import Missing
+from torchrepro.knobs.knob import MissingState
 from torchrepro.knobs.legal_values import Value, is_pattern, per_op, waits_for_refusal
 from torchrepro.messages import Problem, near
 from torchrepro.policies import fallback_calls as done
@@ -128,7 +128,7 @@ class FallbackPolicy:
         mode = sys.modules["torch"].get_deterministic_debug_mode()
         if waits_for_refusal(asked) and mode in _IDLE:
             check(asked)  # a wrong name is wrong in any case
-            raise Missing(
+            raise MissingState(
                 f"{_IDLE[mode]}, so that no op falls back: set "
                 "backends.torch.deterministic_algorithms to error"
             )

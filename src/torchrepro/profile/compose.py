@@ -17,7 +17,7 @@ from torchrepro.messages import Problem, shown
 from torchrepro.profile.composition import NOT_INHERITED, Composition, Origin, flatten, versioned
 from torchrepro.profile.document import Document, read_document
 from torchrepro.profile.overrides import Override, parsed
-from torchrepro.profile.resolved import Resolved, plain
+from torchrepro.profile.resolved import ResolvedProfile, plain
 from torchrepro.profile.search_path import (
     PIECES,
     SHIPPED,
@@ -68,7 +68,7 @@ def compose_document(
     return composition
 
 
-def compose_resolved(resolved: Resolved, overrides: Sequence[str]) -> Composition:
+def compose_resolved(resolved: ResolvedProfile, overrides: Sequence[str]) -> Composition:
     """Compose a profile that is resolved already with further `overrides`."""
     origins = dict(resolved.origins)
     values = plain(resolved.values)

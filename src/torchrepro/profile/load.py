@@ -18,7 +18,7 @@ from torchrepro.profile.compose import compose, compose_document, compose_resolv
 from torchrepro.profile.composition import EXTRA, versioned
 from torchrepro.profile.document import Document
 from torchrepro.profile.overrides import check_values
-from torchrepro.profile.resolved import Resolved
+from torchrepro.profile.resolved import ResolvedProfile
 from torchrepro.profile.search_path import incomplete_packs, is_piece, search_path
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def load(profile: str, overrides: Sequence[str] = ()) -> Profile:
     return validate(compose(str(profile), overrides))
 
 
-def resolve(source: Any, overrides: Sequence[str] = (), *, typed: bool = True) -> Resolved:
+def resolve(source: Any, overrides: Sequence[str] = (), *, typed: bool = True) -> ResolvedProfile:
     """Return the plain values of `source`: a name, a path, a `Profile`, a DictConfig or a dict.
 
     Of the config of a whole program, its section `repro`.
@@ -62,7 +62,7 @@ def resolve(source: Any, overrides: Sequence[str] = (), *, typed: bool = True) -
     """
     _refuse_other_types(source, overrides)
     given = getattr(source, "resolved", source)  # a Profile is valid already
-    if isinstance(given, Resolved):
+    if isinstance(given, ResolvedProfile):
         return validate(compose_resolved(given, overrides)).resolved if overrides else given
     mapping = isinstance(source, Mapping) or _is_dictconfig(source)
     if mapping and SECTION in source:
@@ -72,7 +72,7 @@ def resolve(source: Any, overrides: Sequence[str] = (), *, typed: bool = True) -
     else:
         composition = compose(str(source), overrides, typed=typed)
     if composition.only_shipped:
-        return Resolved.of(composition.values, composition)
+        return ResolvedProfile.of(composition.values, composition)
     return validate(composition).resolved
 
 
@@ -131,7 +131,7 @@ def from_mapping(source: Any, overrides: Sequence[str] = (), where: str = "") ->
 
 def _refuse_other_types(source: Any, overrides: Any) -> None:
     """Raise `ProfileError` for an argument that is no profile, or no list of overrides."""
-    is_profile = isinstance(source, str | PathLike | Mapping | Resolved)
+    is_profile = isinstance(source, str | PathLike | Mapping | ResolvedProfile)
     if not is_profile and not _is_dictconfig(source) and not hasattr(source, "resolved"):
         legal = "a name, a path, a Profile, a DictConfig or a dict"
         raise ProfileError.about("not a profile", found=type(source).__name__, legal=legal)

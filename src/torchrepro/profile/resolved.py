@@ -24,7 +24,7 @@ _POSITION = {knob.name: position for position, knob in enumerate(CATALOGUE)}
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved:
+class ResolvedProfile:
     """The values that a valid profile sets, without the keys it leaves alone."""
 
     values: Mapping[str, Any]
@@ -32,7 +32,9 @@ class Resolved:
     """Dotted key -> where its value comes from, as far as that is known."""
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], composition: Composition | None = None) -> Resolved:
+    def of(
+        cls, values: Mapping[str, Any], composition: Composition | None = None
+    ) -> ResolvedProfile:
         """Return `values` without every null and every empty section, as they were composed."""
         kept = _without_null(values)
         if composition is None:
@@ -48,7 +50,7 @@ class Resolved:
         }
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Resolved:
+    def from_json(cls, content: Mapping[str, Any]) -> ResolvedProfile:
         """Return what `to_json` wrote."""
         origins = {k: Origin.from_json(each) for k, each in content["origins"].items()}
         values = _without_null(content["values"])

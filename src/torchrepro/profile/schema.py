@@ -29,7 +29,7 @@ from torchrepro.messages import shown
 from torchrepro.profile.composition import Composition, flatten
 from torchrepro.profile.document import LONGEST_NUMBER
 from torchrepro.profile.needs import NEEDS, folded
-from torchrepro.profile.resolved import STRICT, Resolved
+from torchrepro.profile.resolved import STRICT, ResolvedProfile
 
 if TYPE_CHECKING:
     from torchrepro.knobs.knob import Knob
@@ -212,7 +212,7 @@ else:
     Backends, Environment, Device, Dataloader = _Backends, _Environment, _Device, _Dataloader
 
 
-def contradictions(resolved: Resolved) -> list[tuple[str, str, str]]:
+def contradictions(resolved: ResolvedProfile) -> list[tuple[str, str, str]]:
     """Return (key, value, reason) for everything in `resolved` that cannot hold together."""
     leaves = flatten(resolved.values)
     found = [
@@ -358,10 +358,10 @@ class Profile(BaseModel):
         return hash(self.digest)
 
     @property
-    def resolved(self) -> Resolved:
+    def resolved(self) -> ResolvedProfile:
         """The plain values that the profile sets."""
         values = self.model_dump(by_alias=True, mode="json", exclude_none=True)
-        return Resolved.of(values, self._composition)
+        return ResolvedProfile.of(values, self._composition)
 
     def remember(self, composition: Composition) -> None:
         """Keep where each value comes from; equality and digest take no notice of it."""

@@ -12,7 +12,7 @@ from importlib import import_module
 from inspect import getclosurevars, isfunction
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.knobs.knob import Missing
+from torchrepro.knobs.knob import MissingState
 from torchrepro.seeding import generators as devices
 from torchrepro.seeding import loader, streams
 from torchrepro.seeding.libraries import LibrarySeeds
@@ -147,9 +147,9 @@ class AcceleratorSeed:
     def _module(self) -> Any:
         module = getattr(_torch(), self.device, None)
         if module is None or not hasattr(module, "manual_seed"):
-            raise Missing(f"this torch has no torch.{self.device}")
+            raise MissingState(f"this torch has no torch.{self.device}")
         if self.device not in devices.built_for():
-            raise Missing(f"this torch is not built for {self.device}")
+            raise MissingState(f"this torch is not built for {self.device}")
         return module
 
     def read(self) -> Any:

@@ -16,7 +16,7 @@ from torchrepro.verification.result import EscalationTrial, Run, StressResult
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torchrepro.profile.resolved import Resolved
+    from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.verdict.diagnosis import EscalationLevel
     from torchrepro.verdict.value import Divergence, Verdict
     from torchrepro.verification.agreement import RunCriteria
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def looked_closer(
     runner: Runner,
-    resolved: Resolved | None,
+    resolved: ResolvedProfile | None,
     question: RunCriteria,
     verdict: Verdict,
     around: tuple[RunEnvironment, RunEnvironment],
@@ -84,7 +84,7 @@ class Bisection:
     """Runs a command under a part of a storm, to see whether that part is enough."""
 
     runner: Runner
-    resolved: Resolved | None
+    resolved: ResolvedProfile | None
     question: RunCriteria
     storm: StressPlan
     first: Run
@@ -136,7 +136,7 @@ def halved(names: Sequence[str], parts: Callable[[Sequence[str]], bool]) -> tupl
 
 
 def with_culprit(
-    verdict: Verdict, stressed: StressResult, storm: StressPlan, resolved: Resolved | None
+    verdict: Verdict, stressed: StressResult, storm: StressPlan, resolved: ResolvedProfile | None
 ) -> Verdict:
     """Return a verdict that names what makes the runs part, and what helps against it."""
     verdict = replace(verdict, notes=(stressed.what, *verdict.notes))
@@ -157,7 +157,7 @@ def with_culprit(
 
 def climb(  # noqa: PLR0913, PLR0917 - what a rung is tried with
     runner: Runner,
-    resolved: Resolved,
+    resolved: ResolvedProfile,
     question: RunCriteria,
     divergence: Divergence | None,
     accelerator: str,
@@ -177,7 +177,7 @@ def climb(  # noqa: PLR0913, PLR0917 - what a rung is tried with
 
 def _tried(  # noqa: PLR0913, PLR0917 - as above
     runner: Runner,
-    resolved: Resolved,
+    resolved: ResolvedProfile,
     question: RunCriteria,
     rung: EscalationLevel,
     around: Sequence[RunEnvironment],

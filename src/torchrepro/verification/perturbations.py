@@ -20,7 +20,7 @@ from torchrepro.verification.result import StressResult
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from torchrepro.profile.resolved import Resolved
+    from torchrepro.profile.resolved import ResolvedProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ class StressPlan:
     skipped: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def of(cls, names: Iterable[str], resolved: Resolved | None) -> StressPlan:
+    def of(cls, names: Iterable[str], resolved: ResolvedProfile | None) -> StressPlan:
         """Return the perturbations of these names that can be used under a profile, if any.
 
         Raises `ProfileError` for a name that there is not.

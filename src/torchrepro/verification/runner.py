@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import FrameType
 
-    from torchrepro.profile.resolved import Resolved
+    from torchrepro.profile.resolved import ResolvedProfile
 
 
 class OutputDirectory:
@@ -171,7 +171,7 @@ class Runner:
 
     def run(
         self,
-        resolved: Resolved | None,
+        resolved: ResolvedProfile | None,
         name: str,
         around: RunEnvironment = CALM,
         perturbed: tuple[str, ...] = (),

@@ -32,7 +32,7 @@ from torchrepro.verification.runner import Runner, workplace
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from torchrepro.profile.resolved import Resolved
+    from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.verification.perturbations import RunEnvironment
     from torchrepro.verification.runner import OutputDirectory
 
@@ -92,7 +92,7 @@ def verify(  # noqa: PLR0913 - each is an option of the command
         return _finished(found.verification(runs, closer=closer, climb=climb), place)
 
 
-def _resolved(profile: Any, overrides: Sequence[str]) -> Resolved | None:
+def _resolved(profile: Any, overrides: Sequence[str]) -> ResolvedProfile | None:
     if profile is not None:
         return resolve(profile, overrides)
     if overrides:
@@ -107,7 +107,7 @@ def _resolved(profile: Any, overrides: Sequence[str]) -> Resolved | None:
 
 
 def command_line(
-    profile: Any, resolved: Resolved | None, overrides: Sequence[str], command: Sequence[str]
+    profile: Any, resolved: ResolvedProfile | None, overrides: Sequence[str], command: Sequence[str]
 ) -> str:
     """Return what starts `command` in the way that is verified, as a shell takes it.
 
@@ -139,7 +139,7 @@ class _Verifying:
     """A verification that is under way."""
 
     runner: Runner
-    resolved: Resolved | None
+    resolved: ResolvedProfile | None
     question: RunCriteria
     storm: StressPlan
     certifies: str
