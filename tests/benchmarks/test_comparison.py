@@ -17,8 +17,9 @@ import pytest
 
 from torchrepro.console import as_text, table
 from torchrepro.trace import store as store_module
+from torchrepro.trace.format import FORMAT, StepRow
 from torchrepro.trace.reader import Trace
-from torchrepro.trace.store import FORMAT, StepRow, Store
+from torchrepro.trace.store import Store
 
 from .paired import require
 

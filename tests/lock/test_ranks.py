@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 import xxhash
 
-from torchrepro.trace.store import as_bytes
+from torchrepro.trace.format import as_bytes
 
 
 @pytest.fixture

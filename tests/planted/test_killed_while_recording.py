@@ -12,8 +12,8 @@ import pytest
 
 import torchrepro
 from torchrepro import TraceError
+from torchrepro.trace.format import SCHEMA, SUFFIX
 from torchrepro.trace.reader import Trace, read_run
-from torchrepro.trace.store import SCHEMA, SUFFIX
 from torchrepro.verdict.value import Kind
 
 KILLS = 20

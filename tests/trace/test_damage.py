@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro import TraceError
+from torchrepro.trace.format import SCHEMAS, SEALED, WITHOUT_SEALS, as_bytes
 from torchrepro.trace.reader import read_run
-from torchrepro.trace.store import SCHEMAS, SEALED, WITHOUT_SEALS, as_bytes
 from torchrepro.verdict.value import Kind
 
 from .conftest import Net, train

@@ -173,3 +173,13 @@ def test_a_program_that_records_itself_can_be_recorded(tmp_path: Path) -> None:
         {one.op for one in seen(read_run(tmp_path / name)[0])} for name in ("own", "outer")
     )
     assert "aten::sin" in own & outer
+
+
+def test_a_recording_leaves_no_break_in_a_compiled_graph(recorded: Recorder) -> None:
+    """A model that is to be compiled as one graph still is while its modules are recorded."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU())
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+
+    trace = recorded(lambda: compiled(torch.ones(2, 4)), level="module")
+
+    assert "module" in {one.op for one in seen(trace)}

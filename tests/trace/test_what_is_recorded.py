@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro.trace.fingerprint import fingerprint
-from torchrepro.trace.reader import UNINITIALISED
+from torchrepro.trace.format import UNINITIALISED
 
 from .conftest import Net, Recorder, seen, train
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from torchrepro.knobs.catalogue import explanations, knobs_by_name
 from torchrepro.profile.load import load
-from torchrepro.trace.reader import UNINITIALISED
+from torchrepro.trace.format import UNINITIALISED
 from torchrepro.verdict.diagnosis import _fits, advice, case_of
 from torchrepro.verdict.evidence import DRAWING, DROPPING, DROPPING_INSIDE
 from torchrepro.verdict.rules import CAUSES

@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from torchrepro.trace.reader import UNINITIALISED
+from torchrepro.trace.format import UNINITIALISED
 from torchrepro.verdict.comparison import compare
 from torchrepro.verdict.value import Divergence, Kind
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrepro.console import as_text
-from torchrepro.trace.reader import UNINITIALISED
+from torchrepro.trace.format import UNINITIALISED
 from torchrepro.verdict.diagnosis import next_rung
 from torchrepro.verdict.page import page
 from torchrepro.verdict.render import verdict_json, verdict_parts

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torchrepro.trace.store import FORMAT, Row, StepRow, Store
+from torchrepro.trace.format import FORMAT, Row, StepRow
+from torchrepro.trace.store import Store
 
 Statistics = tuple[int, float | None, float | None, float | None, float | None]
 

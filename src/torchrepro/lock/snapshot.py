@@ -16,7 +16,7 @@ from torchrepro.profile.load import resolve
 from torchrepro.profile.resolved import plain
 from torchrepro.profile.search_path import DISTRIBUTION
 from torchrepro.report import Outcome
-from torchrepro.trace.store import SUFFIX
+from torchrepro.trace.format import SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

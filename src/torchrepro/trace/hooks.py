@@ -1,7 +1,7 @@
-"""Hooks on a training loop: backward passes, optimizer steps, batches, modules, new threads.
+"""Hooks on torch while a recording runs: the training loop, threads, the compiler.
 
-Optimizers have public hooks for all of them; the other two do not, so one function of torch each
-is wrapped while anything is recorded.
+Optimizers have public hooks. Backward passes and batches have none, so one function of torch
+each is wrapped while anything is recorded.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ import threading
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrepro.imports import AfterImport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
+    from collections.abc import Callable, Iterator, Sequence
 
 BATCHES = {
     "torch.utils.data.dataloader": "_BaseDataLoaderIter",
@@ -32,84 +33,43 @@ BATCHES = {
 """Module -> the class whose ``__next__`` hands every batch to the program. Private: a loader has
 no hook; were the class gone, batches would be recorded where an op first reads them."""
 
-
-class Listener(Protocol):
-    """Who is told what passes through the doors."""
-
-    def backward_begins(self, losses: Any) -> None:
-        """A backward pass is about to begin from `losses`."""
-
-    def backward_ends(self) -> None:
-        """The backward pass has ended, or has failed."""
-
-    def optimizer_begins(self, optimizer: Any, with_closure: bool) -> None:  # noqa: FBT001 - a fact, not a switch
-        """An optimizer is about to make a step."""
-
-    def optimizer_ends(self, optimizer: Any) -> None:
-        """An optimizer has made a step."""
-
-    def batch_begins(self, workers: int) -> None:
-        """A loader that has so many worker processes is about to hand over a batch."""
-
-    def batch_ends(self, batch: Any) -> None:
-        """A loader has handed over a batch, or nothing if `batch` is None."""
+_HIGHER_ORDER = ("torch._higher_order_ops*", "torch.nn.attention*")  # where such ops are defined
+_INDUCTOR, _DYNAMO = "torch._inductor.config", "torch._dynamo"
+_WRAP_REGIONS = "wrap_inductor_compiled_regions"
+_left_out: list[bool] = []  # once is enough for a process
 
 
-def watch_training(listener: Listener) -> ExitStack:
-    """Have `listener` told; closing what is returned takes everything back."""
-    doors = ExitStack()
+def watch_training(listener: Any) -> ExitStack:
+    """Call `listener` at each backward pass, optimizer step and batch, until the stack is closed.
+
+    Its methods are `backward_begins` (losses), `backward_ends`, `optimizer_begins` (optimizer,
+    whether with a closure), `optimizer_ends` (optimizer), `batch_begins` (number of worker
+    processes) and `batch_ends` (batch, None if there was none).
+    """
+    stack = ExitStack()
     before = register_optimizer_step_pre_hook(
         lambda optimizer, args, kwargs: listener.optimizer_begins(
-            optimizer, bool(args[1:] or kwargs)
+            optimizer, with_closure=bool(args[1:] or kwargs)
         )
     )
-    doors.callback(before.remove)
+    stack.callback(before.remove)
     after = register_optimizer_step_post_hook(
         lambda optimizer, _args, _kwargs: listener.optimizer_ends(optimizer)
     )
-    doors.callback(after.remove)
-    _wrap(doors, torch.autograd, "backward", _announced(listener))
-    watched: set[type] = set()  # both modules may hold the same class
-    waiting = AfterImport(
-        BATCHES, lambda module: _watch_batches(doors, listener, import_module(module), watched)
-    )
-    waiting.watch()
-    doors.callback(waiting.unwatch)
-    for module in BATCHES:
-        if module in sys.modules:
-            _watch_batches(doors, listener, sys.modules[module], watched)
-    return doors
+    stack.callback(after.remove)
 
-
-def _wrap(doors: ExitStack, owner: Any, name: str, wrapping: Callable[[Any], Any]) -> None:
-    original = getattr(owner, name)
-    wrapper = wraps(original)(wrapping(original))
-    setattr(owner, name, wrapper)
-
-    def put_back() -> None:
-        if getattr(owner, name) is wrapper:  # somebody else's wrapper around ours stays
-            setattr(owner, name, original)
-
-    doors.callback(put_back)
-
-
-def _announced(listener: Listener) -> Callable[[Any], Any]:
-    def wrapping(backward: Any) -> Any:
-        def announced(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched_backward(backward: Any) -> Any:
+        def watched(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             listener.backward_begins(tensors)
             try:
                 return backward(tensors, *args, **kwargs)
             finally:
                 listener.backward_ends()
 
-        return announced
+        return watched
 
-    return wrapping
-
-
-def _watch_batches(doors: ExitStack, listener: Listener, module: Any, watched: set[type]) -> None:
-    def wrapping(following: Any) -> Any:
-        def announced(iterator: Any) -> Any:
+    def watched_next(following: Any) -> Any:
+        def watched(iterator: Any) -> Any:
             listener.batch_begins(getattr(iterator, "_num_workers", 0))
             batch = None
             try:
@@ -118,40 +78,39 @@ def _watch_batches(doors: ExitStack, listener: Listener, module: Any, watched: s
                 listener.batch_ends(batch)
             return batch
 
-        return announced
+        return watched
 
-    iterators = getattr(module, BATCHES[module.__name__], None)
-    if iterators is not None and iterators not in watched:
-        watched.add(iterators)
-        _wrap(doors, iterators, "__next__", wrapping)
+    classes: set[type] = set()  # both modules may hold the same class
+
+    def watch_batches(module: str) -> None:
+        iterators = getattr(sys.modules[module], BATCHES[module], None)
+        if iterators is not None and iterators not in classes:
+            classes.add(iterators)
+            _wrap(stack, iterators, "__next__", watched_next)
+
+    _wrap(stack, torch.autograd, "backward", watched_backward)
+    stack.enter_context(_once_imported(tuple(BATCHES), watch_batches))
+    return stack
 
 
-@contextmanager
-def on_modules_called(call: Callable[[Any, Any], None]) -> Iterator[None]:
-    """Call `call` with every module that has been called and what it returned.
+def _wrap(stack: ExitStack, owner: Any, name: str, wrapping: Callable[[Any], Any]) -> None:
+    original = getattr(owner, name)
+    wrapper = wraps(original)(wrapping(original))
+    setattr(owner, name, wrapper)
 
-    While torch.compile traces a model, the hook is nothing: it leaves no break in the graph, and
-    what is inside of a compiled region is not seen.
-    https://docs.pytorch.org/docs/stable/generated/torch.nn.modules.module.register_module_forward_hook.html
-    """
+    def put_back() -> None:
+        if getattr(owner, name) is wrapper:  # somebody else's wrapper around ours stays
+            setattr(owner, name, original)
 
-    def hook(module: Any, _args: Any, returned: Any) -> None:
-        if not torch.compiler.is_compiling():
-            call(module, returned)
-
-    handle = torch.nn.modules.module.register_module_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
+    stack.callback(put_back)
 
 
 @contextmanager
 def on_threads_started(first: Callable[[], None]) -> Iterator[None]:
     """Call `first` on each thread that `threading` starts within the block, before its own code.
 
-    A thread calls its profile function at its first call of anything, which is the one public way
-    to be there first; one that is set already gets its place back.
+    A thread calls its profile function at its first call of anything. No other public way comes as
+    early. A profile function that is set already gets its place back.
     https://docs.python.org/3/library/threading.html#threading.setprofile
     """
     before = threading.getprofile()
@@ -168,3 +127,96 @@ def on_threads_started(first: Callable[[], None]) -> Iterator[None]:
     finally:
         if threading.getprofile() is begin:
             threading.setprofile(before)
+
+
+@contextmanager
+def higher_order_ops_run(mode: type[TorchDispatchMode]) -> Iterator[None]:
+    """Have higher-order ops run under `mode`, those that are defined later as well.
+
+    Newer torch asks a mode once, by `supports_higher_order_operators`. Older torch refuses a
+    higher-order op under a mode that the op has no rule for. The list of all such ops is private;
+    were it gone where it is needed, such an op would raise torch's own error.
+    """
+
+    def rule(op: Any) -> Callable[..., Any]:
+        return lambda own, *args, **kwargs: own.__torch_dispatch__(op, (), args, kwargs)
+
+    def give_rules(_module: str = "") -> None:
+        for op in getattr(torch._ops, "_higher_order_ops", {}).values():  # noqa: SLF001 - see above
+            if mode not in op.python_key_table:
+                op.py_impl(mode)(rule(op))
+
+    if hasattr(TorchDispatchMode, "supports_higher_order_operators"):
+        yield
+        return
+    give_rules()
+    with _once_imported(_HIGHER_ORDER, give_rules):
+        yield
+
+
+@contextmanager
+def compiled_regions_seen() -> Iterator[None]:
+    """Have regions that inductor compiles from now on pass through the dispatcher as one op.
+
+    The option is inductor's own and leaves the generated code as it is. Without it (older torch)
+    the kernels that inductor wrote are not seen; those of libraries that it calls are.
+    """
+
+    def wrap_regions(module: str) -> None:
+        config = sys.modules[module]
+        if hasattr(config, _WRAP_REGIONS):
+            stack.callback(setattr, config, _WRAP_REGIONS, getattr(config, _WRAP_REGIONS))
+            setattr(config, _WRAP_REGIONS, True)
+
+    with ExitStack() as stack:
+        stack.enter_context(_once_imported((_INDUCTOR,), wrap_regions))
+        yield
+
+
+@contextmanager
+def left_out_of_compilation(mode: type[TorchDispatchMode]) -> Iterator[None]:
+    """Have torch.compile leave torchrepro's own code out where it meets it between two regions.
+
+    ``trace_rules.add`` is not documented. The documented ``torch.compiler.disable`` costs a
+    microsecond per op even where nothing is compiled; it is used where the other is gone.
+    """
+
+    def leave_out(_module: str) -> None:
+        if _left_out:
+            return
+        _left_out.append(True)
+        rules = import_module("torch._dynamo.trace_rules")
+        if hasattr(rules, "add"):
+            for own in _own_modules():
+                rules.add(own)
+        else:
+            dispatch: Any = mode.__torch_dispatch__
+            mode.__torch_dispatch__ = torch.compiler.disable(dispatch)  # type: ignore[method-assign, no-untyped-call]
+
+    with _once_imported((_DYNAMO,), leave_out):
+        yield
+
+
+def _own_modules() -> list[str]:
+    """Return the modules to leave out; `module_hook` does nothing while a compiler looks at it."""
+    whole, part = (name.rpartition(".")[0] for name in (__package__, __name__))
+    found = [
+        f"{package}.{module.name}"
+        for package in (whole, part)
+        for module in iter_modules(import_module(package).__path__)
+    ]
+    return [name for name in found if name not in (part, f"{part}.module_hook")]
+
+
+@contextmanager
+def _once_imported(modules: Sequence[str], call: Callable[[str], None]) -> Iterator[None]:
+    """Call `call` with each of `modules` once it is imported, at once if it is."""
+    waiting = AfterImport(tuple(modules), call)
+    waiting.watch()
+    for module in modules:
+        if module in sys.modules:
+            call(module)
+    try:
+        yield
+    finally:
+        waiting.unwatch()

@@ -1,33 +1,30 @@
-"""What is recorded at each level: every op, what modules return, or what steps come to."""
+"""What is recorded at each level: every op, the results of modules, or the state after steps."""
 
 from __future__ import annotations
 
-import ctypes
 import marshal
-import os
-import random
-import sys
 import threading
 from contextlib import ExitStack, contextmanager
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
-import xxhash
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchrepro.seeding import generators
-from torchrepro.trace.fingerprint import fingerprint
-from torchrepro.trace.fingerprint_cache import fingerprint_of, size_of
-from torchrepro.trace.frames import Place, RunPosition, place_of_user
-from torchrepro.trace.hooks import on_modules_called, on_threads_started
-from torchrepro.trace.mode import (
-    RecordingMode,
-    compiled_regions_seen,
-    higher_order_ops_run,
-    left_out_of_compilation,
+from torchrepro.trace import hooks
+from torchrepro.trace.fingerprint_cache import fingerprint_of, fingerprinted, is_unset
+from torchrepro.trace.frames import Origin, Place, RunPosition, place_of_user
+from torchrepro.trace.module_hook import on_modules_called
+from torchrepro.trace.op_facts import (
+    PLAIN,
+    OpFacts,
+    call_text,
+    facts_of,
+    shape_of,
+    tensors_in,
+    value_text,
 )
-from torchrepro.trace.op_facts import shape_of, tensors_in
-from torchrepro.trace.reader import INPUT
 from torchrepro.trace.statistics import DetailRecorder
 
 if TYPE_CHECKING:
@@ -36,65 +33,17 @@ if TYPE_CHECKING:
     from torchrepro.trace.buffer import RecordingState
     from torchrepro.trace.store import Store
 
+MANY = 1 << 16
+"""Records of one step that are kept in memory; more are handed to the store at once."""
 
-def random_states() -> Mapping[str, str]:
-    """Return a fingerprint of the state of every global generator; draws nothing."""
-    found = {"python": xxhash.xxh3_128_hexdigest(marshal.dumps(random.getstate(), 2))}
-    if "numpy.random" in sys.modules:
-        found["numpy"] = _of_numpy(sys.modules["numpy.random"])
-    found["torch"] = fingerprint(torch.get_rng_state()).hex()
-    for name, module in generators.devices_in_use().items():
-        for index in range(module.device_count()):
-            found[f"{name}:{index}"] = fingerprint(module.get_rng_state(index)).hex()
-    return found
-
-
-_numpy_seen: dict[bytes, str] = {}  # the last state, as it lies in memory
-
-
-def _of_numpy(numpy: Any) -> str:
-    """Return a fingerprint of numpy's global generator, which takes long to say its state.
-
-    As long as its memory is what it was, so is the state; only whether half a pair of normal
-    numbers is left lies elsewhere, and is seen again with the next number drawn.
-    """
-    memory = _memory_of_numpy(numpy)
-    if memory not in _numpy_seen:
-        state = numpy.get_state(legacy=False)
-        own = state["state"]
-        digest = xxhash.xxh3_128(own["key"] if "key" in own else repr(own).encode())
-        rest = (own.get("pos"), state.get("has_gauss"), state.get("gauss"))
-        digest.update(repr(rest).encode())
-        _numpy_seen.clear()
-        _numpy_seen[memory] = digest.hexdigest()
-    return _numpy_seen[memory]
-
-
-def _memory_of_numpy(numpy: Any) -> bytes:
-    """Return the state of numpy's global generator as bytes; never the same twice if unknown.
-
-    A Mersenne twister is 624 words and a position:
-    https://numpy.org/doc/stable/reference/random/bit_generators/mt19937.html
-    """
-    generator: Any = numpy.get_bit_generator() if hasattr(numpy, "get_bit_generator") else None
-    if type(generator).__name__ != "MT19937":
-        return os.urandom(16)
-    return ctypes.string_at(generator.ctypes.state_address, 625 * 4)
+_TRACING = "torch._subclasses"  # tensors that a compiler or an exporter looks at, not numbers
+_PINNING = "_pin_memory_loop"  # what torch's loader runs on a thread of its own
+_facts: dict[int, OpFacts] = {}  # by id: ops take long to hash
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
     """Return the parameters of an optimizer in their order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def gradients_of(parameters: Iterable[Any]) -> Iterator[Any]:
-    """Yield the gradients that there are."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            yield parameter.grad
-
-
-_PINNING = "_pin_memory_loop"  # what torch's loader runs on a thread of its own
 
 
 class Level:
@@ -105,7 +54,7 @@ class Level:
         self.open = ExitStack()
 
     def __enter__(self) -> None:
-        self.open.enter_context(left_out_of_compilation())
+        self.open.enter_context(hooks.left_out_of_compilation(RecordingMode))
 
     def __exit__(self, *error: object) -> None:
         self.open.close()
@@ -119,19 +68,19 @@ class Level:
         """Take no more records in this process."""
 
     def backward_begins(self) -> None:
-        """Take note that a backward pass begins."""
+        """A backward pass is about to begin."""
 
     def backward_ends(self) -> None:
-        """Take note that it has ended."""
+        """The backward pass has ended."""
 
     def optimizer_begins(self, optimizer: Any, place: Place, *, with_closure: bool) -> None:
-        """Take note that an optimizer is about to make a step."""
+        """An optimizer is about to make a step."""
 
     def optimizer_ends(self, optimizer: Any) -> None:
-        """Take note that it has made the step."""
+        """The optimizer has made the step."""
 
     def batch_begins(self, workers: int) -> None:
-        """Take note that a loader with so many worker processes is about to hand over a batch."""
+        """A loader with so many worker processes is about to hand over a batch."""
 
     def batch_ends(self, batch: Any, place: Place) -> None:
         """Record a batch; None if there was none."""
@@ -142,8 +91,8 @@ class Level:
     def write(self, store: Store, first: int) -> None:
         """Write what belongs to the records of a step, the first of which has this id."""
 
-    def unmet(self) -> Iterable[str]:
-        """Return the patterns of modules to keep that none fitted."""
+    def unmatched(self) -> Iterable[str]:
+        """Return the patterns of modules to keep that matched no module."""
         return self.state.request.keep
 
     def end_step(self) -> None:
@@ -152,13 +101,12 @@ class Level:
     def take(
         self, phase: str, place: Place, op: str, tensors: Sequence[Any], text: str = ""
     ) -> None:
-        """Take a record of tensors that no single op stands for."""
-        buffer, cache = self.state.buffer, self.state.cache
+        """Take a record of tensors that belong to no single op."""
+        buffer = self.state.buffer
         with self.paused():
             digests = [fingerprint_of(tensor) for tensor in tensors]
         for tensor, digest in zip(tensors, digests, strict=True):
-            cache.read(tensor, digest[:INPUT] if digest.__class__ is bytes else digest)
-            cache.bytes_read += size_of(tensor)
+            self.state.cache.add(tensor, digest)
         shapes = [shape_of(tensor) for tensor in tensors]
         key = (op, phase, place, *shapes)
         site = buffer.sites.get(key) or buffer.new_site(key, phase, place, op, shapes)
@@ -171,16 +119,14 @@ class StepLevel(Level):
 
     def __enter__(self) -> None:
         super().__enter__()
-        self._look_at_modules()
+        self._watch_modules()
 
-    def _look_at_modules(self) -> None:
+    def _watch_modules(self) -> None:
         """Learn the names of parameters from the first calls of modules, until a step ends."""
-        self._naming = ExitStack()
-        self._naming.enter_context(on_modules_called(self._learn_names))
-        self.open.callback(self._naming.close)
-
-    def _learn_names(self, module: Any, _returned: Any) -> None:
-        self.state.names.place_of(module)
+        self._naming = self.open.enter_context(ExitStack())
+        self._naming.enter_context(
+            on_modules_called(lambda module, _: self.state.names.place_of(module))
+        )
 
     def end_step(self) -> None:
         self._naming.close()
@@ -204,11 +150,11 @@ class StepLevel(Level):
 class ModuleLevel(StepLevel):
     """What every module returns, and the gradients that come back to it, besides steps."""
 
-    def _look_at_modules(self) -> None:
+    def _watch_modules(self) -> None:
         self.open.enter_context(on_modules_called(self._returned))
 
     def end_step(self) -> None:
-        """Go on looking at modules."""
+        """Go on watching modules."""
 
     def _returned(self, module: Any, result: Any) -> None:
         place = self.state.names.place_of(module)
@@ -237,15 +183,15 @@ class OpLevel(Level):
 
     def __enter__(self) -> None:
         super().__enter__()
-        self.open.enter_context(compiled_regions_seen())
-        self.open.enter_context(higher_order_ops_run())
-        self.open.enter_context(on_threads_started(self._enter_thread))
+        self.open.enter_context(hooks.compiled_regions_seen())
+        self.open.enter_context(hooks.higher_order_ops_run(RecordingMode))
+        self.open.enter_context(hooks.on_threads_started(self._enter_thread))
         self.open.callback(self.abandon)
         self.open.enter_context(self._new_mode())
 
     def _enter_thread(self) -> None:
         if _PINNING in threading.current_thread().name:
-            return  # it moves batches, whenever they come; they are recorded where they are used
+            return  # it moves batches at any time; they are recorded where they are used
         mode: Any = self._new_mode()
         mode.__enter__()  # and never left: a thread's stack of modes ends with the thread
 
@@ -282,7 +228,7 @@ class OpLevel(Level):
         self.now.optimizer = None
 
     def batch_begins(self, workers: int) -> None:
-        if workers:  # which of them is heard first is a matter of time; the batch is not
+        if workers:  # timing decides which of them is heard first; the batch does not depend on it
             self.now.pause(get_ident())
         else:
             self.now.loading = get_ident()
@@ -292,8 +238,8 @@ class OpLevel(Level):
         self.now.pause(0)
         super().batch_ends(batch, place)
 
-    def unmet(self) -> Iterable[str]:
-        return () if self._details is None else self._details.unmet()
+    def unmatched(self) -> Iterable[str]:
+        return () if self._details is None else self._details.unmatched()
 
     def write(self, store: Store, first: int) -> None:
         if self._details is not None:
@@ -302,6 +248,150 @@ class OpLevel(Level):
     def end_step(self) -> None:
         for mode in self._modes:
             mode.origin.end_step()
+
+
+class RecordingMode(TorchDispatchMode):
+    """Takes a record of every op that torch dispatches on one thread.
+
+    Autograd runs a thread's backward pass under the modes of that thread, whichever thread it
+    uses. The program runs as without it: compiled code stays compiled and counts as one op,
+    higher-order ops work, and subclasses of Tensor do their own part first.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, state: RecordingState, now: RunPosition, details: DetailRecorder | None
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = now
+        self.details = details
+        self.buffer = state.buffer
+        self.cache = state.cache
+        self.spill = state.spill
+        self.origin = Origin(state.names, now)
+        self.thread = state.buffer.new_thread()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Leave compiled code compiled."""
+        return True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Leave compiled code compiled in older torch, which lacks `ignore_compile_internals`.
+
+        Its compiler gives way to every mode that is not part of torch.
+        """
+        return not hasattr(TorchDispatchMode, "ignore_compile_internals")
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Otherwise torch imports its compiler, for two seconds, at the first op. Where a compiler
+        # is loaded, `left_out_of_compilation` keeps it from compiling this.
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        now = self.now
+        if now.aside and (now.stopped or now.paused == get_ident()):
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if types and not PLAIN.issuperset(types):
+            if any(kind.__module__.startswith(_TRACING) for kind in types):
+                return func(*args, **(kwargs or {}))
+            return NotImplemented
+        facts = _facts.get(id(func))
+        if facts is None:
+            facts = _facts[id(func)] = facts_of(func)
+        if facts.transparent:
+            return self._run_transparent(func, args, kwargs)
+        given = self.cache.inputs(facts, args, kwargs)
+        if self.details is not None or facts.compiled:
+            return self._run_with_details(facts, args, kwargs or {}, given)
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        self._take(facts, args, kwargs, given, result)
+        return result
+
+    def _run_transparent(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op that computes nothing: the digest of its input is that of its result."""
+        result = func(*args, **(kwargs or {}))
+        entries = self.cache.entries
+        entry = entries.get(id(args[0])) if args else None
+        if entry is not None and entry[0]() is args[0] and isinstance(result, torch.Tensor):
+            entries[id(result)] = (ref(result), *entry[1:])
+            if self.now.optimizer is not None:
+                self.origin.passed_on(args[0], result)
+        return result
+
+    def _run_with_details(self, facts: OpFacts, args: Any, kwargs: Any, given: Any) -> Any:
+        """Run a compiled region, or any op of which more than fingerprints is recorded."""
+        before = None
+        if self.details is not None:
+            read = args[1:] if facts.overwrites else args
+            before = self.details.before(self.origin.of(facts, args)[1], read, kwargs)
+        # A region empties the list of its inputs, and writes some without saying which.
+        written = _written_by_region(args) if facts.compiled else []
+        returned = facts.op(*args, **kwargs)
+        if facts.compiled:
+            self.cache.entries.clear()  # it may have written anywhere
+        result = (returned, written) if facts.compiled else returned
+        self._take(facts, args, kwargs, given, result)
+        if self.details is not None:
+            self.details.after(before, fingerprinted(facts, args, kwargs, result))
+        return returned
+
+    def _take(self, facts: OpFacts, args: Any, kwargs: Any, given: Any, result: Any) -> None:
+        """Take the record of an op that has run."""
+        buffer = self.buffer
+        inputs, plain = given
+        argument, key = 0, b""
+        if plain:
+            try:
+                key = marshal.dumps(plain, 2)  # version 2 writes equal values as equal bytes
+            except ValueError:
+                key = value_text(plain).encode()
+            argument = buffer.arguments.get((facts, key), 0)
+            if not argument:
+                argument = buffer.new_argument((facts, key), call_text(args, kwargs))
+        if facts.view:
+            outputs: list[Any] = []
+            shapes = self.cache.views(args, key, inputs, result)
+        elif facts.keeps and inputs and is_unset(inputs[0]):
+            outputs, shapes = self.cache.unset_output(facts, key, inputs, result)
+        else:
+            outputs, shapes = self.cache.outputs(facts, args, kwargs, result)
+        phase, place = self.origin.of(facts, args)
+        site_key = (facts, phase, place, *shapes)
+        site = buffer.sites.get(site_key)
+        if site is None:
+            if torch.utils.data.get_worker_info() is not None:
+                self.now.stop()  # the batches of a worker are recorded where they are used
+            site = buffer.new_site(site_key, phase, place, facts.name, shapes)
+        if buffer.take(self.thread, site, argument, inputs, outputs) >= MANY:
+            self.spill()
+
+
+def _written_by_region(args: Any) -> list[Any]:
+    """Return the tensors that a compiled region is about to write in place, from its graph.
+
+    `args` are those of inductor's higher-order op: the callable and the list of inputs. A region
+    whose graph is not available may write any of them.
+    """
+    callable_, inputs = args[0], list(args[1])
+    graph = getattr(getattr(callable_, "original_gm", None), "graph", None)
+    if graph is None:
+        return inputs
+    given = [node for node in graph.nodes if node.op == "placeholder"]
+    # Functionalisation leaves one trace of a write in place: a last copy into the input.
+    written = {
+        node.args[0]
+        for node in graph.nodes
+        if node.op == "call_function" and str(node.target).startswith("aten.copy_.")
+    }
+    return [
+        tensor
+        for node, tensor in zip(given, inputs, strict=False)
+        if node in written and hasattr(tensor, "dtype")
+    ]
 
 
 LEVELS: Mapping[str, type[Level]] = {"step": StepLevel, "module": ModuleLevel, "op": OpLevel}

@@ -1,89 +1,67 @@
-"""Traces as they are read again."""
+"""Traces as they are read again, and checked before anything in them is believed.
+
+A trace may come from anybody: reading it runs nothing that is in it, and ends soon.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import sqlite3
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import xxhash
+
 from torchrepro.errors import TraceError
 from torchrepro.messages import Problem
-from torchrepro.trace.integrity import (
-    check_records,
-    check_tables,
-    connected,
-    format_of,
-    has_begun,
-    meta_of,
-    steps_of,
+from torchrepro.trace.format import (
+    SCHEMAS,
+    SEALED,
+    SUFFIX,
+    WITHOUT_SEALS,
+    Loss,
+    Record,
+    Site,
+    StepRow,
+    as_bytes,
 )
-from torchrepro.trace.store import SCHEMAS, SUFFIX, WITHOUT_SEALS
+from torchrepro.trace.request import LEVELS, is_range
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-    from torchrepro.trace.store import StepRow
+META = 1 << 20
+"""Bytes of all that a trace says of its run."""
 
-INPUT = 8
-"""Bytes of the fingerprint of an input: the first half of the whole one."""
+LENGTH = 1 << 26
+"""Bytes of any other cell."""
 
-OUTPUT = 16
-"""Bytes of the fingerprint of an output."""
+ANY_LENGTH = 2**31 - 1
+"""Of what was checked, and of kept tensors, each of which is read alone."""
 
-UNINITIALISED = b"not set "
-"""Stands for an input whose memory nothing had written."""
+OBJECTS = 100
+AT_ONCE = 1000
+"""Rows that are held at once."""
 
-PARTLY = b"part"
-"""How the fingerprint begins of memory that ops had written in part: the rest of it is of what
-was written, where, and not of the bytes."""
+INSTRUCTIONS = 1000
+"""Instructions of SQLite's machine that are counted as one."""
 
+LEAST, EACH = 10_000, 100
+"""As many of these may be taken, and one more for so many bytes of the file: reading every row
+takes a tenth of it at most."""
 
-@dataclass(frozen=True, slots=True)
-class Site:
-    """A place of the program that computes: what records of one kind have in common."""
+OF_RECORDS = ("statistics", "tensor")
+"""Tables that say more of single records."""
 
-    phase: str
-    """``forward``, ``backward``, ``optimizer``, ``data`` or ``collective``."""
-    module: str
-    """Path of the module within its model; the class of a model itself; empty outside of all."""
-    op: str
-    source: str
-    """``file:line`` of the user's code."""
-    outputs: str
-    """Dtype and shape of each output, as in ``float32[32, 64], int64[]``."""
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """What two runs have in common where they do the same."""
-        return self.phase, self.module, self.op
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """An op that ran: in a trace's order, by its place, with what it read and wrote."""
-
-    id: int
-    thread: int
-    site: int
-    argument: int
-    inputs: bytes
-    """The first 8 bytes of each input tensor's fingerprint, one after the other."""
-    outputs: bytes
-    """16 bytes per output tensor; none for a view, whose memory is another's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """What a backward pass began from."""
-
-    step: int
-    position: int
-    value: float | None
-    fingerprint: bytes
-    source: str
+_TYPES = {"integer": int, "text": str, "blob": bytes, "real": float}
+_NONE = (type(None),)
+_ORDERS = {"meta": "key", "statistics": "record, position"}
+_MASTER = "select name, type, sql from sqlite_master"
 
 
 class Trace:
@@ -235,3 +213,268 @@ def _begun(path: Path) -> bool:
 
 def _order(path: Path) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", path.name)]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table, and what a cell of it may be."""
+
+    name: str
+    types: frozenset[type]
+
+
+@contextmanager
+def connected(path: Path) -> Iterator[sqlite3.Connection]:
+    """Open a file for reading, as it is at this moment; close it again if the block fails.
+
+    Raises `ValueError` for what is no file. A view, or whatever a database may hold besides data,
+    runs only if it is asked for; `format_of` says that there is none.
+    """
+    for each in (path, *(path.with_name(path.name + end) for end in ("-wal", "-shm", "-journal"))):
+        if (each is path or each.exists()) and not each.is_file():
+            raise ValueError(f"{each.name} is no regular file")
+    size = sum(
+        each.stat().st_size for each in (path, path.with_name(f"{path.name}-wal")) if each.exists()
+    )
+    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+    try:
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, META)
+        for pragma in ("trusted_schema = off", "cell_size_check = on", "query_only = on"):
+            connection.execute(f"pragma {pragma}")
+        with _bounded(connection, size):
+            connection.execute("begin")  # a run that still goes on adds to what is read
+            yield connection
+    except BaseException:
+        connection.close()
+        raise
+
+
+@contextmanager
+def _bounded(connection: sqlite3.Connection, size: int) -> Iterator[None]:
+    """Raise `ValueError` if what is read in the block is more than a file of this size holds."""
+    left = LEAST + size // EACH
+
+    def count() -> bool:
+        nonlocal left
+        left -= 1
+        return left < 0
+
+    connection.set_progress_handler(count, INSTRUCTIONS)
+    try:
+        yield
+    except sqlite3.OperationalError:
+        if left < 0:
+            raise ValueError("there is no end to its rows") from None
+        raise
+    finally:
+        connection.set_progress_handler(None, 0)
+
+
+def has_begun(connection: sqlite3.Connection) -> bool:
+    """Whether a process has written anything; one killed before its first step leaves tables."""
+    tables = _tables(connection)
+    if not any(tables.items() <= _expected(each).items() for each in SCHEMAS):
+        return True  # whoever reads it says why it is no trace
+    return any(
+        connection.execute(f"select 1 from {name} limit 1").fetchone()  # noqa: S608 - ours
+        for name in tables.keys() & {"meta", "step", "record"}
+    )
+
+
+def format_of(connection: sqlite3.Connection) -> int | None:
+    """Return the format of a trace whose tables are those of its format; None for another one.
+
+    Raises `ValueError` if there are other tables, or anything besides.
+    """
+    tables = _tables(connection)
+    if tables.get("meta") != _expected(WITHOUT_SEALS)["meta"]:
+        raise ValueError("it has not the tables of a trace")
+    row = connection.execute("select value from meta where key = 'format'").fetchone()
+    if row is None or not isinstance(row[0], str) or not row[0].isdecimal():
+        raise ValueError("its format is lost")
+    if row[0] not in map(str, SCHEMAS):
+        return None
+    if tables != _expected(int(row[0])):
+        raise ValueError("it has not the tables of a trace")
+    return int(row[0])
+
+
+def meta_of(connection: sqlite3.Connection) -> dict[str, Any]:
+    """Return what a trace says of its run; raises `ValueError` if it is not what it ought to be."""
+    texts, size = {}, 0
+    for key, value in connection.execute("select key, value from meta"):
+        size += len(key) + len(value)
+        if size > META:
+            raise ValueError("it says too much of its run")
+        texts[key] = value
+    try:
+        meta = {key: json.loads(text) for key, text in texts.items()}
+    except RecursionError:
+        raise ValueError("what it says of its run is nested too deeply") from None
+    for key, is_right in _META.items():
+        if not is_right(meta.get(key)):
+            raise ValueError(f"what it says of `{key}` is not right")
+    return meta
+
+
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds)
+
+
+def _is_mapping(value: Any) -> bool:
+    return value is None or isinstance(value, dict)
+
+
+def _is_mapping_of_words(value: Any) -> bool:
+    return _is_mapping(value) and all(isinstance(its, str) for its in (value or {}).values())
+
+
+_WORDS = _is(str, type(None))
+_META: Mapping[str, Callable[[Any], bool]] = {
+    "rank": _is(int),
+    **dict.fromkeys(("ordinal", "world_size"), _is(int, type(None))),
+    **dict.fromkeys(("finished", "statistics", "detail"), _is(bool, type(None))),
+    **dict.fromkeys(("program", "process", "profile", "digest", "guarantee"), _WORDS),
+    **dict.fromkeys(("versions", "hardware", "outcomes"), _is_mapping),
+    **dict.fromkeys(("algorithm", "knobs"), _is_mapping_of_words),
+    "level": lambda value: value is None or value in LEVELS,
+    "steps": lambda value: value is None or is_range(value),
+}
+"""What is read of a run, and whether a value of it can be."""
+
+
+def check_tables(connection: sqlite3.Connection, its: int, *, records: bool) -> None:
+    """Raise `ValueError` if rows are not what was written, or, without seals, cannot be.
+
+    `records` says whether what belongs to single records is looked at.
+    """
+    sealed = its != WITHOUT_SEALS
+    seals = dict(connection.execute("select name, digest from seal")) if sealed else {}
+    if sealed and seals.keys() != set(SEALED):
+        raise ValueError("not all of its tables have a seal")
+    for name in SEALED:
+        if name in OF_RECORDS and not records:
+            continue
+        length, at_once = (ANY_LENGTH, 1) if name == "tensor" else (LENGTH, AT_ONCE)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, length)
+        digest = xxhash.xxh3_128()
+        for rows in _rows(connection, name, _columns(its)[name], at_once):
+            digest.update(as_bytes(rows))
+        if sealed and seals[name] != digest.digest():
+            raise ValueError(f"its table `{name}` is not what was written")
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, ANY_LENGTH)
+
+
+def _rows(
+    connection: sqlite3.Connection, table: str, columns: tuple[Column, ...], at_once: int
+) -> Iterator[list[tuple[Any, ...]]]:
+    """Yield the rows of a table in the order in which they were written, so many at a time."""
+    names, order = ", ".join(column.name for column in columns), _ORDERS.get(table, "rowid")
+    cursor = connection.execute(f"select {names} from {table} order by {order}")  # noqa: S608 - ours
+    while rows := cursor.fetchmany(at_once):
+        for column, cells in zip(columns, zip(*rows, strict=True), strict=True):
+            if not column.types.issuperset(map(type, cells)):
+                raise ValueError(f"`{column.name}` of its table `{table}` is not right")
+        yield rows
+
+
+def steps_of(connection: sqlite3.Connection, meta: Mapping[str, Any]) -> dict[int, StepRow]:
+    """Return every step by its number; raises `ValueError` if one is missing.
+
+    A recording begins with step 0, unless it was asked for others, and leaves none out.
+    """
+    rows = connection.execute(
+        "select step, first, records, bytes, parameters, gradients, random, finished, digest"
+        " from step order by step"
+    )
+    steps: dict[int, StepRow] = {}
+    following, after = (meta.get("steps") or [0])[0], 1
+    for number, first, records, size, parameters, gradients, random, finished, digest in rows:
+        generators = _generators(random)
+        if number != following:
+            raise ValueError(f"step {following} is missing")
+        if first != after or records < 0:
+            raise ValueError(f"the records of step {number} are not where they ought to be")
+        steps[number] = StepRow(
+            *(number, first, records, size, parameters, gradients, generators),
+            finished=bool(finished),
+            digest=digest,
+        )
+        following, after = number + 1, first + records
+    return steps
+
+
+def _generators(text: str) -> Mapping[str, str]:
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        found = None
+    if not isinstance(found, dict) or not _is_mapping_of_words(found):
+        raise ValueError("the states of generators are not right")
+    return found
+
+
+def check_records(
+    connection: sqlite3.Connection, steps: Mapping[int, StepRow], *, sealed: bool
+) -> None:
+    """Raise `ValueError` if a record is missing, is not what was written, or leads nowhere."""
+    (count,) = connection.execute("select count(*) from record").fetchone()
+    expected = sum(row.records for row in steps.values())
+    if count != expected:
+        raise ValueError(f"it has {count} records where its steps have {expected}")
+    known = [
+        {0, *map(itemgetter(0), connection.execute(f"select id from {name}"))}  # noqa: S608 - ours
+        for name in ("thread", "site", "argument")
+    ]
+    known[1].discard(0)
+    for row in steps.values():
+        found, digest = 0, xxhash.xxh3_128()
+        cursor = connection.execute(
+            "select thread, site, argument, inputs, outputs from record"
+            " where id >= ? and id < ? and step = ? order by id",
+            (row.first, row.first + row.records, row.step),
+        )
+        while rows := cursor.fetchmany(AT_ONCE):
+            found += len(rows)
+            *numbers, inputs, outputs = zip(*rows, strict=True)
+            if not (
+                all(its.issuperset(column) for its, column in zip(known, numbers, strict=True))
+                and {bytes}.issuperset(map(type, (*inputs, *outputs)))
+            ):
+                raise ValueError(f"a record of step {row.step} is not right")
+            digest.update(as_bytes(rows))
+        if found != row.records or (sealed and digest.digest() != row.digest):
+            raise ValueError(f"the records of step {row.step} are not what was written")
+
+
+def _tables(connection: sqlite3.Connection) -> dict[str, tuple[str, str]]:
+    """Return all that a database holds, by name: its type, and how it was made."""
+    rows = connection.execute(_MASTER).fetchmany(OBJECTS)
+    return {str(name): (str(kind), " ".join(str(sql).split())) for name, kind, sql in rows}
+
+
+@cache
+def _expected(its: int) -> Mapping[str, tuple[str, str]]:
+    with _made(its) as connection:
+        return _tables(connection)
+
+
+@cache
+def _columns(its: int) -> Mapping[str, tuple[Column, ...]]:
+    with _made(its) as connection:
+        return {
+            name: tuple(
+                Column(column, frozenset({_TYPES[kind.lower()], *(() if filled else _NONE)}))
+                for column, kind, filled in connection.execute(
+                    'select name, type, "notnull" or pk from pragma_table_info(?)', (name,)
+                )
+            )
+            for name in SEALED
+        }
+
+
+@contextmanager
+def _made(its: int) -> Iterator[sqlite3.Connection]:
+    with closing(sqlite3.connect(":memory:")) as connection:
+        connection.executescript(SCHEMAS[its])
+        yield connection

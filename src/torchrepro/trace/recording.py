@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import marshal
 import os
+import random
+import sys
 import threading
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,17 +17,18 @@ import xxhash
 from torchrepro.console import say
 from torchrepro.errors import TraceError
 from torchrepro.messages import Problem
-from torchrepro.trace import hooks
+from torchrepro.seeding import generators
 from torchrepro.trace.buffer import RecordingState, joined
+from torchrepro.trace.fingerprint import fingerprint
 from torchrepro.trace.fingerprint_cache import fingerprint_of
+from torchrepro.trace.format import INPUT, OUTPUT, StepRow
 from torchrepro.trace.frames import place_of_user, source_of
-from torchrepro.trace.levels import LEVELS, gradients_of, parameters_of, random_states
-from torchrepro.trace.opening import about_this_process, open_store
-from torchrepro.trace.reader import INPUT, OUTPUT
-from torchrepro.trace.store import StepRow
+from torchrepro.trace.hooks import watch_training
+from torchrepro.trace.levels import LEVELS, parameters_of
+from torchrepro.trace.store import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torchrepro.trace.request import Request
     from torchrepro.trace.store import Store
@@ -44,11 +49,11 @@ class Recording:
         self._failed = False
         self.ended = False
         self.refuse: Callable[[TraceError], None] = _raise
-        """What is done where the trace cannot be written and the program is not to go on."""
+        """Called where the trace cannot be written and the program is not to go on."""
 
     def start(self) -> None:
         """Begin to take records on this thread and on those that it starts."""
-        self._open.enter_context(hooks.watch_training(self))
+        self._open.enter_context(watch_training(self))
         self._open.enter_context(self.level)
         self._open.callback(_recordings.remove, self)
         _recordings.append(self)
@@ -59,7 +64,7 @@ class Recording:
         self.finish()
 
     def finish(self) -> None:
-        """Write what is left, and that the trace is whole; for a process that ends.
+        """Write what is left, and that the trace is complete; for a process that ends.
 
         Writes nothing the second time, nor in a child that was forked.
         """
@@ -69,23 +74,14 @@ class Recording:
         self.ended = True
         if self._failed:
             return
-        if self.state.buffer.taken or self.state.buffer.moved or self._losses:
+        if self.state.buffer.rows or self.state.buffer.moved or self._losses:
             self._write_step((), finished=False)
-        self._say_what_was_in_vain()
+        self._warn_of_unmatched_requests()
         if self._store is not None:
-            with self._told():
+            with self._unwritable_handled():
                 self._store.write_meta({"finished": True})
                 self._store.close()
                 self._store.must_exist()
-
-    def _say_what_was_in_vain(self) -> None:
-        """Say which requests met nothing: a misspelt module, a step that was never reached."""
-        request, said = self.request, []
-        if request.steps is not None and self._store is None and self.state.step:
-            said.append(f"none of the steps {request.steps[0]} to {request.steps[1]} was reached")
-        if self._store is not None:
-            said += [f"no module fits `{pattern}`" for pattern in self.level.unmet()]
-        say(*(f"{request.folder}: {sentence}" for sentence in said))
 
     def abandon(self) -> None:
         """Take no more records and leave the store alone: it is another process's."""
@@ -95,15 +91,14 @@ class Recording:
     def spill(self) -> None:
         """Hand the records of a long step to the store before it ends."""
         with self._lock, self.level.paused():
-            if self._failed or not self.state.wants_step:
-                self.state.buffer.taken.clear()
+            if self._drops_step():
                 return
-            with self._told():
-                self.state.buffer.move(self._store or self._opened(), self.state.step)
-            self.state.cache.forget_what_is_gone()
+            with self._unwritable_handled():
+                self.state.buffer.move(self._store or self._open_store(), self.state.step)
+            self.state.cache.forget_dead()
 
     def end_step(self, parameters: Iterable[Any] = ()) -> None:
-        """End a step: what belongs to it is written as a whole."""
+        """End a step: all that belongs to it is written in one transaction."""
         if self.ended:
             raise TraceError(
                 Problem(
@@ -120,7 +115,7 @@ class Recording:
             self.state.cache.end_step()
             self.level.end_step()
 
-    # What the doors tell (see passes.Listener).
+    # Called by the hooks of the training loop (see `watch_training`).
 
     def backward_begins(self, losses: Any) -> None:
         source = source_of(place_of_user())
@@ -135,10 +130,10 @@ class Recording:
     def backward_ends(self) -> None:
         self.level.backward_ends()
 
-    def optimizer_begins(self, optimizer: Any, with_closure: bool) -> None:  # noqa: FBT001 - a fact
+    def optimizer_begins(self, optimizer: Any, *, with_closure: bool) -> None:
         self.level.optimizer_begins(optimizer, place_of_user(), with_closure=with_closure)
         with self.level.paused():
-            gradients = gradients_of(parameters_of(optimizer))
+            gradients = (one.grad for one in parameters_of(optimizer) if one.grad is not None)
             self._gradients += map(self.state.cache.digest, gradients)
 
     def optimizer_ends(self, optimizer: Any) -> None:
@@ -153,24 +148,31 @@ class Recording:
 
     # Writing.
 
-    def _write_step(self, parameters: Iterable[Any], *, finished: bool) -> None:
+    def _drops_step(self) -> bool:
+        """Whether the running step is not to be written; its records are dropped."""
         if self._failed or not self.state.wants_step:
-            self.state.buffer.taken.clear()
+            self.state.buffer.rows.clear()
+            return True
+        return False
+
+    def _write_step(self, parameters: Iterable[Any], *, finished: bool) -> None:
+        if self._drops_step():
             return
-        with self._told():
-            store = self._store or self._opened()
-            written = self.state.buffer.end_step(store, self.state.step)
+        cache = self.state.cache
+        with self._unwritable_handled():
+            store = self._store or self._open_store()
+            first, count = self.state.buffer.end_step(store, self.state.step)
             self._write_losses(store)
-            self.level.write(store, written.first)
+            self.level.write(store, first)
             store.end_step(
                 StepRow(
                     step=self.state.step,
-                    first=written.first,
-                    records=written.count,
-                    bytes=self.state.cache.taken_bytes(),
-                    parameters=_combined(map(self.state.cache.digest, parameters)),
+                    first=first,
+                    records=count,
+                    bytes=cache.pop_bytes_read(),
+                    parameters=_combined(map(cache.digest, parameters)),
                     gradients=_combined(self._gradients),
-                    random=random_states(),
+                    random=_generator_states(),
                     finished=finished,
                 )
             )
@@ -178,17 +180,17 @@ class Recording:
     def _write_losses(self, store: Store) -> None:
         marks = joined([mark for _, mark, _ in self._losses], OUTPUT)
         store.add_losses(
-            (self.state.step, n, _number(value), marks[n * OUTPUT : (n + 1) * OUTPUT], source)
+            (self.state.step, n, _real(value), marks[n * OUTPUT : (n + 1) * OUTPUT], source)
             for n, (value, _, source) in enumerate(self._losses)
         )
 
-    def _opened(self) -> Store:
-        self._store = open_store(self.request, about_this_process())
+    def _open_store(self) -> Store:
+        self._store = open_store(self.request)
         return self._store
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """End the program with what is wrong, or go on without a trace, as asked."""
+    def _unwritable_handled(self) -> Iterator[None]:
+        """Where the trace cannot be written, end the program, or go on without, as requested."""
         try:
             yield
         except TraceError as error:
@@ -200,6 +202,16 @@ class Recording:
                 self.refuse(error)
                 return
             say(f"{error}\n    the run goes on, unrecorded from here")
+
+    def _warn_of_unmatched_requests(self) -> None:
+        """Name a module to keep that is misspelt, and steps to record that were never reached."""
+        request, sentences = self.request, []
+        if request.steps is not None and self._store is None and self.state.step:
+            first, last = request.steps
+            sentences.append(f"none of the steps {first} to {last} was reached")
+        if self._store is not None:
+            sentences += [f"no module fits `{pattern}`" for pattern in self.level.unmatched()]
+        say(*(f"{request.folder}: {sentence}" for sentence in sentences))
 
 
 _recordings: list[Recording] = []
@@ -228,6 +240,51 @@ def _combined(digests: Iterable[Any]) -> bytes:
     return xxhash.xxh3_128_digest(whole) if whole else b""
 
 
-def _number(value: Any) -> float | None:
+def _real(value: Any) -> float | None:
     """Return a loss as a number; None for one that is not a single real number."""
     return None if value is None or value.is_complex() else float(value)
+
+
+def _generator_states() -> Mapping[str, str]:
+    """Return a fingerprint of the state of every global generator; draws nothing."""
+    found = {"python": xxhash.xxh3_128_hexdigest(marshal.dumps(random.getstate(), 2))}
+    if "numpy.random" in sys.modules:
+        found["numpy"] = _numpy_state(sys.modules["numpy.random"])
+    found["torch"] = fingerprint(torch.get_rng_state()).hex()
+    for name, module in generators.devices_in_use().items():
+        for index in range(module.device_count()):
+            found[f"{name}:{index}"] = fingerprint(module.get_rng_state(index)).hex()
+    return found
+
+
+_numpy_states: dict[bytes, str] = {}  # the fingerprint of the last state, by its memory
+
+
+def _numpy_state(numpy: Any) -> str:
+    """Return a fingerprint of numpy's global generator, whose `get_state` takes long.
+
+    The state is the same as long as its memory is. Only whether half a pair of normal numbers is
+    left lies elsewhere; it shows with the next number drawn.
+    """
+    memory = _memory_of_numpy(numpy)
+    if memory not in _numpy_states:
+        state = numpy.get_state(legacy=False)
+        own = state["state"]
+        digest = xxhash.xxh3_128(own["key"] if "key" in own else repr(own).encode())
+        rest = (own.get("pos"), state.get("has_gauss"), state.get("gauss"))
+        digest.update(repr(rest).encode())
+        _numpy_states.clear()
+        _numpy_states[memory] = digest.hexdigest()
+    return _numpy_states[memory]
+
+
+def _memory_of_numpy(numpy: Any) -> bytes:
+    """Return the memory of numpy's global generator; new bytes each time if its kind is unknown.
+
+    A Mersenne twister is 624 words and a position:
+    https://numpy.org/doc/stable/reference/random/bit_generators/mt19937.html
+    """
+    generator: Any = numpy.get_bit_generator() if hasattr(numpy, "get_bit_generator") else None
+    if type(generator).__name__ != "MT19937":
+        return os.urandom(16)
+    return ctypes.string_at(generator.ctypes.state_address, 625 * 4)

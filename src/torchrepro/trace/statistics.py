@@ -1,10 +1,9 @@
-"""Statistics of outputs, and whole tensors, where fingerprints are not all that is asked for."""
+"""What is recorded besides fingerprints on request: statistics of outputs, and whole tensors."""
 
 from __future__ import annotations
 
 import math
 from fnmatch import fnmatchcase
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -31,7 +30,7 @@ _WIDEST = {"mps": "float32", "npu": "float32"}
 
 
 class Statistics(NamedTuple):
-    """What the numbers of a tensor come to; a value that is no number is None."""
+    """Summary statistics of a tensor; NaN becomes None."""
 
     numbers: int
     """Numbers besides NaN: the shape says how many there would be without it."""
@@ -57,7 +56,6 @@ def statistics(tensor: Any) -> Statistics:
 
 def _pieces(tensor: Any) -> Iterator[Any]:
     """Yield the numbers of `tensor` as flat tensors of the widest floats that its device has."""
-    torch = import_module("torch")
     for part in _parts(tensor):
         wide = getattr(torch, _WIDEST.get(part.device.type, "float64"))
         size = PIECE if part.is_cpu else LARGE_PIECE
@@ -69,7 +67,6 @@ def _pieces(tensor: Any) -> Iterator[Any]:
 
 def _parts(tensor: Any) -> Sequence[Any]:
     """Return plain tensors that hold the numbers of `tensor`, and nothing else."""
-    torch = import_module("torch")
     if hasattr(tensor, "__tensor_flatten__"):  # offsets and scales come after the values
         return _parts(getattr(tensor, tensor.__tensor_flatten__()[0][0]))
     if tensor.layout == torch.sparse_coo:
@@ -83,7 +80,6 @@ def _of_piece(piece: Any) -> tuple[int, float, float, float, float]:
     """Return count, sum, norm, low and high of numbers; none of them is left if all are NaN."""
     if not piece.numel():
         return 0, 0.0, 0.0, math.inf, -math.inf
-    torch = import_module("torch")
     low, high = piece.aminmax()
     norm = torch.linalg.vector_norm(piece)
     found = torch.stack([piece.sum(), norm, low, high]).tolist()
@@ -97,18 +93,11 @@ def _combined(pieces: list[tuple[int, float, float, float, float]]) -> Statistic
     if not count:
         return Statistics(0)
     _, sums, norms, lows, highs = zip(*pieces, strict=True)
-    return Statistics(
-        count,
-        _number(_sum(sums) / count),
-        _number(math.hypot(*norms)),
-        min(lows),
-        max(highs),
-    )
-
-
-def _sum(values: tuple[float, ...]) -> float:
     # math.fsum refuses infinities of both signs.
-    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
+    total = math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)
+    return Statistics(
+        count, _number(total / count), _number(math.hypot(*norms)), min(lows), max(highs)
+    )
 
 
 def _number(value: float) -> float | None:
@@ -116,38 +105,38 @@ def _number(value: float) -> float | None:
 
 
 class DetailRecorder:
-    """Looks at the tensors of every op, and keeps those of some modules."""
+    """Records statistics of the outputs of every op, and whole tensors of some modules."""
 
     def __init__(self, state: RecordingState) -> None:
         self._state = state
         self._statistics: list[tuple[Any, ...]] = []
-        self._kept: list[tuple[Any, ...]] = []
-        self._met: set[str] = set()
+        self._tensors: list[tuple[Any, ...]] = []
+        self._matched: set[str] = set()
 
     @classmethod
     def of(cls, state: RecordingState) -> DetailRecorder | None:
-        """Return the closer look that a recording asks for; None if fingerprints are enough."""
+        """Return a recorder of the details that are requested; None if there are none."""
         request = state.request
         return cls(state) if request.statistics or request.keep or request.detail else None
 
     def before(self, place: Place, args: Any, kwargs: Any) -> list[Any] | None:
         """Return copies of the inputs, for a module whose tensors are kept, else None."""
-        request = self._state.request
+        request, cache = self._state.request, self._state.cache
         if request.detail:
-            self._state.cache.distrust()  # the next op reads its inputs anew
-        fitting = [pattern for pattern in request.keep if _fits(place.module, pattern)]
-        self._met.update(fitting)
-        if not self._state.wants_step or not fitting:
+            cache.distrust()  # the next op reads its inputs anew
+        matching = [pattern for pattern in request.keep if _fits(place.module, pattern)]
+        self._matched.update(matching)
+        if not self._state.wants_step or not matching:
             return None
-        unset = self._state.cache.is_unset
-        return [None if unset(tensor) else _copied(tensor) for tensor in tensors_in((args, kwargs))]
+        tensors = tensors_in((args, kwargs))
+        return [None if cache.is_unset(tensor) else _copied(tensor) for tensor in tensors]
 
     def after(self, before: list[Any] | None, outputs: list[Any]) -> None:
         """Look at the outputs of an op whose record was the last to be taken."""
         if not self._state.wants_step:
             return
         buffer = self._state.buffer
-        position = buffer.moved + len(buffer.taken) - 1
+        position = buffer.moved + len(buffer.rows) - 1
         if self._state.request.statistics:
             self._statistics += [
                 (position, number, *statistics(tensor)) for number, tensor in enumerate(outputs)
@@ -156,22 +145,23 @@ class DetailRecorder:
             self._keep(position, "input", before)
             self._keep(position, "output", map(_copied, outputs))
 
-    def unmet(self) -> list[str]:
-        """Return the patterns that no module fitted."""
-        return [pattern for pattern in self._state.request.keep if pattern not in self._met]
+    def unmatched(self) -> list[str]:
+        """Return the patterns that matched no module."""
+        return [pattern for pattern in self._state.request.keep if pattern not in self._matched]
 
     def write(self, store: Store, first: int) -> None:
-        """Write all that was seen in a step whose first record has the id `first`."""
+        """Write the details of a step whose first record has the id `first`."""
         store.add_statistics((first + row[0], *row[1:]) for row in self._statistics)
-        store.add_tensors((first + row[0], *row[1:]) for row in self._kept)
-        self._statistics, self._kept = [], []
+        store.add_tensors((first + row[0], *row[1:]) for row in self._tensors)
+        self._statistics, self._tensors = [], []
 
     def _keep(self, position: int, role: str, tensors: Iterable[Any]) -> None:
         for number, tensor in enumerate(tensors):
             if tensor is not None:
                 kind = str(tensor.dtype).removeprefix("torch.")
                 shape = ",".join(map(str, tensor.shape))
-                self._kept.append((position, role, number, kind, shape, _bytes(tensor)))
+                data = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+                self._tensors.append((position, role, number, kind, shape, bytes(data)))
 
 
 def _fits(module: str, pattern: str) -> bool:
@@ -185,7 +175,3 @@ def _copied(tensor: Any) -> Any:
     if tensor.is_quantized:
         tensor = tensor.int_repr()
     return tensor.detach().to("cpu", copy=True).contiguous()
-
-
-def _bytes(tensor: Any) -> bytes:
-    return bytes(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""

@@ -3,112 +3,40 @@
 from __future__ import annotations
 
 import json
-import marshal
 import math
+import os
 import sqlite3
+import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
-from itertools import chain
+from importlib import import_module
+from itertools import chain, count
+from multiprocessing import current_process
 from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from torchrepro.applier import in_force
 from torchrepro.errors import TraceError
-from torchrepro.messages import Problem
+from torchrepro.manifest.contents import secrets_here
+from torchrepro.manifest.environment import hardware, software
+from torchrepro.messages import Problem, shown
+from torchrepro.redaction import cleaner
+from torchrepro.seeding import generators
+from torchrepro.seeding.ranks import world
+from torchrepro.trace.device_fingerprint import algorithm
+from torchrepro.trace.fingerprint import ALGORITHM
+from torchrepro.trace.format import FORMAT, SCHEMA, SEALED, SUFFIX, Row, StepRow, as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from pathlib import Path
 
-FORMAT = 2
-SUFFIX = ".sqlite"
-_TABLES = """
-create table meta (key text primary key, value text not null) without rowid;
-create table site (
-    id integer primary key, phase text not null, module text not null, op text not null,
-    source text not null, outputs text not null
-);
-create table argument (id integer primary key, text text not null);
-create table thread (id integer primary key, name text not null);
-create table step (
-    step integer primary key, first integer not null, records integer not null,
-    bytes integer not null,
-    digest blob not null, parameters blob not null, gradients blob not null,
-    random text not null, finished integer not null
-);
-create table loss (
-    step integer not null, position integer not null, value real, fingerprint blob not null,
-    source text not null
-);
-create table record (
-    id integer primary key, step integer not null, thread integer not null,
-    site integer not null, argument integer not null, inputs blob not null, outputs blob not null
-);
-create table statistics (
-    record integer not null, position integer not null, count integer not null,
-    mean real, norm real, low real, high real, primary key (record, position)
-) without rowid;
-create table tensor (
-    record integer not null, role text not null, position integer not null,
-    dtype text not null, shape text not null, data blob not null
-);
-"""
-SCHEMA = f"{_TABLES}create table seal (name text primary key, digest blob not null) without rowid;"
-"""What the tables hold is described in `reading`.
-
-`seal` has a digest of the rows of every other table, written in the same transaction as they. It
-covers records by way of the digests of their steps.
-"""
-
-WITHOUT_SEALS = 1
-"""The format of 0.2.0."""
-
-SCHEMAS = {
-    WITHOUT_SEALS: f"{_TABLES}create index tensor_of_record on tensor (record);",
-    FORMAT: SCHEMA,
-}
-"""The tables of every format that is still read."""
-
-SEALED = ("meta", "site", "argument", "thread", "step", "loss", "statistics", "tensor")
-
-Fingerprint = bytes
-
-Row = tuple[int, int, int, bytes, bytes]
-"""A record as it is stored: thread, site, argument, inputs, outputs."""
+    from torchrepro.trace.request import Request
 
 TOGETHER = 64
 """Records that are inserted by one statement, which takes two thirds of the time of one each."""
-
-_HEAD = len(marshal.dumps([], 2))
-
-
-def as_bytes(rows: list[Any]) -> memoryview:
-    """Return rows as bytes for a digest; those of two lists are those of one after the other.
-
-    Version 2 of marshal writes equal values as equal bytes, and values of other types as others.
-    """
-    return memoryview(marshal.dumps(rows, 2))[_HEAD:]
-
-
-@dataclass(frozen=True, slots=True)
-class StepRow:
-    """What a step comes to, besides its records."""
-
-    step: int
-    first: int
-    """The id of its first record; the others follow."""
-    records: int
-    bytes: int
-    """Bytes of all tensors that were read for the step's fingerprints."""
-    parameters: Fingerprint
-    gradients: Fingerprint
-    random: Mapping[str, str]
-    finished: bool
-    """Whether an optimizer, or the program itself, has ended the step."""
-    digest: Fingerprint = b""
-    """Of its records; the store fills it in."""
 
 
 class Store:
@@ -116,7 +44,7 @@ class Store:
 
     Every step is one transaction, so a process that is killed leaves whole steps behind.
     https://sqlite.org/atomiccommit.html
-    `clean` takes out of texts of the program what must not be written down.
+    `clean` redacts texts of the program.
     """
 
     def __init__(self, path: Path, clean: Callable[[Any], Any] = lambda text: text) -> None:
@@ -153,7 +81,7 @@ class Store:
     def add_arguments(self, texts: Iterable[tuple[int, str]]) -> None:
         """Add arguments of ops that are not tensors."""
         texts = list(texts)
-        # Without quotes there are only numbers and types in it, which every step may have new of.
+        # A text without quotes has only numbers and types in it, and may be new in every step.
         shown = self._shown(text for _, text in texts if "'" in text or '"' in text)
         self._add("argument", [(number, shown.get(text, text)) for number, text in texts])
 
@@ -172,7 +100,7 @@ class Store:
         self.records += len(rows)
 
     def add_losses(self, rows: Iterable[tuple[int, int, float | None, bytes, str]]) -> None:
-        """Add what backward passes began from: step, position, value, fingerprint, source."""
+        """Add losses: step, position, value, fingerprint, source."""
         rows = list(rows)
         self._sources |= self._shown({row[4] for row in rows} - self._sources.keys())
         self._add(
@@ -182,7 +110,7 @@ class Store:
     def add_statistics(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Add statistics of outputs: record, position, count, mean, norm, low, high."""
         numbers = [(*row[:3], *map(_real, row[3:])) for row in rows]
-        self._add("statistics", sorted(numbers, key=itemgetter(0, 1)))  # as they will be read
+        self._add("statistics", sorted(numbers, key=itemgetter(0, 1)))  # in the order of reading
 
     def add_tensors(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Add kept tensors: record, role, position, dtype, shape, data."""
@@ -222,7 +150,7 @@ class Store:
         """Return each text as it may be written: without secrets, and as a database can hold it."""
         distinct = list(dict.fromkeys(texts))
         cleaned = self._clean(distinct) if distinct else []
-        # A path may hold what is no Unicode.
+        # A path may hold bytes that are not Unicode.
         storable = (text.encode(errors="backslashreplace").decode() for text in cleaned)
         return dict(zip(distinct, storable, strict=True))
 
@@ -258,6 +186,107 @@ class Store:
                 todo="make room, or record into another folder",
             )
         )
+
+
+class _Redaction:
+    """Takes the secrets of this process out of texts, also those that it has learnt since."""
+
+    def __init__(self) -> None:
+        self._environment: Mapping[str, str] | None = None
+        self._clean: Callable[[Any], Any]
+
+    def __call__(self, value: Any) -> Any:
+        """Return plain JSON values with no secret in any text."""
+        environment = os.environ.copy()
+        if environment != self._environment:
+            profiles = (applied.resolved for applied in in_force())
+            self._environment, self._clean = environment, cleaner(secrets_here(*profiles))
+        return self._clean(value)
+
+
+def open_store(request: Request) -> Store:
+    """Open a store for this process, the next free one of its rank, and describe the process in it.
+
+    Raises `TraceError` if the folder cannot be written to.
+    """
+    about = _about_this_process()
+    its = world()
+    folder = Path(request.folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path, ordinal = _new_file(folder, its.rank)
+    except OSError as error:
+        raise TraceError(
+            Problem(f"cannot hold a recording: {error.strerror}", found=request.folder)
+        ) from None
+    store = Store(path, _Redaction())
+    store.write_meta(
+        {
+            "format": FORMAT,
+            "level": request.level,
+            "rank": its.rank,
+            "world_size": its.size,
+            "ordinal": ordinal,
+            "program": sys.argv[0] if sys.argv else "",
+            "process": current_process().name,
+            "steps": request.steps,
+            "algorithm": _algorithms(),
+            "statistics": request.statistics,
+            "detail": request.detail,
+            "keep": list(request.keep),
+            **about,
+        }
+    )
+    return store
+
+
+def _about_this_process() -> Mapping[str, Any]:
+    """Return the profile in force with its knobs, and what a manifest says of the machine.
+
+    Secrets may be in it; the store redacts them.
+    """
+    its: dict[str, Any] = {
+        "versions": software(),
+        "hardware": hardware() | _accelerator(),
+        "knobs": {},
+    }
+    profiles = in_force()
+    if profiles:
+        resolved = profiles[-1].resolved
+        its["profile"] = resolved.name
+        its["digest"] = resolved.digest
+        its["guarantee"] = resolved.guarantee
+        rows = [row for applied in profiles for row in applied.report]
+        its["knobs"] = {row.knob: shown(row.after) for row in rows}
+        its["outcomes"] = {row.knob: str(row.outcome) for row in rows}
+    return its
+
+
+def _accelerator() -> dict[str, str]:
+    """Return the type and the number of the devices that torch can compute on besides the CPU."""
+    torch: Any = import_module("torch")
+    if not torch.accelerator.is_available():
+        return {}
+    device = torch.accelerator.current_accelerator()
+    return {"accelerator": f"{device.type} x{torch.accelerator.device_count()}"}
+
+
+def _algorithms() -> Mapping[str, str]:
+    """Return how fingerprints are taken, by type of device in use."""
+    torch = import_module("torch")
+    return {"cpu": ALGORITHM} | {
+        name: algorithm(torch.device(name)) for name in generators.devices_in_use()
+    }
+
+
+def _new_file(folder: Path, rank: int) -> tuple[Path, int]:
+    """Make the next free file of this rank; return it with its number."""
+    for ordinal in count():
+        path = folder / f"rank{rank}{f'.{ordinal}' if ordinal else ''}{SUFFIX}"
+        with suppress(FileExistsError):
+            path.open("x").close()
+            return path, ordinal
+    raise AssertionError("count() does not end")
 
 
 def _real(value: float | None) -> float | None:

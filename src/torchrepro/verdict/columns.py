@@ -21,7 +21,8 @@ if TYPE_CHECKING:
         Sequence,
     )
 
-    from torchrepro.trace.reader import Site, Trace
+    from torchrepro.trace.format import Site
+    from torchrepro.trace.reader import Trace
     from torchrepro.verdict.value import Divergence
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torchrepro.knobs.catalogue import CATALOGUE
-from torchrepro.trace.reader import INPUT, UNINITIALISED
+from torchrepro.trace.format import INPUT, UNINITIALISED
 from torchrepro.verdict.value import Kind
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchrepro.trace.reader import UNINITIALISED
+from torchrepro.trace.format import UNINITIALISED
 from torchrepro.verdict.columns import MAIN
 from torchrepro.verdict.evidence import DRAWING, OVERWRITING
 from torchrepro.verdict.tensor_diff import differences, in_step_before, last_written, seen

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.trace.reader import INPUT, OUTPUT, Record, Site
+from torchrepro.trace.format import INPUT, OUTPUT, Record, Site
 from torchrepro.verdict.columns import MAIN
 from torchrepro.verdict.value import Distance, Element
 

@@ -6,7 +6,7 @@ from linecache import getline
 from typing import TYPE_CHECKING
 
 from torchrepro.messages import printable
-from torchrepro.trace.reader import UNINITIALISED
+from torchrepro.trace.format import UNINITIALISED
 from torchrepro.verdict.value import Kind
 
 if TYPE_CHECKING:

@@ -1,0 +1,156 @@
+"""The format of a trace: its tables, the values of their rows, the digests in them."""
+
+from __future__ import annotations
+
+import marshal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+FORMAT = 2
+SUFFIX = ".sqlite"
+_TABLES = """
+create table meta (key text primary key, value text not null) without rowid;
+create table site (
+    id integer primary key, phase text not null, module text not null, op text not null,
+    source text not null, outputs text not null
+);
+create table argument (id integer primary key, text text not null);
+create table thread (id integer primary key, name text not null);
+create table step (
+    step integer primary key, first integer not null, records integer not null,
+    bytes integer not null,
+    digest blob not null, parameters blob not null, gradients blob not null,
+    random text not null, finished integer not null
+);
+create table loss (
+    step integer not null, position integer not null, value real, fingerprint blob not null,
+    source text not null
+);
+create table record (
+    id integer primary key, step integer not null, thread integer not null,
+    site integer not null, argument integer not null, inputs blob not null, outputs blob not null
+);
+create table statistics (
+    record integer not null, position integer not null, count integer not null,
+    mean real, norm real, low real, high real, primary key (record, position)
+) without rowid;
+create table tensor (
+    record integer not null, role text not null, position integer not null,
+    dtype text not null, shape text not null, data blob not null
+);
+"""
+SCHEMA = f"{_TABLES}create table seal (name text primary key, digest blob not null) without rowid;"
+"""The values of the rows below say what the tables hold.
+
+`seal` has a digest of the rows of every other table, written in the same transaction as they. It
+covers records by way of the digests of their steps.
+"""
+
+WITHOUT_SEALS = 1
+"""The format of 0.2.0."""
+
+SCHEMAS = {
+    WITHOUT_SEALS: f"{_TABLES}create index tensor_of_record on tensor (record);",
+    FORMAT: SCHEMA,
+}
+"""The tables of every format that is still read."""
+
+SEALED = ("meta", "site", "argument", "thread", "step", "loss", "statistics", "tensor")
+
+INPUT = 8
+"""Bytes of the fingerprint of an input: the first half of the whole one."""
+
+OUTPUT = 16
+"""Bytes of the fingerprint of an output."""
+
+UNINITIALISED = b"not set "
+"""Stands for an input whose memory nothing had written."""
+
+PARTLY = b"part"
+"""Begins the fingerprint of memory that ops had written in part. The rest of it is of what was
+written and where, not of the bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What records of one kind have in common: a place of the program that computes."""
+
+    phase: str
+    """``forward``, ``backward``, ``optimizer``, ``data`` or ``collective``."""
+    module: str
+    """Path of the module within its model; the class of a model itself; empty outside of all."""
+    op: str
+    source: str
+    """``file:line`` of the user's code."""
+    outputs: str
+    """Dtype and shape of each output, as in ``float32[32, 64], int64[]``."""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What aligned records of two runs have in common."""
+        return self.phase, self.module, self.op
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """An op that ran, with what it read and wrote."""
+
+    id: int
+    thread: int
+    site: int
+    argument: int
+    inputs: bytes
+    """The first 8 bytes of each input tensor's fingerprint, one after the other."""
+    outputs: bytes
+    """16 bytes per output tensor; none for a view, whose memory is another's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What a backward pass began from."""
+
+    step: int
+    position: int
+    value: float | None
+    fingerprint: bytes
+    source: str
+
+
+Fingerprint = bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """The summary of a step."""
+
+    step: int
+    first: int
+    """The id of its first record; the others follow."""
+    records: int
+    bytes: int
+    """Bytes of all tensors that were read for the step's fingerprints."""
+    parameters: Fingerprint
+    gradients: Fingerprint
+    random: Mapping[str, str]
+    finished: bool
+    """Whether an optimizer, or the program itself, has ended the step."""
+    digest: Fingerprint = b""
+    """Of its records; the store fills it in."""
+
+
+Row = tuple[int, int, int, bytes, bytes]
+"""A record as it is stored: thread, site, argument, inputs, outputs."""
+
+_HEAD = len(marshal.dumps([], 2))
+
+
+def as_bytes(rows: list[Any]) -> memoryview:
+    """Return rows as bytes for a digest; those of two lists are those of one after the other.
+
+    Version 2 of marshal writes equal values as equal bytes, and values of different types as
+    different ones.
+    """
+    return memoryview(marshal.dumps(rows, 2))[_HEAD:]
