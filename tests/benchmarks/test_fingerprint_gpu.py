@@ -48,7 +48,7 @@ def test_a_large_tensor_is_read_at_most_of_the_bandwidth() -> None:
         ("copying, both ways", f"{copying / 1e9:.0f} GB/s"),
         ("fingerprint", f"{fingerprinting / 1e9:.0f} GB/s, {fingerprinting / copying:.0%}"),
     ]
-    for ready in module._WAYS["cuda"]:
+    for ready in module._IMPLEMENTATIONS["cuda"]:
         with unobserved():
             way = ready()
             seconds = _seconds(lambda: way.sums(tensor))  # noqa: B023 - called before the next one

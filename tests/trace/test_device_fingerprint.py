@@ -172,9 +172,9 @@ def test_what_was_written_afterwards_does_not_show() -> None:
 
 @pytest.fixture
 def _anew() -> Iterator[None]:
-    module._way.cache_clear()
+    module._device_hash.cache_clear()
     yield
-    module._way.cache_clear()
+    module._device_hash.cache_clear()
 
 
 def _wrong(part: torch.Tensor) -> torch.Tensor:
@@ -193,11 +193,11 @@ def test_a_device_that_computes_something_else_is_not_trusted(
     """Arithmetic that fails or differs from the host's is not used; without any, bytes are read."""
     way = module.DeviceHash(WIDE, broken)  # type: ignore[arg-type]
     narrow = module._in_torch(NARROW)
-    monkeypatch.setitem(module._WAYS, "cpu", (lambda: way, narrow))
+    monkeypatch.setitem(module._IMPLEMENTATIONS, "cpu", (lambda: way, narrow))
     assert algorithm(CPU) == "mix32"
 
-    module._way.cache_clear()
-    monkeypatch.setitem(module._WAYS, "cpu", (lambda: way,))
+    module._device_hash.cache_clear()
+    monkeypatch.setitem(module._IMPLEMENTATIONS, "cpu", (lambda: way,))
     assert algorithm(CPU) == "xxh3-128"
     assert device_fingerprint(torch.ones(3)).bytes == module.fingerprint(torch.ones(3))
 

@@ -71,7 +71,7 @@ def test_a_program_that_leaves_past_its_exit_handlers_is_recorded_to_its_end(tra
     found = verify(None, program(training, end), folder=tmp_path / "out")
 
     assert found.same
-    assert all(not read_run(run.folder)[0].is_cut for run in found.runs)
+    assert all(not read_run(run.folder)[0].is_truncated for run in found.runs)
 
 
 @pytest.mark.usefixtures("forked")

@@ -1,4 +1,4 @@
-"""Fingerprints of tensors on an accelerator, computed there and fetched later, many at once."""
+"""Fingerprints of tensors on an accelerator: computed there, and fetched later, many at once."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class DeviceHash:
-    """A way to compute the sums of a part of a tensor on its device."""
+    """An implementation of the sums of a part of a tensor, on its device."""
 
     mixing: Mixing
     sums: Callable[[Any], Any]
@@ -51,15 +51,16 @@ class DeviceHash:
 def device_fingerprint(tensor: Any) -> Pending:
     """Begin to fingerprint `tensor` on its device, without waiting; `fetch` fills it in.
 
-    It says what `fingerprint` says, in other numbers. Waits at the first tensor of a device, where
-    the device's arithmetic is tried, and for every tensor of a device that cannot do it. What is
-    captured into a graph is not computed yet, and has a constant. Never raises.
+    Two tensors have the same where their `fingerprint` is the same; the bytes are others. Waits at
+    the first tensor of a device, to test the device's arithmetic, and at every tensor of a device
+    that fails the test. Tensors that are captured into a graph are not computed yet and have a
+    constant. Never raises.
     """
     try:
         with unobserved():
             return _begun(tensor)
     except Exception:  # noqa: BLE001 - the code of a subclass is anybody's, and may raise anything
-        return _known(not_read(tensor).kind)
+        return _constant(not_read(tensor).kind)
 
 
 def fetch(pendings: Iterable[Pending]) -> None:
@@ -77,8 +78,8 @@ def fetch(pendings: Iterable[Pending]) -> None:
 def algorithm(device: Any) -> str:
     """Return the name of what `device_fingerprint` computes on `device`."""
     with unobserved():
-        way = _way(device)
-    return way.mixing.name if way else ALGORITHM
+        device_hash = _device_hash(device)
+    return device_hash.mixing.name if device_hash else ALGORITHM
 
 
 def _begun(tensor: Any) -> Pending:
@@ -87,16 +88,16 @@ def _begun(tensor: Any) -> Pending:
     pending = Pending(kind=memory.kind, sizes=sizes)
     for part in memory.parts:
         if _is_captured(part.device):
-            return _known("captured into a graph")
+            return _constant("captured into a graph")
         if part.nbytes:
-            way = _way(part.device)
-            if way is None:
+            device_hash = _device_hash(part.device)
+            if device_hash is None:
                 return Pending(fingerprint(tensor))
-            pending.sums.append(way.sums(part))
+            pending.sums.append(device_hash.sums(part))
     return pending
 
 
-def _known(kind: str) -> Pending:
+def _constant(kind: str) -> Pending:
     return Pending(xxhash.xxh3_128_digest(kind.encode()))
 
 
@@ -137,29 +138,31 @@ def _in_triton() -> DeviceHash:
     return DeviceHash(WIDE, kernel.sums_of_part)
 
 
-_WAYS: dict[str, Sequence[Callable[[], DeviceHash]]] = {
+_IMPLEMENTATIONS: dict[str, Sequence[Callable[[], DeviceHash]]] = {
     "cuda": (_in_triton, _in_torch(WIDE), _in_torch(NARROW)),
     "npu": (_in_torch(NARROW), _in_torch(WIDE)),
 }
-"""How each type of device computes sums, the best way first."""
+"""How each type of device may compute sums, the fastest first."""
 
-_OTHERWISE = (_in_torch(WIDE), _in_torch(NARROW))
+_DEFAULT = (_in_torch(WIDE), _in_torch(NARROW))
 
 
 @cache
-def _way(device: Any) -> DeviceHash | None:
-    """Return the first way that gives on `device` what arithmetic on the host gives.
+def _device_hash(device: Any) -> DeviceHash | None:
+    """Return the first implementation that computes on `device` what the host computes.
 
-    One that raises is no way. Waits for the device.
+    Implementations that raise are skipped. Waits for the device.
     """
     torch = import_module("torch")
-    tried = torch.arange(-9999, 9999, dtype=torch.int64, device="cpu") * WIDE.multipliers[0]
-    tried = tried.view(torch.uint8)[5:]  # neither aligned nor whole words
-    for ready in _WAYS.get(device.type, _OTHERWISE):
+    probe = torch.arange(-9999, 9999, dtype=torch.int64, device="cpu") * WIDE.multipliers[0]
+    probe = probe.view(torch.uint8)[5:]  # neither aligned nor whole words
+    for make in _IMPLEMENTATIONS.get(device.type, _DEFAULT):
         try:
-            way = ready()
-            if torch.equal(way.sums(tried.to(device)).cpu(), sums(iter([tried]), way.mixing)):
-                return way
+            device_hash = make()
+            if torch.equal(
+                device_hash.sums(probe.to(device)).cpu(), sums(iter([probe]), device_hash.mixing)
+            ):
+                return device_hash
         except Exception:  # noqa: BLE001, S112 - a compiler or driver may raise anything
             continue
     return None

@@ -1,8 +1,9 @@
-"""Fingerprints of tensors in the host's memory: 128 bits, of every bit and where it is.
+"""Fingerprints of tensors: 128 bits, of every bit of memory and its place.
 
-A word is mixed with a key of its place, in steps that can each be undone, so that a change of one
-word always shows. The results are added up modulo a power of two: the order of a reduction, which
-devices leave open, cannot show. The steps are those of SplitMix64 (https://prng.di.unimi.it).
+On the host a fingerprint is XXH3. On a device it is a sum: each word is mixed with a key of its
+place, in invertible steps, so that a change of one word always shows. The results are added modulo
+a power of two, so that the order of a reduction, which devices leave open, does not matter. The
+steps are those of SplitMix64 (https://prng.di.unimi.it).
 """
 
 from __future__ import annotations
@@ -21,28 +22,28 @@ if TYPE_CHECKING:
 
 
 PIECE = 1 << 24
-"""Bytes that are copied at a time where memory cannot be read as it lies."""
+"""Bytes that are copied at a time where memory is not contiguous."""
 
 unread: set[str] = set()
-"""Kinds of tensors whose memory was not found: their fingerprints say nothing of their values."""
+"""Types of tensors whose memory was not found; their fingerprints do not depend on values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What the value of a tensor is kept in."""
+    """The memory that holds the value of a tensor."""
 
     kind: str
-    """What sets it apart from a plain contiguous tensor of the same bytes; empty for such a one."""
+    """What distinguishes it from a plain contiguous tensor of the same bytes; empty for that."""
     parts: tuple[Any, ...]
     """Strided tensors, as contiguous as they can be without a copy."""
 
 
 @contextmanager
 def unobserved() -> Iterator[None]:
-    """Keep autograd, subclasses, modes and `torch.func` from what is done to tensors within.
+    """Keep autograd, subclasses, modes and `torch.func` from seeing operations in the block.
 
     They may record, count or change what is asked of a tensor. Nothing public turns all of them
-    off; where this fails, every tensor that is not plain is `unread`.
+    off. Where this fails, every tensor that is not plain is `unread`.
     """
     torch = import_module("torch")
     names = ("DisableTorchFunction", "_DisableFuncTorch", "_DisableTorchDispatch")
@@ -58,11 +59,11 @@ def memory_of(tensor: Any) -> Memory:
 
     Raises whatever the code of a subclass raises.
     """
-    return next(kind.memory(tensor) for kind in _KINDS if kind.holds(tensor))
+    return next(memory(tensor) for is_kind, memory in _KINDS if is_kind(tensor))
 
 
 def not_read(tensor: Any) -> Memory:
-    """Return what stands for the memory of `tensor`, which was not found; adds to `unread`."""
+    """Return a stand-in for memory that was not found; adds the type to `unread`."""
     name = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
     unread.add(name)
     return Memory(f"unread {name}", ())
@@ -71,8 +72,8 @@ def not_read(tensor: Any) -> Memory:
 def pieces(part: Any) -> Iterator[Any]:
     """Yield the value of a part of a `Memory` in order, as contiguous tensors of any dtype.
 
-    One that is contiguous already comes whole, without a copy. Of others every piece but the last
-    has a multiple of 8 bytes, and few bytes more than `PIECE` unless a row has many more.
+    A contiguous part comes whole, without a copy. Of others every piece but the last has a multiple
+    of 8 bytes, and hardly more than `PIECE` unless a row has many more.
     """
     lazy = part.is_conj() or part.is_neg() or part._is_zerotensor()  # noqa: SLF001 - zeros without memory have no other name
     if part.is_contiguous() and not lazy:
@@ -119,7 +120,7 @@ def _copies(part: Any) -> Iterator[Any]:
 
 def _copy(part: Any) -> Any:
     contiguous = import_module("torch").contiguous_format
-    return part.clone(memory_format=contiguous)  # conjugates and negates what is yet to be
+    return part.clone(memory_format=contiguous)  # resolves lazy conjugation and negation
 
 
 def _as_integers(part: Any) -> Any:
@@ -130,11 +131,11 @@ def _as_integers(part: Any) -> Any:
 
 
 def _wrapper(tensor: Any) -> Memory:
-    """Return the memory of what a subclass keeps its value in.
+    """Return the memory of the tensors that a subclass keeps its value in.
 
     https://docs.pytorch.org/docs/stable/generated/torch.Tensor.__torch_dispatch__.html describes
-    such subclasses. An inner tensor without elements says nothing: a jagged one caches its lengths
-    in the shape of such.
+    such subclasses. Inner tensors without elements are left out: a jagged tensor caches its lengths
+    in the shape of one.
     """
     wait = getattr(tensor, "trigger_wait", None)  # what a collective has not written yet
     if wait is not None:
@@ -144,28 +145,16 @@ def _wrapper(tensor: Any) -> Memory:
     return _joined(title, [getattr(tensor, name) for name in names])
 
 
-def _transformed(tensor: Any) -> Memory:
-    return _joined("transformed", [_functorch().get_unwrapped(tensor)])
-
-
-def _is_transformed(tensor: Any) -> bool:
-    return bool(_functorch().is_functorch_wrapped_tensor(tensor))
-
-
 def _functorch() -> Any:
-    """Return what knows the tensors of `torch.func`, inside of a transformed function.
+    """Return the module that tells the tensors inside of `torch.func` from others.
 
-    Private, because nothing public tells them from others; without it, their memory is `unread`.
+    Nothing public does; without it, their memory is `unread`.
     """
     return import_module("torch")._C._functorch  # noqa: SLF001
 
 
 def _functional(tensor: Any) -> Memory:
     return _joined("functional", [import_module("torch")._from_functional_tensor(tensor)])  # noqa: SLF001 - no public name
-
-
-def _is_functional(tensor: Any) -> bool:
-    return bool(import_module("torch")._is_functional_tensor(tensor))  # noqa: SLF001 - no public name
 
 
 def _coordinates(tensor: Any) -> Memory:
@@ -216,37 +205,37 @@ def _has_memory(tensor: Any) -> bool:
     return bool(zeros or (enough and storage.device.type != "meta"))
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    holds: Callable[[Any], bool]
-    memory: Callable[[Any], Memory]
-
-
 _COMPRESSED = tuple(f"torch.sparse_{name}" for name in ("csr", "csc", "bsr", "bsc"))
 
-_KINDS = (
-    _Kind(lambda tensor: hasattr(tensor, "__tensor_flatten__"), _wrapper),
-    _Kind(_is_transformed, _transformed),
-    _Kind(_is_functional, _functional),
-    _Kind(lambda tensor: tensor.device.type == "meta", lambda _: Memory("no memory", ())),
-    _Kind(lambda tensor: str(tensor.layout) == "torch.sparse_coo", _coordinates),
-    _Kind(lambda tensor: str(tensor.layout) in _COMPRESSED, _compressed),
-    _Kind(lambda tensor: tensor.is_mkldnn, lambda tensor: _joined("mkldnn", [tensor.to_dense()])),
-    _Kind(lambda tensor: tensor.is_quantized, _quantised),
-    _Kind(lambda tensor: tensor.is_nested, _nested),
-    _Kind(lambda _: True, _strided),
+_KINDS: Sequence[tuple[Callable[[Any], bool], Callable[[Any], Memory]]] = (
+    (lambda tensor: hasattr(tensor, "__tensor_flatten__"), _wrapper),
+    (
+        lambda tensor: _functorch().is_functorch_wrapped_tensor(tensor),
+        lambda tensor: _joined("transformed", [_functorch().get_unwrapped(tensor)]),
+    ),
+    (
+        lambda tensor: import_module("torch")._is_functional_tensor(tensor),  # noqa: SLF001 - no public name
+        _functional,
+    ),
+    (lambda tensor: tensor.device.type == "meta", lambda _: Memory("no memory", ())),
+    (lambda tensor: str(tensor.layout) == "torch.sparse_coo", _coordinates),
+    (lambda tensor: str(tensor.layout) in _COMPRESSED, _compressed),
+    (lambda tensor: tensor.is_mkldnn, lambda tensor: _joined("mkldnn", [tensor.to_dense()])),
+    (lambda tensor: tensor.is_quantized, _quantised),
+    (lambda tensor: tensor.is_nested, _nested),
+    (lambda _: True, _strided),
 )
-"""The kinds of tensors; the first that holds for a tensor says where its memory lies."""
+"""Test and memory of each kind of tensor; the first test that holds decides."""
 
 
 ROW = 1024
-"""Keys that are unlike each other; those of the next row are these with `Mixing.step` added."""
+"""Keys of one row; those of the next row are these with `Mixing.step` added."""
 
 CHUNK = 1 << 24
-"""Bytes that are mixed at a time; meanwhile up to four times as many lie on the device."""
+"""Bytes that are mixed at a time; they take up to four times as many on the device."""
 
 FEW = 1 << 19
-"""Bytes up to which a small table of keys is enough."""
+"""Bytes up to which a small table of keys is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,9 +249,9 @@ class Mixing:
     multipliers: tuple[int, int]
     shifts: tuple[int, int]
     step: int
-    """What a row of keys adds to those of the row before; even, so that keys stay odd."""
+    """Difference between the keys of two rows; even, so that keys stay odd."""
     streams: int
-    """Times that all is done, with other keys: each yields two sums."""
+    """How often all is done, each time with other keys; each yields two sums."""
 
 
 WIDE = Mixing(
@@ -272,7 +261,7 @@ WIDE = Mixing(
     step=0x3C6EF372FE94F82A,
     streams=1,
 )
-"""Where the device multiplies integers of 64 bits."""
+"""For devices that multiply integers of 64 bits."""
 
 NARROW = Mixing(
     *("mix32", "int32", 4),
@@ -281,7 +270,7 @@ NARROW = Mixing(
     step=0x3C6EF372,
     streams=2,
 )
-"""Where it does so slowly, or not at all.
+"""For devices that do so slowly, or not at all.
 
 The vector unit of Ascend multiplies 16 and 32 bits:
 https://www.hiascend.com/document/detail/zh/CANNCommunityEdition/910beta2/API/ascendcopapi/atlasascendc_api_07_0037.html
@@ -289,7 +278,7 @@ https://www.hiascend.com/document/detail/zh/CANNCommunityEdition/910beta2/API/as
 
 
 def sums(part: Iterator[Any], mixing: Mixing) -> Any:
-    """Return the sums of contiguous tensors that follow each other; None where all are empty.
+    """Return the sums of consecutive contiguous tensors; None where all are empty.
 
     They stay on the device, in a tensor of 16 bytes; nothing waits for them.
     """
@@ -312,7 +301,7 @@ def bytes_of(piece: Any) -> Any:
 
 
 def is_aligned(memory: Any, mixing: Mixing) -> bool:
-    """Whether bytes begin where a word may; memory from elsewhere begins anywhere."""
+    """Whether memory begins at a multiple of a word; that of others may begin anywhere."""
     return bool((memory.data_ptr() | memory.storage_offset()) % mixing.width == 0)
 
 
@@ -346,9 +335,9 @@ def _mixed(words: Any, at: int, mixing: Mixing) -> Any:
 
 @cache
 def key_tables(mixing: Mixing, device: Any, room: int) -> Sequence[Any]:
-    """Return the keys of so many bytes on a device, a table for each stream; they stay there.
+    """Return the keys for so many bytes on a device, a table for each stream; they stay there.
 
-    Made on the host and waited for, once: every stream of the device may read them afterwards.
+    They are made on the host and waited for once; every stream of the device may read them then.
     """
     torch = import_module("torch")
     rows = room // mixing.width // ROW + 1
@@ -381,11 +370,14 @@ def _signed(number: int, width: int) -> int:
 
 
 ALGORITHM = "xxh3-128"
-MANY = 1 << 12  # answers that are remembered; a program has few shapes
+MANY = 1 << 12  # cached results; a program has few shapes
 
 
-class _Remembered(dict[Any, Any]):
-    """Answers of a function by its argument, up to `MANY`, and then anew."""
+class _Cached(dict[Any, Any]):
+    """Results of a function by its argument; faster than `functools.lru_cache` where they exist.
+
+    It is emptied when it has `MANY`.
+    """
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -403,10 +395,10 @@ def _order(shape_and_strides: tuple[Any, Any]) -> bytes | None:
     return None if order is None else kind_of_order(order).encode()
 
 
-arrays = _Remembered(lambda size: ctypes.c_char * size)
-"""Types that stand for so many bytes of memory."""
+arrays = _Cached(lambda size: ctypes.c_char * size)
+"""The ctypes array of so many bytes."""
 
-_orders = _Remembered(_order)
+_orders = _Cached(_order)
 _plain_types: set[type] = set()
 _widths: dict[Any, int] = {}
 """Bytes of an element of each dtype that is not quantised."""
@@ -418,20 +410,20 @@ def fingerprint(tensor: Any) -> bytes:
     """Return 16 bytes that differ where a bit, its place, or the order of memory differs.
 
     Tensors of equal value and order of memory have the same, wherever their memory lies. Only
-    that memory is read, without a copy if it has no gaps; the tensor stays as it was. A tensor
-    without memory has a constant, and so has one whose memory is not found: `memory.unread`
-    names its type. Never raises. https://github.com/Cyan4973/xxHash
+    that memory is read, without a copy if it has no gaps; the tensor stays unchanged. A tensor
+    without memory has a constant, and so has one whose memory is not found: `unread` names its
+    type. Never raises. https://github.com/Cyan4973/xxHash
     """
     try:
         if (
-            type(tensor) in _plain_types  # others may count or change what is asked of them
+            type(tensor) in _plain_types  # subclasses may count or change what is asked of them
             and (width := _widths.get(tensor.dtype)) is not None
             and tensor.is_cpu
             and not (tensor.is_neg() or tensor.is_conj() or tensor.is_nested)
         ):
             size, start = tensor.nbytes, tensor.data_ptr()
             end = tensor.storage_offset() * width + size
-            # Storage that was freed leaves an address behind where an offset is added to none.
+            # A freed storage still has an address if the tensor has an offset.
             if (start or not size) and tensor.untyped_storage().nbytes() >= end:
                 if tensor.is_contiguous():
                     return _digest(arrays[size].from_address(start))

@@ -24,16 +24,15 @@ if TYPE_CHECKING:
 
 
 MANY = 1 << 14
-"""Tensors with a name above which those that are gone are forgotten."""
-
+"""Named tensors above which those that no longer exist are forgotten."""
 
 _USER, _LIBRARY, _MODULE, _ENGINE = range(4)
-"""What a frame is to the search; plain numbers, because an op asks ten times or more."""
+"""Kinds of frames; plain numbers, because each op looks at ten frames or more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """A module and an instruction of the user's code; there is one object for each."""
+    """A module and an instruction of the user's code; one object for each pair."""
 
     module: str
     code: CodeType | None
@@ -46,7 +45,7 @@ class Place:
 
 @cache
 def source_of(place: Place) -> str:
-    """Return ``file:line`` of a place; empty if it is no user's code."""
+    """Return ``file:line`` of a place; empty outside of the user's code."""
     if place.code is None:
         return ""
     lines = (
@@ -72,7 +71,7 @@ def place_at(module: str, code: CodeType | None, instruction: int) -> Place:
 NOWHERE = place_at("", None, 0)
 _CALLS_A_MODULE = torch.nn.Module._call_impl.__code__  # noqa: SLF001 - the frame of every call of a module; were it gone, modules would have no names
 _kinds: dict[int, int] = {id(_CALLS_A_MODULE): _MODULE}
-_seen: list[CodeType] = []  # what `_kinds` is about stays alive, so that no id has two meanings
+_seen: list[CodeType] = []  # keeps alive what `_kinds` is about, so that no id has two meanings
 
 
 def _kind(code: CodeType) -> int:
@@ -86,12 +85,12 @@ def _kind(code: CodeType) -> int:
 
 
 class ModuleNames:
-    """What modules and their parameters are called, learnt from the model that is being called."""
+    """Names of modules and their parameters, learnt from the model that is being called."""
 
     def __init__(self) -> None:
         self._modules: dict[int, tuple[ReferenceType[Any], str]] = {}
         self._parameters: dict[int, tuple[ReferenceType[Any], str, str]] = {}
-        # By thread, because which of two threads comes first is a matter of time.
+        # By thread: which of two threads comes first depends on timing.
         self._models = threading.local()
 
     def of_module(self, module: Any, frame: FrameType) -> str:
@@ -116,11 +115,11 @@ class ModuleNames:
         return known[1:] if known is not None and known[0]() is parameter else None
 
     def learn(self, tensor: Any, module: str, name: str) -> None:
-        """Name a tensor after the parameter that it is about."""
+        """Name a tensor after the parameter that it belongs to."""
         self._parameters[id(tensor)] = ref(tensor), module, name
 
     def learn_optimizer(self, optimizer: Any) -> None:
-        """Name gradients and an optimizer's state after the parameters that they are of."""
+        """Name gradients and an optimizer's state after their parameters."""
         if len(self._parameters) > MANY:  # temporary tensors of earlier steps
             alive = {k: v for k, v in self._parameters.items() if v[0]() is not None}
             self._parameters = alive
@@ -134,7 +133,7 @@ class ModuleNames:
                             self.learn(tensor, *owner)
 
     def _learn(self, model: Any) -> None:
-        """Name all modules of `model`; those of a second model carry its class before them."""
+        """Name all modules of `model`; names in a second model begin with its class."""
         kind = type(_unwrapped(model)).__name__
         models: dict[str, int] = vars(self._models)
         first = not models
@@ -151,7 +150,7 @@ class ModuleNames:
 
 
 def _outermost(module: Any, frame: FrameType) -> Any:
-    """Return the model whose call, or another method of it, encloses the call of `module`."""
+    """Return the outermost model with a method on the stack that encloses the call of `module`."""
     outer: FrameType | None = frame
     while outer is not None:
         if outer.f_code is _CALLS_A_MODULE:
@@ -165,7 +164,7 @@ def _outermost(module: Any, frame: FrameType) -> Any:
 
 
 def _unwrapped(model: Any) -> Any:
-    """Return what wrappers such as DDP and torch.compile were put around."""
+    """Return the model inside of wrappers such as DDP and torch.compile."""
     while True:
         inner = [child for name, child in model.named_children() if bare(f"{name}.x") == "x"]
         if len(inner) != 1:
@@ -200,7 +199,7 @@ def place_of_call(names: ModuleNames, depth: int) -> tuple[Place, bool]:
 
 
 def _user_code(frame: FrameType | None) -> tuple[CodeType | None, int]:
-    """Return the instruction of the nearest frame that is the user's."""
+    """Return the code and instruction of the nearest frame of the user's code."""
     kinds = _kinds
     while frame is not None:
         its = frame.f_code
@@ -216,35 +215,35 @@ def place_of_user() -> Place:
     return place_at("", *_user_code(sys._getframe(1)))  # noqa: SLF001 - see above
 
 
-# Which node of autograd's graph runs, and the number that its next one gets: no public door tells
-# either. Without them backward ops would have no module.
+# Which node of autograd's graph runs, and the number of its next one. There is no public way to
+# either; without them backward ops would have no module.
 _current_node: Callable[[], Any] = torch._C._current_autograd_node  # noqa: SLF001 - see above
 _next_sequence: Callable[[], int] = torch._C._autograd._get_sequence_nr  # noqa: SLF001 - see above
 _AccumulateGrad: Any = getattr(torch._C._functions, "AccumulateGrad", None)  # noqa: SLF001 - the node that writes `.grad`
 
 
 class RunPosition:
-    """What the program is doing, as far as the doors of its training loop tell; for all threads."""
+    """What the program is doing, as the hooks of its training loop report it; for all threads."""
 
     __slots__ = ("aside", "backward", "loading", "optimizer", "owner", "paused", "stopped")
 
     def __init__(self) -> None:
         self.optimizer: tuple[int, Place] | None = None
-        """The thread on which an optimizer makes a step, and the line that called for it."""
+        """The thread on which an optimizer makes a step, and the line that called it."""
         self.owner = ""
-        """The module whose parameter the optimizer has come to."""
+        """The module whose parameter the optimizer is updating."""
         self.backward = 0
-        """The thread that has called for a backward pass; 0 for none."""
+        """The thread that has started a backward pass; 0 for none."""
         self.loading = 0
         """The thread on which a loader prepares a batch; 0 for none."""
         self.paused = 0
         """The thread whose ops are torchrepro's own; 0 for none."""
         self.stopped = False
         self.aside = False
-        """Whether either of these is so: the one thing that every op asks."""
+        """Whether paused or stopped: the one attribute that every op checks."""
 
     def pause(self, thread: int) -> int:
-        """Leave out the ops of `thread`, of none for 0; returns whose were left out before."""
+        """Leave out the ops of `thread`, 0 for none; returns the thread left out before."""
         before, self.paused = self.paused, thread
         self.aside = self.stopped or bool(thread)
         return before
@@ -255,12 +254,12 @@ class RunPosition:
 
 
 class Origin:
-    """Finds where the ops of one thread belong, and remembers it for their gradients."""
+    """Finds the origin of the ops of one thread, and remembers it for their gradients."""
 
     def __init__(self, names: ModuleNames, now: RunPosition) -> None:
         self.names = names
         self.now = now
-        self._places: dict[int, Place] = {}  # number of a node of autograd's graph -> its origin
+        self._places: dict[int, Place] = {}  # number of a node of autograd's graph -> its place
         self._last_sequence = _next_sequence()
 
     def of(self, facts: OpFacts, args: Any) -> tuple[str, Place]:
@@ -282,7 +281,7 @@ class Origin:
         return ("collective" if facts.collective else phase), place
 
     def _owner(self, args: Any) -> str:
-        """Return the module whose parameter, or state of it, an optimizer's op is about."""
+        """Return the module whose parameter, or the state of it, an optimizer's op updates."""
         if not args or not isinstance(args[0], torch.Tensor):
             return ""  # many at once
         for value in args:
@@ -290,10 +289,10 @@ class Origin:
             if owner is not None:
                 self.now.owner = owner[0]
                 break
-        return self.now.owner  # what is computed from the last one's state is about it as well
+        return self.now.owner  # computed from the state of the last one
 
     def passed_on(self, given: Any, result: Any) -> None:
-        """Take note that an op of an optimizer has returned what it was given."""
+        """Name a result of an optimizer's op that is the tensor it was given."""
         owner = self.names.of_parameter(given)
         if owner is not None:
             self.names.learn(result, *owner)
@@ -306,7 +305,7 @@ class Origin:
         return "backward" if now.backward and now.backward == get_ident() else "forward"
 
     def _note_nodes(self, place: Place) -> None:
-        """Note where the nodes come from that autograd has added to its graph since last time."""
+        """Note the place of the nodes that autograd has added to its graph since last time."""
         sequence = _next_sequence()
         if sequence != self._last_sequence:
             for number in range(self._last_sequence, sequence):
@@ -314,7 +313,7 @@ class Origin:
             self._last_sequence = sequence
 
     def _place_of_node(self, node: Any, place: Place) -> Place:
-        """Return where the forward op was whose gradient is computed."""
+        """Return the place of the forward op whose gradient is computed."""
         if node.__class__ is _AccumulateGrad:
             owner = self.names.of_parameter(node.variable)
             return place if owner is None else place.within(owner[0])

@@ -1,4 +1,4 @@
-"""What the recorder has to know of an op: what it was called with, what it writes and shares."""
+"""Facts about ops: the text of their arguments, and what they read, write, and share."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_leaves
 from torchrepro.redaction import HIDDEN, sounds_secret
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor)})
-"""The classes of tensors that have no part of their own in what an op does."""
+"""The classes of tensors that do not change what an op does."""
 
 CPU = torch.device("cpu")
-_WRITTEN_OUT = (
+_LITERALS = (
     *(bool, int, float, complex, str),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
@@ -23,7 +23,7 @@ _WRITTEN_OUT = (
 def call_text(args: Any, kwargs: Any) -> str:
     """Return the arguments of a call as Python writes them, with `_` for a tensor.
 
-    A string is hidden if the name of its argument sounds secret.
+    A string is redacted if the name of its argument sounds secret.
     """
     words = [value_text(value) for value in args]
     words += [
@@ -34,12 +34,12 @@ def call_text(args: Any, kwargs: Any) -> str:
 
 
 def value_text(value: Any) -> str:
-    """Return one value as Python writes it; of what has no such form, only its type."""
+    """Return one value as Python writes it, or the name of its type if it has no such form."""
     if isinstance(value, torch.Tensor):
         return "_"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(value_text, value))}]"
-    return repr(value) if value is None or isinstance(value, _WRITTEN_OUT) else type(value).__name__
+    return repr(value) if value is None or isinstance(value, _LITERALS) else type(value).__name__
 
 
 def tensors_in(value: Any) -> list[Any]:
@@ -51,14 +51,14 @@ def shape_of(tensor: Any) -> tuple[Any, ...]:
     """Return shape and dtype of a tensor, and its device if that is not the CPU."""
     try:
         shape = tensor.shape
-    except RuntimeError:  # a nested one of strided parts has no one shape
+    except RuntimeError:  # nested, with parts of different shapes
         shape = ("nested", tensor.numel())
-    described = shape, tensor.dtype
-    return described if tensor.device == CPU else (*described, tensor.device)
+    found = shape, tensor.dtype
+    return found if tensor.device == CPU else (*found, tensor.device)
 
 
 def shapes_text(shapes: Any) -> str:
-    """Return dtypes and shapes, and devices but the CPU, as in ``float32[32, 64] cuda:0``."""
+    """Return dtypes, shapes, and devices other than the CPU, as in ``float32[32, 64] cuda:0``."""
     return ", ".join(
         " ".join(
             [
@@ -112,7 +112,7 @@ OVERWRITING = frozenset(
 """Ops that write all of their first argument without reading it."""
 
 REBINDING = frozenset({"aten::set_"})
-"""Ops that put a tensor onto memory from elsewhere: it is read where it is used."""
+"""Ops that give a tensor other memory, which is read where it is used."""
 
 SHARING = frozenset({"aten::_unsafe_view", "aten::_reshape_alias"})
 """Ops that return their input's memory although their schema does not say so."""
@@ -127,7 +127,7 @@ SCRATCH = {
     "aten::_efficient_attention_forward": (1,),
     "fsdp::all_gather_copy_in": (1,),
 }
-"""Op -> the outputs that are a kernel's own workspace, in part never written.
+"""Op -> the outputs that are a kernel's own workspace, which it may not write in full.
 
 Their layout is in the signatures of
 https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/native_functions.yaml
@@ -147,7 +147,7 @@ KEEPING = frozenset(
         *("aten::put_", "aten::scatter_", "aten::copy_", "aten::clone", "aten::_to_copy"),
     }
 )
-"""Ops that keep some or all of the first tensor they read as it is, and only pass it on."""
+"""Ops that pass on some or all values of the first tensor they read unchanged."""
 
 COMPILED = "inductor_compiled_code"
 """The higher-order op that stands for a region that inductor has compiled."""
@@ -158,7 +158,7 @@ COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd",
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpFacts:
-    """What one op does to its inputs and with its outputs."""
+    """What one op does to its inputs, and which outputs count."""
 
     op: Any
     """The op itself; held, so that its id means no other."""
@@ -173,7 +173,7 @@ class OpFacts:
     written: tuple[int, ...]
     """Positions of the arguments that are written in place."""
     written_names: tuple[str, ...]
-    """Names of the keyword arguments that are written: what ``out=`` stands for."""
+    """Names of the keyword arguments that are written, such as ``out``."""
     scratch: tuple[int, ...]
     """Positions of the outputs that no fingerprint is taken of."""
     compiled: bool = False
@@ -181,12 +181,11 @@ class OpFacts:
     counted: bool = True
     """Whether autograd counts what it writes: not in lists of tensors."""
     keeps: bool = False
-    """Whether it passes on, unread, what its first input holds."""
-
+    """Whether it passes on values of its first input unchanged."""
     writes: bool = False
     """Whether it writes any of its arguments."""
     plain: bool = False
-    """Whether all it does is to return something new."""
+    """Whether it does nothing but return new tensors."""
 
     def written_in(self, args: Any, kwargs: Any) -> list[Any]:
         """Return the tensors that a call has written in place, each once."""
@@ -204,9 +203,8 @@ class OpFacts:
 def facts_of(op: Any) -> OpFacts:
     """Return the facts of an op overload, from its schema and the tables above.
 
-    ``_schema`` is private by its name; it is what torch's own modes read, and the public
-    ``torch.library.infer_schema`` is for functions only. An op without one is known by its name
-    and taken to write nothing.
+    ``_schema`` is private; torch's own modes read it, and the public ``torch.library.infer_schema``
+    is for functions only. An op without a schema has only a name and counts as writing nothing.
     """
     schema = getattr(op, "_schema", None)
     if schema is None:

@@ -1,4 +1,4 @@
-"""Traces as they are read again, and checked before anything in them is believed.
+"""Reads traces; checks each as a whole before anything in it is believed.
 
 A trace may come from anybody: reading it runs nothing that is in it, and ends soon.
 """
@@ -9,7 +9,6 @@ import json
 import re
 import sqlite3
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from functools import cache, cached_property
 from operator import itemgetter
 from pathlib import Path
@@ -36,45 +35,46 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 META = 1 << 20
-"""Bytes of all that a trace says of its run."""
+"""Bytes of the whole `meta` table."""
 
 LENGTH = 1 << 26
 """Bytes of any other cell."""
 
 ANY_LENGTH = 2**31 - 1
-"""Of what was checked, and of kept tensors, each of which is read alone."""
+"""Bytes of a cell that was checked, and of a kept tensor, each of which is read alone."""
 
 OBJECTS = 100
 AT_ONCE = 1000
-"""Rows that are held at once."""
+"""Rows that are held in memory at once."""
 
 INSTRUCTIONS = 1000
-"""Instructions of SQLite's machine that are counted as one."""
+"""Instructions of SQLite's machine that count as one."""
 
 LEAST, EACH = 10_000, 100
-"""As many of these may be taken, and one more for so many bytes of the file: reading every row
-takes a tenth of it at most."""
+"""So many counts are allowed, and one more for so many bytes of the file. Reading every row takes a
+tenth of that at most."""
 
 OF_RECORDS = ("statistics", "tensor")
-"""Tables that say more of single records."""
+"""Tables with details of single records."""
+
+Tables = dict[str, tuple[str, str]]
+Columns = dict[str, dict[str, frozenset[type]]]
 
 _TYPES = {"integer": int, "text": str, "blob": bytes, "real": float}
-_NONE = (type(None),)
 _ORDERS = {"meta": "key", "statistics": "record, position"}
-_MASTER = "select name, type, sql from sqlite_master"
 
 
 class Trace:
-    """One process of a recorded run, as it is when it is opened.
+    """One process of a recorded run, as its file is when it is opened.
 
-    Raises `TraceError` for a file that is no trace, one that is not whole, and one of a later
-    format. Without `records`, what belongs to single records is neither checked nor to be read.
+    Raises `TraceError` for a file that is no trace, is damaged, or has another format. Without
+    `records`, the records and their details are not checked and must not be read.
     """
 
     def __init__(self, path: Path, *, records: bool = True) -> None:
         self.path = path
         try:
-            with connected(path) as self.connection:
+            with _connected(path) as self.connection:
                 self._read(records=records)
         except TraceError:
             raise
@@ -84,8 +84,8 @@ class Trace:
             raise TraceError(Problem(f"cannot be read as a trace: {error}", str(path))) from None
 
     def _read(self, *, records: bool) -> None:
-        its = format_of(self.connection)
-        if its is None:
+        version = _format_of(self.connection)
+        if version is None:
             raise TraceError(
                 Problem(
                     "a trace of another format",
@@ -94,17 +94,17 @@ class Trace:
                     todo="read it with the version of torchrepro that wrote it",
                 )
             )
-        self.sealed = its != WITHOUT_SEALS
+        self.sealed = version != WITHOUT_SEALS
         """Whether it has digests, which show damage."""
-        self.meta: Mapping[str, Any] = meta_of(self.connection)
-        check_tables(self.connection, its, records=records)
-        self.steps: Mapping[int, StepRow] = steps_of(self.connection, self.meta)
+        self.meta: Mapping[str, Any] = _meta_of(self.connection)
+        _check_tables(self.connection, version, records=records)
+        self.steps: Mapping[int, StepRow] = _steps_of(self.connection, self.meta)
         """Every step by its number, in order."""
         if records:
-            check_records(self.connection, self.steps, sealed=self.sealed)
+            _check_records(self.connection, self.steps, sealed=self.sealed)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self.connection.close()
 
     @property
@@ -113,8 +113,8 @@ class Trace:
         return int(self.meta["rank"])
 
     @property
-    def is_cut(self) -> bool:
-        """Whether the process did not come to write the end of it."""
+    def is_truncated(self) -> bool:
+        """Whether the process ended before it had written the end of the trace."""
         return not self.meta.get("finished")
 
     @cached_property
@@ -163,7 +163,7 @@ class Trace:
         ).fetchall()
 
     def tensors(self, record: int) -> list[tuple[str, int, str, str, bytes]]:
-        """Return role (``input``, ``output``), position, dtype, shape, bytes of what was kept."""
+        """Return role (``input``, ``output``), position, dtype, shape, bytes of kept tensors."""
         return self.connection.execute(
             "select role, position, dtype, shape, data from tensor"
             " where record = ? order by role, position",
@@ -174,8 +174,8 @@ class Trace:
 def read_run(folder: Path | str, *, records: bool = True) -> list[Trace]:
     """Return the traces of a recorded run, by rank and by the order in which they began.
 
-    Raises `TraceError` for a folder that is not there or holds no trace, or one that is not whole.
-    Without `records` they are good for what they say of the run and its steps.
+    Raises `TraceError` for a folder that does not exist, holds no trace, or holds a damaged one.
+    Without `records` the traces are for reading what they say of the run and its steps only.
     """
     place = Path(folder)
     if place.is_file():
@@ -200,11 +200,11 @@ def read_run(folder: Path | str, *, records: bool = True) -> list[Trace]:
 def _begun(path: Path) -> bool:
     """Whether a process has written anything to its file.
 
-    A file that cannot be read as a trace at all counts as begun; whoever opens it says why.
+    A file that cannot be read as a trace counts as begun, so that opening it says why.
     """
     try:
-        with connected(path) as connection:
-            begun = has_begun(connection)
+        with _connected(path) as connection:
+            begun = _has_begun(connection)
     except (ValueError, sqlite3.Error):
         return True
     connection.close()
@@ -215,20 +215,12 @@ def _order(path: Path) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", path.name)]
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of a table, and what a cell of it may be."""
-
-    name: str
-    types: frozenset[type]
-
-
 @contextmanager
-def connected(path: Path) -> Iterator[sqlite3.Connection]:
+def _connected(path: Path) -> Iterator[sqlite3.Connection]:
     """Open a file for reading, as it is at this moment; close it again if the block fails.
 
-    Raises `ValueError` for what is no file. A view, or whatever a database may hold besides data,
-    runs only if it is asked for; `format_of` says that there is none.
+    Raises `ValueError` for what is no file. Views, and what else a database may hold besides data,
+    run only if a query names them; `_format_of` makes sure that there are none.
     """
     for each in (path, *(path.with_name(path.name + end) for end in ("-wal", "-shm", "-journal"))):
         if (each is path or each.exists()) and not each.is_file():
@@ -242,7 +234,7 @@ def connected(path: Path) -> Iterator[sqlite3.Connection]:
         for pragma in ("trusted_schema = off", "cell_size_check = on", "query_only = on"):
             connection.execute(f"pragma {pragma}")
         with _bounded(connection, size):
-            connection.execute("begin")  # a run that still goes on adds to what is read
+            connection.execute("begin")  # a run that still goes on adds rows
             yield connection
     except BaseException:
         connection.close()
@@ -251,7 +243,7 @@ def connected(path: Path) -> Iterator[sqlite3.Connection]:
 
 @contextmanager
 def _bounded(connection: sqlite3.Connection, size: int) -> Iterator[None]:
-    """Raise `ValueError` if what is read in the block is more than a file of this size holds."""
+    """Raise `ValueError` if the block reads more than a file of this size can hold."""
     left = LEAST + size // EACH
 
     def count() -> bool:
@@ -270,37 +262,37 @@ def _bounded(connection: sqlite3.Connection, size: int) -> Iterator[None]:
         connection.set_progress_handler(None, 0)
 
 
-def has_begun(connection: sqlite3.Connection) -> bool:
-    """Whether a process has written anything; one killed before its first step leaves tables."""
+def _has_begun(connection: sqlite3.Connection) -> bool:
+    """Whether there are rows; a process killed before its first step leaves empty tables."""
     tables = _tables(connection)
-    if not any(tables.items() <= _expected(each).items() for each in SCHEMAS):
-        return True  # whoever reads it says why it is no trace
+    if not any(tables.items() <= _schema(each)[0].items() for each in SCHEMAS):
+        return True  # opening it says why it is no trace
     return any(
         connection.execute(f"select 1 from {name} limit 1").fetchone()  # noqa: S608 - ours
         for name in tables.keys() & {"meta", "step", "record"}
     )
 
 
-def format_of(connection: sqlite3.Connection) -> int | None:
-    """Return the format of a trace whose tables are those of its format; None for another one.
+def _format_of(connection: sqlite3.Connection) -> int | None:
+    """Return the format of a trace; None for one that is not supported.
 
-    Raises `ValueError` if there are other tables, or anything besides.
+    Raises `ValueError` unless the tables are exactly those of the format.
     """
     tables = _tables(connection)
-    if tables.get("meta") != _expected(WITHOUT_SEALS)["meta"]:
+    if tables.get("meta") != _schema(WITHOUT_SEALS)[0]["meta"]:
         raise ValueError("it has not the tables of a trace")
     row = connection.execute("select value from meta where key = 'format'").fetchone()
     if row is None or not isinstance(row[0], str) or not row[0].isdecimal():
         raise ValueError("its format is lost")
     if row[0] not in map(str, SCHEMAS):
         return None
-    if tables != _expected(int(row[0])):
+    if tables != _schema(int(row[0]))[0]:
         raise ValueError("it has not the tables of a trace")
     return int(row[0])
 
 
-def meta_of(connection: sqlite3.Connection) -> dict[str, Any]:
-    """Return what a trace says of its run; raises `ValueError` if it is not what it ought to be."""
+def _meta_of(connection: sqlite3.Connection) -> dict[str, Any]:
+    """Return what a trace says of its run; raises `ValueError` if it cannot be right."""
     texts, size = {}, 0
     for key, value in connection.execute("select key, value from meta"):
         size += len(key) + len(value)
@@ -340,15 +332,15 @@ _META: Mapping[str, Callable[[Any], bool]] = {
     "level": lambda value: value is None or value in LEVELS,
     "steps": lambda value: value is None or is_range(value),
 }
-"""What is read of a run, and whether a value of it can be."""
+"""What is read of a run, each with a test of whether a value can be right."""
 
 
-def check_tables(connection: sqlite3.Connection, its: int, *, records: bool) -> None:
-    """Raise `ValueError` if rows are not what was written, or, without seals, cannot be.
+def _check_tables(connection: sqlite3.Connection, version: int, *, records: bool) -> None:
+    """Raise `ValueError` if rows are not those that were written; without seals, if they cannot be.
 
-    `records` says whether what belongs to single records is looked at.
+    `records` says whether details of single records are checked too.
     """
-    sealed = its != WITHOUT_SEALS
+    sealed = version != WITHOUT_SEALS
     seals = dict(connection.execute("select name, digest from seal")) if sealed else {}
     if sealed and seals.keys() != set(SEALED):
         raise ValueError("not all of its tables have a seal")
@@ -358,7 +350,7 @@ def check_tables(connection: sqlite3.Connection, its: int, *, records: bool) -> 
         length, at_once = (ANY_LENGTH, 1) if name == "tensor" else (LENGTH, AT_ONCE)
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, length)
         digest = xxhash.xxh3_128()
-        for rows in _rows(connection, name, _columns(its)[name], at_once):
+        for rows in _rows(connection, name, _schema(version)[1][name], at_once):
             digest.update(as_bytes(rows))
         if sealed and seals[name] != digest.digest():
             raise ValueError(f"its table `{name}` is not what was written")
@@ -366,22 +358,22 @@ def check_tables(connection: sqlite3.Connection, its: int, *, records: bool) -> 
 
 
 def _rows(
-    connection: sqlite3.Connection, table: str, columns: tuple[Column, ...], at_once: int
+    connection: sqlite3.Connection, table: str, columns: dict[str, frozenset[type]], at_once: int
 ) -> Iterator[list[tuple[Any, ...]]]:
     """Yield the rows of a table in the order in which they were written, so many at a time."""
-    names, order = ", ".join(column.name for column in columns), _ORDERS.get(table, "rowid")
+    names, order = ", ".join(columns), _ORDERS.get(table, "rowid")
     cursor = connection.execute(f"select {names} from {table} order by {order}")  # noqa: S608 - ours
     while rows := cursor.fetchmany(at_once):
-        for column, cells in zip(columns, zip(*rows, strict=True), strict=True):
-            if not column.types.issuperset(map(type, cells)):
-                raise ValueError(f"`{column.name}` of its table `{table}` is not right")
+        for (column, types), cells in zip(columns.items(), zip(*rows, strict=True), strict=True):
+            if not types.issuperset(map(type, cells)):
+                raise ValueError(f"`{column}` of its table `{table}` is not right")
         yield rows
 
 
-def steps_of(connection: sqlite3.Connection, meta: Mapping[str, Any]) -> dict[int, StepRow]:
+def _steps_of(connection: sqlite3.Connection, meta: Mapping[str, Any]) -> dict[int, StepRow]:
     """Return every step by its number; raises `ValueError` if one is missing.
 
-    A recording begins with step 0, unless it was asked for others, and leaves none out.
+    A recording begins with step 0, or the first one requested, and leaves none out.
     """
     rows = connection.execute(
         "select step, first, records, bytes, parameters, gradients, random, finished, digest"
@@ -414,10 +406,10 @@ def _generators(text: str) -> Mapping[str, str]:
     return found
 
 
-def check_records(
+def _check_records(
     connection: sqlite3.Connection, steps: Mapping[int, StepRow], *, sealed: bool
 ) -> None:
-    """Raise `ValueError` if a record is missing, is not what was written, or leads nowhere."""
+    """Raise `ValueError` if a record is missing, was changed, or refers to no row."""
     (count,) = connection.execute("select count(*) from record").fetchone()
     expected = sum(row.records for row in steps.values())
     if count != expected:
@@ -447,34 +439,24 @@ def check_records(
             raise ValueError(f"the records of step {row.step} are not what was written")
 
 
-def _tables(connection: sqlite3.Connection) -> dict[str, tuple[str, str]]:
+def _tables(connection: sqlite3.Connection) -> Tables:
     """Return all that a database holds, by name: its type, and how it was made."""
-    rows = connection.execute(_MASTER).fetchmany(OBJECTS)
+    master = connection.execute("select name, type, sql from sqlite_master")
+    rows = master.fetchmany(OBJECTS)
     return {str(name): (str(kind), " ".join(str(sql).split())) for name, kind, sql in rows}
 
 
 @cache
-def _expected(its: int) -> Mapping[str, tuple[str, str]]:
-    with _made(its) as connection:
-        return _tables(connection)
-
-
-@cache
-def _columns(its: int) -> Mapping[str, tuple[Column, ...]]:
-    with _made(its) as connection:
-        return {
-            name: tuple(
-                Column(column, frozenset({_TYPES[kind.lower()], *(() if filled else _NONE)}))
-                for column, kind, filled in connection.execute(
-                    'select name, type, "notnull" or pk from pragma_table_info(?)', (name,)
-                )
-            )
-            for name in SEALED
-        }
-
-
-@contextmanager
-def _made(its: int) -> Iterator[sqlite3.Connection]:
+def _schema(version: int) -> tuple[Tables, Columns]:
+    """Return the tables of a format, and of each table the types that a cell of a column has."""
     with closing(sqlite3.connect(":memory:")) as connection:
-        connection.executescript(SCHEMAS[its])
-        yield connection
+        connection.executescript(SCHEMAS[version])
+        info = 'select name, type, "notnull" or pk from pragma_table_info(?)'
+        columns = {
+            table: {
+                column: frozenset({_TYPES[kind.lower()], *(() if filled else (type(None),))})
+                for column, kind, filled in connection.execute(info, (table,))
+            }
+            for table in SEALED
+        }
+        return _tables(connection), columns

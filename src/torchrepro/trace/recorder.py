@@ -1,4 +1,4 @@
-"""The public functions of recording: a `with` block, a process under `run`, a step that ends."""
+"""Public functions that record a `with` block, record a process, and end a step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def record(  # noqa: PLR0913 - one for each thing that can be asked of a recording
+def record(  # noqa: PLR0913 - one for each option of a recording
     folder: str | os.PathLike[str],
     *,
     level: str = "op",
@@ -36,12 +36,12 @@ def record(  # noqa: PLR0913 - one for each thing that can be asked of a recordi
     """Record what the program computes within the block into `folder`, which is new or empty.
 
     Takes records on this thread and on those started within the block. `level` is ``op``,
-    ``module`` or ``step``; `steps` the first and last step to record; `keep` patterns of modules
-    whose tensors are kept whole; `statistics` what ``compare`` needs to compare within a
-    tolerance; `detail` reads every input anew. A step ends with the optimizer's; a program without
-    one calls ``end_step`` of what this returns, or `torchrepro.end_step`. Imports torch. Raises
-    `TraceError` for a folder that is not empty, and where the trace cannot be written, unless
-    `on_unwritable` is ``warn``.
+    ``module`` or ``step``; `steps` are the first and last step to record; `keep` are patterns of
+    modules whose tensors are kept whole; `statistics` adds what ``compare`` needs for tolerances;
+    `detail` reads every input again. A step ends with the optimizer's step; a program without an
+    optimizer calls ``end_step`` of the returned recording, or `torchrepro.end_step`. Imports
+    torch. Raises `TraceError` for a folder that is not empty, and where the trace cannot be
+    written, unless `on_unwritable` is ``warn``.
     """
     request = Request(
         *(os.fspath(folder), level, steps, tuple(keep), statistics, detail, on_unwritable)
@@ -57,7 +57,7 @@ def record(  # noqa: PLR0913 - one for each thing that can be asked of a recordi
 
 
 _starting = fork_safe_lock()
-_of_process: list[Recording] = []  # what `run --record` asks for goes on beside a program's own
+_of_process: list[Recording] = []  # those of `run --record`, which go on beside a program's own
 
 
 def _refuse_a_second() -> None:
@@ -84,7 +84,7 @@ def end_step() -> None:
 def record_process(request: Request, refuse: Callable[[TraceError], None]) -> None:
     """Record this process from now until it ends, as ``torchrepro run --record`` asks.
 
-    `refuse` ends the program where its trace cannot be written and it is not to go on.
+    `refuse` ends the program where its trace cannot be written, unless it is to go on.
     """
     recording = _begin(request)
     recording.refuse = refuse
@@ -96,8 +96,8 @@ def record_process(request: Request, refuse: Callable[[TraceError], None]) -> No
 def _finish_before_exit(recording: Recording) -> None:
     """Finish `recording` where the main thread of this process calls `os._exit`.
 
-    A program that ends by it, to get past the exit handlers of its libraries, has done all it
-    wanted to: its trace is whole. Called from another thread it ends a program that hangs.
+    A program that calls it to skip the exit handlers of its libraries has done its work, so its
+    trace is complete. A call from another thread ends a program that hangs.
     """
     leave, process = os._exit, os.getpid()
 

@@ -1,4 +1,4 @@
-"""What is to be recorded, as it travels from a command line to the processes below it."""
+"""What to record; passed in a variable from a command line to the processes below it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNWRITABLE = ("stop", "warn")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A recording that somebody asks for."""
+    """What to record, and where."""
 
     folder: str
     level: str = "op"
@@ -36,9 +36,9 @@ class Request:
     statistics: bool = False
     """Whether mean, norm and range of outputs are recorded, to compare within a tolerance."""
     detail: bool = False
-    """Whether every input is read anew, so that what changed outside torch is seen at once."""
+    """Whether every input is read again, so that changes from outside torch are seen at once."""
     on_unwritable: str = "stop"
-    """Whether a program ends, or goes on unrecorded, where its trace cannot be written."""
+    """Whether a program stops, or goes on unrecorded, where its trace cannot be written."""
 
     def __post_init__(self) -> None:
         # The program may go to another directory before the first step is written.
@@ -61,26 +61,20 @@ class Request:
 
     @classmethod
     def inherited(cls, environment: Mapping[str, str]) -> Request | None:
-        """Return the request that came with the process, if one did."""
+        """Return the request that the process has inherited; None without one."""
         text = environment.get(VARIABLE)
         if not text:
             return None
         values = json.loads(text)
-        steps = values["steps"]
-        return cls(
-            **{
-                **values,
-                "steps": None if steps is None else tuple(steps),
-                "keep": tuple(values["keep"]),
-            }
-        )
+        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return cls(**values | lists)
 
     def wants(self, step: int) -> bool:
         """Whether `step` is one of those to record."""
         return self.steps is None or self.steps[0] <= step <= self.steps[1]
 
     def prepare_folder(self) -> None:
-        """Make the folder; raises `TraceError` if there is something in it, or it cannot be."""
+        """Make the folder; raises `TraceError` if it cannot be made or is not empty."""
         place = Path(self.folder)
         try:
             place.mkdir(parents=True, exist_ok=True)
@@ -111,8 +105,6 @@ def is_range(steps: Any) -> bool:
 
 def _check(key: str, found: str, legal: tuple[str, ...]) -> None:
     if found not in legal:
-        raise TraceError(
-            Problem("no such choice", key=key, found=found, legal=", ".join(legal))
-            if not near(found, legal)
-            else Problem("no such choice", key=key, found=found, near=near(found, legal))
-        )
+        suggestion = near(found, legal)
+        hint: Any = {"near": suggestion} if suggestion else {"legal": ", ".join(legal)}
+        raise TraceError(Problem("no such choice", key=key, found=found, **hint))

@@ -1,4 +1,4 @@
-"""The sums of `mixing.WIDE` in one Triton kernel, which reads memory once.
+"""The sums of `fingerprint.WIDE` in one Triton kernel, which reads memory once.
 
 Imported only where Triton is installed. https://triton-lang.org
 """
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 jit: Callable[[Callable[..., Any]], Any] = import_module("triton").jit
 tl: Any = import_module("triton.language")
 
-# Triton compiles the source of its kernels and takes every name in them for a value of the kernel:
-# they have no annotations besides its own.
+# Triton compiles the source of its kernels and takes every name in them for a value of the kernel.
+# Their annotations are therefore its own only.
 
 PROGRAMS = 4096
-"""How many programs share the rows of a large tensor: several for each processor of a device."""
+"""How many programs share the rows of a large tensor: several per processor of a device."""
 
 
 def sums_of_part(part: Any) -> Any:
-    """Return the sums of a part of a `Memory`, as `mixing.sums` does, in a tensor on its device."""
+    """Return the sums of a part of a `Memory`, as `fingerprint.sums` does, on its device."""
     lazy = part.is_conj() or part.is_neg()
     if part.is_contiguous() and not lazy and is_aligned(memory := bytes_of(part), WIDE):
         return _sums(memory)
@@ -59,12 +59,12 @@ def _sums(memory: Any) -> Any:
 
 
 def _current(device: Any) -> Any:
-    """Return what makes `device` the current one, where Triton starts its kernels."""
+    """Return a context in which `device` is the current one: Triton starts its kernels there."""
     return getattr(import_module("torch").get_device_module(device), "device", nullcontext)(device)
 
 
 def _whole_words(memory: Any, none: Any) -> Any:
-    """Return the words before the last, unfinished one; `none`, which is not read, for none."""
+    """Return the complete words; `none`, which is never read, if there are none."""
     words = memory.numel() // WIDE.width
     if not words:
         return none

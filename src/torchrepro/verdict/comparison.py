@@ -85,7 +85,7 @@ def _losses(trace: Trace) -> dict[int, float | None]:
 def notes(pair: Pair) -> Iterator[str]:
     """Yield what a reader has to know of how two recordings go together."""
     for trace, name in zip(pair.traces, pair.names, strict=True):
-        if trace.is_cut:
+        if trace.is_truncated:
             yield f"{name} was killed or still runs: it is compared up to its last whole step"
         if not trace.sealed:
             yield (

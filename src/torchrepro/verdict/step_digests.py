@@ -150,10 +150,10 @@ def ended(pair: Pair) -> Divergence | None:
     asked = pair.traces[short].meta.get("steps")
     if last[0] != last[1] and not (asked and last[short] >= asked[1]):
         shorter, longer = pair.names[short], pair.names[1 - short]
-        killed = CUT if pair.traces[short].is_cut else ""
+        killed = CUT if pair.traces[short].is_truncated else ""
         what = f"{shorter} ended after step {last[short]}{killed}; {longer} goes on to {max(last)}"
         return at_step(pair, last[short] + 1, Kind.ENDED, what)
-    cut = [side for side, trace in enumerate(pair.traces) if trace.is_cut]
+    cut = [side for side, trace in enumerate(pair.traces) if trace.is_truncated]
     if not cut:
         return None  # more of it was not to be recorded
     names = " and ".join(pair.names[side] for side in cut)
