@@ -25,7 +25,7 @@ MODULES = {
     if "template" not in path.parts
 }
 LAYERS = (  # from the bottom upward
-    ("redaction", "fork_safety", "callers"),
+    ("redaction", "fork_safety", "exit_status", "callers"),
     ("messages",),
     ("console",),
     ("errors",),

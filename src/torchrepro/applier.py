@@ -1,8 +1,7 @@
-"""The only writer: carries out a plan, reads every write back, and undoes it exactly."""
+"""Carries out a plan, reads every write back, and undoes it exactly: the only writer of knobs."""
 
 from __future__ import annotations
 
-import os
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,28 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import ApplyError, LateError
 from torchrepro.fork_safety import applying
-from torchrepro.guard.baseline import by_a_profile, drift_of
-from torchrepro.guard.checks import behind, hold_to, last_look
+from torchrepro.guard.baseline import Guard, look, moved_from_now
+from torchrepro.guard.checks import drift_behind, hold, last_look
 from torchrepro.knobs.knob import MissingState, unfrozen
-from torchrepro.planner import (
-    LEFT_ALONE,
-    Action,
-    Plan,
-    Step,
-    beside,
-    lateness,
-    make_plan,
-    observe,
-    refusal,
-    report_of,
-    value_of,
-    variable_row,
-)
+from torchrepro.planner import Action, Plan, Step, lateness, make_plan, refusal
 from torchrepro.policies.policy import effects, forget, handle_with, so_far
-from torchrepro.process_state import closed_doors
 from torchrepro.profile.load import resolve
 from torchrepro.relaunch import obstacle_to_relaunch, relaunch
-from torchrepro.report import STOPPING, Outcome, Report, Row
+from torchrepro.report import STOPPING, Outcome, Report, Row, make_report, process_facts
 from torchrepro.seeding import streams
 from torchrepro.seeding.seeding_calls import (
     note_calls,
@@ -41,13 +26,13 @@ from torchrepro.seeding.seeding_calls import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import TracebackType
 
     from torchrepro.errors import TorchreproError
+    from torchrepro.knobs.knob import Knob
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.rank_agreement import Agreement
-    from torchrepro.report import Drift
     from torchrepro.seeding.seeding_calls import SeedingCall
 
 _in_force: list[Applied] = []
@@ -64,12 +49,13 @@ class Applied:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._undo = ExitStack()
-        self._rows: list[Row] = []
+        self._done: list[tuple[Step, Row]] = []
         self._calls: tuple[SeedingCall, ...] = ()
-        self._before = so_far()
+        self._counts_before = so_far()
         self._last: Report | None = None
         self._agreement: Agreement | None = None
         self._noting = False
+        self._guard = Guard(self._refuse)
         self.refuse: Callable[[TorchreproError], None] = _raise
         """What is done when a profile in force turns out not to hold, on this rank or for all."""
         self._undo.callback(handle_with(self._refuse))
@@ -97,11 +83,6 @@ class Applied:
         """The places from which the program seeded a global generator itself, while in force."""
         return seeding_calls() if self.active else self._calls
 
-    def has_set(self, step: Step) -> bool:
-        """Whether the knob of `step` was written and holds."""
-        name = step.knob.name
-        return any(r.knob == name and r.outcome is Outcome.APPLIED for r in self._rows)
-
     @property
     def active(self) -> bool:
         """Whether the profile is still in force."""
@@ -115,7 +96,7 @@ class Applied:
         """
         with applying, unfrozen(), ExitStack() as all_scopes:
             scopes = _in_force[_in_force.index(self) :] if self.active else []
-            all_scopes.callback(last_look(scopes))
+            all_scopes.callback(last_look([scope._guard for scope in scopes]))  # noqa: SLF001 - the same class
             for scope in scopes:  # outermost first: the stack unwinds the other way round
                 scope._keep_what_was_done()  # noqa: SLF001 - the same class
                 all_scopes.callback(scope._undo.close)  # noqa: SLF001 - the same class
@@ -125,13 +106,16 @@ class Applied:
         self._calls, self._last = seeding_calls(), self._present()
 
     def _present(self) -> Report:
-        policies = {row.knob for row in self._rows}
-        done = tuple(effect for effect in effects(self._before) if effect.policy in policies)
-        return self._outcomes(drift_of(self), effects=done, unseen=self._unseen())
+        look([self._guard])
+        policies = {step.knob.name for step, _ in self._done}
+        done = [effect for effect in effects(self._counts_before) if effect.policy in policies]
+        return self._outcomes(
+            drift=tuple(self._guard.drift.values()), effects=tuple(done), unseen=self._unseen()
+        )
 
-    def _outcomes(self, drift: tuple[Drift, ...] = (), **more: Any) -> Report:
-        present = beside(self.resolved, closed_doors())
-        return report_of(self.resolved, tuple(self._rows), present, drift, **more)
+    def _outcomes(self, **more: Any) -> Report:
+        rows = tuple(row for _, row in self._done)
+        return make_report(self.resolved, rows, process_facts(self.resolved), **more)
 
     def _unseen(self) -> tuple[str, ...]:
         if not self.resolved.strict:
@@ -147,16 +131,22 @@ class Applied:
         """
         with ExitStack() as until_done:
             until_done.callback(self._abandon)
-            moved = until_done.enter_context(by_a_profile())
+            moved = moved_from_now()
             for step in steps:
-                self._rows.append(self._carry_out(step))
+                self._done.append((step, self._carry_out(step)))
             self._note_seeds_of_the_program()
-            bad = [row for row in self._rows if row.outcome in STOPPING]
+            bad = [row for _, row in self._done if row.outcome in STOPPING]
             if bad and self.resolved.strict:
                 raise ApplyError(refusal(self.resolved, bad), self._outcomes())
             self._agree_with_other_ranks()
-            self._undo.enter_context(hold_to(self, self.plan, self._rows, moved()))
+            self._undo.enter_context(hold(self._guard, (*moved(), *self._set_and_guarded())))
             until_done.pop_all()
+
+    def _set_and_guarded(self) -> Iterator[Knob]:
+        """Yield the knobs that are to stay as they are: generators are there to move."""
+        for step, row in self._done:
+            if step.knob.guarded and row.outcome in (Outcome.APPLIED, Outcome.UNCHANGED):
+                yield step.knob
 
     def _note_seeds_of_the_program(self) -> None:
         """Have the program's own seeds noted where a guarantee is asked for without a seed."""
@@ -174,7 +164,7 @@ class Applied:
             return
         from torchrepro.rank_agreement import Agreement
 
-        self._agreement = Agreement(self)
+        self._agreement = Agreement(lambda: self.report, self._refuse)
         self._agreement.watch()
         self._undo.callback(self._agreement.unwatch)
 
@@ -187,7 +177,7 @@ class Applied:
     def _carry_out(self, step: Step) -> Row:
         """Do what the plan says to one knob, and return what became of it."""
         planned, knob = step.expected, step.knob
-        if planned.outcome in LEFT_ALONE:
+        if step.untouched:
             return planned
         try:
             if knob.library:
@@ -200,7 +190,7 @@ class Applied:
                 row = self._write(step, row, saved)
             else:
                 self._undo.callback(knob.access.restore, saved)
-            return self.plan.judged(step, row)
+            return step.judged(row)
         except (MissingState, ImportError) as missing:
             return Row(planned.knob, Outcome.UNSUPPORTED, why=str(missing))
         except Exception as error:  # noqa: BLE001 - whatever a library raises is the outcome
@@ -237,7 +227,7 @@ class Applied:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        with behind(error):
+        with drift_behind(error):
             self.restore()
 
     def __repr__(self) -> str:
@@ -277,7 +267,7 @@ def apply_resolved(resolved: ResolvedProfile, obstacle: str) -> Applied:
 
 def begin(resolved: ResolvedProfile, obstacle: str) -> Applied:
     """Plan for `resolved` and stop if it cannot be put in force; nothing is set yet."""
-    plan = make_plan(resolved, observe(resolved, own_variables()))
+    plan = make_plan(resolved, _own_variables())
     stop_or_relaunch(plan, obstacle)
     _past.append(True)
     if not _in_force:
@@ -293,8 +283,7 @@ def stop_or_relaunch(plan: Plan, obstacle: str, *, by_itself: bool = False) -> s
     `obstacle` says why this is no moment for a relaunch, if it is none; `by_itself` that it is one
     for a relaunch that the profile does not insist on. Returns why there was none, or nothing.
     """
-    if plan.stopping:
-        raise ApplyError(refusal(plan.resolved, plan.stopping), plan.report)
+    plan.refuse_if_stopping()
     on_late = plan.resolved.on_late
     if not plan.late or on_late == "warn" or (on_late == "relaunch_or_warn" and not by_itself):
         return ""
@@ -310,22 +299,6 @@ def stop_or_relaunch(plan: Plan, obstacle: str, *, by_itself: bool = False) -> s
     raise LateError(lateness(plan, why), plan.report)
 
 
-def _raise(error: TorchreproError) -> None:
-    raise error
-
-
-def own_variables() -> dict[str, str]:
-    """Return the variables that profiles in force have set in this process."""
-    own = {}
-    for applied in _in_force:
-        for step in filter(applied.has_set, applied.plan.steps):
-            name = variable_row(step.knob).variable
-            text = os.environ.get(name) if name else None
-            if text is not None and value_of(step.knob, text) == step.value:
-                own[name] = text
-    return own
-
-
 def was_applied() -> bool:
     """Whether any profile was put in force in this process, now or before."""
     return bool(_past)
@@ -334,3 +307,17 @@ def was_applied() -> bool:
 def in_force() -> tuple[Applied, ...]:
     """Return the profiles in force, outermost first."""
     return tuple(_in_force)
+
+
+def _own_variables() -> dict[str, str]:
+    """Return the variables that profiles in force have set in this process."""
+    own: dict[str, str] = {}
+    for applied in _in_force:
+        for step, row in applied._done:  # noqa: SLF001 - the same module
+            if row.outcome is Outcome.APPLIED:
+                own |= step.variable_in_force
+    return own
+
+
+def _raise(error: TorchreproError) -> None:
+    raise error

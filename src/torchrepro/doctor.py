@@ -13,7 +13,7 @@ from torchrepro.knobs.allowed_variables import WITHOUT_EFFECT
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.env_rows import ORDER_OF_SUMS
 from torchrepro.knobs.npu_state import cann_too_old, compiled_ops_unheard
-from torchrepro.planner import Plan, make_plan, observe
+from torchrepro.planner import Plan, make_plan
 from torchrepro.process_state import closed_doors
 from torchrepro.profile.composition import flatten
 from torchrepro.profile.search_path import SHIPPED
@@ -64,7 +64,7 @@ def examine(resolved: ResolvedProfile) -> list[Finding]:
     torch, failure = _import_torch()
     if failure:
         return [failure]
-    plan = make_plan(resolved, observe(resolved, closed=closed))
+    plan = make_plan(resolved, closed=closed)
     patient = Context(resolved, plan, torch)
     return [finding for check in CHECKS for finding in check(patient)]
 

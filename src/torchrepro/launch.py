@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 from torchrepro.errors import ApplyError, ProfileError, TraceError
 from torchrepro.messages import Problem
-from torchrepro.planner import Plan, make_plan, observe, refusal
-from torchrepro.process_state import PROFILE, interpreter_line, outer_run
+from torchrepro.planner import Plan, make_plan
+from torchrepro.process_state import PROFILE, outer_run
 from torchrepro.redaction import secret_values, shareable
+from torchrepro.relaunch import interpreter_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -68,8 +69,7 @@ def environment_for(plan: Plan, environment: Mapping[str, str]) -> dict[str, str
     Variables that the user exported are kept where the plan keeps them. Raises `ApplyError` if
     a strict profile meets one that contradicts it.
     """
-    if plan.stopping:
-        raise ApplyError(refusal(plan.resolved, plan.stopping), plan.report)
+    plan.refuse_if_stopping()
     return {
         **environment,
         **plan.variables,
@@ -115,7 +115,7 @@ def prepared(resolved: ResolvedProfile, command: Sequence[str]) -> tuple[str, di
     barrier = unreachable(program, command)
     if barrier:
         raise ApplyError(f"the profile cannot reach `{_shown(command)}`: {barrier}")
-    before_python_starts = make_plan(resolved, observe(resolved, closed={}))
+    before_python_starts = make_plan(resolved, closed={})
     return program, environment_for(before_python_starts, os.environ)
 
 

@@ -1,4 +1,8 @@
-"""What this process is settled on: one-way doors, kinds of device, threads, its exit status."""
+"""What this process has come to, found out without importing or initialising anything.
+
+That is the one-way doors that are closed, the kinds of device that are present, the threads that
+use torch, the environment it was started with, and the profile that came with it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import json
 import os
 import sys
 import threading
-from contextlib import suppress
 from functools import cache, lru_cache
 from glob import glob
 from pathlib import Path
@@ -21,24 +24,22 @@ from torchrepro.profile.resolved import ResolvedProfile
 from torchrepro.seeding.ranks import world
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from types import FrameType
-
 
 PROFILE = "TORCHREPRO_PROFILE"
 """Variable that carries the resolved profile and its origins to every process below `run`."""
 
 
+def _loaded(module: str) -> bool:
+    return module in sys.modules
+
+
 def _initialised(device: str) -> bool:
-    """Whether torch has used `device`, asked without importing or initialising anything."""
-    torch = sys.modules.get("torch")
-    module = getattr(torch, device, None) if torch else None
+    """Whether torch has used `device`."""
+    module = getattr(sys.modules.get("torch"), device, None)
     check = getattr(module, "is_initialized", None)
     return bool(check and check())
-
-
-def _torch_loaded() -> bool:
-    return "torch" in sys.modules
 
 
 def _communicator_made() -> bool:
@@ -48,16 +49,13 @@ def _communicator_made() -> bool:
 
 DOORS: Mapping[str, tuple[Callable[[], bool], str]] = {
     "interpreter": (lambda: True, "Python has started"),
-    "torch": (_torch_loaded, "torch is loaded"),
-    "openmp": (lambda: _torch_loaded() or openmp_loaded(), "OpenMP is loaded"),
-    "torch_npu": (lambda: "torch_npu" in sys.modules, "torch_npu is loaded"),
+    "torch": (lambda: _loaded("torch"), "torch is loaded"),
+    "openmp": (lambda: _loaded("torch") or openmp_loaded(), "OpenMP is loaded"),
+    "torch_npu": (lambda: _loaded("torch_npu"), "torch_npu is loaded"),
     "cuda": (lambda: _initialised("cuda"), "CUDA is initialised"),
     "npu": (lambda: _initialised("npu"), "the NPU is initialised"),
     "communicator": (_communicator_made, "a communicator has been made"),
-    "transformer_engine": (
-        lambda: "transformer_engine" in sys.modules,
-        "Transformer Engine is loaded",
-    ),
+    "transformer_engine": (lambda: _loaded("transformer_engine"), "Transformer Engine is loaded"),
 }
 """Every one-way door: whether it is closed, and how to say so."""
 
@@ -82,7 +80,7 @@ def _onednn_present() -> bool:
     return mkldnn is None or bool(mkldnn.is_available())
 
 
-def _several() -> bool:
+def _several_ranks() -> bool:
     try:
         return world().size > 1
     except SeedingError:  # a variable that numbers this process and is no number
@@ -90,23 +88,50 @@ def _several() -> bool:
 
 
 KINDS: Mapping[str, Callable[[], bool]] = {
-    "numpy": lambda: "numpy" in sys.modules,
+    "numpy": lambda: _loaded("numpy"),
     "onednn": _onednn_present,
     "cuda": lambda: _initialised("cuda") or _gpu_present(),
     "npu": lambda: npu_with_devices() is not None,
-    "several": _several,
-    "transformer_engine": lambda: "transformer_engine" in sys.modules,
+    "several": _several_ranks,
+    "transformer_engine": lambda: _loaded("transformer_engine"),
 }
 """Kind of device, library or run on which a guarantee may depend -> whether it is present."""
 
 
 def present_kinds() -> frozenset[str]:
-    """Return the `KINDS` that are present, asked without importing or initialising anything."""
+    """Return the `KINDS` that are present."""
     return frozenset(kind for kind, present in KINDS.items() if present())
 
 
+def other_threads_in_torch() -> list[str]:
+    """Return the names of the other Python threads whose code uses torch at this moment."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
+    # Private by its name only: documented, and the one way to see what a thread is doing.
+    running = sys._current_frames()  # noqa: SLF001 - see above
+    return [
+        thread.name
+        for thread in threading.enumerate()
+        if thread is not threading.current_thread() and _uses(torch, running.get(thread.ident or 0))
+    ]
+
+
+def _uses(torch: Any, frame: FrameType | None) -> bool:
+    """Whether a stack shows a program that uses torch, rather than a thread of torch's own."""
+    in_torch, names_torch, of_program = False, False, False
+    while frame is not None:
+        owner = package(frame)
+        in_torch = in_torch or owner == "torch"
+        if owner != "torch" and owner not in sys.stdlib_module_names:
+            of_program = True
+            names_torch = names_torch or frame.f_globals.get("torch") is torch
+        frame = frame.f_back
+    return of_program and (in_torch or names_torch)
+
+
 @cache
-def starting_environment() -> Mapping[str, str]:
+def _starting_environment() -> Mapping[str, str]:
     """Return the environment that this process was started with, where the system tells (Linux).
 
     Elsewhere it is empty: then nobody can tell when a variable was set.
@@ -121,7 +146,7 @@ def starting_environment() -> Mapping[str, str]:
 
 def set_before_start(name: str) -> bool:
     """Return whether the variable `name` is known to have been set before Python started."""
-    return name in os.environ and starting_environment().get(name) == os.environ[name]
+    return name in os.environ and _starting_environment().get(name) == os.environ[name]
 
 
 def inherited() -> ResolvedProfile | None:
@@ -157,86 +182,3 @@ def outer_run(resolved: ResolvedProfile, asker: str) -> ResolvedProfile | None:
         f"'{resolved.name}', which differs in:"
     )
     raise ApplyError("\n".join([head, *lines, "  to do: use the same profile in both places"]))
-
-
-def interpreter_line(words: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Return the options of one letter that a Python is started with, and what it is to run.
-
-    `words` is its command line without the first word. What it is to run begins with ``-c``,
-    ``-m`` or the path of a script. See https://docs.python.org/3/using/cmdline.html.
-    """
-    letters, position = "", 0
-    while position < len(words) and words[position].startswith("-") and words[position] != "-":
-        word = words[position]
-        position += 1
-        if word == "--":
-            break
-        if word.startswith("--"):
-            position += word == "--check-hash-based-pycs"
-            continue
-        for place, letter in enumerate(word[1:], start=2):
-            rest = [word[place:]] if word[place:] else []
-            if letter in "cm":
-                return letters, [f"-{letter}", *rest, *words[position:]]
-            letters += letter
-            if letter in "WX":
-                position += not rest
-                break
-    return letters, words[position:]
-
-
-def other_threads_in_torch() -> list[str]:
-    """Return the names of the other Python threads whose code uses torch at this moment."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return []
-    # Private by its name only: documented, and the one way to see what a thread is doing.
-    running = sys._current_frames()  # noqa: SLF001 - see above
-    return [
-        thread.name
-        for thread in threading.enumerate()
-        if thread is not threading.current_thread()
-        and _uses(torch, list(_stack(running.get(thread.ident or 0))))
-    ]
-
-
-def _uses(torch: Any, stack: list[FrameType]) -> bool:
-    """Whether a stack shows a program that uses torch, rather than a thread of torch's own."""
-    packages = [package(frame) for frame in stack]
-    of_program = [
-        frame
-        for frame, owner in zip(stack, packages, strict=True)
-        if owner != "torch" and owner not in sys.stdlib_module_names
-    ]
-    in_torch = "torch" in packages
-    return any(in_torch or frame.f_globals.get("torch") is torch for frame in of_program)
-
-
-def _stack(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-class LastWord:
-    """Ends the process with `status`, if it has one, when nothing holds on to it any more.
-
-    As an argument of an exit handler it outlives every handler: Python lets go of the arguments
-    once all handlers have run, then flushes what is left in standard output
-    (https://github.com/python/cpython/blob/main/Modules/atexitmodule.c). An exception in a handler
-    is printed and changes no status, and leaving from within one would keep those of others from
-    running.
-
-    With which status the program was about to end cannot be known here: Python keeps that of
-    ``sys.exit(5)`` to itself until the process is gone. A status of failure stays one, as `status`.
-    """
-
-    status: int | None = None
-
-    def __del__(self) -> None:
-        if self.status is None:
-            return
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError, AttributeError):  # closed, or never there
-                stream.flush()
-        os._exit(self.status)

@@ -12,7 +12,7 @@ import sys
 from datetime import timedelta
 from functools import wraps
 from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import say
 from torchrepro.errors import ApplyError
@@ -39,15 +39,6 @@ _MODULES = (
 _FUNCTION = "init_process_group"
 
 
-class InForce(Protocol):
-    """A profile in force: what it did, and what to do when ranks differ."""
-
-    @property
-    def report(self) -> Report: ...
-    @property
-    def refuse(self) -> Callable[[ApplyError], None]: ...
-
-
 _watching: list[Agreement] = []  # innermost last: it alone compares
 _turns = count()  # ranks compare in the same order, so they number their turns alike
 
@@ -55,8 +46,9 @@ _turns = count()  # ranks compare in the same order, so they number their turns 
 class Agreement:
     """Compares what is in force on this rank with the other ranks', once per process group."""
 
-    def __init__(self, applied: InForce) -> None:
-        self._applied = applied
+    def __init__(self, report: Callable[[], Report], refuse: Callable[[ApplyError], None]) -> None:
+        self._report = report
+        self._refuse = refuse
         self._compared: Any = None
         self._originals: list[tuple[Any, Any, Any]] = []
         self._hook: Any = None
@@ -119,12 +111,12 @@ class Agreement:
         if dist.get_backend() == "fake":
             return  # torch's stand-in for a group whose other ranks do not exist
         try:
-            differing = exchange(_turn(_store()), size, rank, in_force(self._applied.report))
+            differing = exchange(_turn(_store()), size, rank, in_force(self._report()))
         except ApplyError as error:
-            self._applied.refuse(error)
+            self._refuse(error)
             return
         if differing:
-            self._applied.refuse(ApplyError(_disagreement(differing), self._applied.report))
+            self._refuse(ApplyError(_disagreement(differing), self._report()))
         elif rank == 0:
             name_what_is_not_pinned(dist.get_backend())
 

@@ -1,4 +1,4 @@
-"""Starting the same command line again, in the same process, and what stands in the way of it."""
+"""Start the same command line again in the same process, unless something stands in the way."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.process_state import DOORS, interpreter_line
+from torchrepro.process_state import DOORS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 RELAUNCHED = "TORCHREPRO_RELAUNCHED"
 """Variable that marks a process as relaunched: its id, which exec keeps."""
@@ -41,7 +40,7 @@ _TOOLS = 6
 class Obstacle:
     """One reason not to start the command line again."""
 
-    stands: Callable[[], bool]
+    is_there: Callable[[], bool]
     words: str
     always: bool = False
     """Whether it stops a relaunch that the profile insists on too, and not only one that happens
@@ -58,13 +57,62 @@ def relaunch(variables: Mapping[str, str]) -> None:
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)  # noqa: S606
 
 
+@contextmanager
+def untouched() -> Iterator[None]:
+    """Put variables and usable CPUs back to what they are now when the block ends.
+
+    Libraries that torch loads may export variables, and OpenMP binds the thread that loads it if
+    OMP_PROC_BIND says so: a command started in this process's place would inherit both.
+    https://www.openmp.org/spec-html/5.2/openmpse57.html
+    """
+    variables = dict(os.environ)
+    get = getattr(os, "sched_getaffinity", None)
+    cpus = get(0) if get else None
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - variables.keys():
+            del os.environ[name]
+        for name, value in variables.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
+        if cpus is not None:
+            os.sched_setaffinity(0, cpus)
+
+
 def obstacle_to_relaunch(*, insists: bool) -> str:
     """Return why this process does not start its command line again, or an empty string.
 
     `insists` says that the profile asks for it by name: then only what makes it impossible counts.
     """
     rows = (row for row in OBSTACLES if row.always or not insists)
-    return next((row.words for row in rows if row.stands()), "")
+    return next((row.words for row in rows if row.is_there()), "")
+
+
+def interpreter_line(words: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Return the options of one letter that a Python is started with, and what it is to run.
+
+    `words` is its command line without the first word. What it is to run begins with ``-c``,
+    ``-m`` or the path of a script. See https://docs.python.org/3/using/cmdline.html.
+    """
+    letters, position = "", 0
+    while position < len(words) and words[position].startswith("-") and words[position] != "-":
+        word = words[position]
+        position += 1
+        if word == "--":
+            break
+        if word.startswith("--"):
+            position += word == "--check-hash-based-pycs"
+            continue
+        for place, letter in enumerate(word[1:], start=2):
+            rest = [word[place:]] if word[place:] else []
+            if letter in "cm":
+                return letters, [f"-{letter}", *rest, *words[position:]]
+            letters += letter
+            if letter in "WX":
+                position += not rest
+                break
+    return letters, words[position:]
 
 
 def _in_pytest() -> bool:
@@ -221,11 +269,6 @@ def _waiting(descriptor: int) -> bool:
     return any(held)
 
 
-def _door(name: str) -> Obstacle:
-    closed, words = DOORS[name]
-    return Obstacle(closed, words)
-
-
 OBSTACLES = (
     Obstacle(
         lambda: os.environ.get(RELAUNCHED) == str(os.getpid()),
@@ -259,33 +302,10 @@ OBSTACLES = (
         _stdin_may_be_used_up,
         "standard input may have been read already (an empty pipe: start it with `< /dev/null`)",
     ),
-    _door("cuda"),
-    _door("npu"),
-    _door("communicator"),
+    Obstacle(*DOORS["cuda"]),
+    Obstacle(*DOORS["npu"]),
+    Obstacle(*DOORS["communicator"]),
     Obstacle(lambda: threading.active_count() > 1, "it has started threads"),
     Obstacle(_has_children, "it has started processes"),
 )
-"""What stands in the way of a relaunch; the first that applies is told."""
-
-
-@contextmanager
-def untouched() -> Iterator[None]:
-    """Put variables and usable CPUs back to what they are now when the block ends.
-
-    Libraries that torch loads may export variables, and OpenMP binds the thread that loads it if
-    OMP_PROC_BIND says so: a command started in this process's place would inherit both.
-    https://www.openmp.org/spec-html/5.2/openmpse57.html
-    """
-    variables = dict(os.environ)
-    get = getattr(os, "sched_getaffinity", None)
-    cpus = get(0) if get else None
-    try:
-        yield
-    finally:
-        for name in os.environ.keys() - variables.keys():
-            del os.environ[name]
-        for name, value in variables.items():
-            if os.environ.get(name) != value:
-                os.environ[name] = value
-        if cpus is not None:
-            os.sched_setaffinity(0, cpus)
+"""What stands in the way of a relaunch; the first that applies is the one that is shown."""

@@ -15,16 +15,27 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import Displayed, Styled, parts, say, show_aside, table
 from torchrepro.knobs.catalogue import knobs_by_name
+from torchrepro.knobs.knob import MissingState
 from torchrepro.messages import Problem, near, shown, some
+from torchrepro.process_state import closed_doors, present_kinds, set_before_start
 from torchrepro.profile.needs import NEEDS, WEAKER, Need
+from torchrepro.seeding import streams
+from torchrepro.seeding.seeding_calls import given_by_program
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from torchrepro.console import Part, Table
     from torchrepro.policies.policy import Effect
+    from torchrepro.profile.resolved import ResolvedProfile
 
-STYLES = {
+NONE = "none"
+"""What is held where not even the random numbers are."""
+
+_REASONS = 3
+"""The number of reasons for a lower guarantee that a line has room for."""
+
+_STYLES = {
     "applied": "green",
     "unchanged": "dim",
     "unsupported": "dim",
@@ -34,11 +45,6 @@ STYLES = {
     "failed": "bold red",
     "drifted": "bold red",
 }
-
-NONE = "none"
-"""What is held where not even the random numbers are."""
-
-_TOLD = 3  # reasons that a line has room for
 
 
 class Outcome(StrEnum):
@@ -170,13 +176,13 @@ class Guarantee:
         by_reason: dict[str, list[str]] = {}
         for each in self.lowered:
             by_reason.setdefault(each.because, []).append(each.left_open)
-        told = [
+        reasons = [
             f"{' and '.join(dict.fromkeys(left_open))} ({because})"
             for because, left_open in by_reason.items()
         ]
-        more = len(told) - _TOLD
+        more = len(reasons) - _REASONS
         last = f", and {more} more" if more > 0 else ""
-        return f"{self.asked}, except {', '.join(told[:_TOLD])}{last}"
+        return f"{self.asked}, except {', '.join(reasons[:_REASONS])}{last}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the guarantee as plain JSON values."""
@@ -185,8 +191,8 @@ class Guarantee:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """What a guarantee depends on beside the knobs of a profile: a process as it was read."""
+class ProcessFacts:
+    """What a guarantee depends on in a process that the profile itself does not set."""
 
     kinds: frozenset[str] = frozenset()
     """The kinds of device that are present."""
@@ -279,22 +285,58 @@ class Report(Displayed):
         }
 
 
-def needs_beside(asked: str, kinds: frozenset[str], named: Iterable[str]) -> set[str]:
-    """Return the knobs to read for `asked`: needed where `kinds` are present, and not `named`."""
-    wanted = {need.knob for each in (asked, *WEAKER[asked]) for need in _needs(each, kinds)}
-    return {knob for knob in wanted.difference(named) if not knob.startswith("seed.")}
+def make_report(
+    resolved: ResolvedProfile,
+    rows: tuple[Row, ...],
+    facts: ProcessFacts,
+    drift: tuple[Drift, ...] = (),
+    **more: Any,
+) -> Report:
+    """Return the report on `resolved` with these rows; `more` are further fields of it."""
+    guarantee = judge(resolved.guarantee, rows, drift, facts)
+    return Report(resolved.name, guarantee, resolved.digest, rows, drift=drift, **more)
 
 
-def judge(asked: str, rows: Iterable[Row], drift: Iterable[Drift], beside: Beside) -> Guarantee:
+def process_facts(
+    resolved: ResolvedProfile, closed: Mapping[str, str] | None = None
+) -> ProcessFacts:
+    """Read what the guarantee of `resolved` depends on beside the knobs that it names.
+
+    `closed` are the one-way doors that are closed, if not those of this moment. A variable that
+    may have been set after its door was closed proves nothing, and is left out.
+    """
+    closed = closed_doors() if closed is None else closed
+    kinds = present_kinds()
+    asked = resolved.guarantee
+    needed = {need.knob for each in (asked, *WEAKER[asked]) for need in _needs(each, kinds)}
+    readings, missing = {}, {}
+    for name in sorted(needed.difference(knob.name for knob, _ in resolved.settings())):
+        if name.startswith("seed."):
+            continue
+        knob = knobs_by_name()[name]
+        late = knob.variable and knob.door in closed and not set_before_start(knob.variable)
+        if late or not knob.loaded:
+            continue
+        try:
+            readings[name] = knob.access.read()
+        except MissingState as absent:
+            missing[name] = str(absent)
+    seeded = streams.current_plan().seed is not None
+    return ProcessFacts(kinds, readings, missing, seeded, given_by_program())
+
+
+def judge(
+    asked: str, rows: Iterable[Row], drift: Iterable[Drift], facts: ProcessFacts
+) -> Guarantee:
     """Return what is held of the guarantee `asked` where a profile has come to `rows`."""
     outcomes = {row.knob: row for row in rows}
     drifted = {each.knob: each for each in drift}
 
     def lacking(guarantee: str) -> tuple[Lowered, ...]:
         found = {}
-        for need in _needs(guarantee, beside.kinds):
+        for need in _needs(guarantee, facts.kinds):
             row, moved = outcomes.get(need.knob), drifted.get(need.knob)
-            because = _lack(need, row, moved, beside)
+            because = _lack(need, row, moved, facts)
             if because:
                 found[need.knob] = Lowered(need.knob, need.left_open, because)
         return tuple(found.values())
@@ -312,16 +354,16 @@ def _needs(guarantee: str, kinds: frozenset[str]) -> Iterator[Need]:
             yield need
 
 
-def _lack(need: Need, row: Row | None, drift: Drift | None, beside: Beside) -> str:
+def _lack(need: Need, row: Row | None, drift: Drift | None, facts: ProcessFacts) -> str:
     """Return why `need` is not met, or an empty string."""
     name = need.knob.rpartition(".")[2]
     if drift is not None:
         change = f"{name} was {shown(drift.was)}, is {shown(drift.now)}"
         return "" if _meets(need, drift.now) else change
-    return _lack_beside(need, name, beside) if row is None else _lack_here(need, name, row)
+    return _lack_in_process(need, name, facts) if row is None else _lack_in_row(need, name, row)
 
 
-def _lack_here(need: Need, name: str, row: Row) -> str:
+def _lack_in_row(need: Need, name: str, row: Row) -> str:
     """Return why what the profile came to does not meet `need`, or an empty string."""
     match row.outcome:
         case Outcome.UNCHANGED if row.unverified:
@@ -338,15 +380,15 @@ def _lack_here(need: Need, name: str, row: Row) -> str:
             return f"{name} is {row.outcome}: {row.why}"
 
 
-def _lack_beside(need: Need, name: str, beside: Beside) -> str:
+def _lack_in_process(need: Need, name: str, facts: ProcessFacts) -> str:
     """Return why a process does not meet `need` by itself, or an empty string."""
     if need.calls:
-        given = beside.seeded or not beside.calls.isdisjoint(need.calls)
+        given = facts.seeded or not facts.calls.isdisjoint(need.calls)
         who = "neither the profile nor, since it is in force, the program"
         return "" if given else f"{who} has given a seed"
-    if need.knob in beside.missing:
-        return "" if need.if_there else f"{name}: {beside.missing[need.knob]}"
-    now = beside.readings.get(need.knob)
+    if need.knob in facts.missing:
+        return "" if need.if_there else f"{name}: {facts.missing[need.knob]}"
+    now = facts.readings.get(need.knob)
     if _meets(need, now):
         return ""
     reading = f", and it is {shown(now)}" if now is not None else ""
@@ -355,6 +397,74 @@ def _lack_beside(need: Need, name: str, beside: Beside) -> str:
 
 def _meets(need: Need, value: Any) -> bool:
     return value is not None and need.met_by is not None and need.met_by(value)
+
+
+@parts.register(Report)
+def _report_parts(report: Report) -> tuple[Part, ...]:
+    """Return all that a report says: its knobs, its summary, drift, what its policies have done."""
+    drift = (_drift_table(report.drift),) if report.drift else ()
+    said = (report.summary, report.digest)
+    return report_table(report), *said, *drift, *_effects_parts(report)
+
+
+def _effects_parts(report: Report) -> tuple[Part, ...]:
+    effects = (_effects_table(report.effects),) if report.effects else ()
+    unseen = (f"torch's deterministic flag cannot see: {some(report.unseen)}",)
+    return *effects, *(unseen if report.unseen else ())
+
+
+def _drift_table(drift: Iterable[Drift]) -> Table:
+    """Return the table of the knobs that later code has changed."""
+    rows = [
+        (
+            Styled("drifted", _STYLES["drifted"]),
+            each.knob,
+            _change(each.was, each.now),
+            each.when,
+            each.where or "not seen",
+        )
+        for each in drift
+    ]
+    return table(("", "knob", "was -> is", "seen", "written at"), rows)
+
+
+def _effects_table(effects: Iterable[Effect]) -> Table:
+    """Return the table of what policies have done, the most frequent first."""
+    from rich.filesize import decimal
+
+    rows = [
+        (str(effect.calls), effect.policy, effect.subject, effect.what, effect.where, moved)
+        for effect in sorted(effects, key=lambda effect: -effect.calls)
+        for moved in [decimal(effect.moved) if effect.moved else ""]
+    ]
+    return table(("calls", "policy", "op or module", "what", "where", "moved"), rows, fold=4)
+
+
+def report_table(report: Report) -> Table:
+    """Return the table of a report or of a plan."""
+    rows = [(_outcome(row), row.knob, _change(row.before, row.after), row.why) for row in report]
+    change = "now -> then" if report.planned else "before -> after"
+    return table(("outcome", "knob", change, "why"), rows)
+
+
+def _outcome(row: Row) -> Styled:
+    mark = ", unverified" if row.unverified else ""
+    return Styled(f"{row.outcome}{mark}", "yellow" if mark else _STYLES[str(row.outcome)])
+
+
+def _change(before: Any, after: Any) -> str:
+    then = "-" if after is None else shown(after)
+    if before == after:
+        return then
+    return f"{'-' if before is None else shown(before)} -> {then}"
+
+
+def _json_or_text(value: Any) -> Any:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return shown(value)
+    return value
 
 
 def announce(report: Report) -> None:
@@ -393,79 +503,3 @@ def announce_effects(report: Report) -> None:
         return
     title = f"torchrepro: {report.profile}, what its policies did:"
     show_aside(title, *_effects_parts(report))
-
-
-@parts.register(Report)
-def report_parts(report: Report) -> tuple[Part, ...]:
-    """Return all that a report says: its knobs, its summary, drift, what its policies have done."""
-    drift = (drift_table(report.drift),) if report.drift else ()
-    said = (report.summary, report.digest)
-    return report_table(report), *said, *drift, *_effects_parts(report)
-
-
-def _effects_parts(report: Report) -> tuple[Part, ...]:
-    effects = (effects_table(report.effects),) if report.effects else ()
-    unseen = (f"torch's deterministic flag cannot see: {some(report.unseen)}",)
-    return *effects, *(unseen if report.unseen else ())
-
-
-def drift_table(drift: Iterable[Drift]) -> Table:
-    """Return the table of the knobs that later code has changed."""
-    rows = [
-        (
-            Styled("drifted", STYLES["drifted"]),
-            each.knob,
-            _change(each.was, each.now),
-            each.when,
-            each.where or "not seen",
-        )
-        for each in drift
-    ]
-    return table(("", "knob", "was -> is", "seen", "written at"), rows)
-
-
-def effects_table(effects: Iterable[Effect]) -> Table:
-    """Return the table of what policies have done, the most frequent first."""
-    from rich.filesize import decimal
-
-    rows = [
-        (str(effect.calls), effect.policy, effect.subject, effect.what, effect.where, moved)
-        for effect in sorted(effects, key=lambda effect: -effect.calls)
-        for moved in [decimal(effect.moved) if effect.moved else ""]
-    ]
-    return table(("calls", "policy", "op or module", "what", "where", "moved"), rows, fold=4)
-
-
-def report_table(report: Report) -> Table:
-    """Return the table of a report or of a plan."""
-    rows = [
-        (
-            _outcome(row),
-            row.knob,
-            _change(row.before, row.after),
-            row.why,
-        )
-        for row in report
-    ]
-    change = "now -> then" if report.planned else "before -> after"
-    return table(("outcome", "knob", change, "why"), rows)
-
-
-def _outcome(row: Row) -> Styled:
-    mark = ", unverified" if row.unverified else ""
-    return Styled(f"{row.outcome}{mark}", "yellow" if mark else STYLES[str(row.outcome)])
-
-
-def _change(before: Any, after: Any) -> str:
-    then = "-" if after is None else shown(after)
-    if before == after:
-        return then
-    return f"{'-' if before is None else shown(before)} -> {then}"
-
-
-def _json_or_text(value: Any) -> Any:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return shown(value)
-    return value

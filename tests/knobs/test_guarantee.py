@@ -12,9 +12,9 @@ import torch
 
 import torchrepro
 from torchrepro.knobs.catalogue import knobs_by_name
-from torchrepro.planner import make_plan, observe
+from torchrepro.planner import make_plan
 from torchrepro.profile.needs import NEEDS, WEAKER, folded
-from torchrepro.report import Beside, Outcome, Row, judge
+from torchrepro.report import Outcome, ProcessFacts, Row, judge
 
 HASH_SEED = "env.PYTHONHASHSEED"
 ALGORITHMS = "backends.torch.deterministic_algorithms"
@@ -35,13 +35,13 @@ pytestmark = pytest.mark.usefixtures("clean_process")
 @pytest.fixture(autouse=True)
 def _no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have these laws told of the CPU alone; what devices add is told to `judge` below."""
-    monkeypatch.setattr("torchrepro.planner.present_kinds", lambda: frozenset({"numpy", "onednn"}))
+    monkeypatch.setattr("torchrepro.report.present_kinds", lambda: frozenset({"numpy", "onednn"}))
 
 
 def in_time(profile: Any, *overrides: str) -> Any:
     """Return what would be held if the profile were put in force before Python starts."""
     resolved = torchrepro.load(profile, overrides=overrides).resolved
-    return make_plan(resolved, observe(resolved, closed={})).report.guarantee
+    return make_plan(resolved, closed={}).report.guarantee
 
 
 def knobs(guarantee: Any) -> set[str]:
@@ -100,9 +100,9 @@ def test_what_nobody_can_verify_lowers_a_guarantee_in_name() -> None:
         value = next(v for v in ("0", "1", ":4096:8", "Ring", "true") if need.met_by(v))
         row = Row(need.knob, Outcome.UNCHANGED, after=value, why="latched")
         for guarantee in need.guarantees:
-            beside = Beside(kinds | set(need.kinds), seeded=True)
-            told = judge(guarantee, [row], (), beside)
-            untold = judge(guarantee, [replace(row, unverified=True)], (), beside)
+            facts = ProcessFacts(kinds | set(need.kinds), seeded=True)
+            told = judge(guarantee, [row], (), facts)
+            untold = judge(guarantee, [replace(row, unverified=True)], (), facts)
 
             assert knobs(untold) - knobs(told) == {need.knob}
 
@@ -188,17 +188,17 @@ def test_a_need_counts_where_its_kinds_of_device_are_present(need: Any) -> None:
     late = [Row(need.knob, Outcome.TOO_LATE)]
     kinds = frozenset(need.kinds)
     for guarantee in need.guarantees:
-        here = judge(guarantee, late, (), Beside(kinds, seeded=True))
+        here = judge(guarantee, late, (), ProcessFacts(kinds, seeded=True))
         assert need.knob in knobs(here)
         assert here.held in (*WEAKER[guarantee], "none")
         if kinds:
-            elsewhere = judge(guarantee, late, (), Beside(frozenset(), seeded=True))
+            elsewhere = judge(guarantee, late, (), ProcessFacts(frozenset(), seeded=True))
             assert need.knob not in knobs(elsewhere)
 
 
 def test_what_a_profile_sets_well_meets_its_need() -> None:
     """On every kind of device at once, the shipped strict profiles set all that is needed."""
-    every = Beside(frozenset(kind for need in NEEDS for kind in need.kinds))
+    every = ProcessFacts(frozenset(kind for need in NEEDS for kind in need.kinds))
     for name in ("debug-strict", "npu-align"):
         resolved = torchrepro.load(name).resolved
         rows = [Row(knob.name, Outcome.APPLIED, after=value) for knob, value in resolved.settings()]

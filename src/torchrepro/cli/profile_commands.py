@@ -60,7 +60,7 @@ def show_profile(
     ] = False,
 ) -> None:
     """Show the resolved profile, and what its guarantee leaves open if it is put in force here."""
-    from torchrepro.planner import make_plan, observe
+    from torchrepro.planner import make_plan
 
     resolved = resolved_profile(profile, overrides)
     if origin:
@@ -71,7 +71,7 @@ def show_profile(
         import yaml
 
         sys.stdout.write(f"# {resolved.digest}\n")
-        guarantee = make_plan(resolved, observe(resolved, closed={})).report.guarantee
+        guarantee = make_plan(resolved, closed={}).report.guarantee
         if guarantee.lowered:
             sys.stdout.write(f"# {guarantee}\n")
         dumped = yaml.safe_dump(plain(resolved.values), sort_keys=False, allow_unicode=True)
@@ -104,14 +104,14 @@ def plan_profile(
 ) -> None:
     """Show what putting the profile in force at the start of a program would do."""
     from torchrepro.imports import import_torch
-    from torchrepro.planner import make_plan, observe
+    from torchrepro.planner import make_plan
     from torchrepro.process_state import closed_doors
     from torchrepro.report import report_table
 
     resolved = resolved_profile(profile, overrides)
     closed = closed_doors()  # as a program finds them that has not imported torch yet
     import_torch()
-    report = make_plan(resolved, observe(resolved, closed=closed)).report
+    report = make_plan(resolved, closed=closed).report
     answer(report.to_json(), [report_table(report), report.summary], as_json=as_json)
 
 

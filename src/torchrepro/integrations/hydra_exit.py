@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from torchrepro.applier import was_applied
 from torchrepro.console import say
 from torchrepro.errors import ApplyError
+from torchrepro.exit_status import ExitStatus
 from torchrepro.integrations.hydra_config import CALLBACK, GROUP
-from torchrepro.process_state import LastWord, inherited
+from torchrepro.process_state import inherited
 
 _ASKED = re.compile(rf"\+{GROUP}(/\w+)?(@[^=]*)?=.")
 _SEPARATORS = re.compile(r"[\s,()\[\]'\"]+")
@@ -64,7 +65,7 @@ def note_composed(name: str) -> None:
         _waiting.names.append(name)
     if _waiting.watched_by != os.getpid():
         _waiting.watched_by = os.getpid()
-        atexit.register(_at_exit, os.getpid(), LastWord())
+        atexit.register(_at_exit, os.getpid(), ExitStatus())
 
 
 def note_callback(*, sweeping: bool = False) -> None:
@@ -112,14 +113,14 @@ def _composer() -> str:
     return "main"
 
 
-def _at_exit(process: int, last_word: LastWord) -> None:
+def _at_exit(process: int, status: ExitStatus) -> None:
     if os.getpid() != process or not _waiting.names or was_applied() or inherited() is not None:
         return
     if _waiting.composer == "main" and not _a_job_has_run():
         return  # --cfg and --help only show what would be composed, and an error is said already
     say(_said(_waiting.names, _waiting.composer))
     if asked_on_the_command_line():
-        last_word.status = ApplyError.exit_status
+        status.value = ApplyError.exit_status
 
 
 def _a_job_has_run() -> bool:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.errors import ApplyError, ProfileError
+from torchrepro.errors import ProfileError
 from torchrepro.imports import import_torch
 from torchrepro.manifest.contents import (
     KINDS,
@@ -17,7 +17,7 @@ from torchrepro.manifest.contents import (
     secrets_here,
 )
 from torchrepro.messages import Problem, some
-from torchrepro.planner import Plan, make_plan, observe, refusal
+from torchrepro.planner import Plan, make_plan
 from torchrepro.profile.load import resolve
 from torchrepro.profile.overrides import key_of
 from torchrepro.profile.resolved import ResolvedProfile
@@ -119,8 +119,7 @@ def write_lock(path: Path, profile: str, overrides: Sequence[str]) -> Report:
     _refuse_secrets(resolved, overrides)
     named = {"profile": _relative_to_lock(path, profile), "overrides": list(overrides)}
     plan = plan_of_a_run(resolved)
-    if plan.stopping:
-        raise ApplyError(refusal(resolved, plan.stopping), plan.report)
+    plan.refuse_if_stopping()
     its = common_contents(resolved, plan.report)
     for row in its["report"]["knobs"]:
         del row["before"]  # the state of this process, such as a random seed
@@ -147,7 +146,7 @@ def _relative_to_lock(lock: Path, profile: str) -> str:
 def plan_of_a_run(resolved: ResolvedProfile) -> Plan:
     """Return the plan for a run of `resolved` that `torchrepro run` starts here; imports torch."""
     import_torch()
-    return make_plan(resolved, observe(resolved, closed={}))
+    return make_plan(resolved, closed={})
 
 
 def _refuse_secrets(resolved: ResolvedProfile, overrides: Sequence[str]) -> None:
