@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from torchrepro import TraceError
-from torchrepro.verdict.comparison import compare, next_rung
+from torchrepro.verdict.comparison import compare, next_level
 from torchrepro.verdict.value import Kind, Setting
 
 from .traces import META, Op, Run, Step, chain, computed, value, write
@@ -209,12 +209,12 @@ def test_the_next_rung_is_the_first_that_the_recorded_knobs_are_not_on(tmp_path:
     ):
         folder = tmp_path / str(len(knobs))
         a = write(folder / "a", _run(1), {"knobs": knobs})
-        rung = next_rung(compare(a, write(folder / "b", other)))
+        rung = next_level(compare(a, write(folder / "b", other)))
 
         assert rung is not None
         assert rung.name == name
         assert overrides in (None, rung.overrides)
-    assert next_rung(compare(a, a)) is None
+    assert next_level(compare(a, a)) is None
 
 
 def test_one_op_is_one_op(tmp_path: Path) -> None:

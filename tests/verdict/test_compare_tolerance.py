@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrepro.verdict import columns
-from torchrepro.verdict.comparison import answer, compare
-from torchrepro.verdict.criteria import out_of_tolerance
-from torchrepro.verdict.records import ALIGNED
+from torchrepro.verdict.comparison import compare, compare_within
+from torchrepro.verdict.criteria import ALIGNED, out_of_tolerance
 from torchrepro.verdict.tensor_diff import DECODERS
 from torchrepro.verdict.value import Kind
 
@@ -226,7 +225,7 @@ def test_an_op_of_one_program_has_its_counterpart(tmp_path: Path) -> None:
     whole = (_op("one", [1.0]), _op("two", [2.0], op="aten::relu"))
     a = write(tmp_path / "a", [Step(whole)], STATISTICS)
     b = write(tmp_path / "b", [Step(whole[:1])], STATISTICS)
-    first = answer(a, b, (0.1, 0.1), one_program=True).first
+    first = compare_within(a, b, (0.1, 0.1), one_program=True).first
 
     assert compare(a, b, rtol=0.1).same
     assert first is not None

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrepro.verdict.diagnosis import next_rung
+from torchrepro.verdict.diagnosis import next_level
 from torchrepro.verdict.page import COLUMNS, ROWS, WIDTH, agreement_map, chart, page, ticks
 from torchrepro.verdict.value import Advice, Cell, Element, Kind, Setting, Verdict
 
@@ -104,7 +104,7 @@ def huge(steps: int = 1000, modules: int = 200) -> Verdict:
 def test_a_page_tells_all_of_a_divergence() -> None:
     """Every section is there, with what the terminal tells."""
     verdict = parted()
-    text = page(verdict, "two runs", next_rung({}, verdict.first))
+    text = page(verdict, "two runs", next_level({}, verdict.first))
 
     assert sections(text) == SECTIONS
     for word in ("layers.2.mlp", "aten::gelu", "train.py:41", "0.12345679", "1.2e-07", "seed=1234"):
@@ -267,7 +267,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
 def opened(browser: Tab, folder: Path, verdict: Verdict, title: str = "two runs") -> Path:
     """Open the page of a verdict in the browser, and return its file."""
     file = folder / "page.html"
-    file.write_text(page(verdict, title, next_rung({}, verdict.first)), encoding="utf-8")
+    file.write_text(page(verdict, title, next_level({}, verdict.first)), encoding="utf-8")
     browser.complaints.clear()
     browser.requests.clear()
     browser.open(file)

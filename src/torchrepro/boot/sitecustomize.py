@@ -27,7 +27,7 @@ def _begin():
         from torchrepro.bootstrap import put_in_force_on_import, record_on_import
 
         if os.environ.get("TORCHREPRO_STRESS"):
-            from torchrepro.verification.perturbed import perturb
+            from torchrepro.verification.process_perturbations import perturb
 
             perturb(os.environ)
     except ImportError:

@@ -240,14 +240,14 @@ def compare_runs(  # noqa: PLR0913, PLR0917 - see above
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
     """Say whether two recorded runs are the same, and where they part; exit 1 if they do."""
-    from torchrepro.verdict.comparison import compare, next_rung
+    from torchrepro.verdict.comparison import compare, next_level
     from torchrepro.verdict.render import verdict_json, verdict_parts
 
     _check_page(report)
     found = compare(left, right, rtol=rtol, atol=atol)
-    rung = next_rung(found)
-    answer(verdict_json(found, rung), verdict_parts(found, rung), as_json=as_json)
-    _write_page(found, rung, report)
+    level = next_level(found)
+    answer(verdict_json(found, level), verdict_parts(found, level), as_json=as_json)
+    _write_page(found, level, report)
     raise typer.Exit(int(not found.same))
 
 
@@ -312,7 +312,7 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
     except Interrupted as stopped:
         raise typer.Exit(stopped.exit_status) from None
     answer(verification_json(found), verification_parts(found), as_json=as_json)
-    _write_page(found.verdict, found.next_rung, report)
+    _write_page(found.verdict, found.next_level, report)
     raise typer.Exit(int(not found.same))
 
 
@@ -330,7 +330,7 @@ def _check_page(report: str) -> None:
         raise TraceError(Problem("the page cannot be written there", found=report))
 
 
-def _write_page(verdict: Verdict, rung: EscalationLevel | None, report: str) -> None:
+def _write_page(verdict: Verdict, level: EscalationLevel | None, report: str) -> None:
     """Write the page of a verdict if there is to be one, and say where it is."""
     if not report:
         return
@@ -338,7 +338,7 @@ def _write_page(verdict: Verdict, rung: EscalationLevel | None, report: str) -> 
 
     title = f"{Path(verdict.left).name} and {Path(verdict.right).name}"
     try:
-        Path(report).write_text(page(verdict, title, rung), encoding="utf-8")
+        Path(report).write_text(page(verdict, title, level), encoding="utf-8")
     except OSError as error:
         raise TraceError(
             Problem(f"the page cannot be written: {error.strerror}", found=report)

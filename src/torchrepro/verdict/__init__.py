@@ -1,1 +1,19 @@
 """Whether two recorded runs were the same, and where they parted if not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchrepro.console import parts
+from torchrepro.verdict.value import Verdict
+
+if TYPE_CHECKING:
+    from torchrepro.console import Part
+
+
+@parts.register(Verdict)
+def _(verdict: Verdict) -> tuple[Part, ...]:
+    """Render a verdict wherever it comes from, be it a pickle."""
+    from torchrepro.verdict.render import verdict_parts
+
+    return verdict_parts(verdict)

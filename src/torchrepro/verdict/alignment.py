@@ -1,7 +1,7 @@
-"""Which item of one sequence is which of another: linear, whatever was added, left out or moved.
+"""Matches the items of two sequences, of which some were added, left out or moved, in linear time.
 
 Matching goes in rounds, from tokens that say all about an item to tokens that only name it. An item
-whose token is unique on both sides is found again wherever it went, and its neighbours with it:
+whose token is unique on both sides is found wherever it moved, and its neighbours with it:
 P. Heckel, "A technique for isolating differences between files", CACM 21 (4), 1978.
 https://doi.org/10.1145/359460.359467
 """
@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from itertools import compress, count
 from operator import ne
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
@@ -34,13 +34,29 @@ class MatchedRecords:
     right: Sequence[int]
     only_left: Sequence[int] = ()
     only_right: Sequence[int] = ()
+    whole: bool = False
+    """Whether each record has the one at the same place for a partner."""
+
+    @classmethod
+    def place_by_place(cls, length: int) -> MatchedRecords:
+        """Match two sequences of one length, record by record."""
+        return cls(range(length), range(length), whole=True)
+
+    def column(
+        self, name: str, left: Columns, right: Columns
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Return a column of both sequences, of the records that have a partner."""
+        one, other = left.column(name), right.column(name)
+        if self.whole:
+            return one, other
+        return list(map(one.__getitem__, self.left)), list(map(other.__getitem__, self.right))
 
 
 def match(left: Columns, right: Columns, rounds: Sequence[Names]) -> MatchedRecords:
     """Match records in their order by the columns of each round, the finest first."""
-    places = range(len(left)), range(len(right))
     if left.structure.keys == right.structure.keys:
-        return MatchedRecords(*places)
+        return MatchedRecords.place_by_place(len(left))
+    places = range(len(left)), range(len(right))
     partners = in_sequence(
         [left.tokens(names, places[0]) for names in rounds],
         [right.tokens(names, places[1]) for names in rounds],
@@ -56,7 +72,7 @@ def match(left: Columns, right: Columns, rounds: Sequence[Names]) -> MatchedReco
 
 
 class Matching:
-    """Which left item goes with which right one, as far as is known."""
+    """The partner of each item, as far as it is known."""
 
     def __init__(self, left: int, right: int) -> None:
         self.of_left = [FREE] * left
@@ -68,7 +84,7 @@ class Matching:
         self.of_right[right] = left
 
     def join_where_free(self, left: int, right: int, tokens: tuple[Tokens, Tokens]) -> None:
-        """Join two neighbours of joined items if they are alike and free."""
+        """Join two neighbours of joined items if they have the same token and are free."""
         if not (0 <= left < len(self.of_left) and 0 <= right < len(self.of_right)):
             return
         if self.of_right[right] == FREE and tokens[0][left] == tokens[1][right]:
@@ -79,14 +95,14 @@ def in_sequence(left: Sequence[Tokens], right: Sequence[Tokens]) -> list[int]:
     """Return the partner of each left item in a sequence that keeps its order, or `FREE`.
 
     `left` and `right` hold the tokens of each round, from the finest to the coarsest. Only the
-    finest finds an item again that moved; a coarser one stays between what is matched already.
+    finest round finds items that moved. A coarser one matches between items that are matched.
     """
     matching = Matching(len(left[0]), len(right[0]))
     _join_ends(matching, left[0], right[0])
     _match(matching, (left[0], right[0]))
     tokens: tuple[Tokens, Tokens] = (left[0], right[0])
     for pair in zip(left[1:], right[1:], strict=True):
-        if not _both_free(matching):
+        if not _some_are_free(matching):
             break
         tokens = _within_gaps(matching, pair)
         _match(matching, tokens)
@@ -94,12 +110,12 @@ def in_sequence(left: Sequence[Tokens], right: Sequence[Tokens]) -> list[int]:
     return matching.of_left
 
 
-def _both_free(matching: Matching) -> bool:
+def _some_are_free(matching: Matching) -> bool:
     return FREE in matching.of_left and FREE in matching.of_right
 
 
 def _join_ends(matching: Matching, left: Tokens, right: Tokens) -> None:
-    """Join what both begin with, and what both end with."""
+    """Join the equal items at the beginning and at the end."""
     shorter = min(len(left), len(right))
     head = _shared(left, right, shorter)
     tail = _shared(left[::-1], right[::-1], shorter - head)
@@ -115,27 +131,27 @@ def _shared(left: Tokens, right: Tokens, most: int) -> int:
 
 
 def _match(matching: Matching, tokens: tuple[Tokens, Tokens]) -> None:
-    for left, right in _alike(matching, tokens):
+    for left, right in _by_token(matching, tokens):
         if len(left) == len(right) == 1:
             matching.join(left[0], right[0])
     _spread(matching, tokens)
-    for left, right in _alike(matching, tokens):
+    for left, right in _by_token(matching, tokens):
         if len(left) == len(right):
             for pair in zip(left, right, strict=True):
                 matching.join(*pair)
 
 
-def _alike(
+def _by_token(
     matching: Matching, tokens: tuple[Tokens, Tokens]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the free left and the free right items of each token that both have."""
-    right = _free_by_token(matching.of_right, tokens[1])
-    for token, places in _free_by_token(matching.of_left, tokens[0]).items():
+    """Yield the free items of both sides by token, where both sides have some."""
+    right = _places_by_token(matching.of_right, tokens[1])
+    for token, places in _places_by_token(matching.of_left, tokens[0]).items():
         if token in right:
             yield places, right[token]
 
 
-def _free_by_token(partners: Sequence[int], tokens: Tokens) -> dict[Hashable, list[int]]:
+def _places_by_token(partners: Sequence[int], tokens: Tokens) -> dict[Hashable, list[int]]:
     found: dict[Hashable, list[int]] = defaultdict(list)
     for place in _free(partners):
         found[tokens[place]].append(place)
@@ -147,10 +163,10 @@ def _free(partners: Sequence[int]) -> list[int]:
 
 
 def _spread(matching: Matching, tokens: tuple[Tokens, Tokens]) -> None:
-    """Join alike neighbours of joined items; the two ends count as joined.
+    """Join neighbours of joined items if they have the same token; both ends count as joined.
 
-    Backward first: where a run of alike items is longer on one side, the item more is then the
-    first of them, whose follower is everything that differs because of it.
+    Backward comes first. Where a run of equal tokens is longer on one side, the surplus item is
+    then the first of the run, and all that differs because of it follows it.
     """
     size, other = len(matching.of_left), len(matching.of_right)
     for left in reversed(_free(matching.of_left)):
@@ -164,7 +180,7 @@ def _spread(matching: Matching, tokens: tuple[Tokens, Tokens]) -> None:
 
 
 def _within_gaps(matching: Matching, tokens: tuple[Tokens, Tokens]) -> tuple[Tokens, Tokens]:
-    """Return tokens that are equal only between the same two joined items that kept their order."""
+    """Return tokens that are equal only within the same gap between items joined in order."""
     anchors = _rising(matching.of_left)
     here = {left: number for number, left in enumerate(anchors)}
     there = {matching.of_left[left]: number for number, left in enumerate(anchors)}
@@ -182,22 +198,22 @@ def _gaps(size: int, anchors: dict[int, int]) -> Iterator[int]:
 
 
 def _rising(partners: Sequence[int]) -> list[int]:
-    """Return the left places of the longest run of pairs that are in the same order on both sides.
+    """Return the left places of the most pairs that are in the same order on both sides.
 
     https://en.wikipedia.org/wiki/Longest_increasing_subsequence
     """
-    lowest: list[int] = []  # the smallest partner that ends a run of each length
-    enders: list[int] = []
+    lowest: list[int] = []  # the smallest partner at which a run of each length ends
+    last_places: list[int] = []
     previous: dict[int, int] = {}
     for place, partner in enumerate(partners):
         if partner == FREE:
             continue
         length = bisect_left(lowest, partner)
-        previous[place] = enders[length - 1] if length else FREE
+        previous[place] = last_places[length - 1] if length else FREE
         lowest[length : length + 1] = [partner]
-        enders[length : length + 1] = [place]
+        last_places[length : length + 1] = [place]
     run: list[int] = []
-    place = enders[-1] if enders else FREE
+    place = last_places[-1] if last_places else FREE
     while place != FREE:
         run.append(place)
         place = previous[place]

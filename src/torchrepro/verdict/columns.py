@@ -1,14 +1,14 @@
-"""Records of two traces as columns, in words that both share."""
+"""Records of two traces as columns, with numbers that mean the same in both."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, fields
-from functools import cached_property
-from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import cached_property, lru_cache, partial
+from itertools import chain, count
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import (
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 
 
 INPUTLESS = frozenset({"parameter", "gradient", "module"})
-"""Ops whose records name a value and not what it was computed from.
+"""Ops whose records name a value, but not what it was computed from.
 
-Those of a collective name this rank's part of it alone.
+A record of a collective names only this rank's contribution.
 """
 
 MAIN = 0
-"""The thread whose order is the program's own; that of all others is an accident."""
+"""The main thread. Its order is the program's own; that of all other threads is an accident."""
 
 PART = 50_000
-"""Records of a step that are held at once as long as both runs do the same ops."""
+"""Records of a step that are held in memory at once while both runs do the same ops."""
 
 AT_ONCE = 1000
-"""Rows that are fetched at once where they are not kept: few enough for the processor's cache."""
+"""Rows that are fetched at once where they are not kept: they fit into the processor's cache."""
 
-REMEMBERED = 64
-"""Sequences of ops that are kept in translation: a program has few, and they may be long."""
+CACHED = 64
+"""Sequences of ops that stay translated. A program has few of them, and they may be long."""
 
 _DEVICE = re.compile(r"(?<=\]) (\w+)(?::\d+)?")
 _SIZE = re.compile(r"\[[^]]*\]")
@@ -50,24 +50,80 @@ _SIZE = re.compile(r"\[[^]]*\]")
 OtherRow = tuple[int, int, int, int, int, bytes, bytes]
 """A record of a thread beside the main one: id, step, thread, site, argument, inputs, outputs."""
 
-_KEY = TypeVar("_KEY")
-_KEPT = TypeVar("_KEPT")
+PROPAGATED, INDEPENDENT, ALONE = "propagated", "independent", "alone"
+"""How a record differs: its inputs differ too, they are equal, or it has no partner."""
+
+NAMES = ("A", "B")
+"""What sentences call the two runs. Their folders have long names, which are often alike."""
 
 
-class SharedNames:
-    """Numbers for keys, texts of arguments and of outputs that mean the same in both traces."""
+@dataclass(frozen=True)
+class Pair:
+    """The traces of one process in both runs."""
 
-    def __init__(self) -> None:
-        self._numbers: dict[Hashable, int] = {}
+    left: Trace
+    right: Trace
+    runs: tuple[str, str]
+    """The folders, as they were named."""
 
-    def number(self, value: Hashable) -> int:
-        """Return the number of a value, a new one if it has none."""
-        return self._numbers.setdefault(value, len(self._numbers))
+    @cached_property
+    def steps(self) -> Sequence[int]:
+        """The steps that both have."""
+        return [step for step in self.left.steps if step in self.right.steps]
+
+    @property
+    def traces(self) -> tuple[Trace, Trace]:
+        """Both traces."""
+        return self.left, self.right
+
+
+@dataclass(slots=True)
+class StepComparison:
+    """What the comparison of one step found."""
+
+    tally: Counter[str] = field(default_factory=Counter)
+    """Records that differ, by how they differ, the first one included."""
+    totals: Mapping[str, int] = field(default_factory=dict)
+    """Records of each module."""
+    differing: Mapping[str, int] = field(default_factory=dict)
+    """Records of each module that differ."""
+    first: Callable[[], Divergence] | None = None
+    """Describes the first difference; None if there is none."""
+    sort: str = INDEPENDENT
+    """How the first one differs."""
+    place: float = math.inf
+    """Where the first one is in the left run: the id of a record, or between two ids."""
+
+    def add(self, other: StepComparison) -> None:
+        """Add what was found in another part of the step, or on other threads."""
+        if other.first is not None and (self.first is None or other.place < self.place):
+            self.first, self.sort, self.place = other.first, other.sort, other.place
+        self.tally.update(other.tally)
+        self.totals = _sum(self.totals, other.totals)
+        self.differing = _sum(self.differing, other.differing)
+
+
+def _sum(left: Mapping[str, int], right: Mapping[str, int]) -> Mapping[str, int]:
+    """Return the sum of two counts, neither of which may be changed: steps share them."""
+    if not left or not right:
+        return left or right
+    total = Counter(left)
+    total.update(right)
+    return total
+
+
+SharedNumbers = defaultdict["Hashable", int]
+"""Numbers for keys, arguments and outputs that mean the same in both traces."""
+
+
+def shared_numbers() -> SharedNumbers:
+    """Return a table that gives each new value the next number."""
+    return defaultdict(count().__next__)
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What a sequence of ops is, whatever they computed: a number or a name for each record."""
+    """What a sequence of ops is, apart from its values: a number or a name for each record."""
 
     keys: tuple[int, ...]
     shapes: tuple[int, ...]
@@ -125,18 +181,19 @@ _OF_RECORDS = frozenset(field.name for field in fields(Columns))
 class Reader:
     """Reads the records of a trace step by step."""
 
-    def __init__(self, trace: Trace, shared: SharedNames) -> None:
+    def __init__(self, trace: Trace, shared: SharedNumbers) -> None:
         self.trace = trace
         self._numbers = {
-            number: _described(site, shared, self.algorithms(site.outputs))
+            number: _site_columns(site, shared, self.algorithms(site.outputs))
             for number, site in trace.sites.items()
         }
-        self.arguments = {number: shared.number(text) for number, text in trace.arguments.items()}
-        self.threads = {number: shared.number(name) for number, name in trace.threads.items()}
-        self._structures: dict[tuple[int, ...], Structure] = {}
-        self._translated: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self._counted: dict[bytes, Counter[int]] = {}
-        self._totals: dict[bytes, Counter[str]] = {}
+        self.arguments = {number: shared[text] for number, text in trace.arguments.items()}
+        self.threads = {number: shared[name] for number, name in trace.threads.items()}
+        # Steps of a program are alike, so that most sequences are in a cache already.
+        self._structure = lru_cache(CACHED)(partial(_structure, self._numbers))
+        self._translated = lru_cache(CACHED)(partial(_translated, self.arguments))
+        self._counted = lru_cache(CACHED)(_counted)
+        self._by_module = lru_cache(CACHED)(partial(_counted_by_module, trace.sites))
 
     def algorithms(self, outputs: str) -> frozenset[str]:
         """Return how the fingerprints of outputs were taken, by what their devices are."""
@@ -146,14 +203,11 @@ class Reader:
         return frozenset(known.get(device, known.get("others", device)) for device in devices)
 
     def content(self) -> Mapping[str, Mapping[int, Hashable]]:
-        """Return what each number that a digest covers stands for, in shared words."""
+        """Return the shared number of each number that a digest covers."""
         return {"site": self._numbers, "argument": self.arguments}
 
     def parts(self, step: int) -> Iterator[Columns]:
-        """Yield what the main thread did in a step, so much at a time that none fills the memory.
-
-        Its order is the program's own; that of other threads is an accident (`threads`).
-        """
+        """Yield the records of the main thread in a step, in parts that fit into memory."""
         cursor = self.trace.connection.execute(
             "select id, site, argument, inputs, outputs from record"
             " where id >= ? and id < ? and thread = ? order by id",
@@ -163,7 +217,7 @@ class Reader:
             yield self._columns(rows)
 
     def rows_beside_main(self, steps: Iterable[int]) -> Iterator[list[OtherRow]]:
-        """Yield the records of other threads in some steps in order, so many at a time."""
+        """Yield the records of other threads in some steps, in order and in parts."""
         for first, end in _stretches(map(self._range, steps)):
             cursor = self.trace.connection.execute(
                 "select id, step, thread, site, argument, inputs, outputs from record"
@@ -175,22 +229,15 @@ class Reader:
 
     def used(self, step: int, column: str) -> Collection[int]:
         """Return each site, or each argument, that records of a step have."""
-        return _remembered(self._counted, self._text(step, column), _count)
+        return self._counted(self._text(step, column))
 
-    def totals(self, step: int) -> Counter[str]:
-        """Return how many records each module has in a step."""
-        return _remembered(self._totals, self._text(step, "site"), self._by_module)
-
-    def totals_of_main(self, step: int) -> Counter[str]:
-        """Return how many records of the main thread each module has in a step."""
-        text = self._text(step, "site", f"and thread = {MAIN}")
-        return _remembered(self._totals, text, self._by_module)
+    def totals(self, step: int, *, main_only: bool = False) -> Counter[str]:
+        """Return how many records each module has in a step, on all threads or on the main one."""
+        which = f"and thread = {MAIN}" if main_only else ""
+        return self._by_module(self._text(step, "site", which))
 
     def _text(self, step: int, column: str, which: str = "") -> bytes:
-        """Return a column of a step as one text.
-
-        Steps of a program are alike, so that most of these texts are known already.
-        """
+        """Return a column of a step as one text."""
         query = (
             f"select cast(group_concat({column}) as blob)"  # noqa: S608 - names of ours
             f" from (select * from record where id >= ? and id < ? {which} order by id)"
@@ -202,35 +249,19 @@ class Reader:
         row = self.trace.steps[step]
         return row.first, row.first + row.records
 
-    def _by_module(self, sites: bytes) -> Counter[str]:
-        totals: Counter[str] = Counter()
-        for site, records in _count(sites).items():
-            totals[self.trace.sites[site].module] += records
-        return totals
-
     def structure(self, sites: Iterable[int]) -> Structure:
         """Return what records of these sites are."""
-        rows = [self._numbers[site] for site in sites]
-        return Structure(*zip(*rows, strict=True)) if rows else NO_STRUCTURE
+        return _structure(self._numbers, sites)
 
     def of_sites(self, column: str) -> Mapping[int, Any]:
         """Return what a column of the structure has for each site."""
         place = [field.name for field in fields(Structure)].index(column)
-        return {site: described[place] for site, described in self._numbers.items()}
+        return {site: values[place] for site, values in self._numbers.items()}
 
     def _columns(self, rows: Sequence[tuple[int, int, int, bytes, bytes]]) -> Columns:
         ids, sites, arguments, inputs, outputs = zip(*rows, strict=True)
-        translated = _remembered(self._translated, arguments, self._translate)
-        return Columns(
-            ids,
-            _remembered(self._structures, sites, self.structure),
-            translated,
-            inputs,
-            outputs,
-        )
-
-    def _translate(self, arguments: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(map(self.arguments.__getitem__, arguments))
+        structure = self._structure(sites)
+        return Columns(ids, structure, self._translated(arguments), inputs, outputs)
 
 
 def joined(parts: Sequence[Columns]) -> Columns:
@@ -254,14 +285,14 @@ def _stretches(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def _described(site: Site, shared: SharedNames, algorithms: frozenset[str]) -> tuple[Any, ...]:
+def _site_columns(site: Site, shared: SharedNumbers, algorithms: frozenset[str]) -> tuple[Any, ...]:
     """Return what `Structure` has for a record of `site`, in the order of its fields."""
     return (
-        shared.number(site.key),
-        shared.number(_DEVICE.sub("", site.outputs)),
-        shared.number(tuple(_SIZE.findall(site.outputs))),
-        shared.number((site.phase, site.module)),
-        shared.number(algorithms),
+        shared[site.key],
+        shared[_DEVICE.sub("", site.outputs)],
+        shared[tuple(_SIZE.findall(site.outputs))],
+        shared[(site.phase, site.module)],
+        shared[algorithms],
         site.op in INPUTLESS or site.phase == "collective",
         site.module,
     )
@@ -271,81 +302,21 @@ def _chained(parts: Iterable[Any], name: str) -> tuple[Any, ...]:
     return tuple(chain.from_iterable(getattr(part, name) for part in parts))
 
 
-def _count(text: bytes) -> Counter[int]:
+def _structure(numbers: Mapping[int, tuple[Any, ...]], sites: Iterable[int]) -> Structure:
+    rows = [numbers[site] for site in sites]
+    return Structure(*zip(*rows, strict=True)) if rows else NO_STRUCTURE
+
+
+def _translated(shared: Mapping[int, int], numbers: Iterable[int]) -> tuple[int, ...]:
+    return tuple(map(shared.__getitem__, numbers))
+
+
+def _counted(text: bytes) -> Counter[int]:
     return Counter(map(int, text.split(b","))) if text else Counter()
 
 
-def _remembered(kept: dict[_KEY, _KEPT], key: _KEY, make: Callable[[_KEY], _KEPT]) -> _KEPT:
-    found = kept.get(key)
-    if found is None:
-        if len(kept) >= REMEMBERED:
-            kept.clear()
-        found = kept[key] = make(key)
-    return found
-
-
-PROPAGATED, INDEPENDENT, ALONE = "propagated", "independent", "alone"
-"""How a record differs: as its inputs do, although they are equal, or for want of a partner."""
-
-NAMES = ("A", "B")
-"""What sentences call the two runs: their folders are long, and often alike."""
-
-
-@dataclass(frozen=True)
-class Pair:
-    """The traces of one process in both runs."""
-
-    left: Trace
-    right: Trace
-    runs: tuple[str, str]
-    """The folders, as they were named."""
-
-    @property
-    def names(self) -> tuple[str, str]:
-        """What sentences call the two runs."""
-        return NAMES
-
-    @cached_property
-    def steps(self) -> Sequence[int]:
-        """The steps that both have."""
-        return [step for step in self.left.steps if step in self.right.steps]
-
-    @property
-    def traces(self) -> tuple[Trace, Trace]:
-        """Both traces."""
-        return self.left, self.right
-
-
-@dataclass(slots=True)
-class StepComparison:
-    """What the comparison of one step found."""
-
-    tally: Counter[str] = field(default_factory=Counter)
-    """Records that differ, by how they do, the first one included."""
-    totals: Mapping[str, int] = field(default_factory=dict)
-    """Records of each module."""
-    differing: Mapping[str, int] = field(default_factory=dict)
-    """Records of each module that differ."""
-    first: Callable[[], Divergence] | None = None
-    """Describes the first difference; None if there is none."""
-    sort: str = INDEPENDENT
-    """How the first one differs."""
-    place: float = math.inf
-    """Where it is in the left run: the id of a record, or what lies between two."""
-
-    def add(self, other: StepComparison) -> None:
-        """Take in what was found in another part of the step, or on other threads."""
-        if other.first is not None and (self.first is None or other.place < self.place):
-            self.first, self.sort, self.place = other.first, other.sort, other.place
-        self.tally.update(other.tally)
-        self.totals = _sum(self.totals, other.totals)
-        self.differing = _sum(self.differing, other.differing)
-
-
-def _sum(left: Mapping[str, int], right: Mapping[str, int]) -> Mapping[str, int]:
-    """Return the sum of two counts, neither of which may be changed: steps share them."""
-    if not left or not right:
-        return left or right
-    total = Counter(left)
-    total.update(right)
-    return total
+def _counted_by_module(sites: Mapping[int, Site], text: bytes) -> Counter[str]:
+    totals: Counter[str] = Counter()
+    for site, records in _counted(text).items():
+        totals[sites[site].module] += records
+    return totals

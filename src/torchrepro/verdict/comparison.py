@@ -1,4 +1,9 @@
-"""Whether two recorded runs were the same, and where they diverge if not."""
+"""Whether two recorded runs were the same, and where they diverge if not.
+
+The traces of each process are paired. `Records` compares a pair record by record, with `Digests` in
+its place for recordings of unequal levels. A step that differs describes its first difference
+(`first_difference`). The earliest of all pairs is that of the verdict, and `diagnosis` adds advice.
+"""
 
 from __future__ import annotations
 
@@ -8,130 +13,46 @@ import sqlite3
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torchrepro.console import parts
 from torchrepro.errors import TraceError
 from torchrepro.messages import Problem
 from torchrepro.trace.reader import read_run
 from torchrepro.trace.request import LEVELS
-from torchrepro.verdict.columns import (
-    ALONE,
-    INDEPENDENT,
-    NAMES,
-    PROPAGATED,
-    Pair,
-    StepComparison,
+from torchrepro.verdict.columns import ALONE, INDEPENDENT, NAMES, PROPAGATED, Pair
+from torchrepro.verdict.criteria import (
+    Bits,
+    Tolerance,
+    criteria_for,
+    levels,
+    refuse_unequal_algorithms,
 )
-from torchrepro.verdict.diagnosis import advice, rung_above_recording
-from torchrepro.verdict.records import asked_of
-from torchrepro.verdict.render import verdict_parts
-from torchrepro.verdict.step_digests import Streams, ended, missing
-from torchrepro.verdict.value import Cell, Compared, Divergence, Kind, Setting, Verdict
-from torchrepro.verdict.wording import are, counted
+from torchrepro.verdict.diagnosis import advice, next_level_of_recording
+from torchrepro.verdict.recordings import (
+    AT_EVERY_LEVEL,
+    Digests,
+    losses,
+    missing_processes,
+    notes,
+    settings,
+    truncation,
+    unequal_replicas,
+)
+from torchrepro.verdict.records import Records
+from torchrepro.verdict.render import are, counted
+from torchrepro.verdict.value import Cell, Compared, Kind, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torchrepro.trace.reader import Trace
+    from torchrepro.verdict.columns import StepComparison
+    from torchrepro.verdict.criteria import Criteria
     from torchrepro.verdict.diagnosis import EscalationLevel
-    from torchrepro.verdict.records import Comparison, Criteria
-
-
-SECTIONS = {"knobs": "", "versions": "version of ", "hardware": "hardware: "}
-"""Parts of what a trace says of its run that hold settings, and how a setting is called."""
-
-SINGLE = ("guarantee", "profile", "digest", "level", "world_size", "program")
-
-
-def settings(pair: Pair) -> tuple[Setting, ...]:
-    """Return the knobs, versions and pieces of hardware in which two runs differ."""
-    left, right = (_settings(trace.meta) for trace in pair.traces)
-    return tuple(
-        Setting(name, left.get(name), right.get(name))
-        for name in {**left, **right}
-        if left.get(name) != right.get(name)
-    )
-
-
-def _settings(meta: Mapping[str, Any]) -> dict[str, str]:
-    found = {name: str(meta[name]) for name in SINGLE if meta.get(name) is not None}
-    for section, called in SECTIONS.items():
-        found |= {
-            f"{called}{name}": str(value) for name, value in (meta.get(section) or {}).items()
-        }
-    return found
-
-
-def losses(pair: Pair) -> tuple[tuple[int, float | None, float | None], ...]:
-    """Return the loss of each step in both runs, the mean of those of several backward passes."""
-    left, right = (_losses(trace) for trace in pair.traces)
-    return tuple((step, left.get(step), right.get(step)) for step in sorted({*left, *right}))
-
-
-def _losses(trace: Trace) -> dict[int, float | None]:
-    found = {}
-    for step, group in groupby(trace.losses, key=attrgetter("step")):
-        values = [loss.value for loss in group]
-        numbers = [value for value in values if value is not None]
-        whole = bool(numbers) and len(numbers) == len(values)
-        found[step] = sum(numbers) / len(numbers) if whole else None
-    return found
-
-
-def notes(pair: Pair) -> Iterator[str]:
-    """Yield what a reader has to know of how two recordings go together."""
-    for trace, name in zip(pair.traces, pair.names, strict=True):
-        if trace.is_truncated:
-            yield f"{name} was killed or still runs: it is compared up to its last whole step"
-        if not trace.sealed:
-            yield (
-                f"{name} was recorded by torchrepro 0.2.0 or older, without digests: "
-                "not all damage to it would be seen"
-            )
-    for mine, theirs, name in (
-        (pair.left, pair.right, pair.names[0]),
-        (pair.right, pair.left, pair.names[1]),
-    ):
-        steps = [step for step in mine.steps if step not in theirs.steps]
-        asked, last = theirs.meta.get("steps"), max(theirs.steps, default=0)
-        left_out = [step for step in steps if step < last or (asked and step > asked[1])]
-        if left_out:
-            steps_are = f"{counted(len(left_out), 'step')} {are(len(left_out))}"
-            yield f"{steps_are} recorded in {name} only, from step {left_out[0]} on"
-    streams = Streams(pair)
-    parted = next((step for step in pair.steps if streams.unequal(step)), None)
-    if parted is not None:
-        generators = ", ".join(streams.unequal(parted))
-        yield f"the states of {generators} differ from the end of step {parted} on"
-
-
-def replicas(name: str, traces: Sequence[Trace]) -> Iterator[str]:
-    """Yield a sentence for each rank whose parameters once were those of the first and are not now.
-
-    Ranks that never agree share a model among them, and are no replicas.
-    """
-    ranks = [trace for trace in traces if not trace.meta.get("ordinal")]
-    for first, other in ((ranks[0], other) for other in ranks[1:]):
-        pairs: list[tuple[int, bytes, bytes]] = [
-            (step, first.steps[step].parameters, other.steps[step].parameters)
-            for step in first.steps
-            if step in other.steps
-        ]
-        agreed = [step for step, one, two in pairs if one and one == two]
-        parted = [step for step, one, two in pairs if agreed and step > agreed[0] and one != two]
-        if parted:
-            yield (
-                f"{name}: the parameters of ranks {first.rank} and {other.rank} agree at step "
-                f"{max(step for step in agreed if step < parted[0])} "
-                f"and no longer at step {parted[0]}"
-            )
-
-
-parts.register(Verdict, verdict_parts)
+    from torchrepro.verdict.value import Divergence
 
 
 def compare(
@@ -140,14 +61,14 @@ def compare(
     """Compare two recorded runs, by their bits or, with a tolerance, by statistics of tensors.
 
     Returns a `Verdict`: the same, or the first divergence. Runs that were both recorded under the
-    guarantee `aligned` are held to its tolerance. Raises `TraceError` for a folder that holds no
-    trace, for recordings that cannot be compared in this way, and where nothing is compared.
+    guarantee `aligned` are compared within its tolerance. Raises `TraceError` for a folder that
+    holds no trace, for recordings that cannot be compared in this way, and if nothing is compared.
     """
-    return answer(run_a, run_b, tolerance_of(rtol, atol))
+    return compare_within(run_a, run_b, tolerance_of(rtol, atol))
 
 
 def tolerance_of(rtol: float | None, atol: float | None) -> tuple[float, float] | None:
-    """Return a tolerance of which at least one part is given; raises `TraceError` for a bad one."""
+    """Return rtol and atol, None if neither is given. Raises `TraceError` for an illegal one."""
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None and not 0 <= value < math.inf:
             raise TraceError(
@@ -156,40 +77,40 @@ def tolerance_of(rtol: float | None, atol: float | None) -> tuple[float, float] 
     return None if rtol is None and atol is None else (rtol or 0.0, atol or 0.0)
 
 
-def answer(
+def compare_within(
     run_a: Path | str,
     run_b: Path | str,
     tolerance: tuple[float, float] | None,
     *,
     one_program: bool = False,
 ) -> Verdict:
-    """Return whether two runs are the same, as `asked.asked_of` takes the question."""
+    """Compare two runs by the criteria that `criteria_for` chooses."""
+    runs = str(run_a), str(run_b)
     with ExitStack() as stack:
-        stack.enter_context(_no_garbage_sought())
-        left, right = (_opened(run, stack) for run in (run_a, run_b))
-        runs = str(run_a), str(run_b)
-        stack.enter_context(_read_to_the_end(runs))
+        stack.enter_context(_garbage_collection_paused())
+        left, right = (_open(run, stack) for run in (run_a, run_b))
+        stack.enter_context(_errors_of_sqlite_explained(runs))
         pairs = [Pair(left[which], right[which], runs) for which in sorted(left) if which in right]
-        asked = asked_of(pairs, tolerance, one_program=one_program)
-        verdict = _answer(runs, (left, right), pairs, asked)
+        criteria = criteria_for(pairs, tolerance, one_program=one_program)
+        verdict = _verdict(runs, (left, right), pairs, criteria)
         return replace(verdict, advice=advice(verdict, next(iter(left.values())).meta))
 
 
-def next_rung(verdict: Verdict) -> EscalationLevel | None:
-    """Return what to add to the profile of the left run where two runs part; None at the top.
+def next_level(verdict: Verdict) -> EscalationLevel | None:
+    """Return what to add to the profile of the left run where two runs diverge; None at the top.
 
     Raises `TraceError` if its recording is gone.
     """
     if verdict.first is None:
         return None
     with ExitStack() as stack:
-        meta = next(iter(_opened(verdict.left, stack, records=False).values())).meta
-        return rung_above_recording(meta, verdict.first)
+        meta = next(iter(_open(verdict.left, stack, records=False).values())).meta
+        return next_level_of_recording(meta, verdict.first)
 
 
 @contextmanager
-def _read_to_the_end(runs: tuple[str, str]) -> Iterator[None]:
-    """Raise `TraceError` if a trace, which was whole when it was opened, cannot be read on."""
+def _errors_of_sqlite_explained(runs: tuple[str, str]) -> Iterator[None]:
+    """Raise `TraceError` if a trace changes while it is read."""
     try:
         yield
     except sqlite3.Error as error:
@@ -200,8 +121,8 @@ def _read_to_the_end(runs: tuple[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _no_garbage_sought() -> Iterator[None]:
-    """Leave the garbage collector out of it: rows are no garbage, and many enough to call it."""
+def _garbage_collection_paused() -> Iterator[None]:
+    """Pause the garbage collector: rows are no garbage, but so many that they would trigger it."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -211,36 +132,36 @@ def _no_garbage_sought() -> Iterator[None]:
             gc.enable()
 
 
-def _opened(
+def _open(
     run: Path | str, stack: ExitStack, *, records: bool = True
 ) -> dict[tuple[int, int], Trace]:
-    """Return the traces of a run by rank and process."""
+    """Return the traces of a run by rank and number of the process within its rank."""
     traces = read_run(run, records=records)
     for trace in traces:
         stack.callback(trace.close)
-    # Which of several processes of a rank was there first is a matter of time; its name is not.
+    # The order in which processes of a rank began is an accident. Their names are not.
     traces.sort(key=lambda trace: (trace.rank, _name(trace), int(trace.meta.get("ordinal", 0))))
-    found: dict[tuple[int, int], Trace] = {}
-    for trace in traces:
-        before = sum(rank == trace.rank for rank, _ in found)
-        found[trace.rank, before] = trace
-    return found
+    return {
+        (rank, number): trace
+        for rank, group in groupby(traces, key=attrgetter("rank"))
+        for number, trace in enumerate(group)
+    }
 
 
 def _name(trace: Trace) -> tuple[bool, str, str]:
-    """Return what a process is called: the main one comes first."""
+    """Return the name of a process to sort by: the main process comes first."""
     name = str(trace.meta.get("process", ""))
     return name != "MainProcess", name, str(trace.meta.get("program", ""))
 
 
-def _answer(
+def _verdict(
     runs: tuple[str, str],
     traces: tuple[dict[tuple[int, int], Trace], dict[tuple[int, int], Trace]],
     pairs: Sequence[Pair],
-    asked: Criteria,
+    criteria: Criteria,
 ) -> Verdict:
-    left, right = traces
-    if pairs and not any(pair.steps for pair in pairs) and _all_have_steps(pairs):
+    all_have_steps = all(trace.steps for pair in pairs for trace in pair.traces)
+    if pairs and all_have_steps and not any(pair.steps for pair in pairs):
         raise TraceError(
             Problem(
                 "no step was recorded in both runs",
@@ -248,15 +169,16 @@ def _answer(
                 todo="record the same steps of both",
             )
         )
-    found = [PairComparison.of(pair, asked.comparison(pair)) for pair in pairs]
-    absent = missing(left, right)
-    first = _first(found)
+    found = [_compare_pair(pair, criteria) for pair in pairs]
+    missing = missing_processes(*traces)
+    diverged = [one for one in found if one.first is not None]
+    earliest = min(diverged, key=lambda one: one.order, default=None)
     tally = sum((one.tally for one in found), Counter[str]())
-    if first is not None:
-        tally[first.sort] -= 1
-    parting = first.first if first else next((divergence for divergence in absent), None)
+    if earliest is not None:
+        tally[earliest.sort] -= 1
+    first = earliest.first if earliest else next(iter(missing), None)
     compared = _compared(pairs)
-    if parting is None and not any(one.anything for one in found):
+    if first is None and not any(one.anything for one in found):
         raise TraceError(
             Problem(
                 "nothing was recorded that could be compared",
@@ -265,12 +187,12 @@ def _answer(
             )
         )
     return Verdict(
-        same=parting is None,
+        same=first is None,
         left=runs[0],
         right=runs[1],
         compared=compared,
-        first=parting,
-        tolerance=asked.tolerance,
+        first=first,
+        tolerance=criteria.tolerance,
         propagated=tally[PROPAGATED],
         independent=tally[INDEPENDENT],
         by_module=tuple(sum((one.by_module for one in found), Counter[str]()).items()),
@@ -280,18 +202,14 @@ def _answer(
         across_ranks=tuple(
             sentence
             for name, side in zip(NAMES, traces, strict=True)
-            for sentence in replicas(name, list(side.values()))
+            for sentence in unequal_replicas(name, list(side.values()))
         ),
         notes=(
-            *asked.notes,
-            *([asked.if_unequal] if parting and asked.if_unequal else []),
-            *_notes(found, absent, tally[ALONE]),
+            *criteria.notes,
+            *([criteria.note_if_different] if first and criteria.note_if_different else []),
+            *_notes(found, missing, tally[ALONE]),
         ),
     )
-
-
-def _all_have_steps(pairs: Sequence[Pair]) -> bool:
-    return all(trace.steps for pair in pairs for trace in pair.traces)
 
 
 @dataclass(frozen=True)
@@ -299,7 +217,7 @@ class PairComparison:
     """What the comparison of two traces found."""
 
     pair: Pair
-    steps: dict[int, StepComparison]
+    steps: Mapping[int, StepComparison]
     first: Divergence | None
     sort: str
     """How the first record differs."""
@@ -307,22 +225,9 @@ class PairComparison:
     anything: bool
     """Whether there was anything to compare."""
 
-    @classmethod
-    def of(cls, pair: Pair, comparison: Comparison) -> PairComparison:
-        """Compare two traces."""
-        steps, first, sort = {}, None, INDEPENDENT
-        for number in pair.steps:
-            found = steps[number] = comparison.step(number)
-            if first is None and found.first is not None:
-                first, sort = found.first(), found.sort
-            found.first = None  # it holds the records of the step
-        if first is None:
-            first, sort = comparison.otherwise() or ended(pair), ""
-        return cls(pair, steps, first, sort, comparison.notes(), comparison.anything)
-
     @property
     def tally(self) -> Counter[str]:
-        """Records that differ, by how they do."""
+        """Records that differ, by how they differ."""
         return sum((step.tally for step in self.steps.values()), Counter[str]())
 
     @property
@@ -335,18 +240,39 @@ class PairComparison:
 
     @property
     def order(self) -> tuple[int, bool, int]:
-        """What comes first: of one step, what a rank did itself before what others sent it."""
+        """Sorts divergences: within a step, what a rank computed comes before what it received."""
         first = self.first
         if first is None:
-            raise ValueError("the traces do not part")
+            raise ValueError("the traces do not diverge")
         sent = first.phase == "collective" and first.kind is Kind.OUTPUTS
         late = first.kind in (Kind.ENDED, Kind.INCOMPARABLE)
         return first.step, sent or late, first.rank
 
 
-def _first(found: Iterable[PairComparison]) -> PairComparison | None:
-    parted = [one for one in found if one.first is not None]
-    return min(parted, key=lambda one: one.order, default=None)
+def _compare_pair(pair: Pair, criteria: Criteria) -> PairComparison:
+    comparison = _comparison(pair, criteria)
+    steps: dict[int, StepComparison] = {}
+    first, sort = None, INDEPENDENT
+    for number in pair.steps:
+        found = steps[number] = comparison.step(number)
+        if first is None and found.first is not None:
+            first, sort = found.first(), found.sort
+        found.first = None  # it holds the records of the step
+    if first is None:
+        first, sort = comparison.besides_records() or truncation(pair), ""
+    return PairComparison(pair, steps, first, sort, comparison.notes(), comparison.anything)
+
+
+def _comparison(pair: Pair, criteria: Criteria) -> Records | Digests:
+    if criteria.tolerance is not None:
+        rtol, atol = criteria.tolerance
+        return Records(pair, Tolerance(pair, rtol, atol, needs_partner=criteria.one_program))
+    left, right = levels(pair)
+    if left != right:
+        return Digests(pair, AT_EVERY_LEVEL)
+    records = Records(pair, Bits(pair))
+    refuse_unequal_algorithms(records.algorithms)
+    return records
 
 
 def _cells(found: Sequence[PairComparison]) -> Iterable[Cell]:
@@ -363,24 +289,23 @@ def _cells(found: Sequence[PairComparison]) -> Iterable[Cell]:
 
 def _compared(pairs: Sequence[Pair]) -> Compared:
     rows = [pair.left.steps[step] for pair in pairs for step in pair.steps]
-    levels = [str(trace.meta.get("level", "op")) for pair in pairs for trace in pair.traces]
     return Compared(
         ranks=len({pair.left.rank for pair in pairs}),
         steps=len({row.step for row in rows}),
         ops=sum(row.records for row in rows),
         bytes=sum(row.bytes for row in rows),
-        level=min(levels, key=LEVELS.index, default=LEVELS[0]),
+        level=min(chain(*map(levels, pairs)), key=LEVELS.index, default=LEVELS[0]),
     )
 
 
 def _notes(
-    found: Sequence[PairComparison], absent: Sequence[Divergence], alone: int
+    found: Sequence[PairComparison], missing: Sequence[Divergence], alone: int
 ) -> Iterable[str]:
-    said: dict[str, None] = {}
+    texts: list[str] = []
     for one in found:
         rank = f"rank {one.pair.left.rank}: " if len(found) > 1 else ""
-        said |= dict.fromkeys(f"{rank}{note}" for note in (*notes(one.pair), *one.notes))
-    said |= dict.fromkeys(divergence.what for divergence in absent)
+        texts += [f"{rank}{note}" for note in (*notes(one.pair), *one.notes)]
+    texts += [divergence.what for divergence in missing]
     if alone:
-        said[f"{counted(alone, 'more op')} {are(alone)} in one of the runs only"] = None
-    return said
+        texts.append(f"{counted(alone, 'more op')} {are(alone)} in one of the runs only")
+    return dict.fromkeys(texts)

@@ -1,4 +1,4 @@
-"""When two records are the same, by bits or nearly, and which difference is the first."""
+"""When runs and their records count as the same: by bits, or by statistics within a tolerance."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import compress, count
 from operator import and_, eq, ne, or_
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from torchrepro.errors import TraceError
 from torchrepro.messages import Problem
-from torchrepro.verdict.columns import ALONE, INDEPENDENT, PROPAGATED
-from torchrepro.verdict.first_difference import FirstDifference, described, divergence
-from torchrepro.verdict.step_digests import FIELDS, Digests, at_step
-from torchrepro.verdict.tensor_diff import seen
+from torchrepro.verdict.columns import ALONE, INDEPENDENT, NAMES, PROPAGATED
+from torchrepro.verdict.first_difference import (
+    FirstDifference,
+    RecordView,
+    describe,
+    divergence,
+)
+from torchrepro.verdict.recordings import FIELDS, Digests, at_step
+from torchrepro.verdict.render import counted
 from torchrepro.verdict.value import Kind
-from torchrepro.verdict.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,41 +37,86 @@ RERECORD = (
     "and compare them with --rtol and --atol"
 )
 
+ALIGNED = (1e-3, 1e-5)
+"""The rtol and atol of the guarantee `aligned`, unless others are given.
+
+A thousandth is ten thousand times the rounding of float32. Another order of summation stays within
+it through many steps; another random number, a skipped op or a lost sample does not. bfloat16
+rounds by 0.004 and needs ``rtol`` 0.016: https://docs.pytorch.org/docs/stable/testing.html.
+``atol``, for values near zero, is what the same page has for float32.
+"""
+
 Statistics = tuple[int, float | None, float | None, float | None, float | None]
 """Count, mean, norm, low and high of an output."""
 
 
-class Judge(Protocol):
-    """Decides which records are the same."""
+@dataclass(frozen=True, slots=True)
+class Criteria:
+    """What it takes for two runs to count as the same."""
 
-    rounds: Sequence[Names]
-    """By which columns records are matched, from the finest to the coarsest."""
-    needs_partner: bool
-    """Whether a record that only one run has is a difference."""
-
-    def differing(self, left: Columns, right: Columns, matched: MatchedRecords) -> list[bool]:
-        """Say of each pair whether it differs."""
-
-    def described(self, parting: FirstDifference) -> Divergence:
-        """Return what the first difference is."""
-
-    def otherwise(self) -> Divergence | None:
-        """Return what differs although no record does."""
-
-    def notes(self) -> list[str]:
-        """Return what a reader has to know of how records were judged."""
+    tolerance: tuple[float, float] | None = None
+    """rtol and atol, where statistics are compared and not bits."""
+    one_program: bool = False
+    """Whether each op of one run must have a counterpart in the other."""
+    notes: tuple[str, ...] = ()
+    """Why these criteria were chosen, where nobody named them."""
+    note_if_different: str = ""
+    """What else is to be said if the runs differ."""
 
 
-def picked(column: Sequence[Any], places: Sequence[int]) -> Sequence[Any]:
-    """Return the values of a column at some places."""
-    return column if isinstance(places, range) else list(map(column.__getitem__, places))
+def criteria_for(
+    pairs: Sequence[Pair], given: tuple[float, float] | None, *, one_program: bool = False
+) -> Criteria:
+    """Return the criteria for the traces of two runs; `given` are rtol and atol.
+
+    Without them the criterion is the same bits, unless both runs were recorded under the guarantee
+    `aligned`, which has a tolerance of its own. Equal bits are within any tolerance, so bits are
+    compared where the recordings have no statistics in common. `one_program` says that both runs
+    are of one command on one machine.
+    """
+    notes: tuple[str, ...] = ()
+    if given is None and pairs and all(_is_aligned(pair) for pair in pairs):
+        given = ALIGNED
+        notes = (
+            "the tolerance is that of the guarantee `aligned`, under which both were recorded",
+        )
+    if given is None:
+        return Criteria()
+    obstacle = next(filter(None, map(_lacks_statistics, pairs)), "")
+    if obstacle:
+        within = f"whether they agree within rtol={given[0]:g}, atol={given[1]:g} cannot be told"
+        return Criteria(note_if_different=f"{within}: {obstacle}")
+    return Criteria(given, one_program, notes)
 
 
-def both(
-    name: str, left: Columns, right: Columns, matched: MatchedRecords
-) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Return a column of both runs, matched."""
-    return picked(left.column(name), matched.left), picked(right.column(name), matched.right)
+def levels(pair: Pair) -> tuple[str, str]:
+    """Return the levels of detail at which two traces were recorded."""
+    left, right = (str(trace.meta.get("level", "op")) for trace in pair.traces)
+    return left, right
+
+
+def _is_aligned(pair: Pair) -> bool:
+    return all(trace.meta.get("guarantee") == "aligned" for trace in pair.traces)
+
+
+def _lacks_statistics(pair: Pair) -> str:
+    """Return why there are no statistics to compare, and what to record; else nothing."""
+    left, right = levels(pair)
+    if left != right:
+        return (
+            f"the levels {left} and {right} have no statistics in common; record both at one level"
+        )
+    if left != "op":
+        return f"the level {left} has no statistics of tensors; record both at the level op"
+    lacking = [
+        name
+        for name, trace in zip(NAMES, pair.traces, strict=True)
+        if not trace.meta.get("statistics")
+    ]
+    if not lacking:
+        return ""
+    have = "has" if len(lacking) == 1 else "have"
+    return f"{' and '.join(lacking)} {have} no statistics of tensors; {RERECORD}"
 
 
 @dataclass(slots=True)
@@ -77,40 +126,42 @@ class Bits:
     pair: Pair
     incomparable: int = 0
     """Pairs whose fingerprints were not taken in the same way."""
+    needs_partner: bool = True
+    """Whether a record that only one run has is a difference."""
     rounds: Sequence[Names] = (
         ("keys", "arguments", "shapes", "inputs", "outputs"),
         ("keys", "arguments", "shapes", "inputs"),
         ("keys", "arguments", "shapes"),
         ("keys",),
     )
-    needs_partner: bool = True
+    """The columns by which records are matched, from the finest round to the coarsest."""
 
-    def differing(self, left: Columns, right: Columns, matched: MatchedRecords) -> list[bool]:
-        """Say of each pair whether outputs, their shapes or the arguments differ."""
-        found = list(map(ne, *both("outputs", left, right, matched)))
-        one, other = both("algorithms", left, right, matched)
+    def unequal(self, left: Columns, right: Columns, matched: MatchedRecords) -> list[bool]:
+        """Return for each pair whether outputs, their shapes or the arguments differ."""
+        found = list(map(ne, *matched.column("outputs", left, right)))
+        one, other = matched.column("algorithms", left, right)
         if one != other:
             found = list(map(and_, found, map(eq, one, other)))
             self.incomparable += sum(map(ne, one, other))
         for name in ("arguments", "shapes"):
-            one, other = both(name, left, right, matched)
+            one, other = matched.column(name, left, right)
             if one != other:
                 found = list(map(or_, found, map(ne, one, other)))
         return found
 
-    def described(self, parting: FirstDifference) -> Divergence:
+    def describe(self, difference: FirstDifference) -> Divergence:
         """Return what the first difference is, and where it came from."""
-        return described(self.pair, parting)
+        return describe(self.pair, difference)
 
-    def otherwise(self) -> Divergence | None:
-        """Return what the steps as a whole differ in: something that no op computed."""
+    def besides_records(self) -> Divergence | None:
+        """Return in what the steps differ although no record does."""
         if not self.incomparable:
-            return Digests(self.pair, FIELDS).otherwise()
+            return Digests(self.pair, FIELDS).besides_records()
         what = f"{self._incomparable()}; {RERECORD}"
         return at_step(self.pair, self.pair.steps[0], Kind.INCOMPARABLE, what)
 
     def notes(self) -> list[str]:
-        """Say what could not be compared."""
+        """Return what could not be compared."""
         return [self._incomparable()] if self.incomparable else []
 
     def _incomparable(self) -> str:
@@ -122,19 +173,19 @@ class Bits:
 
 @dataclass(slots=True)
 class Tolerance:
-    """Records are the same if the statistics of their outputs are nearly so.
+    """Records are the same if the statistics of their outputs are within a tolerance.
 
-    If every element of a tensor is within ``atol + rtol * |right|``, so is every statistic that
-    is looked at: what is out of tolerance here has elements that are.
+    If every element of a tensor is within ``atol + rtol * |right|``, so is each of these
+    statistics. A statistic out of tolerance therefore proves that elements are out of it too.
     """
 
     pair: Pair
     rtol: float
     atol: float
     needs_partner: bool = False
-    """Devices and precisions have ops of their own, one program on one machine has not."""
-    worst: dict[int, str] = field(default_factory=dict)
-    """What the first record of each part that differs is out of, by the left record's id."""
+    """False across devices and precisions, each of which may have ops of its own."""
+    found: dict[int, str] = field(default_factory=dict)
+    """In what the first record of each part is out of tolerance, by the left record's id."""
     unmatched: int = 0
     rounds: Sequence[Names] = (
         ("keys", "arguments", "sizes"),
@@ -143,43 +194,44 @@ class Tolerance:
         ("spots", "sizes"),  # devices have ops of their own for the same module
     )
 
-    def differing(self, left: Columns, right: Columns, matched: MatchedRecords) -> list[bool]:
-        """Say of each pair whether statistics of its outputs are too far apart."""
+    def unequal(self, left: Columns, right: Columns, matched: MatchedRecords) -> list[bool]:
+        """Return for each pair whether statistics of its outputs are out of tolerance."""
         self.unmatched += len(matched.only_left) + len(matched.only_right)
         one, other = _statistics(self.pair.left, left), _statistics(self.pair.right, right)
         found = {
-            place: self._apart(one.get(left.ids[place], []), other.get(right.ids[partner], []))
+            place: self._excess(one.get(left.ids[place], []), other.get(right.ids[partner], []))
             for place, partner, unequal in zip(
                 matched.left,
                 matched.right,
-                map(ne, *both("outputs", left, right, matched)),
+                map(ne, *matched.column("outputs", left, right)),
                 strict=True,
             )
             if unequal
         }
         first = next((place for place, what in found.items() if what), None)
         if first is not None:
-            self.worst[left.ids[first]] = found[first]
+            self.found[left.ids[first]] = found[first]
         return [bool(found.get(place)) for place in matched.left]
 
-    def described(self, parting: FirstDifference) -> Divergence:
+    def describe(self, difference: FirstDifference) -> Divergence:
         """Return which statistic is out of tolerance first."""
-        if parting.left is None or parting.right is None:
-            return described(self.pair, parting)
-        left, right = seen(self.pair.left, parting.left), seen(self.pair.right, parting.right)
+        if difference.left is None or difference.right is None:
+            return describe(self.pair, difference)
+        left = RecordView.read(self.pair.left, difference.left)
+        right = RecordView.read(self.pair.right, difference.right)
         kind = Kind.DATA if left.site.op == "DataLoader" else Kind.OUTPUTS
-        return divergence(self.pair, left, right, kind, self.worst[parting.left])
+        return divergence(self.pair, left, right, kind, self.found[difference.left])
 
-    def otherwise(self) -> Divergence | None:
+    def besides_records(self) -> Divergence | None:
         """Return a loss that is out of tolerance, or that no op at all was compared."""
         steps = self.pair.steps
         records = sum(trace.steps[step].records for trace in self.pair.traces for step in steps)
         if records and self.unmatched >= records:
             what = "no op of one run has a counterpart in the other: nothing was compared"
             return at_step(self.pair, steps[0], Kind.INCOMPARABLE, what)
-        return next(filter(None, map(self._losses_apart, steps)), None)
+        return next(filter(None, map(self._unequal_losses, steps)), None)
 
-    def _losses_apart(self, step: int) -> Divergence | None:
+    def _unequal_losses(self, step: int) -> Divergence | None:
         left, right = (
             [loss.value for loss in trace.losses if loss.step == step] for trace in self.pair.traces
         )
@@ -195,15 +247,15 @@ class Tolerance:
         return at_step(self.pair, step, Kind.OUTPUTS, what, "forward", "loss")
 
     def notes(self) -> list[str]:
-        """Say what could not be compared."""
+        """Return what could not be compared."""
         if not self.unmatched or self.needs_partner:
             return []
         have = "has" if self.unmatched == 1 else "have"
         ops = counted(self.unmatched, "op")
         return [f"{ops} {have} no counterpart in the other run: not compared"]
 
-    def _apart(self, left: Sequence[Statistics], right: Sequence[Statistics]) -> str:
-        """Return what of some outputs is out of tolerance, in words; nothing if all are within."""
+    def _excess(self, left: Sequence[Statistics], right: Sequence[Statistics]) -> str:
+        """Return in words what is out of tolerance; nothing if all outputs are within it."""
         if len(left) != len(right):
             return f"statistics of {counted(len(left), 'output')} and of {len(right)}"
         if not left:
@@ -216,11 +268,11 @@ class Tolerance:
 
 
 def out_of_tolerance(left: Statistics, right: Statistics, rtol: float, atol: float) -> str:
-    """Return which statistic shows that elements are further apart than they may be.
+    """Return which statistic shows that elements are out of tolerance, if one does.
 
     With elements within ``atol + rtol * |right|``, means are at most ``atol + rtol * rms`` apart,
-    rms likewise (Minkowski), and extremes at most ``atol + rtol * max|right|``. The mean is held
-    to the rms because values around zero cancel in it.
+    rms likewise (Minkowski), and extremes at most ``atol + rtol * max|right|``. The bound of the
+    mean is relative to the rms because values around zero cancel in the mean.
     """
     if left[0] != right[0]:
         return f"{left[0]} and {right[0]} numbers besides NaN"
@@ -251,19 +303,6 @@ def refuse_unequal_algorithms(used: tuple[frozenset[str], frozenset[str]]) -> No
         )
 
 
-def lacks_statistics(pair: Pair) -> str:
-    """Return which run a tolerance has nothing to work on in, and what to record; else nothing."""
-    lacking = [
-        name
-        for name, trace in zip(pair.names, pair.traces, strict=True)
-        if not trace.meta.get("statistics")
-    ]
-    if not lacking:
-        return ""
-    have = "has" if len(lacking) == 1 else "have"
-    return f"{' and '.join(lacking)} {have} no statistics of tensors; {RERECORD}"
-
-
 def _statistics(trace: Trace, columns: Columns) -> dict[int, list[Statistics]]:
     found: dict[int, list[Statistics]] = {}
     if columns.ids:
@@ -292,37 +331,40 @@ def _shown(value: float | None) -> str:
     return "none" if value is None else f"{value:.6g}"
 
 
+Judge: TypeAlias = "Bits | Tolerance"
+"""Decides which records are the same."""
+
 FEW = 16
-"""Records that read something else before the first difference: they may tell where it is from."""
+"""Records before the first difference that read something else: they may show its origin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """What of a step differs."""
+    """The records of a step that differ."""
 
     left: Columns
     right: Columns
     matched: MatchedRecords
     differs: Sequence[bool]
-    """Of each pair, in the order of the left run."""
-    touched: Sequence[bool]
-    """Whether it read something else."""
+    """Whether a pair differs, in the order of the left run."""
+    inputs_differ: Sequence[bool]
+    """Whether a pair read something else."""
     only_left: Sequence[int]
     only_right: Sequence[int]
-    """Places that have no partner and ought to."""
+    """Places without the partner that they should have."""
 
     @classmethod
     def of(
         cls, judge: Judge, left: Columns, right: Columns, matched: MatchedRecords
     ) -> Differences:
-        """Return what differs of two parts whose records are matched."""
+        """Return what differs in two parts whose records are matched."""
         lone = (matched.only_left, matched.only_right) if judge.needs_partner else ((), ())
-        differs = judge.differing(left, right, matched)
-        touched = list(map(ne, *both("inputs", left, right, matched)))
-        return cls(left, right, matched, differs, touched, *lone)
+        differs = judge.unequal(left, right, matched)
+        inputs_differ = list(map(ne, *matched.column("inputs", left, right)))
+        return cls(left, right, matched, differs, inputs_differ, *lone)
 
     def tally(self) -> Counter[str]:
-        """Return how many records differ, by how they do."""
+        """Return how many records differ, by how they differ."""
         total, propagated = sum(self.differs), sum(map(and_, self.differs, self.dependent()))
         return Counter(
             {
@@ -334,7 +376,7 @@ class Differences:
 
     def modules(self) -> tuple[Counter[str], Counter[str]]:
         """Return the records of each module, and how many of them differ."""
-        names, _ = both("modules", self.left, self.right, self.matched)
+        names, _ = self.matched.column("modules", self.left, self.right)
         alone = Counter(
             [self.left.structure.modules[place] for place in self.only_left]
             + [self.right.structure.modules[place] for place in self.only_right]
@@ -345,7 +387,7 @@ class Differences:
         return totals, differing
 
     def first(self) -> tuple[str, FirstDifference] | None:
-        """Return how the first difference differs, and which records it is."""
+        """Return the sort of the first difference, and its records."""
         pair = next(compress(count(), self.differs), None)
         ends = len(self.left) + 1.0
         places = (
@@ -358,19 +400,19 @@ class Differences:
             return None
         if pair is not None and places[0] == earliest:
             sort = PROPAGATED if self.dependent()[pair] else INDEPENDENT
-            return sort, self._parting(pair)
+            return sort, self._first_pair(pair)
         replaced = places[1] <= earliest + 0.5
         return ALONE, self._only_left() if replaced else self._only_right()
 
     def dependent(self) -> Sequence[bool]:
-        """Return of each pair whether it can only pass a difference on."""
-        effects, _ = both("effects", self.left, self.right, self.matched)
-        return list(map(or_, self.touched, effects)) if any(effects) else self.touched
+        """Return for each pair whether it can only pass a difference on."""
+        effects, _ = self.matched.column("effects", self.left, self.right)
+        return list(map(or_, self.inputs_differ, effects)) if any(effects) else self.inputs_differ
 
-    def _parting(self, pair: int) -> FirstDifference:
+    def _first_pair(self, pair: int) -> FirstDifference:
         here, there = self.left.ids, self.right.ids
         pairs = list(zip(self.matched.left[:pair], self.matched.right[:pair], strict=True))
-        read = list(compress(pairs, self.touched[:pair]))[-FEW:]
+        read = list(compress(pairs, self.inputs_differ[:pair]))[-FEW:]
         return FirstDifference(
             here[self.matched.left[pair]],
             there[self.matched.right[pair]],
@@ -378,7 +420,7 @@ class Differences:
         )
 
     def _place_of_right(self) -> float:
-        """Return where the first record that only the right run has would stand in the left."""
+        """Return where in the left run the first record that only the right run has would be."""
         partners = dict(zip(self.matched.right, self.matched.left, strict=True))
         before = range(self.only_right[0] - 1, -1, -1)
         return 0.5 + next((partners[place] for place in before if place in partners), -1)

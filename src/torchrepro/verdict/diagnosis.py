@@ -1,19 +1,18 @@
-"""What to make of a divergence: its likely cause, the knob against it, stricter settings to try."""
+"""The likely cause of a divergence, the knob against it, and levels of stricter settings."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
 from torchrepro.policies.deterministic_ops import row_of
 from torchrepro.profile.composition import flatten
-from torchrepro.verdict.evidence import ANY_VALUE, NO_VALUE, Cause, Evidence, Fix
-from torchrepro.verdict.rules import CAUSES, KERNEL_CAUSES
+from torchrepro.verdict.evidence import NO_VALUE, Evidence
+from torchrepro.verdict.rules import ANY_VALUE, KERNEL_RULES, RULES, Fix, Rule
 from torchrepro.verdict.value import Advice, Kind
 
 if TYPE_CHECKING:
@@ -37,36 +36,36 @@ _STRICT = "`debug-strict` (repeatable) promises the same bits on one machine"
 def advice(
     verdict: Verdict, meta: Mapping[str, Any] | None = None, command: str = ""
 ) -> Advice | None:
-    """Return what to make of the first divergence; None where there is none.
+    """Return the likely cause of the first divergence and what to try; None if there is none.
 
     `meta` is that of one of the traces: it names the profile and the knobs that were in force.
     `command` is the program's command line, as a shell takes it.
     """
     if verdict.first is None:
         return None
-    known = meta or {}
-    case = case_of(verdict, known)
-    cause = next(row for row in CAUSES if _fits(row, case))
-    fixes = (*_alike(cause, case), *cause.fixes)
-    open_fixes = [fix for fix in fixes if not _holds(fix, case)]
-    because = _sentence(cause, case)
-    unseen = _may_hide_a_change(cause, case, known)
+    meta = meta or {}
+    evidence = evidence_of(verdict, meta)
+    rule = next(row for row in RULES if row.applies(evidence))
+    cause = _cause(rule, evidence)
+    unseen = _may_hide_a_change(rule, evidence, meta)
     if unseen:
-        because = f"{because.removesuffix('.')}; or an input was changed outside torch in mid-step."
+        cause = f"{cause.removesuffix('.')}; or an input was changed outside torch in mid-step."
+    fixes = (*_common_values(rule, evidence), *rule.fixes)
+    open_fixes = [fix for fix in fixes if not _in_force(fix, evidence)]
     if fixes and not open_fixes:
-        because += f" Already in force, yet no help: {', '.join(fix.key for fix in fixes)}."
+        cause += f" Already in force, yet no help: {', '.join(fix.key for fix in fixes)}."
     fix = open_fixes[0] if open_fixes else None
     return Advice(
-        cause=because,
+        cause=cause,
         knob=fix.key if fix else "",
         setting=f"{fix.key}={fix.value}" if fix else "",
-        closer=_closer(verdict, known, command, detail=unseen) if cause.closer else "",
-        promise=_promise(verdict, known),
+        closer=_rerecord_command(verdict, meta, command, detail=unseen) if rule.rerecord else "",
+        promise=_promise(verdict, meta),
     )
 
 
 def _promise(verdict: Verdict, meta: Mapping[str, Any]) -> str:
-    """Return who promises what the runs lack, where the profile of one of them does not."""
+    """Return which profile promises equal runs, if the profile of one of them does not."""
     first = verdict.first
     if first is None or first.kind in (Kind.ENDED, Kind.RANDOM, Kind.INCOMPARABLE):
         return ""
@@ -83,10 +82,10 @@ def _promise(verdict: Verdict, meta: Mapping[str, Any]) -> str:
     return ""
 
 
-def case_of(verdict: Verdict, meta: Mapping[str, Any]) -> Evidence:
-    """Return the first divergence of `verdict`, which has one, with what `meta` knows."""
+def evidence_of(verdict: Verdict, meta: Mapping[str, Any]) -> Evidence:
+    """Return the first divergence of `verdict`, which has one, with what `meta` holds."""
     if verdict.first is None:
-        raise ValueError("the runs do not part")
+        raise ValueError("the runs do not diverge")
     return Evidence(
         verdict.first,
         verdict.settings,
@@ -97,28 +96,15 @@ def case_of(verdict: Verdict, meta: Mapping[str, Any]) -> Evidence:
 
 
 def accelerator(meta: Mapping[str, Any]) -> str:
-    """Return the type of device that a recorded process had besides the CPU; empty if none."""
+    """Return the type of device that a recorded process had besides the CPU, or nothing."""
     hardware = meta.get("hardware") or {}
     return str(hardware.get("accelerator", "")).partition(" ")[0]
 
 
-def _fits(row: Cause, case: Evidence) -> bool:
-    differing = not row.alike or bool(_differing(row, case))
-    return case.first.kind in row.kinds and differing and row.fits(case)
-
-
-def _differing(row: Cause, case: Evidence) -> list[Setting]:
-    return [
-        setting
-        for setting in case.differing_knobs
-        if any(fnmatchcase(setting.name, pattern) for pattern in row.alike)
-    ]
-
-
-def _alike(row: Cause, case: Evidence) -> list[Fix]:
-    """Return the settings in which the runs differ, each with a value for both of them."""
+def _common_values(rule: Rule, evidence: Evidence) -> list[Fix]:
+    """Return the knobs of a rule in which the runs differ, each with a value for both of them."""
     found = []
-    for setting in _differing(row, case):
+    for setting in rule.differing_knobs(evidence):
         knob = knobs_by_name().get(setting.name)
         values = [each for each in (setting.left, setting.right) if each not in NO_VALUE]
         key = knob.profile_key if knob else setting.name
@@ -131,23 +117,21 @@ def _written(value: str, knob: Knob | None) -> str:
     return f'"{value}"' if is_text and not value.isdigit() else value
 
 
-def _holds(fix: Fix, case: Evidence) -> bool:
-    if any(setting.name == fix.key for setting in case.differing_knobs):
+def _in_force(fix: Fix, evidence: Evidence) -> bool:
+    if any(setting.name == fix.key for setting in evidence.differing_knobs):
         return False  # in force in one run only, or with two values
-    value = case.value(fix.key)
-    return fix.is_met_by(value)
+    return fix.is_met_by(evidence.value(fix.key))
 
 
-def _sentence(row: Cause, case: Evidence) -> str:
-    known = row_of(case.op)
-    settings = _differing(row, case) or case.differing_surroundings
-    return row.because.format(
-        op=case.first.op or "it",
-        module=case.first.module,
-        thread=case.first.thread,
-        accelerator=case.accelerator,
+def _cause(rule: Rule, evidence: Evidence) -> str:
+    known = row_of(evidence.op)
+    return rule.cause.format(
+        op=evidence.first.op or "it",
+        module=evidence.first.module,
+        thread=evidence.first.thread,
+        accelerator=evidence.accelerator,
         instead=known.instead if known else "",
-        settings=_listed(settings),
+        settings=_listed(rule.differing_knobs(evidence) or evidence.differing_platform),
     )
 
 
@@ -161,21 +145,23 @@ def _or_none(value: str | None) -> str:
     return "not set" if value is None else value
 
 
-def _may_hide_a_change(cause: Cause, case: Evidence, meta: Mapping[str, Any]) -> bool:
+def _may_hide_a_change(rule: Rule, evidence: Evidence, meta: Mapping[str, Any]) -> bool:
     """Whether inputs that count as equal may have been changed by something other than torch.
 
-    A recording without `detail` remembers for the rest of a step what an op has written.
+    A recording without `detail` fingerprints what an op writes once in a step.
     """
     return (
-        cause in KERNEL_CAUSES
-        and not (cause.alike or case.tolerance or case.has_other_dtypes)
-        and case.reads_something
+        rule in KERNEL_RULES
+        and not (rule.knobs or evidence.tolerance or evidence.has_other_dtypes)
+        and evidence.reads_written_memory
         and "detail" in meta
         and not meta["detail"]
     )
 
 
-def _closer(verdict: Verdict, meta: Mapping[str, Any], command: str, *, detail: bool) -> str:
+def _rerecord_command(
+    verdict: Verdict, meta: Mapping[str, Any], command: str, *, detail: bool
+) -> str:
     first = verdict.first
     if first is None or (first.elements and not detail) or first.kind is Kind.ENDED:
         return ""
@@ -191,23 +177,23 @@ def _closer(verdict: Verdict, meta: Mapping[str, Any], command: str, *, detail: 
 
 
 NO_EFFECT = "null"
-"""What a trace has for a knob that was asked for and does not exist where it was recorded."""
+"""What a trace has for a knob that was requested and did not exist where it was recorded."""
 
 _NOT_IN_A_KEY = re.compile(r"[^A-Za-z0-9_.-]")
-"""What Hydra's grammar does not take in the key of a mapping."""
+"""Characters that Hydra's grammar does not take in the key of a mapping."""
 
 _MISREAD = re.compile(r".*_|true|false|null|nan|inf|.*\de[0-9-]+", re.IGNORECASE)
 """Keys that are taken for another value, or for an instruction such as ``_target_``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """A row of the ladder."""
+class EscalationRow:
+    """Settings that are tried together."""
 
     name: str
-    values: tuple[Fix, ...]
+    fixes: tuple[Fix, ...]
     why: str
-    """What it means if this makes the runs equal."""
+    """What it means if these settings make the runs equal."""
 
     of_accelerator: bool = False
     """Whether it acts only where a device besides the CPU computes."""
@@ -222,13 +208,13 @@ class EscalationLevel:
 
     name: str
     overrides: tuple[str, ...]
-    """Those of this rung and of all below it that are not in force yet."""
+    """The overrides of this level and of all below it that are not in force yet."""
 
     why: str
 
 
-LADDER: tuple[Step, ...] = (
-    Step(
+ESCALATION: tuple[EscalationRow, ...] = (
+    EscalationRow(
         "seeds",
         (
             Fix("seed", "1234", ANY_VALUE),
@@ -237,7 +223,7 @@ LADDER: tuple[Step, ...] = (
         ),
         "random numbers differed: something was not seeded",
     ),
-    Step(
+    EscalationRow(
         "deterministic kernels",
         (
             Fix("backends.torch.deterministic_algorithms", "error"),
@@ -250,28 +236,28 @@ LADDER: tuple[Step, ...] = (
             Fix("env.NCCL_ALGO", "Ring", ANY_VALUE),
             Fix("env.NCCL_PROTO", "Simple", ANY_VALUE),
             Fix("env.HCCL_DETERMINISTIC", '"true"', ("true", "strict")),
-            # An op that raises would end the climb, and one that did not raise needs no other way.
+            # An op that raises would end the escalation. One that does not raise needs no fallback.
             Fix("device.fallback", "cpu", ("error",)),
         ),
         "a kernel added up in varying order",
     ),
-    Step(
+    EscalationRow(
         "no loader workers",
         (Fix("dataloader.num_workers", "0"),),
         "the loader's workers gave other data",
     ),
-    Step(
+    EscalationRow(
         "no dropout",
         (Fix("dropout", "zero"),),
         "dropout drew other masks",
     ),
-    Step(
+    EscalationRow(
         "random numbers from the host",
         (Fix("device.rng", "host"),),
         "the device's own generator gave other numbers",
         of_accelerator=True,
     ),
-    Step(
+    EscalationRow(
         "the suspect module on the CPU",
         (Fix("device.modules", "cpu"),),
         "the device computes that module in varying order",
@@ -279,88 +265,72 @@ LADDER: tuple[Step, ...] = (
         of_module=True,
     ),
 )
+"""What `verify --escalate` tries, the mildest settings first."""
 
 
-def next_rung(
+def next_level(
     profile_values: Mapping[str, Any], divergence: Divergence | None = None, accelerator: str = ""
 ) -> EscalationLevel | None:
-    """Return the first rung that a profile is not on yet; None at the top.
-
-    `profile_values` are those of a resolved profile; `accelerator` is the type of device that
-    computes besides the CPU, or empty.
-    """
-    return next(rungs(profile_values, divergence, accelerator), None)
+    """Return the first level that a profile does not reach yet; None at the top."""
+    return next(levels_above(profile_values, divergence, accelerator), None)
 
 
-def rung_above_recording(
+def next_level_of_recording(
     meta: Mapping[str, Any], divergence: Divergence | None = None
 ) -> EscalationLevel | None:
-    """Return the first rung that a recorded run was not on yet, by what its trace says of it."""
-    return next_rung(_in_force(meta.get("knobs") or {}), divergence, accelerator(meta))
-
-
-def _in_force(knobs: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the values of a profile by the text of its knobs, one of those that a key sets."""
-    found: dict[str, str] = {}
-    for knob in CATALOGUE:
+    """Return the first level that a recorded run did not reach, by the meta of its trace."""
+    knobs = meta.get("knobs") or {}
+    values: dict[str, str] = {}
+    for knob in CATALOGUE:  # several knobs may have one key: one with an effect says most
         text = knobs.get(knob.name)
-        if text is not None and found.get(knob.profile_key, NO_EFFECT) == NO_EFFECT:
-            found[knob.profile_key] = text
-    return found
+        if text is not None and values.get(knob.profile_key, NO_EFFECT) == NO_EFFECT:
+            values[knob.profile_key] = text
+    return next_level(values, divergence, accelerator(meta))
 
 
-def rungs(
+def levels_above(
     profile_values: Mapping[str, Any], divergence: Divergence | None = None, accelerator: str = ""
 ) -> Iterator[EscalationLevel]:
-    """Yield the rungs above a profile from the lowest, each with the overrides of those below."""
-    given = flatten(profile_values)
-    climbed: tuple[str, ...] = ()
-    for step in LADDER:
-        missing = _overrides(step, given, divergence) if _helps(step, accelerator) else ()
+    """Yield the levels above a profile from the lowest, each with the overrides of those below.
+
+    `profile_values` are those of a resolved profile. `accelerator` is the type of device that
+    computes besides the CPU, or empty.
+    """
+    values = flatten(profile_values)
+    overrides: tuple[str, ...] = ()
+    for row in ESCALATION:
+        if row.of_accelerator and not accelerator:
+            continue
+        if row.of_module:
+            missing = _module_override(row.fixes[0], values, divergence)
+        else:
+            open_fixes = [fix for fix in row.fixes if not _is_set(fix, values)]
+            missing = tuple(f"{fix.key}={fix.value}" for fix in open_fixes)
         if missing:
-            climbed += missing
-            yield EscalationLevel(step.name, climbed, step.why)
+            overrides += missing
+            yield EscalationLevel(row.name, overrides, row.why)
 
 
-def _helps(step: Step, accelerator: str) -> bool:
-    return bool(accelerator) or not step.of_accelerator
-
-
-def _overrides(
-    step: Step, given: Mapping[str, Any], divergence: Divergence | None
+def _module_override(
+    fix: Fix, values: Mapping[str, Any], divergence: Divergence | None
 ) -> tuple[str, ...]:
-    if step.of_module:
-        return _of_module(step.values[0], given, divergence)
-    return tuple(
-        f"{each.key}={each.value}" for each in step.values if not _already_set(each, given)
-    )
-
-
-def _of_module(
-    value: Fix, given: Mapping[str, Any], divergence: Divergence | None
-) -> tuple[str, ...]:
+    """Return an override for the diverging module; none for a model as a whole."""
     module = divergence.module if divergence else ""
-    if not _can_be_placed(module) or _pattern(module) in (given.get(value.key) or {}):
+    is_path = "." in module or not module[:1].isupper()
+    if not module or not is_path or _pattern(module) in (values.get(fix.key) or {}):
         return ()
-    return (f"{value.key}={{{_pattern(module)}: {value.value}}}",)
+    return (f"{fix.key}={{{_pattern(module)}: {fix.value}}}",)
 
 
 def _pattern(module: str) -> str:
-    """Return `module` as a key of `device.modules`, a pattern in which ? is any letter."""
+    """Return `module` as a key of `device.modules`, a pattern in which ? is any character."""
     key = _NOT_IN_A_KEY.sub("?", module)
     return f"{key[:-1]}?" if _MISREAD.fullmatch(key) else key
 
 
-def _can_be_placed(module: str) -> bool:
-    """Whether `module` is a path within a model; a model as a whole goes by its class."""
-    return bool(module) and ("." in module or not module[:1].isupper())
-
-
-def _already_set(each: Fix, given: Mapping[str, Any]) -> bool:
-    value = given.get(each.key)
-    if value is None:
-        return False
-    if isinstance(value, Mapping):
-        return True  # decided op by op: whoever wrote that has decided
+def _is_set(fix: Fix, values: Mapping[str, Any]) -> bool:
+    value = values.get(fix.key)
+    if value is None or isinstance(value, Mapping):
+        return value is not None  # a mapping was decided op by op
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    return each.is_met_by(text, NO_EFFECT)
+    return text == NO_EFFECT or fix.is_met_by(text)

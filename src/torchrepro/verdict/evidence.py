@@ -1,4 +1,4 @@
-"""What a divergence comes with, in the words in which the rules of diagnosis ask about it.
+"""What is known of a divergence: the facts that the rules of diagnosis test.
 
 Names are those of `torch.ops.aten` without overload. Which ops draw is what torch tags as
 `nondeterministic_seeded` (https://docs.pytorch.org/docs/stable/torch.compiler_ir.html).
@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.trace.format import INPUT, UNINITIALISED
-from torchrepro.verdict.value import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torchrepro.verdict.value import Divergence, Setting, Side
 
@@ -30,10 +29,10 @@ DROPPING = _names(
     " _cudnn_init_dropout_state _fill_mem_eff_dropout_mask_ rrelu rrelu_ rrelu_with_noise"
     " rrelu_with_noise_ rrelu_with_noise_functional"
 )
-"""Ops that drop, or vary a slope: what `dropout: zero` turns off."""
+"""Ops that drop or vary a slope. `dropout: zero` turns them off."""
 
 MASKING = frozenset({"bernoulli", "bernoulli_"})
-"""Ops that draw masks: the CPU's dropout is made of one and a product."""
+"""Ops that draw masks. Dropout on the CPU is one of them and a product."""
 
 DRAWING = _names(
     "_sample_dirichlet _standard_gamma bernoulli bernoulli_ binomial cauchy cauchy_ exponential"
@@ -85,15 +84,15 @@ SUMMING = re.compile(
 """Ops whose result depends on the order in which they add."""
 
 OVERWRITING = _names("copy_ fill_ zero_ set_ resize_")
-"""Ops that may be given memory that nothing has written, because they do not read it."""
+"""Ops that may be given unwritten memory, because they do not read it."""
 
 
 MAIN_THREADS = ("", "MainThread", "main")
 DECLARED = ("guarantee", "profile", "digest", "program", "level")
-"""Settings that say what was asked for; their effect is in other settings."""
+"""Settings that say what was requested. Their effects are other settings."""
 
 SET_BY = {"hardware: threads": "env.OMP_NUM_THREADS"}
-"""What a recording found that is a knob's doing."""
+"""Observed settings that a knob decides, with that knob."""
 
 _NOT_SET = UNINITIALISED.hex()
 _PROBABILITY = re.compile(r"(?<![=\w.])0?\.\d*[1-9]\d*")
@@ -102,11 +101,11 @@ NO_VALUE = (None, "", "-", "null", "None")
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The first divergence, and what is known of the two runs."""
+    """The first divergence and what is known of the two runs."""
 
     first: Divergence
     settings: tuple[Setting, ...] = ()
-    """In what the runs differ from the start."""
+    """The settings in which the runs differ."""
 
     knobs: Mapping[str, str] = field(default_factory=dict)
     """The knobs that were in force, as text."""
@@ -124,17 +123,17 @@ class Evidence:
 
     @property
     def namespace(self) -> str:
-        """``aten`` in ``aten::add.Tensor``; empty for what is no op of torch."""
+        """``aten`` in ``aten::add.Tensor``; empty for records that are not ops of torch."""
         return self.first.op.rpartition("::")[0]
 
     @property
     def sides(self) -> tuple[Side, ...]:
-        """What the runs have there, of those that have the op."""
+        """The sides of the runs that have the op."""
         return tuple(side for side in (self.first.left, self.first.right) if side is not None)
 
     @property
     def writes_in_place(self) -> bool:
-        """Whether the op writes into a tensor that it was given."""
+        """Whether the op writes into one of its inputs."""
         return self.op.endswith("_") and not self.op.startswith("__")
 
     @property
@@ -143,8 +142,8 @@ class Evidence:
         return self.first.thread not in MAIN_THREADS and self.first.phase != "backward"
 
     @property
-    def reads_memory_that_nothing_wrote(self) -> bool:
-        """Whether an input of the op is memory as the allocator gave it."""
+    def reads_unwritten_memory(self) -> bool:
+        """Whether an input of the op is memory that nothing has written."""
         if self.op in OVERWRITING or self.first.op.endswith("out"):
             return False
         return any(
@@ -152,8 +151,8 @@ class Evidence:
         )
 
     @property
-    def reads_something(self) -> bool:
-        """Whether the op has an input that is more than memory to write into."""
+    def reads_written_memory(self) -> bool:
+        """Whether the op has an input that something has written."""
         return any(text != _NOT_SET for side in self.sides for text in side.input_fingerprints)
 
     @property
@@ -174,8 +173,8 @@ class Evidence:
         return tuple({each.name: each for each in named if each.name in keys}.values())
 
     @property
-    def differing_surroundings(self) -> tuple[Setting, ...]:
-        """The settings that no profile sets: versions and hardware."""
+    def differing_platform(self) -> tuple[Setting, ...]:
+        """The settings that differ and that no profile sets: versions and hardware."""
         known = {each.name for each in self.differing_knobs}
         return tuple(
             each
@@ -188,9 +187,9 @@ class Evidence:
         return any(each.name in names for each in self.settings)
 
     def value(self, key: str) -> str | None:
-        """Return the value in force of the knob, or of the key of a profile; None if there is none.
+        """Return the value in force of a knob, or of a key of a profile; None if there is none.
 
-        Values of both spellings, ``True`` and ``true``, count as one.
+        ``True`` and ``true`` count as one value.
         """
         names = [key, *(knob.name for knob in CATALOGUE if knob.profile_key == key)]
         texts = [str(self.knobs[name]) for name in names if name in self.knobs]
@@ -200,73 +199,3 @@ class Evidence:
 
 def _dtypes(outputs: str) -> tuple[str, ...]:
     return tuple(re.findall(r"(\w+)\[", outputs))
-
-
-ANY_VALUE = ("*",)
-
-
-@dataclass(frozen=True, slots=True)
-class Fix:
-    """A key of a profile and the value that helps."""
-
-    key: str
-    value: str
-    """As an override writes it: a word that YAML takes for a boolean is in quotes."""
-
-    enough: tuple[str, ...] = ()
-    """Other values that are as good."""
-
-    def is_met_by(self, value: str | None, *otherwise: str) -> bool:
-        """Whether `value` is the one that helps, or as good, or one of `otherwise`."""
-        if value is None:
-            return False
-        return self.enough == ANY_VALUE or value in (self.value, *self.enough, *otherwise)
-
-
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """A reason for two runs to part."""
-
-    because: str
-    """The sentence; ``{op}``, ``{module}``, ``{thread}``, ``{settings}``, ``{instead}``."""
-
-    kinds: tuple[Kind, ...] = tuple(Kind)
-    fits: Callable[[Evidence], bool] = lambda case: True
-    fixes: tuple[Fix, ...] = ()
-    """What helps, the first to try first; one that is in force already is passed over."""
-
-    alike: tuple[str, ...] = ()
-    """Patterns of knobs: the row fits only if the runs differ in one, and a common value helps."""
-
-    closer: bool = True
-    """Whether recording the steps around it in full would show more."""
-
-
-SEED = Fix("seed", "1234", ANY_VALUE)
-LOADER = Fix("dataloader.seeding", "auto")
-NO_WORKERS = Fix("dataloader.num_workers", "0")
-HASHES = Fix("env.PYTHONHASHSEED", "0", tuple(map(str, range(1, 10))))
-NO_DROPOUT = Fix("dropout", "zero")
-HOST = Fix("device.rng", "host")
-DETERMINISTIC = Fix("backends.torch.deterministic_algorithms", "error")
-ON_CPU = Fix("device.fallback", "cpu")
-FILLED = Fix("backends.torch.fill_uninitialized_memory", "true")
-COMPILED = Fix("backends.torch.inductor_deterministic", "true")
-ONE_THREAD = Fix("env.OMP_NUM_THREADS", "1", ANY_VALUE)
-MKL_PATH = Fix("env.MKL_CBWR", "COMPATIBLE", ANY_VALUE)
-
-PRECISION = (
-    *("*fp32_precision", "*hf32", "*cube_math_type", "*reduced_precision_reduction"),
-    *("*fp16_accumulation", "*TF32*", "*FPMATH_MODE", "*float32_matmul_precision"),
-)
-CPU_PATH = ("*num_threads", "*NUM_THREADS", "*_DYNAMIC", "*MKL_CBWR", "*ATEN_CPU_CAPABILITY")
-RANDOM_NUMBERS = ("seed", "seed.*", "streams", "ranks", "dataloader.*", "env.PYTHONHASHSEED")
-PATHS = (
-    *(*RANDOM_NUMBERS, "dropout", "device.*", "backends.torch.*", "*enabled", "*_sdp"),
-    *("env.TORCHINDUCTOR_*", "env.NVTE_*"),
-)
-PROGRAM = (Kind.ARGUMENT, Kind.ONLY_ONE)
-COARSE = ("parameter", "gradient", "module", "parameters", "gradients", "loss")
-"""What recordings of a level above ops hold in their place."""
-
-COMPUTED = (Kind.OUTPUTS,)

@@ -1,69 +1,128 @@
-"""What the first difference of two runs is, in words."""
+"""What the first difference of two runs is, and where it came from."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchrepro.trace.format import UNINITIALISED
-from torchrepro.verdict.columns import MAIN
+from torchrepro.trace.format import INPUT, OUTPUT, UNINITIALISED, Record, Site
+from torchrepro.verdict.columns import MAIN, NAMES
 from torchrepro.verdict.evidence import DRAWING, OVERWRITING
-from torchrepro.verdict.tensor_diff import differences, in_step_before, last_written, seen
-from torchrepro.verdict.value import Divergence, Kind, Side
-from torchrepro.verdict.wording import counted
+from torchrepro.verdict.render import counted
+from torchrepro.verdict.value import Distance, Divergence, Element, Kind, Side
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from torchrepro.trace.reader import Trace
     from torchrepro.verdict.columns import Pair
-    from torchrepro.verdict.tensor_diff import Seen
 
-Explained = tuple[Kind, str]
+MOST = 8
+"""Inputs whose origin is searched for. Each may cost a pass over a trace."""
+
+LOOK_BACK = 3
+"""Steps within which an optimizer has written a parameter that it trains."""
+
+Explanation = tuple[Kind, str]
 
 
 @dataclass(frozen=True, slots=True)
 class FirstDifference:
-    """The first records that differ, by their ids; None for the run that has none."""
+    """The ids of the first records that differ; None for the run that has no such record."""
 
     left: int | None
     right: int | None
     instead: int | None = None
-    """What the run without the record did at its place."""
+    """The id of what the run without the record did at its place."""
     read: Sequence[tuple[int, int]] = ()
-    """Pairs of records shortly before that differ in what they read and in nothing else."""
+    """Pairs of records shortly before that differ only in what they read."""
 
 
-def described(pair: Pair, parting: FirstDifference) -> Divergence:
-    """Return the first difference with its kind and what is known of where it came from."""
-    left = None if parting.left is None else seen(pair.left, parting.left)
-    right = None if parting.right is None else seen(pair.right, parting.right)
+_RECORD = "select id, thread, site, argument, inputs, outputs, step from record"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordView:
+    """A record with what its numbers stand for in its trace."""
+
+    trace: Trace
+    record: Record
+    step: int
+
+    @classmethod
+    def read(cls, trace: Trace, number: int) -> RecordView:
+        """Return a record by its id."""
+        *row, step = trace.connection.execute(f"{_RECORD} where id = ?", (number,)).fetchone()
+        return cls(trace, Record(*row), step)
+
+    @property
+    def site(self) -> Site:
+        """Where the program made it."""
+        return self.trace.sites[self.record.site]
+
+    @property
+    def argument(self) -> str:
+        """The arguments that are not tensors."""
+        return self.trace.arguments[self.record.argument]
+
+    @property
+    def thread(self) -> str:
+        """The name of the thread it ran on."""
+        return self.trace.threads.get(self.record.thread, str(self.record.thread))
+
+    @property
+    def inputs(self) -> list[bytes]:
+        """The fingerprint of each input."""
+        return _pieces(self.record.inputs, INPUT)
+
+    @property
+    def outputs(self) -> list[bytes]:
+        """The fingerprint of each output."""
+        return _pieces(self.record.outputs, OUTPUT)
+
+
+def _pieces(text: bytes, length: int) -> list[bytes]:
+    return [text[start : start + length] for start in range(0, len(text), length)]
+
+
+def describe(pair: Pair, difference: FirstDifference) -> Divergence:
+    """Return the first difference with its kind and what is known of its origin."""
+    left, right = (
+        None if number is None else RecordView.read(trace, number)
+        for trace, number in zip(pair.traces, (difference.left, difference.right), strict=True)
+    )
     if left is not None and right is not None:
-        left, right = _first_reader(pair, parting.read) or (left, right)
-        kind, what = _explained(pair, left, right, parting.read)
+        left, right = _first_reader(pair, difference.read) or (left, right)
+        kind, what = _explain(pair, left, right, difference.read)
     else:
-        kind, what = _alone(pair, left, right, parting)
+        kind, what = _explain_lone(pair, left, right, difference)
     return divergence(pair, left, right, kind, what)
 
 
-def _first_reader(pair: Pair, read: Sequence[tuple[int, int]]) -> tuple[Seen, Seen] | None:
-    """Return the first op that read what has changed outside torch, if that came to nothing yet."""
+def _first_reader(
+    pair: Pair, read: Sequence[tuple[int, int]]
+) -> tuple[RecordView, RecordView] | None:
+    """Return the first op that read what something other than torch had changed.
+
+    Its outputs may agree by chance, so that it is not itself a difference.
+    """
     for one, other in read:
-        left, right = seen(pair.left, one), seen(pair.right, other)
+        left, right = RecordView.read(pair.left, one), RecordView.read(pair.right, other)
         inputs = [Input(pair, left, right, place) for place in _unequal(left, right)]
-        if left.outputs and inputs and _of_inputs(inputs[:MOST])[0] is Kind.INPUT:
+        if left.outputs and inputs and _explain_inputs(inputs[:MOST])[0] is Kind.INPUT:
             return left, right
     return None
 
 
 def divergence(
-    pair: Pair, left: Seen | None, right: Seen | None, kind: Kind, what: str
+    pair: Pair, left: RecordView | None, right: RecordView | None, kind: Kind, what: str
 ) -> Divergence:
-    """Return the value that a verdict shows for two records, at least one of which is there."""
+    """Return the divergence that a verdict shows for two records, of which one may be missing."""
     shown = left or right
     if shown is None:
         raise ValueError("a divergence has a record in one of the runs")
     site = shown.site
-    elements, distances = differences(left, right) if left and right else ((), ())
+    elements, distances = _compare_tensors(left, right) if left and right else ((), ())
     return Divergence(
         rank=pair.left.rank,
         step=shown.step,
@@ -81,7 +140,7 @@ def divergence(
     )
 
 
-def _side(run: str, one: Seen | None) -> Side | None:
+def _side(run: str, one: RecordView | None) -> Side | None:
     if one is None:
         return None
     return Side(
@@ -94,24 +153,37 @@ def _side(run: str, one: Seen | None) -> Side | None:
     )
 
 
-def _alone(
-    pair: Pair, left: Seen | None, right: Seen | None, parting: FirstDifference
-) -> Explained:
-    has, lacks = pair.names if left else pair.names[::-1]
+def _compare_tensors(
+    left: RecordView, right: RecordView
+) -> tuple[tuple[Element, ...], tuple[Distance, ...]]:
+    kept = [one.trace.tensors(one.record.id) for one in (left, right)]
+    if not all(kept):
+        return (), ()
+    from torchrepro.verdict.tensor_diff import differences  # it imports numpy
+
+    return differences(*kept)
+
+
+def _explain_lone(
+    pair: Pair, left: RecordView | None, right: RecordView | None, difference: FirstDifference
+) -> Explanation:
+    has, lacks = NAMES if left else NAMES[::-1]
     other = pair.right if left else pair.left
     shown = left or right
     row = other.steps[shown.step] if shown else None
-    on_main = shown is not None and shown.record.thread == MAIN  # others end when they like
-    if row is not None and not row.finished and parting.instead is None and on_main:
+    on_main = shown is not None and shown.record.thread == MAIN  # other threads may end at any time
+    if row is not None and not row.finished and difference.instead is None and on_main:
         return Kind.ENDED, f"{lacks} ended in the middle of step {row.step}, before this op"
-    if parting.instead is None:
+    if difference.instead is None:
         return Kind.ONLY_ONE, f"only {has} has it"
-    instead = seen(other, parting.instead).site
+    instead = RecordView.read(other, difference.instead).site
     where = f" in {instead.module}" if instead.module else ""
     return Kind.ONLY_ONE, f"only {has} has it; {lacks} goes on with {instead.op}{where}"
 
 
-def _explained(pair: Pair, left: Seen, right: Seen, read: Sequence[tuple[int, int]]) -> Explained:
+def _explain(
+    pair: Pair, left: RecordView, right: RecordView, read: Sequence[tuple[int, int]]
+) -> Explanation:
     if left.argument != right.argument:
         return Kind.ARGUMENT, f"{left.argument or 'none'} and {right.argument or 'none'}"
     if left.site.op == "DataLoader":
@@ -123,29 +195,24 @@ def _explained(pair: Pair, left: Seen, right: Seen, read: Sequence[tuple[int, in
         )
     unequal = _unequal(left, right)
     if not unequal:
-        return Kind.OUTPUTS, _of_outputs(left)
-    earlier = [(seen(pair.left, one), seen(pair.right, other)) for one, other in read]
+        return Kind.OUTPUTS, _explain_outputs(left)
+    earlier = [
+        (RecordView.read(pair.left, one), RecordView.read(pair.right, other)) for one, other in read
+    ]
     inputs = [
         Input(pair, one, other, place)
         for one, other in [(left, right), *reversed(earlier)]
         for place in _unequal(one, other)
     ]
-    return _of_inputs(inputs[:MOST])
+    return _explain_inputs(inputs[:MOST])
 
 
-MOST = 8
-"""Inputs whose origin is looked for: each may cost a pass over a trace."""
-
-LOOK_BACK = 3
-"""Steps within which an optimizer has written a parameter that it trains."""
-
-
-def _unequal(left: Seen, right: Seen) -> list[int]:
+def _unequal(left: RecordView, right: RecordView) -> list[int]:
     pairs = enumerate(zip(left.inputs, right.inputs, strict=False))
     return [place for place, (one, other) in pairs if one != other]
 
 
-def _of_outputs(left: Seen) -> str:
+def _explain_outputs(left: RecordView) -> str:
     if left.site.op in ("parameter", "gradient", "module"):
         return "what it was computed from is not recorded at this level"
     name = left.site.op.rpartition("::")[2].partition(".")[0]
@@ -160,8 +227,8 @@ class Input:
     """An input in which two records differ."""
 
     pair: Pair
-    left: Seen
-    right: Seen
+    left: RecordView
+    right: RecordView
     place: int
 
     @property
@@ -174,9 +241,9 @@ class Input:
         """What a sentence calls it."""
         return f"input {self.place} of {self.left.site.op}"
 
-    def remembered(self) -> tuple[bytes | None, bytes | None]:
+    def in_step_before(self) -> tuple[bytes | None, bytes | None]:
         """Return what the same op read there in the step before, in both runs."""
-        before = (in_step_before(self.left), in_step_before(self.right))
+        before = (_in_step_before(self.left), _in_step_before(self.right))
         left, right = (
             one.inputs[self.place] if one and self.place < len(one.inputs) else None
             for one in before
@@ -184,22 +251,22 @@ class Input:
         return left, right
 
 
-def _of_inputs(inputs: Sequence[Input]) -> Explained:
-    """Return where unequal inputs came from: all that was recorded before them agrees."""
+def _explain_inputs(inputs: Sequence[Input]) -> Explanation:
+    """Return the origin of unequal inputs. All that was recorded before them agrees."""
     written = [
-        last_written(trace, one.record.id, {each.values[side] for each in inputs})
+        _last_writers(trace, one.record.id, {each.values[side] for each in inputs})
         for side, (trace, one) in enumerate(
             zip(inputs[0].pair.traces, (inputs[0].left, inputs[0].right), strict=True)
         )
     ]
     for each in inputs:
         writers = written[0].get(each.values[0]), written[1].get(each.values[1])
-        explained = _by_writers(each, *writers) or _by_memory(each)
-        if explained is not None:
-            return explained
+        explanation = _explain_by_writers(each, *writers) or _explain_by_step_before(each)
+        if explanation is not None:
+            return explanation
     first = inputs[0]
     if UNINITIALISED in first.values:
-        name = first.pair.names[first.values.index(UNINITIALISED)]
+        name = NAMES[first.values.index(UNINITIALISED)]
         return Kind.DATA, f"{first.name} is memory that nothing had written in {name}"
     return (
         Kind.DATA,
@@ -208,32 +275,33 @@ def _of_inputs(inputs: Sequence[Input]) -> Explained:
     )
 
 
-def _by_writers(this: Input, left: Seen | None, right: Seen | None) -> Explained | None:
+def _explain_by_writers(
+    this: Input, left: RecordView | None, right: RecordView | None
+) -> Explanation | None:
     if left is None and right is None:
         return None
-    names = this.pair.names
     if left is not None and right is not None:
         return (
             Kind.ARGUMENT,
-            f"{this.name} is another tensor: written by {_told(left)} in {names[0]}, "
-            f"by {_told(right)} in {names[1]}",
+            f"{this.name} is another tensor: written by {_op(left)} in {NAMES[0]}, "
+            f"by {_op(right)} in {NAMES[1]}",
         )
-    writer, keeps, changed = (left, *names) if left else (right, *names[::-1])
+    writer, keeps, changed = (left, *NAMES) if left else (right, *NAMES[::-1])
     return (
         Kind.INPUT,
-        f"{this.name} is in {keeps} what {_told(writer)} wrote; "
+        f"{this.name} is in {keeps} what {_op(writer)} wrote; "
         f"in {changed} something other than torch has changed it since",
     )
 
 
-def _by_memory(this: Input) -> Explained | None:
-    """Tell a value that stayed, or was trained, from one that is new in every step."""
-    before = this.remembered()
+def _explain_by_step_before(this: Input) -> Explanation | None:
+    """Explain an input that stayed as it was or was trained; None if it is new in every step."""
+    before = this.in_step_before()
     kept = [value == now for value, now in zip(before, this.values, strict=True)]
     if all(kept):
         return Kind.DATA, f"{this.name} has differed since before this step, to no effect until now"
     if any(kept):
-        keeps, changed = this.pair.names if kept[0] else this.pair.names[::-1]
+        keeps, changed = NAMES if kept[0] else NAMES[::-1]
         return (
             Kind.INPUT,
             f"{this.name} is in {keeps} what it was in the step before; "
@@ -243,7 +311,7 @@ def _by_memory(this: Input) -> Explained | None:
         return None
     trace, now = this.pair.left, this.left
     recent = [row.first for step, row in trace.steps.items() if step >= now.step - LOOK_BACK]
-    trained = last_written(trace, now.record.id, [before[0]], recent[0] - 1).get(before[0])
+    trained = _last_writers(trace, now.record.id, [before[0]], recent[0] - 1).get(before[0])
     if trained is None or trained.site.phase != "optimizer":
         return None
     return (
@@ -253,8 +321,59 @@ def _by_memory(this: Input) -> Explained | None:
     )
 
 
-def _told(one: Seen | None) -> str:
+def _op(one: RecordView | None) -> str:
     if one is None:
         return "nothing"
     where = f" in {one.site.module}" if one.site.module else ""
     return f"{one.site.op}{where} at step {one.step} ({one.site.phase})"
+
+
+def _last_writers(
+    trace: Trace, before: int, values: Iterable[bytes], after: int = 0
+) -> Mapping[bytes, RecordView]:
+    """Return for each value the last record between two others that wrote it, if there is one.
+
+    It reads backward and stops when all are found. A value that nothing wrote costs a pass over
+    all records between the two.
+    """
+    missing = set(values)
+    found: dict[bytes, RecordView] = {}
+    if not missing:
+        return found
+    test = " or ".join(["instr(outputs, ?)"] * len(missing))
+    rows = trace.connection.execute(
+        f"{_RECORD} where id < ? and id > ? and ({test}) order by id desc",
+        (before, after, *missing),
+    )
+    for *row, step in rows:
+        one = RecordView(trace, Record(*row), step)
+        written = missing & {output[:INPUT] for output in one.outputs}
+        found |= dict.fromkeys(written, one)
+        missing -= written
+        if not missing:
+            break
+    return found
+
+
+def _in_step_before(this: RecordView) -> RecordView | None:
+    """Return the same occurrence of the same op in the step before.
+
+    Only the main thread has one: other threads do not run in step.
+    """
+    trace, key = this.trace, this.site.key
+    earlier = [step for step in trace.steps if step < this.step]
+    if not earlier or this.record.thread != MAIN:
+        return None
+    number = _occurrences(trace, this.step, key).index(this.record.id)
+    then = _occurrences(trace, earlier[-1], key)
+    return RecordView.read(trace, then[number]) if number < len(then) else None
+
+
+def _occurrences(trace: Trace, step: int, key: tuple[str, str, str]) -> list[int]:
+    row = trace.steps[step]
+    rows = trace.connection.execute(
+        "select id, site from record where id >= ? and id < ? and thread = ? order by id",
+        (row.first, row.first + row.records, MAIN),
+    )
+    sites = {number for number, site in trace.sites.items() if site.key == key}
+    return [number for number, site in rows if site in sites]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.messages import printable
-from torchrepro.verdict import wording as words
+from torchrepro.verdict import render as words
 from torchrepro.verdict.value import Kind
 
 if TYPE_CHECKING:
@@ -247,15 +247,15 @@ _CURVES, _DIFFERENCE = 220.0, 90.0  # heights of the two charts
 _MODULES = 16
 
 
-def page(verdict: Verdict, title: str = "torchrepro", rung: EscalationLevel | None = None) -> str:
-    """Return the page that tells `verdict`; `rung` is what to try next, if known."""
+def page(verdict: Verdict, title: str = "torchrepro", level: EscalationLevel | None = None) -> str:
+    """Return the page of `verdict`; `level` is what to try next, if known."""
     curves, difference = _charts(verdict)
     return _template().render(
         verdict=verdict,
         first=verdict.first,
         ended=verdict.first is not None and verdict.first.kind is Kind.ENDED,
         title=title,
-        rung=rung,
+        level=level,
         words=words,
         map=agreement_map(verdict.map, verdict.first),
         curves=curves,

@@ -1,49 +1,65 @@
-"""The verdict as a terminal shows it and as JSON."""
+"""Renders a verdict: its sentences, the answer in a terminal, and JSON."""
 
 from __future__ import annotations
 
+from linecache import getline
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import listing
 from torchrepro.messages import printable, shown
-from torchrepro.verdict import wording
+from torchrepro.trace.format import UNINITIALISED
 from torchrepro.verdict.value import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from torchrepro.console import Part, Table
+    from torchrepro.console import Part
     from torchrepro.verdict.diagnosis import EscalationLevel
-    from torchrepro.verdict.value import Advice, Divergence, Verdict
+    from torchrepro.verdict.value import Compared, Divergence, Element, Verdict
 
+_NOT_WRITTEN = UNINITIALISED.hex()
+_WIDE = 96  # characters of a line of source that are shown
+SAME_FOR_B = "then the same for B into a folder of its own, and `torchrepro compare` the two"
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
-_ELEMENTS = 3
-_FINGERPRINTS = 2
-_SETTINGS = 3
-_NOTES = 3
+_PHASES = {
+    "forward": "in the forward pass",
+    "backward": "in the backward pass",
+    "optimizer": "in the optimizer",
+    "data": "in the data",
+    "collective": "in a collective",
+}
+
+_ELEMENTS, _SETTINGS, _NOTES, _MODULES = 3, 3, 3, 4  # how many of each a terminal shows
 
 Rows = list[tuple[str, str]]
 
 
-def verdict_parts(verdict: Verdict, rung: EscalationLevel | None = None) -> tuple[Part, ...]:
-    """Return the lines and tables that tell a verdict; `rung` is what to try next, if known."""
+def verdict_parts(verdict: Verdict, level: EscalationLevel | None = None) -> tuple[Part, ...]:
+    """Return the lines and tables that show a verdict; `level` is what to try next, if known."""
     groups = (
         _where(verdict.first) if verdict.first else [],
         _after(verdict),
-        _advice(verdict, rung),
+        _advice(verdict, level),
         _about(verdict),
     )
-    said = [wording.headline(verdict)]
-    said += (
-        [] if verdict.same else [f"  A = {printable(verdict.left)}, B = {printable(verdict.right)}"]
-    )
-    rows = [row for group in groups if group for row in (("", ""), *group)]
-    return ("\n".join(said), *([_grid(rows[verdict.same :])] if rows else []))
+    text = headline(verdict)
+    if not verdict.same:
+        text += f"\n  A = {printable(verdict.left)}, B = {printable(verdict.right)}"
+    rows = [row for group in groups if group for row in (("", ""), *group)][verdict.same :]
+    cells = [(f"  {label}", printable(content)) for label, content in rows]
+    return (text, *([listing(cells, style="bold")] if rows else []))
 
 
-def _grid(rows: Rows) -> Table:
-    return listing([(f"  {label}", printable(text)) for label, text in rows], style="bold")
+def verdict_json(verdict: Verdict, level: EscalationLevel | None = None) -> dict[str, Any]:
+    """Return a verdict as plain JSON values, with what to try next, if that is known."""
+    return {**verdict.to_json(), "next_rung": level and level_json(level)}
+
+
+def level_json(level: EscalationLevel) -> dict[str, Any]:
+    """Return a level of escalation as plain JSON values."""
+    return {"name": level.name, "overrides": list(level.overrides), "why": level.why}
 
 
 def _where(first: Divergence) -> Rows:
@@ -52,17 +68,15 @@ def _where(first: Divergence) -> Rows:
     return [
         ("op", f"{first.op}: {first.kind}" if first.op else str(first.kind)),
         *([("what", first.what)] if first.what else []),
-        *_source(first),
+        *([("source", _source(first.source))] if first.source else []),
         *_both_sides(first),
-        *[("element", wording.element(each)) for each in first.elements[:_ELEMENTS]],
-        *[("distance", text) for text in wording.distances(first)],
+        *[("element", element(each)) for each in first.elements[:_ELEMENTS]],
+        *[("distance", text) for text in distances(first)],
     ]
 
 
-def _source(first: Divergence) -> Iterator[tuple[str, str]]:
-    if first.source:
-        text = wording.source_line(first.source)
-        yield "source", f"{first.source}   {text}".rstrip()
+def _source(source: str) -> str:
+    return f"{source}   {source_line(source)}".rstrip()
 
 
 def _both_sides(first: Divergence) -> Iterator[tuple[str, str]]:
@@ -72,85 +86,74 @@ def _both_sides(first: Divergence) -> Iterator[tuple[str, str]]:
     one, two = left or right, right or left
     if one is None or two is None:
         return
-    yield "outputs", wording.pair(one.outputs, two.outputs)
+    yield "outputs", pair(one.outputs, two.outputs)
     if one.argument or two.argument:
-        yield "arguments", wording.pair(one.argument, two.argument)
+        yield "arguments", pair(one.argument, two.argument)
     if left is None or right is None:
         return
     for label, a, b in (
         ("read", one.input_fingerprints, two.input_fingerprints),
         ("wrote", one.output_fingerprints, two.output_fingerprints),
     ):
-        yield from _fingerprints(label, a, b)
+        yield from _unequal_fingerprints(label, a, b)
 
 
-def _fingerprints(
+def _unequal_fingerprints(
     label: str, left: tuple[str, ...], right: tuple[str, ...]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the fingerprints that differ; of those that agree only how many there are."""
+    """Yield the fingerprints that differ, or how many there are if all agree."""
     if left == right:
         if left:
-            yield label, f"{wording.counted(len(left), 'tensor')}, equal"
+            yield label, f"{counted(len(left), 'tensor')}, equal"
         return
     numbered = [
         (position, a, b)
         for position, (a, b) in enumerate(
-            zip(wording.fingerprints(left), wording.fingerprints(right), strict=False)
+            zip(fingerprints(left), fingerprints(right), strict=False)
         )
         if a != b
     ]
     yield from (
-        (label, f"tensor {position}: {wording.pair(a, b)}")
-        for position, a, b in numbered[:_ELEMENTS]
+        (label, f"tensor {position}: {pair(a, b)}") for position, a, b in numbered[:_ELEMENTS]
     )
     if len(left) != len(right):
-        yield label, f"A {wording.counted(len(left), 'tensor')}   B {len(right):,}"
+        yield label, f"A {counted(len(left), 'tensor')}   B {len(right):,}"
 
 
 def _after(verdict: Verdict) -> Rows:
-    if (
-        verdict.same
-        or verdict.first is None
-        or verdict.first.kind
-        in (
-            Kind.ENDED,
-            Kind.INCOMPARABLE,
-        )
-    ):
+    if verdict.first is None or verdict.first.kind in (Kind.ENDED, Kind.INCOMPARABLE):
         return []
-    rows = [("afterwards", wording.aftermath(verdict))]
-    return rows + ([("modules", wording.modules(verdict))] if verdict.by_module else [])
+    rows = [("afterwards", aftermath(verdict))]
+    return rows + ([("modules", modules(verdict))] if verdict.by_module else [])
 
 
-def _advice(verdict: Verdict, rung: EscalationLevel | None) -> Rows:
+def _advice(verdict: Verdict, level: EscalationLevel | None) -> Rows:
     rows: Rows = []
     found = verdict.advice
     if found:
         rows += [("likely cause", found.cause)]
         rows += [("promised", found.promise)] if found.promise else []
-        rows += [("try", _explained(found))] if found.setting else []
-    if rung:
-        overrides = " ".join(map(quote, rung.overrides))
-        rows += [("next rung", f"{rung.name}: {overrides}")]
+        if found.setting:
+            explain = f"torchrepro explain {quote(found.knob)}"
+            rows += [("try", f"{quote(found.setting)}   ({explain})")]
+    if level:
+        overrides = " ".join(map(quote, level.overrides))
+        rows += [("next rung", f"{level.name}: {overrides}")]
     if found and found.closer:
-        rows += [("look closer", found.closer), ("", wording.SAME_FOR_B)]
+        rows += [("look closer", found.closer), ("", SAME_FOR_B)]
     return rows
-
-
-def _explained(found: Advice) -> str:
-    return f"{quote(found.setting)}   (torchrepro explain {quote(found.knob)})"
 
 
 def _about(verdict: Verdict) -> Rows:
     # The digest of a profile differs where any of its values does: the values say more.
     settings = [each for each in verdict.settings if each.name != "digest"]
-    rows: Rows = [] if verdict.same else [("compared", wording.certainty(verdict))]
+    rows: Rows = [] if verdict.same else [("compared", certainty(verdict))]
     rows += [
         ("differing", f"{each.name}: A {_value(each.left)}   B {_value(each.right)}")
         for each in settings[:_SETTINGS]
     ]
     rest = len(settings) - _SETTINGS
-    rows += [("", f"and {wording.counted(rest, 'more setting')}")] if rest > 0 else []
+    rows += [("", f"and {counted(rest, 'more setting')}")] if rest > 0 else []
     return rows + [("note", text) for text in (*verdict.across_ranks, *verdict.notes)[:_NOTES]]
 
 
@@ -158,12 +161,134 @@ def _value(value: str | None) -> str:
     return "not set" if value is None else shown(value)
 
 
-def verdict_json(verdict: Verdict, rung: EscalationLevel | None = None) -> dict[str, Any]:
-    """Return a verdict as plain JSON values, with what to try next, if that is known."""
-    return {**verdict.to_json(), "next_rung": _of_rung(rung)}
+def headline(verdict: Verdict) -> str:
+    """Return the answer in one line."""
+    if verdict.same:
+        return f"the same: {certainty(verdict)}"
+    if verdict.first is None:
+        return "not the same"
+    if verdict.first.kind is Kind.INCOMPARABLE:
+        return f"not known to be the same: {Kind.INCOMPARABLE}"
+    if verdict.first.kind is Kind.ENDED:
+        return f"not the same: {Kind.ENDED}, {place(verdict.first)}"
+    return f"not the same: they part {place(verdict.first)}"
 
 
-def _of_rung(rung: EscalationLevel | None) -> dict[str, Any] | None:
-    if rung is None:
-        return None
-    return {"name": rung.name, "overrides": list(rung.overrides), "why": rung.why}
+def place(first: Divergence) -> str:
+    """Return where the runs diverge: step, phase, module, and the rank unless it is the first."""
+    phase = _PHASES.get(first.phase, f"in {first.phase}" if first.phase else "")
+    of = f" of {printable(first.module)}" if first.module and first.phase in _PHASES else ""
+    rank = f" on rank {first.rank}" if first.rank else ""
+    return f"at step {first.step}{', ' * bool(phase)}{phase}{of}{rank}"
+
+
+def certainty(verdict: Verdict) -> str:
+    """Return how much was compared, and how exactly."""
+    how = "bit for bit"
+    if verdict.tolerance is not None:
+        rtol, atol = verdict.tolerance
+        how = f"within rtol={rtol:g}, atol={atol:g} by mean, norm and range of each tensor"
+    return f"{amount(verdict.compared)}, {how}"
+
+
+def amount(compared: Compared) -> str:
+    """Return how much was compared."""
+    ranks = [counted(compared.ranks, "rank")] if compared.ranks != 1 else []
+    level = "" if compared.level == "op" else f" (recorded at level {compared.level})"
+    what = "op" if compared.level == "op" else "record"
+    parts = [*ranks, counted(compared.steps, "step"), counted(compared.ops, what)]
+    return ", ".join([*parts, size(compared.bytes)]) + level
+
+
+def counted(number: int, thing: str) -> str:
+    """Return a number and what is counted, as in ``1,204 ops``."""
+    return f"{number:,} {thing}{'s' * (number != 1)}"
+
+
+def are(number: int) -> str:
+    """Return the verb for a number of things."""
+    return "is" if number == 1 else "are"
+
+
+def size(number: float) -> str:
+    """Return a number of bytes with its unit."""
+    for unit in _UNITS:
+        if number < 1000 or unit == _UNITS[-1]:  # noqa: PLR2004 - the step from unit to unit
+            break
+        number /= 1000
+    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.3g} {unit}"
+
+
+def source_line(source: str) -> str:
+    """Return the text of the line ``file:line`` without its indentation, if it can be read."""
+    file, _, number = source.rpartition(":")
+    text = getline(file, int(number)) if file and number.isdecimal() else ""
+    return _cut(printable(text.strip()))
+
+
+def source_excerpt(source: str, around: int = 2) -> list[tuple[int, str]]:
+    """Return the lines around ``file:line`` with their numbers, if they can be read."""
+    file, _, number = source.rpartition(":")
+    if not file or not number.isdecimal():
+        return []
+    near = range(max(1, int(number) - around), int(number) + around + 1)
+    lines = [(at, getline(file, at).rstrip("\n")) for at in near]
+    return lines if source_line(source) else []
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _WIDE else text[: _WIDE - 3] + "..."
+
+
+def fingerprints(texts: Sequence[str]) -> tuple[str, ...]:
+    """Return fingerprints as they are shown: unwritten memory has none."""
+    return tuple("(never written)" if text == _NOT_WRITTEN else text for text in texts)
+
+
+def element(each: Element) -> str:
+    """Return an element that differs."""
+    index = f"[{', '.join(map(str, each.index))}]"
+    return f"{each.tensor} {index}: A {each.left}, B {each.right}"
+
+
+def distances(first: Divergence) -> list[str]:
+    """Return one sentence on the distance of each tensor."""
+    return [
+        f"{each.tensor}: at most {_number(each.max_abs)} apart, relative {_number(each.max_rel)}"
+        + (f", cosine {each.cosine:.9g}" if each.cosine is not None else "")
+        for each in first.distances
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3g}"
+
+
+def pair(left: Sequence[str] | str | None, right: Sequence[str] | str | None) -> str:
+    """Return what both runs have, once if it is equal; ``-`` for a run that lacks it."""
+    one, two = _one_text(left), _one_text(right)
+    return one if one == two else f"A {one}   B {two}"
+
+
+def _one_text(text: Sequence[str] | str | None) -> str:
+    joined = text if isinstance(text, str) or text is None else " ".join(text)
+    return _cut(printable(joined)) if joined else "-"
+
+
+def aftermath(verdict: Verdict) -> str:
+    """Return how the difference spread."""
+    if not verdict.propagated and not verdict.independent:
+        return "nothing later differs"
+    parts = [f"{counted(verdict.propagated, 'record')} only pass it on"] * bool(verdict.propagated)
+    alone = f"{counted(verdict.independent, 'record')} part on their own, from equal inputs"
+    return "; ".join([*parts, *([alone] if verdict.independent else [])])
+
+
+def modules(verdict: Verdict) -> str:
+    """Return the modules whose records differ, in the order in which they first differ."""
+    shown = [
+        f"{printable(name) or '(no module)'} ({number:,})"
+        for name, number in verdict.by_module[:_MODULES]
+    ]
+    rest = len(verdict.by_module) - _MODULES
+    return ", ".join([*shown, *([f"{rest} more"] if rest > 0 else [])])

@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from torchrepro.policies.deterministic_ops import row_of
 from torchrepro.verdict.evidence import (
-    ANY_VALUE,
     ATTENTION,
-    COARSE,
-    COMPILED,
-    COMPUTED,
     CONVOLUTION,
-    CPU_PATH,
-    DETERMINISTIC,
     DRAWING,
     DROPPING,
     DROPPING_INSIDE,
-    FILLED,
     FIXED_BY_THE_FLAG,
-    HASHES,
-    HOST,
-    LOADER,
     MASKING,
     MATMUL,
-    MKL_PATH,
-    NO_DROPOUT,
-    NO_WORKERS,
-    ON_CPU,
-    ONE_THREAD,
-    PATHS,
-    PRECISION,
-    PROGRAM,
-    RANDOM_NUMBERS,
     RECURRENT,
-    SEED,
     SUMMING,
-    Cause,
-    Fix,
 )
 from torchrepro.verdict.value import Kind
 
@@ -47,101 +26,183 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchrepro.verdict.evidence import Evidence
+    from torchrepro.verdict.value import Setting
 
 
-def _family(pattern: re.Pattern[str]) -> Callable[[Evidence], bool]:
-    return lambda case: pattern.fullmatch(case.op) is not None
+ANY_VALUE = ("*",)
 
 
-def _on(accelerator: str, *patterns: re.Pattern[str]) -> Callable[[Evidence], bool]:
-    """Return whether a case is of one of `patterns` on that type of device; empty is the CPU."""
-    families = [_family(pattern) for pattern in patterns]
-    return lambda case: case.accelerator == accelerator and any(fits(case) for fits in families)
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """A key of a profile and the value that helps."""
+
+    key: str
+    value: str
+    """As an override writes it: a word that YAML takes for a boolean is in quotes."""
+
+    enough: tuple[str, ...] = ()
+    """Other values that are as good."""
+
+    def is_met_by(self, value: str | None) -> bool:
+        """Whether `value` is the one that helps, or as good."""
+        return value is not None and (
+            self.enough == ANY_VALUE or value in (self.value, *self.enough)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A reason for two runs to diverge, and when it applies."""
+
+    cause: str
+    """The sentence; ``{op}``, ``{module}``, ``{thread}``, ``{settings}``, ``{instead}``."""
+
+    kinds: tuple[Kind, ...] = tuple(Kind)
+    fits: Callable[[Evidence], bool] = lambda e: True
+    fixes: tuple[Fix, ...] = ()
+    """What helps, in the order in which to try it. What is set already is skipped."""
+
+    knobs: tuple[str, ...] = ()
+    """Patterns of knobs. The rule applies only if the runs differ in one; a common value helps."""
+
+    rerecord: bool = True
+    """Whether recording the steps around it in full would show more."""
+
+    def differing_knobs(self, evidence: Evidence) -> list[Setting]:
+        """Return the knobs of this rule in which the runs differ."""
+        return [each for each in evidence.differing_knobs if _one_of(each.name, self.knobs)]
+
+    def applies(self, evidence: Evidence) -> bool:
+        """Whether this may be why the runs diverge."""
+        return (
+            evidence.first.kind in self.kinds
+            and (not self.knobs or bool(self.differing_knobs(evidence)))
+            and self.fits(evidence)
+        )
 
 
 def _one_of(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-PROCESSOR = ("hardware: instruction set",)
-"""Settings that say which kernels a CPU takes; another model of the same may take the same."""
+SEED = Fix("seed", "1234", ANY_VALUE)
+LOADER = Fix("dataloader.seeding", "auto")
+NO_WORKERS = Fix("dataloader.num_workers", "0")
+HASHES = Fix("env.PYTHONHASHSEED", "0", tuple(map(str, range(1, 10))))
+NO_DROPOUT = Fix("dropout", "zero")
+HOST = Fix("device.rng", "host")
+DETERMINISTIC = Fix("backends.torch.deterministic_algorithms", "error")
+ON_CPU = Fix("device.fallback", "cpu")
+FILLED = Fix("backends.torch.fill_uninitialized_memory", "true")
+COMPILED = Fix("backends.torch.inductor_deterministic", "true")
+ONE_THREAD = Fix("env.OMP_NUM_THREADS", "1", ANY_VALUE)
+MKL_PATH = Fix("env.MKL_CBWR", "COMPATIBLE", ANY_VALUE)
 
-KERNEL_CAUSES: tuple[Cause, ...] = (
-    Cause(
+PRECISION = (
+    *("*fp32_precision", "*hf32", "*cube_math_type", "*reduced_precision_reduction"),
+    *("*fp16_accumulation", "*TF32*", "*FPMATH_MODE", "*float32_matmul_precision"),
+)
+CPU_PATH = ("*num_threads", "*NUM_THREADS", "*_DYNAMIC", "*MKL_CBWR", "*ATEN_CPU_CAPABILITY")
+RANDOM_NUMBERS = ("seed", "seed.*", "streams", "ranks", "dataloader.*", "env.PYTHONHASHSEED")
+PATHS = (
+    *(*RANDOM_NUMBERS, "dropout", "device.*", "backends.torch.*", "*enabled", "*_sdp"),
+    *("env.TORCHINDUCTOR_*", "env.NVTE_*"),
+)
+PROGRAM = (Kind.ARGUMENT, Kind.ONLY_ONE)
+COARSE = ("parameter", "gradient", "module", "parameters", "gradients", "loss")
+"""What recordings of a level above ops hold in their place."""
+
+COMPUTED = (Kind.OUTPUTS,)
+PROCESSOR = ("hardware: instruction set",)
+"""Settings that decide which kernels a CPU takes."""
+
+
+def _family(pattern: re.Pattern[str]) -> Callable[[Evidence], bool]:
+    return lambda e: pattern.fullmatch(e.op) is not None
+
+
+def _on(accelerator: str, *patterns: re.Pattern[str]) -> Callable[[Evidence], bool]:
+    """Return a test for ops of some patterns on a type of device; an empty one is the CPU."""
+    families = [_family(pattern) for pattern in patterns]
+    return lambda e: e.accelerator == accelerator and any(fits(e) for fits in families)
+
+
+KERNEL_RULES: tuple[Rule, ...] = (
+    Rule(
         "The runs computed in other types: autocast or the default type differs.",
-        fits=lambda case: case.has_other_dtypes and not case.tolerance,
+        fits=lambda e: e.has_other_dtypes and not e.tolerance,
         kinds=COMPUTED,
         fixes=(Fix("backends.torch.default_dtype", "float32", ANY_VALUE),),
     ),
-    Cause(
+    Rule(
         "{op} adds up in an order that depends on threads and processor ({settings}).",
         COMPUTED,
         _family(SUMMING),
-        alike=CPU_PATH,
+        knobs=CPU_PATH,
     ),
-    Cause(
+    Rule(
         "{op} was computed in another precision ({settings}).",
         COMPUTED,
         _family(SUMMING),
-        alike=PRECISION,
+        knobs=PRECISION,
     ),
-    Cause(
+    Rule(
         "The runs were under other settings ({settings}).",
         COMPUTED,
-        lambda case: any(not _one_of(each.name, RANDOM_NUMBERS) for each in case.differing_knobs),
-        alike=("backends.*", "device.*", "env.*", "dropout"),
+        lambda e: any(not _one_of(each.name, RANDOM_NUMBERS) for each in e.differing_knobs),
+        knobs=("backends.*", "device.*", "env.*", "dropout"),
     ),
-    Cause(
+    Rule(
         "{op} lies further apart than the tolerance: a faster, less exact precision on one "
         "device, or a wrong kernel.",
         COMPUTED,
-        lambda case: case.tolerance and case.accelerator == "cuda",
+        lambda e: e.tolerance and e.accelerator == "cuda",
         (
             Fix("backends.cuda.matmul_fp32_precision", "ieee"),
             Fix("backends.cudnn.conv_fp32_precision", "ieee"),
         ),
     ),
-    Cause(
+    Rule(
         "{op} lies further apart than the tolerance: a faster, less exact precision on one "
         "device, or a wrong kernel.",
         COMPUTED,
-        lambda case: case.tolerance and case.accelerator == "npu",
+        lambda e: e.tolerance and e.accelerator == "npu",
         (
             Fix("backends.npu.cube_math_type", "KEEP_DTYPE"),
             Fix("backends.npu.conv_allow_hf32", "false"),
         ),
     ),
-    Cause(
+    Rule(
         "{op} adds up in an order that depends on the processor ({settings}).",
         COMPUTED,
-        lambda case: _family(SUMMING)(case) and case.differs_in(*PROCESSOR),
+        lambda e: _family(SUMMING)(e) and e.differs_in(*PROCESSOR),
         (Fix("env.ATEN_CPU_CAPABILITY", "default"), MKL_PATH),
     ),
-    Cause(
+    Rule(
         "Other software or hardware ({settings}): its kernels may add up in another order.",
         COMPUTED,
-        lambda case: bool(case.differing_surroundings),
+        lambda e: bool(e.differing_platform),
     ),
-    Cause(
+    Rule(
         "{op} is on torch's list of ops without a deterministic kernel. Instead: {instead}.",
         COMPUTED,
-        lambda case: row_of(case.op) is not None,
+        lambda e: row_of(e.op) is not None,
         (DETERMINISTIC, ON_CPU),
     ),
-    Cause(
+    Rule(
         "{op} adds with atomics, in whatever order its threads come, unless torch is asked for "
         "deterministic kernels.",
         COMPUTED,
-        lambda case: case.op in FIXED_BY_THE_FLAG,
+        lambda e: e.op in FIXED_BY_THE_FLAG,
         (DETERMINISTIC,),
     ),
-    Cause(
+    Rule(
         "Compiled code took another kernel: inductor chooses some by timing.",
         COMPUTED,
-        lambda case: case.op == "compiled region" or case.namespace == "inductor",
+        lambda e: e.op == "compiled region" or e.namespace == "inductor",
         (COMPILED,),
     ),
-    Cause(
+    Rule(
         "cuDNN chose another algorithm, by timing or one that adds with atomics.",
         COMPUTED,
         _on("cuda", CONVOLUTION, RECURRENT),
@@ -151,19 +212,19 @@ KERNEL_CAUSES: tuple[Cause, ...] = (
             DETERMINISTIC,
         ),
     ),
-    Cause(
+    Rule(
         "Fused attention adds up in varying order, above all backward.",
         COMPUTED,
-        lambda case: bool(case.accelerator) and _family(ATTENTION)(case),
+        lambda e: bool(e.accelerator) and _family(ATTENTION)(e),
         (DETERMINISTIC, Fix("backends.cuda.mem_efficient_sdp", "false")),
     ),
-    Cause(
+    Rule(
         "cuBLAS adds up in varying order unless its workspace is fixed.",
         COMPUTED,
         _on("cuda", MATMUL),
         (Fix("env.CUBLAS_WORKSPACE_CONFIG", ":4096:8", (":16:8",)), DETERMINISTIC),
     ),
-    Cause(
+    Rule(
         "Ascend's matrix products shift their inner dimension between cores.",
         COMPUTED,
         _on("npu", MATMUL),
@@ -173,37 +234,37 @@ KERNEL_CAUSES: tuple[Cause, ...] = (
             Fix("backends.npu.deterministic_level", "2", ("3",)),
         ),
     ),
-    Cause(
+    Rule(
         "oneDNN took another primitive, or other threads added up in another order.",
         COMPUTED,
         _on("", CONVOLUTION, RECURRENT),
         (Fix("backends.cpu.mkldnn_deterministic", "true"), ONE_THREAD),
     ),
-    Cause(
+    Rule(
         "MKL rounds by the alignment of memory and the number of threads that it finds.",
         COMPUTED,
         _on("", MATMUL),
         (MKL_PATH, ONE_THREAD),
     ),
-    Cause(
+    Rule(
         "{op} adds up in an order that depends on the number of threads.",
         COMPUTED,
         _on("", SUMMING),
         (ONE_THREAD, Fix("env.OMP_DYNAMIC", '"false"', ("false",))),
     ),
-    Cause(
+    Rule(
         "{op} is a custom kernel, which torch's deterministic flag cannot see: look into it.",
         COMPUTED,
-        lambda case: case.namespace not in ("", "aten", "prims"),
+        lambda e: e.namespace not in ("", "aten", "prims"),
     ),
-    Cause(
+    Rule(
         "{op} has no known cause; on {accelerator} many kernels add with atomics unless torch is "
         "asked for deterministic ones.",
         COMPUTED,
-        lambda case: bool(case.accelerator),
+        lambda e: bool(e.accelerator),
         (DETERMINISTIC,),
     ),
-    Cause(
+    Rule(
         "No known cause fits: {op} gave two results for the same inputs. Left are a race in the "
         "program, memory written from outside, and faulty hardware.",
         COMPUTED,
@@ -211,138 +272,137 @@ KERNEL_CAUSES: tuple[Cause, ...] = (
 )
 
 
-def _is_collective(case: Evidence) -> bool:
-    return case.first.phase == "collective" or "c10d" in case.namespace
+def _is_collective(e: Evidence) -> bool:
+    return e.first.phase == "collective" or "c10d" in e.namespace
 
 
-CAUSES: tuple[Cause, ...] = (
-    Cause(
+RULES: tuple[Rule, ...] = (
+    Rule(
         "One run is shorter than the other; as far as both go they are the same.",
         (Kind.ENDED,),
-        closer=False,
+        rerecord=False,
     ),
-    Cause(
+    Rule(
         "What can be compared agrees; of the rest nobody can tell.",
         (Kind.INCOMPARABLE,),
-        closer=False,
+        rerecord=False,
     ),
-    Cause(
+    Rule(
         "The runs were not seeded alike ({settings}).",
         (Kind.RANDOM,),
-        alike=RANDOM_NUMBERS,
+        knobs=RANDOM_NUMBERS,
     ),
-    Cause(
+    Rule(
         "A random generator was not in the same state: nothing seeded it, or one run drew more "
         "numbers from it than the other.",
         (Kind.RANDOM,),
         fixes=(SEED, LOADER, NO_WORKERS),
     ),
-    Cause(
+    Rule(
         "What the recordings hold of a step says that {op} differ, not which op computed them; "
         "recorded op by op, the runs name it.",
-        fits=lambda case: case.first.op in COARSE,
+        fits=lambda e: e.first.op in COARSE,
     ),
-    Cause(
+    Rule(
         "{op} draws random numbers, and the runs were not seeded alike ({settings}).",
         COMPUTED,
-        fits=lambda case: case.op in DRAWING | DROPPING,
-        alike=RANDOM_NUMBERS,
+        fits=lambda e: e.op in DRAWING | DROPPING,
+        knobs=RANDOM_NUMBERS,
     ),
-    Cause(
+    Rule(
         "{op} draws a mask from a generator that was not in the same state: nothing seeded it, or "
         "one run drew more numbers before.",
         COMPUTED,
-        lambda case: (
-            case.op in DROPPING | MASKING
-            or (case.op in DROPPING_INSIDE and case.drops_with_a_probability)
+        lambda e: (
+            e.op in DROPPING | MASKING or (e.op in DROPPING_INSIDE and e.drops_with_a_probability)
         ),
         (SEED, NO_DROPOUT),
     ),
-    Cause(
+    Rule(
         "{op} draws random numbers from a generator that was not in the same state; devices also "
         "draw other numbers from one seed.",
         COMPUTED,
-        lambda case: case.op in DRAWING and bool(case.accelerator),
+        lambda e: e.op in DRAWING and bool(e.accelerator),
         (SEED, HOST),
     ),
-    Cause(
+    Rule(
         "{op} draws random numbers from a generator that was not in the same state: nothing "
         "seeded it, it is one of the program's own, or one run drew more numbers before.",
         COMPUTED,
-        lambda case: case.op in DRAWING,
+        lambda e: e.op in DRAWING,
         (SEED, LOADER),
     ),
-    Cause(
+    Rule(
         "{op} reads memory that nothing has written: it holds whatever was there before.",
         COMPUTED,
-        lambda case: case.reads_memory_that_nothing_wrote,
+        lambda e: e.reads_unwritten_memory,
         (DETERMINISTIC, FILLED),
     ),
-    Cause(
+    Rule(
         "The DataLoader gave another batch: another order of samples, random numbers of its "
         "workers or of the dataset, or other files.",
         (Kind.DATA,),
-        lambda case: case.first.op == "DataLoader",
+        lambda e: e.first.op == "DataLoader",
         (SEED, LOADER, NO_WORKERS),
     ),
-    Cause(
+    Rule(
         "The ranks were given other data by another rank, or took part in another order.",
         (Kind.DATA,),
         _is_collective,
     ),
-    Cause(
+    Rule(
         "The program made this tensor from other data: a generator of its own, the clock, files "
         "in another order, or the order of a set.",
         (Kind.DATA,),
         fixes=(SEED, HASHES),
     ),
-    Cause(
+    Rule(
         "A race: {op} writes in place on thread {thread}, and several threads reach one tensor in "
         "whatever order they come. Guard it with a lock, or give each thread its own.",
         (Kind.OUTPUTS, Kind.INPUT),
-        lambda case: case.writes_in_place and case.on_another_thread,
+        lambda e: e.writes_in_place and e.on_another_thread,
     ),
-    Cause(
+    Rule(
         "Something outside of torch wrote into a tensor after torch had: a numpy view of it, "
         "another thread, a C extension, or memory shared with another process.",
         (Kind.INPUT,),
-        lambda case: not _is_collective(case),
+        lambda e: not _is_collective(e),
     ),
-    Cause(
+    Rule(
         "Another rank contributed something else, or Ascend's collectives added up in another "
         "order.",
         (Kind.OUTPUTS, Kind.INPUT),
-        lambda case: _is_collective(case) and case.accelerator == "npu",
+        lambda e: _is_collective(e) and e.accelerator == "npu",
         (Fix("env.HCCL_DETERMINISTIC", '"true"', ("true", "strict")),),
     ),
-    Cause(
+    Rule(
         "Another rank contributed something else, or NCCL added up in another order.",
         (Kind.OUTPUTS, Kind.INPUT),
-        lambda case: _is_collective(case) and bool(case.accelerator),
+        lambda e: _is_collective(e) and bool(e.accelerator),
         (Fix("env.NCCL_ALGO", "Ring", ANY_VALUE), Fix("env.NCCL_PROTO", "Simple", ANY_VALUE)),
     ),
-    Cause(
+    Rule(
         "Another rank contributed something else: this rank gave the same and got another result.",
         (Kind.OUTPUTS, Kind.INPUT),
         _is_collective,
     ),
-    Cause("The runs were under other settings ({settings}).", PROGRAM, alike=PATHS),
-    Cause(
+    Rule("The runs were under other settings ({settings}).", PROGRAM, knobs=PATHS),
+    Rule(
         "The runs had other software or hardware ({settings}), which may take another path.",
         PROGRAM,
-        lambda case: bool(case.differing_surroundings),
+        lambda e: bool(e.differing_platform),
     ),
-    Cause(
+    Rule(
         "The program itself passed something else: the clock, the order of a set, Python's or "
         "numpy's random numbers, a path, or state left by an earlier run.",
         (Kind.ARGUMENT,),
         fixes=(HASHES, SEED),
     ),
-    Cause(
+    Rule(
         "The program took another path: a branch on a random number, on a value that had not "
         "been compared yet, on the clock, or the order of a set.",
         (Kind.ONLY_ONE,),
         fixes=(HASHES, SEED),
     ),
-    *KERNEL_CAUSES,
+    *KERNEL_RULES,
 )

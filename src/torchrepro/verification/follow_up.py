@@ -1,17 +1,17 @@
-"""What follows a divergence: bisecting perturbations, re-recording in full, escalating settings."""
+"""What follows a divergence: re-recording in detail, bisecting perturbations, and escalation."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torchrepro.errors import ProfileError
 from torchrepro.profile.composition import flatten
 from torchrepro.profile.load import resolve
-from torchrepro.verdict.diagnosis import rungs
-from torchrepro.verdict.wording import headline, place
-from torchrepro.verification.agreement import failed_alike, status_in_words, verdict_of
+from torchrepro.verdict.diagnosis import levels_above
+from torchrepro.verdict.render import headline, place
 from torchrepro.verification.result import EscalationTrial, Run, StressResult
+from torchrepro.verification.runner import all_failed, status_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -19,49 +19,39 @@ if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.verdict.diagnosis import EscalationLevel
     from torchrepro.verdict.value import Divergence, Verdict
-    from torchrepro.verification.agreement import RunCriteria
     from torchrepro.verification.perturbations import RunEnvironment, StressPlan
     from torchrepro.verification.runner import Runner
 
 
-def looked_closer(
+def rerecord(
     runner: Runner,
     resolved: ResolvedProfile | None,
-    question: RunCriteria,
     verdict: Verdict,
-    around: tuple[RunEnvironment, RunEnvironment],
+    environments: tuple[RunEnvironment, RunEnvironment],
 ) -> Verdict:
     """Return a verdict with what two more runs, recorded in detail, show of its divergence.
 
-    Where they part at another place, or not at all, the verdict stays and a note says so.
+    The verdict stays, with a note, if these runs diverge at another place or not at all.
     """
     first = verdict.first
     if first is None or not first.op or not verdict.compared.steps:
         return verdict  # there is no op to look at
-    detailed = runner.recording(
-        replace(
-            runner.request,
-            steps=(max(first.step - 1, 0), first.step + 1),
-            keep=(*runner.request.keep, first.module),
-            detail=True,
-        )
-    )
+    steps = max(first.step - 1, 0), first.step + 1
+    keep = (*runner.request.keep, first.module)
+    detailed = replace(runner, request=replace(runner.request, steps=steps, keep=keep, detail=True))
     runs = []
-    for number, surroundings in enumerate(around, start=1):
-        runner.say(f"a closer look at step {first.step}, run {number} of {len(around)} ...")
-        runs.append(detailed.run(resolved, f"closer-{number}", surroundings))
+    for number, environment in enumerate(environments, start=1):
+        runner.say(f"a closer look at step {first.step}, run {number} of {len(environments)} ...")
+        runs.append(detailed.run(resolved, f"closer-{number}", environment))
     if not all(run.steps for run in runs):
         return _with_note(verdict, "a closer look showed nothing: its runs ended before that step")
-    return _merged(verdict, verdict_of(question, runs[0], runs[1], runner.command))
-
-
-def _merged(verdict: Verdict, closer: Verdict) -> Verdict:
+    closer = runner.compare(*runs)
     if closer.first is None:
         return _with_note(
             verdict,
             "two more runs, recorded in detail, were the same there: it varies from run to run",
         )
-    if verdict.first is None or _spot(closer.first) != _spot(verdict.first):
+    if _spot(closer.first) != _spot(first):
         return _with_note(
             verdict,
             f"two more runs, recorded in detail, part {place(closer.first)}: it varies from run "
@@ -79,123 +69,105 @@ def _with_note(verdict: Verdict, note: str) -> Verdict:
     return replace(verdict, notes=(note, *verdict.notes))
 
 
-@dataclass(frozen=True, slots=True)
-class Bisection:
-    """Runs a command under a part of a storm, to see whether that part is enough."""
+def bisect_perturbations(
+    runner: Runner, resolved: ResolvedProfile | None, plan: StressPlan, first: Run, number: int
+) -> StressResult:
+    """Return which perturbation alone makes the runs diverge, or which of them together.
 
-    runner: Runner
-    resolved: ResolvedProfile | None
-    question: RunCriteria
-    storm: StressPlan
-    first: Run
-    """The run that was not perturbed, which all others are compared with."""
-    number: int
-    """The number of the run that was not the same: the same perturbations are tried again."""
+    `first` is the run without perturbations. `number` is that of the run that differs from it: its
+    perturbations are tried again, at most two runs for each halving.
+    """
 
-    def culprits(self) -> StressResult:
-        """Return which perturbation alone makes the runs part, or which of them together.
+    def diverges(names: Sequence[str]) -> bool:
+        runner.say(f"perturbed by {', '.join(names) or 'nothing'} ...")
+        done = len(list(runner.folder.glob("stress-*.log")))
+        environment = plan.environment(number, names)
+        run = runner.run(resolved, f"stress-{done + 1}", environment, tuple(names))
+        return not runner.compare(first, run).same
 
-        Takes a run without any, and two for each halving of the table at most.
-        """
-        storm = self.storm
-        stressed = StressResult(storm.names, storm.skipped)
-        if self._parts(()):
-            what = "they part without any perturbation as well"
-            return replace(stressed, what=what)
-        found = halved(storm.names, self._parts)
-        alone = f"perturbing the {found[0]} alone makes them part"
-        several = f"it takes several perturbations together: {', '.join(found)}"
-        return replace(stressed, culprits=found, what=several if found[1:] else alone)
-
-    def _parts(self, names: Sequence[str]) -> bool:
-        label = f"perturbed by {', '.join(names) or 'nothing'}"
-        self.runner.say(f"{label} ...")
-        done = len(list(self.runner.folder.glob("stress-*.log")))
-        run = self.runner.run(
-            self.resolved,
-            f"stress-{done + 1}",
-            self.storm.around(self.number, names),
-            tuple(names),
-        )
-        return not verdict_of(self.question, self.first, run, self.runner.command).same
+    stressed = StressResult(plan.names, plan.skipped)
+    if diverges(()):
+        return replace(stressed, what="they part without any perturbation as well")
+    found = bisect(plan.names, diverges)
+    alone = f"perturbing the {found[0]} alone makes them part"
+    several = f"it takes several perturbations together: {', '.join(found)}"
+    return replace(stressed, culprits=found, what=several if found[1:] else alone)
 
 
-def halved(names: Sequence[str], parts: Callable[[Sequence[str]], bool]) -> tuple[str, ...]:
-    """Return one of `names` for which `parts` holds, or the fewest found for which it does.
+def bisect(names: Sequence[str], diverges: Callable[[Sequence[str]], bool]) -> tuple[str, ...]:
+    """Return one of `names` for which `diverges` holds, or the fewest found for which it does.
 
     It holds for all of them together.
     """
     while len(names) > 1:
         middle = len(names) // 2
         halves = (names[:middle], names[middle:])
-        half = next((half for half in halves if parts(half)), None)
+        half = next((half for half in halves if diverges(half)), None)
         if half is None:
             break
         names = half
     return tuple(names)
 
 
-def with_culprit(
-    verdict: Verdict, stressed: StressResult, storm: StressPlan, resolved: ResolvedProfile | None
+def with_perturbation(
+    verdict: Verdict, stressed: StressResult, plan: StressPlan, resolved: ResolvedProfile | None
 ) -> Verdict:
-    """Return a verdict that names what makes the runs part, and what helps against it."""
-    verdict = replace(verdict, notes=(stressed.what, *verdict.notes))
+    """Return a verdict that names the perturbation behind it, and what helps against it."""
+    verdict = _with_note(verdict, stressed.what)
     if len(stressed.culprits) != 1 or verdict.advice is None:
         return verdict
-    row = next(row for row in storm.rows if row.name in stressed.culprits)
+    row = next(row for row in plan.rows if row.name in stressed.culprits)
     key, _, value = row.fix.partition("=")
     given = str(flatten(resolved.values if resolved else {}).get(key, "")).lower()
     helps = bool(row.fix) and given != value
     advice = replace(
         verdict.advice,
-        cause=f"{row.why}: {stressed.what} ({row.how})",
+        cause=f"{row.finding}: {stressed.what} ({row.action})",
         knob=key if helps else "",
         setting=row.fix if helps else "",
     )
     return replace(verdict, advice=advice)
 
 
-def climb(  # noqa: PLR0913, PLR0917 - what a rung is tried with
+def escalate(
     runner: Runner,
     resolved: ResolvedProfile,
-    question: RunCriteria,
     divergence: Divergence | None,
     accelerator: str,
-    around: Sequence[RunEnvironment],
+    environments: Sequence[RunEnvironment],
 ) -> Iterator[EscalationTrial]:
-    """Yield the rungs above a profile as they are tried, up to the one on which runs are the same.
+    """Yield the levels above a profile as they are tried, up to one on which the runs are the same.
 
-    On each rung the command runs once in each of the surroundings `around`, the first of which the
-    others are compared with.
+    On each level the command runs once in each environment. The first run is compared with each of
+    the others.
     """
-    for number, rung in enumerate(rungs(resolved.values, divergence, accelerator), start=1):
-        tried = _tried(runner, resolved, question, rung, around, number)
-        yield tried
-        if tried.same:
+    for number, level in enumerate(levels_above(resolved.values, divergence, accelerator), start=1):
+        same, what = _try(runner, resolved, level, number, environments)
+        yield EscalationTrial(level, same, what)
+        if same:
             return
 
 
-def _tried(  # noqa: PLR0913, PLR0917 - as above
+def _try(
     runner: Runner,
     resolved: ResolvedProfile,
-    question: RunCriteria,
-    rung: EscalationLevel,
-    around: Sequence[RunEnvironment],
+    level: EscalationLevel,
     number: int,
-) -> EscalationTrial:
+    environments: Sequence[RunEnvironment],
+) -> tuple[bool, str]:
+    """Return whether the runs of a level are the same, and the answer in words."""
     try:
-        stricter = resolve(resolved, rung.overrides)
+        stricter = resolve(resolved, level.overrides)
     except ProfileError as refused:
-        return EscalationTrial(rung, same=False, what=f"the profile does not take it: {refused}")
+        return False, f"the profile does not take it: {refused}"
     runs = []
-    for position, surroundings in enumerate(around, start=1):
-        runner.say(f"with {rung.name}, run {position} of {len(around)} ...")
-        runs.append(runner.run(stricter, f"rung-{number}-run-{position}", surroundings))
-    if failed_alike(runs):
-        ended = status_in_words(runs[0].status)
-        return EscalationTrial(rung, same=False, what=f"it ended with {ended}: see {runs[0].log}")
+    for position, environment in enumerate(environments, start=1):
+        runner.say(f"with {level.name}, run {position} of {len(environments)} ...")
+        runs.append(runner.run(stricter, f"rung-{number}-run-{position}", environment))
+    if all_failed(runs):
+        return False, f"it ended with {status_in_words(runs[0].status)}: see {runs[0].log}"
     if not any(run.steps for run in runs):
-        return EscalationTrial(rung, same=False, what="nothing was recorded")
-    verdicts = [verdict_of(question, runs[0], run, runner.command) for run in runs[1:]]
+        return False, "nothing was recorded"
+    verdicts = [runner.compare(runs[0], run) for run in runs[1:]]
     shown = next((verdict for verdict in verdicts if not verdict.same), verdicts[0])
-    return EscalationTrial(rung, shown.same, headline(shown))
+    return shown.same, headline(shown)

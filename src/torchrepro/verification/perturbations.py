@@ -1,4 +1,4 @@
-"""What can be perturbed in a run although its result must not depend on it: a table of rows."""
+"""The perturbations of `verify --stress`: a table of what a result must not depend on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import ProfileError, TraceError
 from torchrepro.messages import Problem, near
-from torchrepro.verification.perturbed import VARIABLE
+from torchrepro.verification.process_perturbations import VARIABLE
 from torchrepro.verification.result import StressResult
 
 if TYPE_CHECKING:
@@ -28,42 +28,42 @@ class RunEnvironment:
     """What a command is started in, besides its profile."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
-    inside: Mapping[str, Any] = field(default_factory=dict)
-    """What each Python process below does to itself, by name (see `perturbed`)."""
-    elsewhere: bool = False
+    in_process: Mapping[str, Any] = field(default_factory=dict)
+    """What each Python process does to itself, by name (see `process_perturbations`)."""
+    mirror: bool = False
     """Whether the working directory is reached by another path."""
 
-    def environment(self) -> dict[str, str]:
-        """Return the variables that carry to a command what is done by them, or within it."""
-        carried = {VARIABLE: json.dumps(self.inside)} if self.inside else {}
+    def all_variables(self) -> dict[str, str]:
+        """Return the variables, with the one that carries `in_process` to the command."""
+        carried = {VARIABLE: json.dumps(self.in_process)} if self.in_process else {}
         return {**self.variables, **carried}
 
 
-def together(parts: Iterable[RunEnvironment]) -> RunEnvironment:
-    """Return several surroundings as one; of two values the later holds."""
+def combined(parts: Iterable[RunEnvironment]) -> RunEnvironment:
+    """Return several environments as one; of two values the later one counts."""
     variables: dict[str, str] = {}
-    inside: dict[str, Any] = {}
-    elsewhere = False
+    in_process: dict[str, Any] = {}
+    mirror = False
     for part in parts:
         variables |= part.variables
-        inside |= part.inside
-        elsewhere = elsewhere or part.elsewhere
-    return RunEnvironment(variables, inside, elsewhere)
+        in_process |= part.in_process
+        mirror = mirror or part.mirror
+    return RunEnvironment(variables, in_process, mirror)
 
 
 MOST = 20_000
-"""Entries of the working directory and of the folders above it that are linked at most."""
+"""The most entries of the working directory and the folders above it that are linked."""
 
 
 @contextmanager
 def mirrored(folder: Path) -> Iterator[Path]:
     """Make a folder at another path that holds links to all that is in `folder`.
 
-    So do the folders above it, up to the root: relative paths lead to the same files, ``../data``
-    included, and only the name of the place is another. New files that a program writes into it
-    vanish with it. A symbolic link to the folder as a whole would not do: the system resolves it
-    (https://man7.org/linux/man-pages/man2/getcwd.2.html). Raises `TraceError` where a folder
-    cannot be read, or the links cannot be made.
+    The folders above it are mirrored too, up to the root: relative paths such as ``../data`` lead
+    to the same files. Files that a program creates in the mirror vanish with it. A symbolic link to
+    the folder as a whole has no effect, because the system resolves it
+    (https://man7.org/linux/man-pages/man2/getcwd.2.html). Raises `TraceError` if a folder cannot be
+    read or a link cannot be made.
     """
     with TemporaryDirectory(prefix="torchrepro-elsewhere-", ignore_cleanup_errors=True) as top:
         mirror, original = Path(top), Path(folder.anchor)
@@ -106,22 +106,22 @@ class Perturbation:
     """A way to perturb a run."""
 
     name: str
-    how: str
+    action: str
     """What is done."""
-    why: str
-    """What it brings to light: the likely cause, where it alone makes two runs part."""
-    around: Callable[[int], RunEnvironment]
-    """What surrounds run number so and so that is perturbed."""
-    calm: RunEnvironment = field(default_factory=RunEnvironment)
-    """What surrounds the run that is not."""
+    finding: str
+    """The likely cause, if this perturbation alone makes two runs diverge."""
+    environment: Callable[[int], RunEnvironment]
+    """Returns the environment of a perturbed run by its number."""
+    unperturbed: RunEnvironment = field(default_factory=RunEnvironment)
+    """The environment of a run that is not perturbed."""
     obstacle: Callable[[], str] = lambda: ""
-    """Why it cannot be done here, or nothing."""
+    """Returns why it cannot be done here, or nothing."""
     fix: str = ""
     """The override that helps, if there is one."""
 
-    def skipped(self, set_by_profile: Mapping[str, str]) -> str:
-        """Return why it is left out, or an empty string."""
-        settled = [name for name in self.around(1).variables if name in set_by_profile]
+    def reason_to_skip(self, set_by_profile: Mapping[str, str]) -> str:
+        """Return why it is skipped, or an empty string."""
+        settled = [name for name in self.environment(1).variables if name in set_by_profile]
         return f"the profile sets {', '.join(settled)}" if settled else self.obstacle()
 
 
@@ -146,7 +146,7 @@ def _other_allocation(number: int) -> RunEnvironment:
 def _some_cpus(number: int) -> RunEnvironment:
     cpus = sorted(os.sched_getaffinity(0))
     turned = [*cpus[number % len(cpus) :], *cpus[: number % len(cpus)]]
-    return RunEnvironment(inside={"affinity": {"all": cpus, "some": turned[: len(cpus) // 2]}})
+    return RunEnvironment(in_process={"affinity": {"all": cpus, "some": turned[: len(cpus) // 2]}})
 
 
 def _no_choice_of_cpus() -> str:
@@ -156,7 +156,7 @@ def _no_choice_of_cpus() -> str:
 
 
 def _another_day(number: int) -> RunEnvironment:
-    return RunEnvironment(inside={"clock": number * _DAYS * 24 * 60 * 60})
+    return RunEnvironment(in_process={"clock": number * _DAYS * 24 * 60 * 60})
 
 
 def _another_zone(number: int) -> RunEnvironment:
@@ -178,7 +178,7 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         "another PYTHONHASHSEED",
         "the order of a set of strings, or a hash of text, decides something",
         lambda number: RunEnvironment({"PYTHONHASHSEED": str(number * 7919)}),
-        calm=RunEnvironment({"PYTHONHASHSEED": "0"}),
+        unperturbed=RunEnvironment({"PYTHONHASHSEED": "0"}),
         fix='env.PYTHONHASHSEED="0"',
     ),
     Perturbation(
@@ -192,7 +192,7 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         "thread scheduling",
         f"Python's threads take turns every {_SWITCH * 1e6:.0f} microseconds",
         "threads race: the result depends on which of them comes first",
-        lambda number: RunEnvironment(inside={"thread scheduling": _SWITCH}),
+        lambda number: RunEnvironment(in_process={"thread scheduling": _SWITCH}),
     ),
     Perturbation(
         "affinity",
@@ -205,7 +205,7 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         "loader timing",
         "workers of a DataLoader hand over their batches late, at random",
         "batches are taken in the order in which workers finish",
-        lambda number: RunEnvironment(inside={"loader timing": number}),
+        lambda number: RunEnvironment(in_process={"loader timing": number}),
         fix="dataloader.num_workers=0",
     ),
     Perturbation(
@@ -225,18 +225,18 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         "the same files, at another path",
         "the path of the working directory decides something, or the order in which files are "
         "listed",
-        lambda number: RunEnvironment(elsewhere=True),
+        lambda number: RunEnvironment(mirror=True),
         obstacle=lambda: too_large(Path.cwd()),
     ),
 )
-"""Every perturbation, the most telling first: a search for the culprit tries the first ones first.
+"""Every perturbation, the most telling first: bisection tries the first ones first.
 
-A read of memory that nothing has written shows under most of them, so that row leads. Not among
-them is the number of threads of an op, which no guarantee covers: another number adds up in another
-order. Nor are other processes that compute beside the run: races and timeouts that they would bring
-to light show under thread scheduling and affinity.
+A read of unwritten memory shows under most of them, so that row leads. The number of threads of an
+op is not perturbed, because no guarantee covers it: another number adds up in another order. Load
+from other processes is not perturbed either: on the planted faults that were tried, it caught
+nothing of its own.
 
-What each alone brings to light:
+What each row alone has caught:
 memory contents: a large tensor that is read before anything is written.
 hash seed: the hash of a text, and the order of a set of texts.
 allocation: the address of an object, and the order of a set of objects.
@@ -255,7 +255,7 @@ EVERYTHING = tuple(row.name for row in PERTURBATIONS)
 
 @dataclass(frozen=True, slots=True)
 class StressPlan:
-    """Perturbations in force."""
+    """The perturbations of a verification."""
 
     rows: tuple[Perturbation, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
@@ -264,11 +264,11 @@ class StressPlan:
     def of(cls, names: Iterable[str], resolved: ResolvedProfile | None) -> StressPlan:
         """Return the perturbations of these names that can be used under a profile, if any.
 
-        Raises `ProfileError` for a name that there is not.
+        Raises `ProfileError` for an unknown name.
         """
         rows = [_row(name) for name in dict.fromkeys(names)]
-        settled = resolved.environment() if resolved is not None else {}
-        reasons = [(row, row.skipped(settled)) for row in rows]
+        set_by_profile = resolved.environment() if resolved is not None else {}
+        reasons = [(row, row.reason_to_skip(set_by_profile)) for row in rows]
         return cls(
             tuple(row for row, reason in reasons if not reason),
             tuple((row.name, reason) for row, reason in reasons if reason),
@@ -280,18 +280,19 @@ class StressPlan:
         return tuple(row.name for row in self.rows)
 
     @property
-    def used(self) -> StressResult | None:
-        """What there is to say of it before any run; None where nobody asked for it."""
+    def summary(self) -> StressResult | None:
+        """Initial stress summary; None if no perturbation was requested."""
         return StressResult(self.names, self.skipped) if self.rows or self.skipped else None
 
-    @property
-    def calm(self) -> RunEnvironment:
-        """What surrounds a run that is not perturbed."""
-        return together(row.calm for row in self.rows)
+    def environment(self, number: int, names: Sequence[str]) -> RunEnvironment:
+        """Return the environment of run `number` if only these perturbations act on it."""
+        return combined(
+            row.environment(number) if row.name in names else row.unperturbed for row in self.rows
+        )
 
-    def around(self, number: int, names: Sequence[str]) -> RunEnvironment:
-        """Return what surrounds run `number` if these perturbations alone act on it."""
-        return together(row.around(number) if row.name in names else row.calm for row in self.rows)
+    def environments(self, count: int) -> list[RunEnvironment]:
+        """Return the environment of each run. All but the first are perturbed, each differently."""
+        return [self.environment(number, self.names if number else ()) for number in range(count)]
 
 
 def _row(name: str) -> Perturbation:

@@ -1,4 +1,4 @@
-"""What verifying a command says, in a terminal and as JSON."""
+"""The answer of a verification, in a terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from dataclasses import asdict, dataclass
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.console import Displayed
+from torchrepro.console import Displayed, parts
 from torchrepro.messages import printable, some
-from torchrepro.verdict.render import verdict_json, verdict_parts
-from torchrepro.verdict.wording import counted
+from torchrepro.verdict.render import counted, level_json, verdict_json, verdict_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torchrepro.console import Part
     from torchrepro.verdict.diagnosis import EscalationLevel
@@ -34,27 +33,27 @@ class Run:
     steps: int
     """Steps that were recorded of its first process; 0 if nothing was recorded."""
     perturbed: tuple[str, ...] = ()
-    """What was perturbed in it."""
+    """The perturbations that acted on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StressResult:
-    """What was perturbed, and which of it made the runs part."""
+    """The perturbations, and which of them made the runs diverge."""
 
     perturbed: tuple[str, ...]
     skipped: tuple[tuple[str, str], ...] = ()
-    """What could not be perturbed, each with the reason."""
+    """Perturbations that could not be used, each with the reason."""
     culprits: tuple[str, ...] = ()
-    """What makes the runs part by itself; several where it takes all of them together."""
+    """The perturbation that makes the runs diverge; several if it takes all of them together."""
     what: str = ""
-    """One sentence on that, where the runs part."""
+    """One sentence on that, if the runs diverge."""
 
 
 @dataclass(frozen=True, slots=True)
 class EscalationTrial:
-    """A rung of the ladder on which the command was verified."""
+    """A level of escalation at which the command was verified."""
 
-    rung: EscalationLevel
+    level: EscalationLevel
     same: bool
     what: str
     """The answer in one line."""
@@ -79,9 +78,9 @@ class Verification(Displayed):
     """Where recordings and logs are; empty if they were removed because all runs were the same."""
     stressed: StressResult | None = None
     """None where nothing was perturbed."""
-    climbed: tuple[EscalationTrial, ...] | None = None
-    """The rungs that were tried, from the lowest; None where nobody asked, or had to."""
-    next_rung: EscalationLevel | None = None
+    escalation: tuple[EscalationTrial, ...] | None = None
+    """The levels that were tried, from the lowest; None if nothing was to be tried."""
+    next_level: EscalationLevel | None = None
     """What to try next."""
 
     @property
@@ -91,39 +90,20 @@ class Verification(Displayed):
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict that tells most: the first one that says no, if one does."""
-        parted = (verdict for verdict in self.verdicts if not verdict.same)
-        return next(parted, self.verdicts[0])
+        """The first verdict that says no, or the first one if none does."""
+        return next((each for each in self.verdicts if not each.same), self.verdicts[0])
 
     @property
     def equal_on(self) -> EscalationLevel | None:
-        """The rung of the ladder on which the runs became the same."""
-        return next((tried.rung for tried in self.climbed or () if tried.same), None)
+        """The level of escalation at which the runs became the same."""
+        return next((trial.level for trial in self.escalation or () if trial.same), None)
 
 
+@parts.register(Verification)
 def verification_parts(found: Verification) -> tuple[Part, ...]:
-    """Return the lines and tables that tell a verification."""
-    return (*verdict_parts(found.verdict, found.next_rung), *_more(found))
-
-
-def _more(found: Verification) -> Iterator[str]:
-    yield "\n".join(["", f"  {_counts(found)}", *(f"  {line}" for line in _lines(found))])
-
-
-def _lines(found: Verification) -> Iterator[str]:
-    yield f"{'certifies' if found.same else 'not certified'}: {printable(found.certifies)}"
-    if found.own_profile:
-        yield f"(run as it is; it was under {printable(found.own_profile)})"
-    elif not found.profile:
-        yield "(run as it is, under no profile)"
-    if found.stressed is not None:
-        yield from _perturbed(found.stressed)
-    if found.climbed is not None:
-        yield from _climbed(found)
-    elif found.own_profile and not found.same:
-        yield "a climb adds settings to a profile that `torchrepro verify PROFILE` puts in force"
-    if found.folder:
-        yield f"recordings and logs are in {found.folder}"
+    """Return the lines and tables that show a verification."""
+    more = "\n".join(["", f"  {_counts(found)}", *(f"  {line}" for line in _lines(found))])
+    return (*verdict_parts(found.verdict, found.next_level), more)
 
 
 def _counts(found: Verification) -> str:
@@ -135,27 +115,39 @@ def _counts(found: Verification) -> str:
     return f"{runs}: unlike {found.runs[0].name} {'are' if other[1:] else 'is'} {some(other)}"
 
 
-def _perturbed(stressed: StressResult) -> Iterator[str]:
-    yield f"perturbed: {', '.join(stressed.perturbed) or 'nothing'}"
-    yield from (f"not perturbed: {name} ({reason})" for name, reason in stressed.skipped)
+def _lines(found: Verification) -> Iterator[str]:
+    yield f"{'certifies' if found.same else 'not certified'}: {printable(found.certifies)}"
+    if found.own_profile:
+        yield f"(run as it is; it was under {printable(found.own_profile)})"
+    elif not found.profile:
+        yield "(run as it is, under no profile)"
+    if found.stressed is not None:
+        yield f"perturbed: {', '.join(found.stressed.perturbed) or 'nothing'}"
+        yield from (f"not perturbed: {name} ({why})" for name, why in found.stressed.skipped)
+    if found.escalation is not None:
+        yield from _escalation(found.escalation, found.equal_on)
+    elif found.own_profile and not found.same:
+        yield "a climb adds settings to a profile that `torchrepro verify PROFILE` puts in force"
+    if found.folder:
+        yield f"recordings and logs are in {found.folder}"
 
 
-def _climbed(found: Verification) -> Iterator[str]:
-    rung = found.equal_on
-    if rung is None:
+def _escalation(
+    trials: Sequence[EscalationTrial], equal_on: EscalationLevel | None
+) -> Iterator[str]:
+    if equal_on is None:
         yield "no rung of the ladder makes the runs the same:"
     else:
-        overrides = " ".join(map(quote, rung.overrides))
-        yield f"with {rung.name} the runs are the same: {rung.why}"
-        yield f"    {overrides}"
-    yield from (f"    {tried.rung.name}: {tried.what}" for tried in found.climbed or ())
+        yield f"with {equal_on.name} the runs are the same: {equal_on.why}"
+        yield f"    {' '.join(map(quote, equal_on.overrides))}"
+    yield from (f"    {trial.level.name}: {trial.what}" for trial in trials)
 
 
 def verification_json(found: Verification) -> dict[str, Any]:
     """Return a verification as plain JSON values: those of its verdict, and more."""
-    rung = found.equal_on
+    stressed, trials, equal_on = found.stressed, found.escalation, found.equal_on
     return {
-        **verdict_json(found.verdict, found.next_rung),
+        **verdict_json(found.verdict, found.next_level),
         "asked": found.asked,
         "certifies": found.certifies,
         "profile": found.profile,
@@ -165,30 +157,20 @@ def verification_json(found: Verification) -> dict[str, Any]:
             for position, run in enumerate(found.runs)
         ],
         "folder": found.folder or None,
-        "stress": None if found.stressed is None else _stress_json(found.stressed),
-        "climb": None
-        if found.climbed is None
-        else {
-            "equal_on": rung.name if rung else None,
-            "tried": [_tried_json(tried) for tried in found.climbed],
+        "stress": stressed
+        and {
+            "perturbed": list(stressed.perturbed),
+            "skipped": dict(stressed.skipped),
+            "culprits": list(stressed.culprits),
+            "what": stressed.what,
         },
-    }
-
-
-def _stress_json(stressed: StressResult) -> dict[str, Any]:
-    return {
-        "perturbed": list(stressed.perturbed),
-        "skipped": dict(stressed.skipped),
-        "culprits": list(stressed.culprits),
-        "what": stressed.what,
-    }
-
-
-def _tried_json(tried: EscalationTrial) -> dict[str, Any]:
-    return {
-        "name": tried.rung.name,
-        "overrides": list(tried.rung.overrides),
-        "why": tried.rung.why,
-        "same": tried.same,
-        "what": tried.what,
+        "climb": None
+        if trials is None
+        else {
+            "equal_on": equal_on and equal_on.name,
+            "tried": [
+                {**level_json(trial.level), "same": trial.same, "what": trial.what}
+                for trial in trials
+            ],
+        },
     }

@@ -1,24 +1,30 @@
-"""Runs a command again and again, each time in fresh processes and recorded."""
+"""Runs a command in fresh processes, each time recorded, and compares two of its runs."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import tempfile
 import threading
 import time
+from collections import deque
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import join
 from typing import TYPE_CHECKING
 
-from torchrepro.errors import ProfileError, TraceError
+from torchrepro.errors import ApplyError, ProfileError, TorchreproError, TraceError
 from torchrepro.launch import prepared, prepared_as_it_is
-from torchrepro.messages import Problem
+from torchrepro.manifest.contents import secrets_here
+from torchrepro.messages import Problem, printable
+from torchrepro.redaction import shareable, shell_line
 from torchrepro.trace.reader import read_run
 from torchrepro.trace.request import VARIABLE, Request
+from torchrepro.verdict.comparison import compare_within
+from torchrepro.verdict.diagnosis import advice
+from torchrepro.verdict.value import Compared, Divergence, Kind, Verdict
 from torchrepro.verification.perturbations import RunEnvironment, mirrored
 from torchrepro.verification.result import Run
 
@@ -28,47 +34,12 @@ if TYPE_CHECKING:
 
     from torchrepro.profile.resolved import ResolvedProfile
 
-
-class OutputDirectory:
-    """A folder that was named, or a temporary one."""
-
-    def __init__(self, folder: Path, *, temporary: bool) -> None:
-        self.folder = folder
-        self._temporary = temporary
-
-    def clear(self) -> str:
-        """Remove a temporary folder; return the path of one that stays, and else nothing."""
-        if not self._temporary:
-            return str(self.folder)
-        shutil.rmtree(self.folder, ignore_errors=True)
-        return ""
-
-
-@contextmanager
-def workplace(folder: str, say: Callable[[str], object]) -> Iterator[OutputDirectory]:
-    """Make the folder, a temporary one if none is named; say where it is if the block fails.
-
-    Raises `TraceError` for one in which there is something.
-    """
-    if folder:
-        Request(folder).prepare_folder()
-    place = Path(folder or tempfile.mkdtemp(prefix="torchrepro-verify-")).absolute()
-    try:
-        yield OutputDirectory(place, temporary=not folder)
-    except BaseException:
-        if any(place.iterdir()):
-            say(f"\nwhat was recorded until then, and what the command printed, is in {place}\n")
-        else:
-            say("\n")  # ends the line that a run had begun
-            if not folder:
-                place.rmdir()
-        raise
-
-
 GRACE = 20.0
 """Seconds that a command has to end after it was asked to, before it is killed."""
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LAST_LINES = 12
+_NOT_IN_FORCE = 3  # the exit status of a command whose profile could not be put in force
 
 
 class Interrupted(KeyboardInterrupt):
@@ -80,8 +51,99 @@ class Interrupted(KeyboardInterrupt):
 
     @property
     def exit_status(self) -> int:
-        """What a shell has for a program that the signal ended."""
+        """The exit status that a shell shows for a program ended by this signal."""
         return 128 + self.number
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """A command, how it is recorded, and by what criteria its runs are compared."""
+
+    command: Sequence[str]
+    folder: Path
+    """The folder of all recordings and logs."""
+    request: Request
+    """What is recorded. Its own folder is replaced by that of each run."""
+    tolerance: tuple[float, float] | None
+    """rtol and atol; None asks for the same bits."""
+    say: Callable[[str], object]
+    """Takes text on the progress, which has its own ends of lines."""
+
+    def run(
+        self,
+        resolved: ResolvedProfile | None,
+        name: str,
+        environment: RunEnvironment,
+        perturbed: tuple[str, ...] = (),
+    ) -> Run:
+        """Run the command once, under a profile or as it is without one.
+
+        Raises `ProfileError`, `ApplyError` and `TraceError` for a command that cannot be started
+        under the profile, or recorded, and `Interrupted` if a signal ends us.
+        """
+        traces, log = self.folder / name, self.folder / f"{name}.log"
+        request = replace(self.request, folder=str(traces))
+        if resolved is None:
+            program, variables = prepared_as_it_is(self.command)
+        else:
+            program, variables = prepared(resolved, self.command)
+        request.prepare_folder()
+        variables |= {**environment.all_variables(), VARIABLE: request.to_variable()}
+        with ExitStack() as stack:
+            place = Path.cwd()
+            if environment.mirror:
+                place = stack.enter_context(mirrored(place))
+                variables["PWD"] = str(place)
+            begun = time.monotonic()
+            status = run_to_end(program, self.command, variables, place, log)
+        seconds = time.monotonic() - begun
+        steps = _recorded_steps(traces)
+        ended = f", exit status {status}" if status else ""
+        self.say(f" {seconds:.1f} s, {steps:,} step{'s' * (steps != 1)}{ended}\n")
+        return Run(name, str(traces), str(log), status, seconds, steps, perturbed)
+
+    def compare(self, first: Run, other: Run) -> Verdict:
+        """Compare two runs, of which one at least was recorded.
+
+        Runs that end with another exit status are not the same, whatever was recorded of them.
+        """
+        empty = next((run for run in (first, other) if not run.steps), None)
+        if empty is not None:
+            return _different(first, other, f"{empty.name} ended before its first step", 0)
+        found = compare_within(first.folder, other.folder, self.tolerance, one_program=True)
+        if first.status != other.status:
+            if found.same:
+                what = "all that was recorded is the same"
+                different = _different(first, other, what, found.compared.steps)
+                return replace(
+                    different, compared=found.compared, losses=found.losses, map=found.map
+                )
+            found = replace(found, notes=(_exits(first, other), *found.notes))
+        meta = read_run(first.folder, records=False)[0].meta
+        command = shell_line(shareable(self.command, secrets_here()))
+        return replace(found, advice=advice(found, meta, command))
+
+
+@contextmanager
+def output_directory(folder: str, say: Callable[[str], object]) -> Iterator[Path]:
+    """Make the folder of all recordings, a temporary one if none is named.
+
+    It says where the folder is if the block fails. Raises `TraceError` for a folder that is not
+    empty.
+    """
+    if folder:
+        Request(folder).prepare_folder()
+    place = Path(folder or tempfile.mkdtemp(prefix="torchrepro-verify-")).absolute()
+    try:
+        yield place
+    except BaseException:
+        if any(place.iterdir()):
+            say(f"\nwhat was recorded until then, and what the command printed, is in {place}\n")
+        else:
+            say("\n")  # ends the line that a run had begun
+            if not folder:
+                place.rmdir()
+        raise
 
 
 def run_to_end(
@@ -89,8 +151,8 @@ def run_to_end(
 ) -> int:
     """Run a command in `folder` with its output in `log`; return its exit status.
 
-    It reads nothing: every run is to have the same input. It is in a session of its own, so that
-    it and all that it started can be ended together, and nothing else. Raises `Stopped` if a
+    Its standard input is empty, so that every run has the same. It has a session of its own, so
+    that it and all processes that it started can be ended together. Raises `Interrupted` if a
     signal ends us, once the command has ended, and `ProfileError` if it cannot be started.
     """
     with log.open("wb") as output, _signals_raised():
@@ -116,8 +178,67 @@ def run_to_end(
             raise
 
 
+def refuse_without_recording(run: Run, command: Sequence[str]) -> None:
+    """Raise `TraceError` for a command that succeeded and of which nothing was recorded."""
+    if run.status == 0 and not run.steps:
+        raise TraceError(
+            Problem(
+                "nothing was recorded of it, so nothing can be said of its runs",
+                found=join(command),
+                todo="it has to import torch and compute something with it, in a Python in which "
+                "torchrepro is installed",
+            )
+        )
+
+
+def all_failed(runs: Sequence[Run]) -> bool:
+    """Whether a command has failed in every run with the same exit status."""
+    return runs[0].status != 0 and len({run.status for run in runs}) == 1
+
+
+def failure(runs: Sequence[Run], command: Sequence[str]) -> TorchreproError:
+    """Return the error for a command that failed alike in all its runs."""
+    run = runs[-1]
+    with open(run.log, encoding="utf-8", errors="replace") as file:  # noqa: PTH123
+        lines = [printable(line.rstrip("\n")) for line in deque(file, _LAST_LINES)]
+    if run.status == _NOT_IN_FORCE and any(line.startswith("torchrepro: ") for line in lines):
+        return ApplyError("\n".join(line.removeprefix("torchrepro: ") for line in lines))
+    said = [f"    {line}" for line in lines] or ["    (it printed nothing)"]
+    ended = f"it ended with {status_in_words(run.status)} in each of {len(runs)} runs"
+    return TraceError(Problem("\n".join([f"{ended}:", *said]), found=join(command)))
+
+
+def status_in_words(status: int) -> str:
+    """Return an exit status in words."""
+    if status >= 0:
+        return f"exit status {status}"
+    return f"signal {signal.Signals(-status).name}"
+
+
+def _exits(*runs: Run) -> str:
+    exits = (f"{run.name} with {status_in_words(run.status)}" for run in runs)
+    return f"they ended: {' and '.join(exits)}"
+
+
+def _different(first: Run, other: Run, what: str, step: int) -> Verdict:
+    return Verdict(
+        same=False,
+        left=first.folder,
+        right=other.folder,
+        compared=Compared(ranks=0, steps=0, ops=0, bytes=0, level="op"),
+        first=Divergence.without_op(0, step, Kind.ENDED, f"{what}; {_exits(first, other)}"),
+    )
+
+
+def _recorded_steps(traces: Path) -> int:
+    try:
+        return len(read_run(traces, records=False)[0].steps)
+    except TraceError:
+        return 0
+
+
 def _end(process: subprocess.Popen[bytes], number: int) -> None:
-    """Ask the process and all of its group to end, and kill what has not after a while."""
+    """Ask the process and all of its group to end; kill those that have not after a while."""
     try:
         _signal(process, number)
         process.wait(GRACE)
@@ -135,12 +256,12 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 @contextmanager
 def _signals_raised() -> Iterator[None]:
-    """Turn the signals that end a program into `Stopped`, in the main thread."""
+    """Turn the signals that end a program into `Interrupted`, in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {
-        number: signal.signal(number, _stop)
+        number: signal.signal(number, _interrupt)
         for number in _ENDING
         if signal.getsignal(number) is not signal.SIG_IGN  # as under nohup
     }
@@ -151,67 +272,5 @@ def _signals_raised() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
+def _interrupt(number: int, frame: FrameType | None) -> None:
     raise Interrupted(number)
-
-
-CALM = RunEnvironment()
-
-
-@dataclass(frozen=True, slots=True)
-class Runner:
-    """A command, the folder that its recordings go into, and how it is recorded."""
-
-    command: Sequence[str]
-    folder: Path
-    request: Request
-    """What is recorded; the folder in it is not looked at."""
-    say: Callable[[str], object]
-    """Takes what is told of the progress, as text with its own ends of lines."""
-
-    def run(
-        self,
-        resolved: ResolvedProfile | None,
-        name: str,
-        around: RunEnvironment = CALM,
-        perturbed: tuple[str, ...] = (),
-    ) -> Run:
-        """Run the command once, as it is without a profile, and say how long it took.
-
-        Raises `ProfileError`, `ApplyError` and `TraceError` for a command that cannot be started
-        under the profile, or recorded, and `Stopped` if a signal ends us.
-        """
-        traces, log = self.folder / name, self.folder / f"{name}.log"
-        request = replace(self.request, folder=str(traces))
-        if resolved is None:
-            program, environment = prepared_as_it_is(self.command)
-        else:
-            program, environment = prepared(resolved, self.command)
-        request.prepare_folder()
-        environment |= {**around.environment(), VARIABLE: request.to_variable()}
-        with ExitStack() as stack:
-            place = Path.cwd()
-            if around.elsewhere:
-                place = stack.enter_context(mirrored(place))
-                environment["PWD"] = str(place)
-            begun = time.monotonic()
-            status = run_to_end(program, self.command, environment, place, log)
-        seconds = time.monotonic() - begun
-        steps = _steps(traces)
-        self.say(f" {seconds:.1f} s, {steps:,} step{'s' * (steps != 1)}{_ended(status)}\n")
-        return Run(name, str(traces), str(log), status, seconds, steps, perturbed)
-
-    def recording(self, request: Request) -> Runner:
-        """Return what runs the same command and records what `request` asks for."""
-        return replace(self, request=request)
-
-
-def _steps(traces: Path) -> int:
-    try:
-        return len(read_run(traces, records=False)[0].steps)
-    except TraceError:
-        return 0
-
-
-def _ended(status: int) -> str:
-    return f", exit status {status}" if status else ""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.console import parts
 from torchrepro.errors import ProfileError
 from torchrepro.manifest.contents import secrets_here
 from torchrepro.messages import Problem
@@ -14,35 +14,31 @@ from torchrepro.profile.load import resolve
 from torchrepro.redaction import HIDDEN, shareable, shell_line, sounds_secret, without_secrets
 from torchrepro.trace.reader import read_run
 from torchrepro.trace.request import Request
-from torchrepro.verdict.diagnosis import accelerator, next_rung, rung_above_recording
-from torchrepro.verification.agreement import (
-    RunCriteria,
-    failed_alike,
-    failure,
-    question_of,
-    refuse_one_that_recorded_nothing,
-    verdict_of,
-)
-from torchrepro.verification.follow_up import Bisection, looked_closer, with_culprit
-from torchrepro.verification.follow_up import climb as climbed
+from torchrepro.verdict.comparison import tolerance_of
+from torchrepro.verdict.criteria import ALIGNED
+from torchrepro.verdict.diagnosis import accelerator, next_level, next_level_of_recording
+from torchrepro.verification import follow_up
 from torchrepro.verification.perturbations import StressPlan
-from torchrepro.verification.result import Run, Verification, verification_parts
-from torchrepro.verification.runner import Runner, workplace
+from torchrepro.verification.result import Run, Verification
+from torchrepro.verification.runner import (
+    Runner,
+    all_failed,
+    failure,
+    output_directory,
+    refuse_without_recording,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.verification.perturbations import RunEnvironment
-    from torchrepro.verification.runner import OutputDirectory
 
-FOOT_OF_THE_LADDER = {"schema": 1, "name": "nothing", "guarantee": "seeded"}
-"""A profile that sets nothing."""
+SETS_NOTHING = {"schema": 1, "name": "nothing", "guarantee": "seeded"}
+"""The profile from which a command without one escalates."""
 
 FEWEST = 2
 """Runs that it takes to compare anything."""
-
-parts.register(Verification, verification_parts)
 
 
 def _nothing(text: str) -> None:
@@ -56,6 +52,7 @@ def verify(  # noqa: PLR0913 - each is an option of the command
     overrides: Sequence[str] = (),
     runs: int = FEWEST,
     stress: Sequence[str] = (),
+    escalate: bool = False,
     climb: bool = False,
     closer: bool = True,
     folder: str | os.PathLike[str] = "",
@@ -70,26 +67,33 @@ def verify(  # noqa: PLR0913 - each is an option of the command
     Without a profile, which is None, the command runs as it is: recorded, and nothing set. The same
     means the same bits; `rtol` and `atol`, or the guarantee `aligned`, ask for the same numbers
     within a tolerance. Every run after the first is perturbed by the perturbations that `stress`
-    names (`storm.EVERYTHING` are all). Where runs part, two more look closer at the divergence
-    unless `closer` is false, and `climb` tries the rungs of the ladder. Recordings go into
-    `folder`, which is new or empty; without one into a temporary folder that stays only if runs
-    part. `say` takes the progress as text. Raises `ProfileError` for a wrong request, `ApplyError`
-    where the profile cannot be put in force, `TraceError` if the command fails in all runs or
-    nothing is recorded of it, and `process.Stopped` if a signal ends it.
+    names (`perturbations.EVERYTHING` are all). If runs diverge, two more record the divergence in
+    detail unless `closer` is false, and `escalate` tries stricter settings level by level (`climb`
+    is its old name). Recordings go into `folder`, which is new or empty; without one into a
+    temporary folder that stays only if runs diverge. `say` takes the progress as text. Raises
+    `ProfileError` for a wrong request, `ApplyError` where the profile cannot be put in force,
+    `TraceError` if the command fails in all runs or nothing is recorded of it, and
+    `runner.Interrupted` if a signal ends it.
     """
     if runs < FEWEST:
         raise ProfileError(
             Problem("too few to compare", key="runs", found=str(runs), legal=f"{FEWEST} or more")
         )
     resolved = _resolved(profile, overrides)
-    question = question_of(resolved.guarantee if resolved else "", rtol, atol)
-    storm = StressPlan.of(stress, resolved)
-    request = Request("", level=level, keep=tuple(keep), statistics=question.statistics)
-    with workplace(os.fspath(folder), say) as place:
-        runner = Runner(tuple(command), place.folder, request, say)
+    tolerance = tolerance_of(rtol, atol)
+    if tolerance is None and resolved is not None and resolved.guarantee == "aligned":
+        tolerance = ALIGNED
+    plan = StressPlan.of(stress, resolved)
+    request = Request("", level=level, keep=tuple(keep), statistics=tolerance is not None)
+    with output_directory(os.fspath(folder), say) as place:
+        runner = Runner(tuple(command), place, request, tolerance, say)
         line = command_line(profile, resolved, overrides, command)
-        found = _Verifying(runner, resolved, question, storm, line)
-        return _finished(found.verification(runs, closer=closer, climb=climb), place)
+        verifier = _Verifier(runner, resolved, plan, line)
+        found = verifier.verification(runs, closer=closer, escalate=escalate or climb)
+        if found.same and not folder:
+            shutil.rmtree(place, ignore_errors=True)
+            return found
+        return replace(found, folder=str(place))
 
 
 def _resolved(profile: Any, overrides: Sequence[str]) -> ResolvedProfile | None:
@@ -109,7 +113,7 @@ def _resolved(profile: Any, overrides: Sequence[str]) -> ResolvedProfile | None:
 def command_line(
     profile: Any, resolved: ResolvedProfile | None, overrides: Sequence[str], command: Sequence[str]
 ) -> str:
-    """Return what starts `command` in the way that is verified, as a shell takes it.
+    """Return the command line that is verified, as a shell takes it.
 
     What could be a secret is hidden, as it is in a manifest.
     """
@@ -130,98 +134,82 @@ def _override(text: str, secrets: Sequence[str]) -> str:
     return shown
 
 
-def _finished(found: Verification, place: OutputDirectory) -> Verification:
-    return replace(found, folder=place.clear() if found.same else str(place.folder))
-
-
 @dataclass(frozen=True, slots=True)
-class _Verifying:
-    """A verification that is under way."""
+class _Verifier:
+    """What is verified: a command under a profile, and how its runs are perturbed."""
 
     runner: Runner
     resolved: ResolvedProfile | None
-    question: RunCriteria
-    storm: StressPlan
+    plan: StressPlan
     certifies: str
 
-    def verification(self, count: int, *, closer: bool, climb: bool) -> Verification:
-        """Run, compare, and find out more where runs part."""
-        done = self._runs(count)
-        command = self.runner.command
-        verdicts = [verdict_of(self.question, done[0], run, command) for run in done[1:]]
-        parted = next((at for at, verdict in enumerate(verdicts) if not verdict.same), None)
-        stressed = self.storm.used
+    def verification(self, count: int, *, closer: bool, escalate: bool) -> Verification:
+        """Run, compare, and follow up a divergence."""
+        environments = self.plan.environments(count)
+        done = self._runs(environments)
+        verdicts = [self.runner.compare(done[0], run) for run in done[1:]]
+        meta = _meta(done)
         found = Verification(
-            self.question.name,
-            self.certifies,
-            self.resolved.name if self.resolved else None,
-            self._own_profile(done),
-            done,
-            tuple(verdicts),
-            "",
-            stressed,
+            asked="bits" if self.runner.tolerance is None else "tolerance",
+            certifies=self.certifies,
+            profile=self.resolved.name if self.resolved else None,
+            own_profile=None if self.resolved else meta.get("profile"),
+            runs=done,
+            verdicts=tuple(verdicts),
+            folder="",
+            stressed=self.plan.summary,
         )
-        if parted is None:
+        number = next((at for at, run in enumerate(verdicts, start=1) if not run.same), None)
+        if number is None:
             return found
-        around = self._around(parted + FEWEST)
-        verdict = verdicts[parted]
+        verdict = verdicts[number - 1]
         if closer:
-            ends = (around[0], around[-1])
-            verdict = looked_closer(self.runner, self.resolved, self.question, verdict, ends)
-        if self.storm.names:
-            search = Bisection(
-                self.runner, self.resolved, self.question, self.storm, done[0], parted + 1
+            pair = environments[0], environments[number]
+            verdict = follow_up.rerecord(self.runner, self.resolved, verdict, pair)
+        if self.plan.names:
+            stressed = follow_up.bisect_perturbations(
+                self.runner, self.resolved, self.plan, done[0], number
             )
-            stressed = search.culprits()
-            verdict = with_culprit(verdict, stressed, self.storm, self.resolved)
-        verdicts[parted] = verdict
-        found = replace(found, verdicts=tuple(verdicts), stressed=stressed)
-        return self._on_the_ladder(found, done, around, climb=climb)
+            found = replace(found, stressed=stressed)
+            verdict = follow_up.with_perturbation(verdict, stressed, self.plan, self.resolved)
+        verdicts[number - 1] = verdict
+        found = replace(found, verdicts=tuple(verdicts))
+        return self._escalated(found, meta, environments[: number + 1], escalate=escalate)
 
-    def _own_profile(self, done: Sequence[Run]) -> str | None:
-        """Return the profile that the command puts in force itself, where we put none."""
-        return _meta(done).get("profile") if self.resolved is None else None
-
-    def _runs(self, count: int) -> tuple[Run, ...]:
+    def _runs(self, environments: Sequence[RunEnvironment]) -> tuple[Run, ...]:
+        """Run the command in each environment; only the first one is not perturbed."""
         done: list[Run] = []
-        for number, around in enumerate(self._around(count)):
-            self.runner.say(f"run {number + 1} of {count} ...")
-            perturbed = self.storm.names if number else ()
-            done.append(self.runner.run(self.resolved, f"run-{number + 1}", around, perturbed))
-            refuse_one_that_recorded_nothing(done[0], self.runner.command)
-            if number and failed_alike(done):
+        for number, environment in enumerate(environments):
+            self.runner.say(f"run {number + 1} of {len(environments)} ...")
+            perturbed = self.plan.names if number else ()
+            done.append(self.runner.run(self.resolved, f"run-{number + 1}", environment, perturbed))
+            refuse_without_recording(done[0], self.runner.command)
+            if number and all_failed(done):
                 raise failure(done, self.runner.command)
         return tuple(done)
 
-    def _around(self, count: int) -> list[RunEnvironment]:
-        """Return what surrounds each run: the first is calm, each other stormy in its own way."""
-        storm = self.storm
-        stormy = (storm.around(number, storm.names) for number in range(1, count))
-        return [storm.calm, *stormy]
-
-    def _on_the_ladder(
+    def _escalated(
         self,
         found: Verification,
-        done: Sequence[Run],
-        around: Sequence[RunEnvironment],
+        meta: Mapping[str, Any],
+        environments: Sequence[RunEnvironment],
         *,
-        climb: bool,
+        escalate: bool,
     ) -> Verification:
-        """Climb the ladder if that is asked for, or say which rung is next.
+        """Try stricter settings if that is asked for, or say which level is next.
 
-        Without a profile the climb begins at its foot. One that the command puts in force itself
-        is out of reach.
+        Nothing can be added to a profile that the command puts in force itself.
         """
-        meta, first = _meta(done), found.verdict.first
-        if self.resolved is None and (found.own_profile or not climb):
-            return replace(found, next_rung=rung_above_recording(meta, first))
-        base, device = self.resolved or resolve(FOOT_OF_THE_LADDER), accelerator(meta)
-        if not climb:
-            return replace(found, next_rung=next_rung(base.values, first, device))
-        tried = climbed(self.runner, base, self.question, first, device, around)
-        return replace(found, climbed=tuple(tried))
+        first = found.verdict.first
+        if self.resolved is None and (found.own_profile or not escalate):
+            return replace(found, next_level=next_level_of_recording(meta, first))
+        base, device = self.resolved or resolve(SETS_NOTHING), accelerator(meta)
+        if not escalate:
+            return replace(found, next_level=next_level(base.values, first, device))
+        trials = follow_up.escalate(self.runner, base, first, device, environments)
+        return replace(found, escalation=tuple(trials))
 
 
 def _meta(done: Sequence[Run]) -> Mapping[str, Any]:
-    recorded = next(run for run in done if run.steps)
-    return read_run(recorded.folder, records=False)[0].meta
+    recorded = next((run for run in done if run.steps), None)
+    return read_run(recorded.folder, records=False)[0].meta if recorded else {}

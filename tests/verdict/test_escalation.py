@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrepro.profile.load import load
-from torchrepro.verdict.diagnosis import LADDER, EscalationLevel, next_rung, rungs
+from torchrepro.verdict.diagnosis import ESCALATION, EscalationLevel, levels_above, next_level
 
 from .verdicts import divergence
 
-NAMES = [step.name for step in LADDER]
+NAMES = [step.name for step in ESCALATION]
 
 
 def values(profile: str, *overrides: str) -> Any:
@@ -30,7 +30,7 @@ def test_a_climb_ends_at_the_top_and_never_comes_back_to_a_rung(
     first = divergence(module="layers.2.mlp")
     climbed: list[str] = []
     overrides: tuple[str, ...] = ()
-    while rung := next_rung(values(profile, *overrides), first, accelerator):
+    while rung := next_level(values(profile, *overrides), first, accelerator):
         climbed.append(rung.name)
         overrides += rung.overrides
 
@@ -43,14 +43,14 @@ def test_a_climb_ends_at_the_top_and_never_comes_back_to_a_rung(
 
 def test_the_rungs_of_a_program_without_a_profile_are_all_there_are() -> None:
     """Nothing declared, every rung is above, the lowest first."""
-    found = list(rungs({}, divergence(), "npu"))
+    found = list(levels_above({}, divergence(), "npu"))
 
     assert [rung.name for rung in found] == NAMES
 
 
 def test_each_rung_holds_all_below_it() -> None:
     """The overrides of a rung begin with those of the rung below."""
-    found = list(rungs({}, divergence(), "cuda"))
+    found = list(levels_above({}, divergence(), "cuda"))
 
     for below, above in pairwise(found):
         assert above.overrides[: len(below.overrides)] == below.overrides
@@ -61,7 +61,7 @@ def test_each_rung_holds_all_below_it() -> None:
 )
 def test_whatever_a_module_is_called_its_rung_is_a_legal_override(module: str) -> None:
     """Names that the grammar of overrides has no place for become patterns that mean them."""
-    *_, top = rungs({"seed": 1}, divergence(module=module), "cuda")
+    *_, top = levels_above({"seed": 1}, divergence(module=module), "cuda")
     found = load("seed-only", top.overrides).resolved.values.get("device", {}).get("modules", {})
 
     assert all(fnmatchcase(module, pattern) for pattern in found)
@@ -71,13 +71,13 @@ def test_whatever_a_module_is_called_its_rung_is_a_legal_override(module: str) -
 def test_the_model_as_a_whole_and_what_is_outside_of_modules_are_not_placed() -> None:
     """Without a module's path within the model there is no such rung."""
     for module in ("", "Net"):
-        assert list(rungs({}, divergence(module=module), "cuda"))[-1].name == NAMES[-2]
+        assert list(levels_above({}, divergence(module=module), "cuda"))[-1].name == NAMES[-2]
 
 
 def test_what_a_user_decided_op_by_op_counts_as_decided() -> None:
     """A policy per op is not replaced by one for all."""
     declared = values("debug-strict", "device.fallback={ops: {cumsum: native}}")
-    found: EscalationLevel | None = next_rung(declared, divergence())
+    found: EscalationLevel | None = next_level(declared, divergence())
 
     assert found is not None
     assert found.overrides == ("dataloader.num_workers=0",)

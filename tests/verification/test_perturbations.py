@@ -13,9 +13,12 @@ import pytest
 
 from torchrepro.profile.load import resolve
 from torchrepro.verification.perturbations import EVERYTHING, StressPlan, mirrored, too_large
-from torchrepro.verification.perturbed import INSIDE, VARIABLE
+from torchrepro.verification.process_perturbations import IN_PROCESS, VARIABLE
 
-START = "import os; from torchrepro.verification.perturbed import perturb; perturb(os.environ)\n"
+START = (
+    "import os; from torchrepro.verification.process_perturbations import perturb\n"
+    "perturb(os.environ)\n"
+)
 LOADER = """
 import json, torch
 arrived = [[], []]
@@ -44,7 +47,7 @@ def perturbed(values, program):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_process_of_a_calm_run_is_left_alone():
+def test_a_process_of_an_unperturbed_run_is_left_alone():
     """Without the variable nothing is changed, and nothing is imported that was not there."""
     program = "import sys, time; print([sys.getswitchinterval(), 'torch' in sys.modules, "
     program += "type(time.time).__name__ == 'builtin_function_or_method'])"
@@ -125,13 +128,13 @@ def test_the_heap_is_another_one():
     assert perturbed({"allocation": 3}, program) > perturbed({}, program) + 500
 
 
-def test_every_name_that_a_storm_sends_is_known_within():
+def test_every_name_that_a_plan_sends_is_known_in_the_process():
     """No perturbation asks a process for what it cannot do, and none is left unused."""
-    storm = StressPlan.of(EVERYTHING, resolve("seed-only"))
-    sent = {name for row in storm.rows for name in row.around(1).inside}
+    plan = StressPlan.of(EVERYTHING, resolve("seed-only"))
+    sent = {name for row in plan.rows for name in row.environment(1).in_process}
 
-    assert sent <= set(INSIDE)
-    assert set(INSIDE) - sent <= set(dict(storm.skipped))
+    assert sent <= set(IN_PROCESS)
+    assert set(IN_PROCESS) - sent <= set(dict(plan.skipped))
 
 
 def test_a_mirror_has_everything_at_another_path_and_leaves_nothing(tmp_path):

@@ -75,14 +75,14 @@ def test_a_program_that_leaves_past_its_exit_handlers_is_recorded_to_its_end(tra
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_program_that_nobody_seeds_is_not_the_same_and_a_climb_starts_at_the_foot(
+def test_a_program_that_nobody_seeds_is_not_the_same_and_escalation_starts_at_the_lowest_level(
     training, tmp_path
 ):
-    """As it is it parts; the lowest rung of the ladder is the first that is tried."""
+    """As it is it diverges; the lowest level is the first that is tried."""
     found = verify(
         None,
         training("batch += __import__('random').random()"),
-        climb=True,
+        escalate=True,
         closer=False,
         folder=tmp_path / "out",
     )

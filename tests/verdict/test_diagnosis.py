@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torchrepro.knobs.catalogue import explanations, knobs_by_name
 from torchrepro.profile.load import load
 from torchrepro.trace.format import UNINITIALISED
-from torchrepro.verdict.diagnosis import _fits, advice, case_of
+from torchrepro.verdict.diagnosis import advice, evidence_of
 from torchrepro.verdict.evidence import DRAWING, DROPPING, DROPPING_INSIDE
-from torchrepro.verdict.rules import CAUSES
+from torchrepro.verdict.rules import RULES
 from torchrepro.verdict.value import Kind, Setting, Verdict
 
 from .verdicts import divergence, equal, parted, side
@@ -246,15 +246,15 @@ def test_no_cause_is_out_of_reach() -> None:
     told += [(divergence("aten::mm"), (), meta, (1.0, 1.0)) for meta, _ in TOLERANCE.values()]
 
     first_to_fit = {
-        next(number for number, row in enumerate(CAUSES) if _fits(row, case))
+        next(number for number, row in enumerate(RULES) if row.applies(case))
         for first, settings, meta, tolerance in told
-        for case in [case_of(verdict_on(first, settings, tolerance=tolerance), meta)]
+        for case in [evidence_of(verdict_on(first, settings, tolerance=tolerance), meta)]
     }
 
-    assert first_to_fit == set(range(len(CAUSES)))
+    assert first_to_fit == set(range(len(RULES)))
 
 
-FIXES = sorted({(fix.key, fix.value) for row in CAUSES for fix in row.fixes})
+FIXES = sorted({(fix.key, fix.value) for row in RULES for fix in row.fixes})
 
 
 @pytest.mark.parametrize(("key", "value"), FIXES)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from torchrepro.errors import ProfileError
 from torchrepro.profile.load import resolve
-from torchrepro.verification.follow_up import halved
+from torchrepro.verification.follow_up import bisect
 from torchrepro.verification.perturbations import EVERYTHING, PERTURBATIONS, StressPlan
 from torchrepro.verification.result import verification_json
 
@@ -31,7 +31,7 @@ BEFORE_PYTHON_STARTS = ("hash seed", "memory contents")
     ],
 )
 def test_what_a_program_depends_on_is_named(name, training, verified, request):
-    """A program that is the same in calm runs parts under stress, and the one cause is named."""
+    """A program whose unperturbed runs agree diverges under stress, and the cause is named."""
     if name not in BEFORE_PYTHON_STARTS:
         request.getfixturevalue("forked")
     found = verified(training(DEPENDENT[name]), stress=[name, "affinity"], closer=False)
@@ -61,7 +61,7 @@ def test_a_reproducible_program_bears_all_perturbations(training, verified):
 
 @pytest.mark.usefixtures("forked")
 def test_what_varies_by_itself_is_not_blamed_on_a_perturbation(training, verified):
-    """Where calm runs part as well no perturbation is named, and that is said."""
+    """Where unperturbed runs diverge as well no perturbation is named, and that is said."""
     line = "batch[0, 0] = __import__('random').SystemRandom().random()"
     found = verified(training(line), stress=EVERYTHING, closer=False)
 
@@ -72,11 +72,11 @@ def test_what_varies_by_itself_is_not_blamed_on_a_perturbation(training, verifie
 
 def test_what_the_profile_sets_is_left_alone():
     """A perturbation of a variable that the profile sets is skipped, and the reason is said."""
-    storm = StressPlan.of(EVERYTHING, resolve("seed-only"))
+    plan = StressPlan.of(EVERYTHING, resolve("seed-only"))
 
-    assert dict(storm.skipped)["hash seed"] == "the profile sets PYTHONHASHSEED"
-    assert "PYTHONHASHSEED" not in storm.around(1, storm.names).variables
-    assert set(storm.names) | set(dict(storm.skipped)) == set(EVERYTHING)
+    assert dict(plan.skipped)["hash seed"] == "the profile sets PYTHONHASHSEED"
+    assert "PYTHONHASHSEED" not in plan.environment(1, plan.names).variables
+    assert set(plan.names) | set(dict(plan.skipped)) == set(EVERYTHING)
 
 
 def test_an_unknown_perturbation_is_refused_with_a_near_one():
@@ -92,15 +92,17 @@ def test_a_perturbation_acts_alone(row):
     """
     others = StressPlan(tuple(each for each in PERTURBATIONS if each is not row))
 
-    assert row.around(1) != row.calm
-    assert StressPlan(PERTURBATIONS).around(1, others.names) == others_and_calm(others, row)
+    assert row.environment(1) != row.unperturbed
+    assert StressPlan(PERTURBATIONS).environment(1, others.names) == others_and_unperturbed(
+        others, row
+    )
 
 
-def others_and_calm(others: StressPlan, row):
+def others_and_unperturbed(others: StressPlan, row):
     """Return what surrounds a run that is perturbed by all rows but one."""
-    from torchrepro.verification.perturbations import together
+    from torchrepro.verification.perturbations import combined
 
-    return together([others.around(1, others.names), row.calm])
+    return combined([others.environment(1, others.names), row.unperturbed])
 
 
 @given(st.integers(1, 12), st.data())
@@ -110,11 +112,11 @@ def test_one_culprit_is_found_by_halving(count, data):
     guilty = data.draw(st.sampled_from(names))
     asked = []
 
-    def parts(some):
+    def diverges(some):
         asked.append(some)
         return guilty in some
 
-    assert halved(names, parts) == (guilty,)
+    assert bisect(names, diverges) == (guilty,)
     assert len(asked) <= 2 * (count - 1).bit_length()
 
 
@@ -124,4 +126,4 @@ def test_causes_that_act_together_are_kept_together(count, data):
     names = [str(number) for number in range(count)]
     pair = set(data.draw(st.lists(st.sampled_from(names), min_size=2, max_size=2, unique=True)))
 
-    assert pair <= set(halved(names, lambda some: pair <= set(some)))
+    assert pair <= set(bisect(names, lambda some: pair <= set(some)))

@@ -1,4 +1,4 @@
-"""Verifying a command: the same, or where its runs part, or an honest word on why neither."""
+"""Verifying a command: the same, or where its runs diverge, or an honest word on why neither."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_reproducible_program_is_the_same_and_leaves_nothing_behind(
 
 
 @pytest.mark.usefixtures("forked")
-def test_runs_that_part_are_looked_at_more_closely(training, verified, tmp_path):
+def test_runs_that_diverge_are_looked_at_more_closely(training, verified, tmp_path):
     """The first divergence comes with its place, elements of the tensors, and all recordings."""
     found = verified(training(ANOTHER_EACH_TIME))
     first = found.verdict.first
@@ -49,12 +49,12 @@ def test_runs_that_part_are_looked_at_more_closely(training, verified, tmp_path)
     assert first.distances
     assert [len(read_run(run.folder)) for run in found.runs] == [1, 1]
     assert set(read_run(tmp_path / "out" / "closer-1")[0].steps) == {0, 1, 2}
-    assert found.next_rung is not None
+    assert found.next_level is not None
 
 
 @pytest.mark.usefixtures("forked")
 def test_a_divergence_that_does_not_come_back_is_said_to_vary(training, verified):
-    """Where a closer look shows the runs part elsewhere the verdict stays, and says that."""
+    """Where a closer look shows the runs diverge elsewhere the verdict stays, and says that."""
     chance = "batch[0, 0] = __import__('random').SystemRandom().random() if once(step) else 1"
     before = (
         "import os\n"
@@ -211,8 +211,8 @@ def test_only_a_tolerance_that_was_asked_for_is_granted(training, plain, tmp_pat
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_climb_starts_from_what_a_guarantee_leaves_open(training, tmp_path):
-    """`seed-only` over a program that needs more climbs to the rung that makes its runs equal."""
+def test_escalation_starts_from_what_a_guarantee_leaves_open(training, tmp_path):
+    """`seed-only` over a program that needs more escalates to the level that makes runs equal."""
     before = (
         "import os, torch\n"
         "class Data(torch.utils.data.Dataset):\n"
@@ -223,16 +223,16 @@ def test_a_climb_starts_from_what_a_guarantee_leaves_open(training, tmp_path):
         "batches = iter(torch.utils.data.DataLoader(Data(), batch_size=None, num_workers=2))"
     )
     command = training("batch = next(batches)", before)
-    found = verify("seed-only", command, climb=True, closer=False, folder=tmp_path / "out")
+    found = verify("seed-only", command, escalate=True, closer=False, folder=tmp_path / "out")
 
     assert not found.same
     assert found.equal_on.name == "no loader workers"
 
 
 @pytest.mark.usefixtures("forked")
-def test_where_no_rung_helps_that_is_said(training, verified):
-    """A command whose runs part on every rung has none named, and each was tried."""
-    found = verified(training(ANOTHER_EACH_TIME), climb=True, closer=False)
+def test_where_no_level_helps_that_is_said(training, verified):
+    """A command whose runs diverge on every level has none named, and each was tried."""
+    found = verified(training(ANOTHER_EACH_TIME), escalate=True, closer=False)
     answer = verification_json(found)["climb"]
 
     assert found.equal_on is None
@@ -243,19 +243,19 @@ def test_where_no_rung_helps_that_is_said(training, verified):
 
 
 @pytest.mark.usefixtures("forked")
-def test_an_unseeded_program_is_the_same_on_the_rung_of_seeds(training, tmp_path):
-    """A profile without a seed, over a program without one, becomes equal on the first rung."""
+def test_an_unseeded_program_is_the_same_on_the_level_of_seeds(training, tmp_path):
+    """A profile without a seed, over a program without one, becomes equal on the first level."""
     Path("bare.yaml").write_text("schema: 1\nname: bare\nguarantee: repeatable\n")
-    found = verify("./bare.yaml", training(), climb=True, closer=False, folder=tmp_path / "out")
+    found = verify("./bare.yaml", training(), escalate=True, closer=False, folder=tmp_path / "out")
 
     assert not found.same
     assert found.equal_on.name == "seeds"
-    assert [tried.same for tried in found.climbed] == [True]
+    assert [tried.same for tried in found.escalation] == [True]
 
 
 @pytest.mark.usefixtures("forked")
-def test_loader_workers_that_vary_are_found_on_their_rung(training, verified):
-    """Workers that give other data each time are equal on the rung without workers."""
+def test_loader_workers_that_vary_are_found_on_their_level(training, verified):
+    """Workers that give other data each time are equal on the level without workers."""
     before = (
         "import os, torch\n"
         "class Data(torch.utils.data.Dataset):\n"
@@ -265,9 +265,9 @@ def test_loader_workers_that_vary_are_found_on_their_rung(training, verified):
         "        return torch.full((16, 4), float(os.getpid() if inside else 1))\n"
         "batches = iter(torch.utils.data.DataLoader(Data(), batch_size=None, num_workers=2))"
     )
-    found = verified(training("batch = next(batches)", before), climb=True, closer=False)
+    found = verified(training("batch = next(batches)", before), escalate=True, closer=False)
 
     assert not found.same
     assert found.equal_on.name == "no loader workers"
-    assert [tried.same for tried in found.climbed][-1:] == [True]
-    assert len(found.climbed) > 1
+    assert [tried.same for tried in found.escalation][-1:] == [True]
+    assert len(found.escalation) > 1

@@ -1,7 +1,7 @@
-"""What a process does to itself as it starts, when a run is perturbed.
+"""Perturbations that a process applies to itself as it starts.
 
-It imports neither torch nor anything else that the program might not, draws no random number from
-a generator of the program, and lives as long as the process: there is nothing to undo.
+They import neither torch nor anything else that the program might not import, and draw no random
+number from a generator of the program. They last as long as the process, so nothing is undone.
 """
 
 from __future__ import annotations
@@ -18,40 +18,36 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 VARIABLE = "TORCHREPRO_STRESS"
-"""Variable that carries what is to be perturbed, as JSON, to every process of a run."""
+"""The variable that carries the perturbations, as JSON, to every process of a run."""
 
 _LONGEST = 0.02
-"""Seconds that a worker of a loader waits at most before it hands over a batch."""
+"""The most seconds that a worker of a loader waits before it hands over a batch."""
 
 _kept: list[Any] = []
 _calls = count()
 
 
 def perturb(environment: Mapping[str, str]) -> None:
-    """Do what `VARIABLE` in `environment` says, if it is there; changes this process."""
+    """Apply the perturbations that `VARIABLE` in `environment` names to this process."""
     text = environment.get(VARIABLE)
     if text:
         for name, value in json.loads(text).items():
-            INSIDE[name](value)
+            IN_PROCESS[name](value)
 
 
 def _litter_the_heap(number: int) -> None:
-    """Have objects lie at other addresses and free memory hold other bytes."""
+    """Move objects to other addresses and fill free memory with other bytes."""
     sizes = [16 + index * number * 7919 % 65536 for index in range(512)]
     blocks = [bytes([1 + number % 255]) * size for size in sizes]
     _kept.append(blocks[::2])
     _kept.append([object() for _ in range(number * 7919 % 977)])
 
 
-def _switch_threads_often(seconds: float) -> None:
-    sys.setswitchinterval(seconds)
-
-
 def _leave_some_cpus_alone(cpus: Mapping[str, Sequence[int]]) -> None:
-    """Keep to some of the CPUs once torch has counted them all.
+    """Use only some of the CPUs once torch has counted them all.
 
-    The number of threads has to stay, because another one adds up in another order, which is no
-    fault of a program. So a process that inherits the few gets all of them back until then.
+    The number of threads must stay: another number adds up in another order, which is no fault of
+    a program. A process that inherits the few CPUs therefore gets all of them back until then.
     """
     from torchrepro.imports import AfterImport
 
@@ -68,7 +64,7 @@ def _leave_some_cpus_alone(cpus: Mapping[str, Sequence[int]]) -> None:
 
 
 def _delay_batches(number: int) -> None:
-    """Have each worker of a DataLoader wait, now shorter and now longer, with every batch."""
+    """Delay every batch of each worker of a DataLoader, by varying times."""
     from torchrepro.imports import AfterImport
 
     AfterImport(["multiprocessing.queues"], lambda module: _delay(module, number)).watch()
@@ -90,12 +86,12 @@ def _delay(module: str, number: int) -> None:
 
 
 def _share(number: int) -> float:
-    """Return another number between 0 and 1 at every call, and in every process."""
+    """Return a number between 0 and 1, another one at every call and in every process."""
     return (os.getpid() * 40503 + next(_calls) * 2654435761 + number * 97) % 1000 / 1000
 
 
 def _move_the_clock(seconds: float) -> None:
-    """Have Python's `time` tell another time of day; intervals are measured as before."""
+    """Shift the time of day of Python's `time`; intervals are measured as before."""
     moved = int(seconds * 1e9)
     now, now_in_ns = time.time, time.time_ns
     time.time = lambda: now() + seconds
@@ -108,28 +104,28 @@ def _move_the_clock(seconds: float) -> None:
 
 def _of_now(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    def told(seconds: float | None = None) -> Any:
+    def shifted(seconds: float | None = None) -> Any:
         return original(time.time() if seconds is None else seconds)
 
-    return told
+    return shifted
 
 
 def _of_today(original: Callable[..., Any], required: int) -> Callable[..., Any]:
     """Return a function whose last argument, the time, may be left out."""
 
     @wraps(original)
-    def told(*arguments: Any) -> Any:
+    def shifted(*arguments: Any) -> Any:
         left_out = len(arguments) == required
         return original(*arguments, *([time.localtime()] if left_out else []))
 
-    return told
+    return shifted
 
 
-INSIDE: Mapping[str, Callable[[Any], None]] = {
+IN_PROCESS: Mapping[str, Callable[[Any], None]] = {
     "allocation": _litter_the_heap,
-    "thread scheduling": _switch_threads_often,
+    "thread scheduling": sys.setswitchinterval,
     "affinity": _leave_some_cpus_alone,
     "loader timing": _delay_batches,
     "clock": _move_the_clock,
 }
-"""What can be done within a process, by the name of the perturbation."""
+"""How a perturbation is applied within a process, by its name."""

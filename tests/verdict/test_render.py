@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from torchrepro.console import as_text
 from torchrepro.trace.format import UNINITIALISED
-from torchrepro.verdict.diagnosis import next_rung
+from torchrepro.verdict.diagnosis import next_level
 from torchrepro.verdict.page import page
-from torchrepro.verdict.render import verdict_json, verdict_parts
+from torchrepro.verdict.render import size, source_line, verdict_json, verdict_parts
 from torchrepro.verdict.value import Compared, Divergence, Kind, Setting, Verdict
-from torchrepro.verdict.wording import size, source_line
 
 from .verdicts import divergence, equal, parted, side
 
@@ -23,7 +22,7 @@ LONGEST = 25
 
 def told(verdict: Verdict) -> str:
     """Return a verdict as a pipe shows it, with the rung that comes next."""
-    rung = next_rung({}, verdict.first) if verdict.first else None
+    rung = next_level({}, verdict.first) if verdict.first else None
     return as_text(*verdict_parts(verdict, rung))
 
 
@@ -155,7 +154,7 @@ def test_sizes_are_readable(number: int, text: str) -> None:
 def test_the_json_is_valid_and_has_the_documented_keys() -> None:
     """A verdict goes through JSON; of the map it keeps what differs."""
     verdict = parted()
-    found = json.loads(json.dumps(verdict_json(verdict, next_rung({}, verdict.first))))
+    found = json.loads(json.dumps(verdict_json(verdict, next_level({}, verdict.first))))
 
     assert found["same"] is False
     keys = {"rank", "step", "phase", "module", "op", "source", "kind", "left", "right", "elements"}

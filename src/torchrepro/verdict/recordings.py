@@ -1,0 +1,291 @@
+"""Compares what two recordings hold besides records: settings, digests of steps, and their ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.verdict.columns import MAIN, NAMES, StepComparison
+from torchrepro.verdict.evidence import NO_VALUE
+from torchrepro.verdict.render import are, counted
+from torchrepro.verdict.value import Divergence, Kind, Setting, Side
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torchrepro.trace.reader import Trace
+    from torchrepro.verdict.columns import Pair
+
+
+FIELDS = (
+    ("forward", "loss"),
+    ("backward", "gradients"),
+    ("optimizer", "parameters"),
+)
+"""Phase and name of each digest of a step, in the order in which a step makes them."""
+
+AT_EVERY_LEVEL = (("forward", "loss"), ("optimizer", "parameters"))
+"""Digests that all levels take in the same way. A gradient may be known only as a view."""
+
+
+class Digests:
+    """Compares steps by their digests, where records have nothing in common."""
+
+    def __init__(self, pair: Pair, fields: Sequence[tuple[str, str]]) -> None:
+        self.pair = pair
+        self.fields = fields
+        self._left, self._right = (_digests(trace) for trace in pair.traces)
+
+    def step(self, number: int) -> StepComparison:
+        """Compare one step."""
+        for phase, name in self.fields:
+            one, other = (side[number].get(name) for side in (self._left, self._right))
+            if one and other and one != other:
+                return StepComparison(
+                    first=partial(self._describe, number, phase, name, one, other)
+                )
+        return StepComparison()
+
+    @property
+    def anything(self) -> bool:
+        """Whether both runs have at least one digest of these fields in common."""
+        return any(
+            self._left[number].get(name) and self._right[number].get(name)
+            for number in self.pair.steps
+            for _, name in self.fields
+        )
+
+    def besides_records(self) -> Divergence | None:
+        """Return the first difference of all steps: of their digests, or of seeded generators."""
+        found = (self.step(number).first for number in self.pair.steps)
+        first = next((one for one in found if one is not None), None)
+        return first() if first else _unequal_seeded_generator(self.pair)
+
+    def notes(self) -> list[str]:
+        """Return what was compared."""
+        levels = " and ".join(str(trace.meta.get("level")) for trace in self.pair.traces)
+        return [
+            f"recorded at the levels {levels}: compared by the loss and the parameters "
+            "of each step, not op by op"
+        ]
+
+    def _describe(
+        self, number: int, phase: str, name: str, left: bytes, right: bytes
+    ) -> Divergence:
+        sides = [
+            Side(run, "", "", "", (), (digest.hex(),))
+            for run, digest in zip(self.pair.runs, (left, right), strict=True)
+        ]
+        return at_step(self.pair, number, Kind.OUTPUTS, "", phase, name, tuple(sides))
+
+
+def _unequal_generators(pair: Pair, number: int) -> list[str]:
+    """Return the random generators whose states differ at the end of a step."""
+    left, right = (trace.steps[number].random for trace in pair.traces)
+    return [name for name in left if name in right and left[name] != right[name]]
+
+
+def _unequal_seeded_generator(pair: Pair) -> Divergence | None:
+    """Return where a generator that the profiles of both runs seed has another state.
+
+    A generator that nobody seeded has another state in every run. What is drawn from it and used
+    shows in what is computed.
+    """
+    for number in pair.steps:
+        names = [name for name in _unequal_generators(pair, number) if _is_seeded(pair, name)]
+        if names:
+            what = f"the states of {', '.join(names)} differ when the step ends"
+            return at_step(pair, number, Kind.RANDOM, what)
+    return None
+
+
+def _is_seeded(pair: Pair, generator: str) -> bool:
+    knob = f"seed.{generator.partition(':')[0]}"
+    return all((trace.meta.get("knobs") or {}).get(knob) not in NO_VALUE for trace in pair.traces)
+
+
+def at_step(  # noqa: PLR0913, PLR0917 - the parts of a divergence
+    pair: Pair,
+    number: int,
+    kind: Kind,
+    what: str,
+    phase: str = "",
+    op: str = "",
+    sides: tuple[Side | None, ...] = (None, None),
+) -> Divergence:
+    """Return a divergence of a step as a whole."""
+    left, right = sides
+    whole = Divergence.without_op(pair.left.rank, number, kind, what)
+    return replace(whole, phase=phase, op=op, left=left, right=right)
+
+
+def _digests(trace: Trace) -> Mapping[int, Mapping[str, bytes]]:
+    found = {
+        number: {"gradients": row.gradients, "parameters": row.parameters, "loss": b""}
+        for number, row in trace.steps.items()
+    }
+    for loss in trace.losses:
+        if loss.step in found:
+            found[loss.step]["loss"] += loss.fingerprint
+    return found
+
+
+CUT = " (killed, ended by os._exit, or it still runs)"
+
+
+def truncation(pair: Pair) -> Divergence | None:
+    """Return where one of two runs ended that are the same up to there.
+
+    A run that was killed is never the same as another: nobody knows what it would have done.
+    """
+    last = [_last_step(trace) for trace in pair.traces]
+    if not pair.steps:
+        return at_step(pair, max(min(last), 0), Kind.ENDED, _nothing_in_common(pair, last))
+    short = last.index(min(last))
+    asked = pair.traces[short].meta.get("steps")
+    if last[0] != last[1] and not (asked and last[short] >= asked[1]):
+        shorter, longer = NAMES[short], NAMES[1 - short]
+        killed = CUT if pair.traces[short].is_truncated else ""
+        what = f"{shorter} ended after step {last[short]}{killed}; {longer} goes on to {max(last)}"
+        return at_step(pair, last[short] + 1, Kind.ENDED, what)
+    cut = [side for side, trace in enumerate(pair.traces) if trace.is_truncated]
+    if not cut:
+        return None  # more of it was not to be recorded
+    names = " and ".join(NAMES[side] for side in cut)
+    step = min(last[side] for side in cut)
+    return at_step(pair, step + 1, Kind.ENDED, f"{names} ended after step {step}{CUT}")
+
+
+def _last_step(trace: Trace) -> int:
+    """Return the number of the last step, or -1.
+
+    A trailing unfinished step without records of the main thread is excluded.
+    """
+    steps = list(trace.steps.values())
+    if steps and not steps[-1].finished and steps[-1].records:
+        row = steps[-1]
+        of_main = trace.connection.execute(
+            "select 1 from record where id >= ? and id < ? and thread = ? limit 1",
+            (row.first, row.first + row.records, MAIN),
+        ).fetchone()
+        steps = steps if of_main else steps[:-1]
+    return steps[-1].step if steps else -1
+
+
+def _nothing_in_common(pair: Pair, last: list[int]) -> str:
+    empty = [name for name, step in zip(NAMES, last, strict=True) if step < 0]
+    if empty:
+        return f"no step was recorded in {' and '.join(empty)}"
+    return "no step was recorded in both runs"
+
+
+def missing_processes(
+    left: Mapping[tuple[int, int], Trace],
+    right: Mapping[tuple[int, int], Trace],
+) -> list[Divergence]:
+    """Return the processes that only one of two runs has."""
+    return [
+        Divergence.without_op(
+            rank,
+            0,
+            Kind.ENDED,
+            f"only {NAMES[(rank, ordinal) not in left]} has {_process(ordinal)} of rank {rank}",
+        )
+        for rank, ordinal in sorted(left.keys() ^ right.keys())
+    ]
+
+
+def _process(ordinal: int) -> str:
+    return f"process {ordinal}" if ordinal else "a recording"
+
+
+SECTIONS = {"knobs": "", "versions": "version of ", "hardware": "hardware: "}
+"""Sections of a trace's meta that hold settings, each with the prefix of their names."""
+
+SINGLE = ("guarantee", "profile", "digest", "level", "world_size", "program")
+
+
+def settings(pair: Pair) -> tuple[Setting, ...]:
+    """Return the knobs, versions and pieces of hardware in which two runs differ."""
+    left, right = (_settings(trace.meta) for trace in pair.traces)
+    return tuple(
+        Setting(name, left.get(name), right.get(name))
+        for name in {**left, **right}
+        if left.get(name) != right.get(name)
+    )
+
+
+def _settings(meta: Mapping[str, Any]) -> dict[str, str]:
+    found = {name: str(meta[name]) for name in SINGLE if meta.get(name) is not None}
+    for section, called in SECTIONS.items():
+        found |= {
+            f"{called}{name}": str(value) for name, value in (meta.get(section) or {}).items()
+        }
+    return found
+
+
+def losses(pair: Pair) -> tuple[tuple[int, float | None, float | None], ...]:
+    """Return the loss of each step in both runs; the mean where a step has several."""
+    left, right = (_loss_by_step(trace) for trace in pair.traces)
+    return tuple((step, left.get(step), right.get(step)) for step in sorted({*left, *right}))
+
+
+def _loss_by_step(trace: Trace) -> dict[int, float | None]:
+    found = {}
+    for step, group in groupby(trace.losses, key=attrgetter("step")):
+        values = [loss.value for loss in group]
+        numbers = [value for value in values if value is not None]
+        whole = bool(numbers) and len(numbers) == len(values)
+        found[step] = sum(numbers) / len(numbers) if whole else None
+    return found
+
+
+def notes(pair: Pair) -> Iterator[str]:
+    """Yield what a reader has to know about the two recordings."""
+    for trace, name in zip(pair.traces, NAMES, strict=True):
+        if trace.is_truncated:
+            yield f"{name} was killed or still runs: it is compared up to its last whole step"
+        if not trace.sealed:
+            yield (
+                f"{name} was recorded by torchrepro 0.2.0 or older, without digests: "
+                "not all damage to it would be seen"
+            )
+    for mine, theirs, name in (
+        (pair.left, pair.right, NAMES[0]),
+        (pair.right, pair.left, NAMES[1]),
+    ):
+        steps = [step for step in mine.steps if step not in theirs.steps]
+        asked, last = theirs.meta.get("steps"), max(theirs.steps, default=0)
+        left_out = [step for step in steps if step < last or (asked and step > asked[1])]
+        if left_out:
+            steps_are = f"{counted(len(left_out), 'step')} {are(len(left_out))}"
+            yield f"{steps_are} recorded in {name} only, from step {left_out[0]} on"
+    first = next((step for step in pair.steps if _unequal_generators(pair, step)), None)
+    if first is not None:
+        generators = ", ".join(_unequal_generators(pair, first))
+        yield f"the states of {generators} differ from the end of step {first} on"
+
+
+def unequal_replicas(name: str, traces: Sequence[Trace]) -> Iterator[str]:
+    """Yield a sentence for each rank whose parameters no longer equal those of the first rank.
+
+    Ranks whose parameters never agree are no replicas: each holds a part of the model.
+    """
+    ranks = [trace for trace in traces if not trace.meta.get("ordinal")]
+    for first, other in ((ranks[0], other) for other in ranks[1:]):
+        pairs: list[tuple[int, bytes, bytes]] = [
+            (step, first.steps[step].parameters, other.steps[step].parameters)
+            for step in first.steps
+            if step in other.steps
+        ]
+        agreed = [step for step, one, two in pairs if one and one == two]
+        unequal = [step for step, one, two in pairs if agreed and step > agreed[0] and one != two]
+        if unequal:
+            yield (
+                f"{name}: the parameters of ranks {first.rank} and {other.rank} agree at step "
+                f"{max(step for step in agreed if step < unequal[0])} "
+                f"and no longer at step {unequal[0]}"
+            )
