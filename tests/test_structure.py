@@ -152,7 +152,7 @@ def test_the_catalogue_loads_no_access_of_another_package() -> None:
     assert "torchrepro.knobs.catalogue" in own
     assert {name for name in own if name.startswith(ACCESSED)} == set()
     assert len(own) < LIGHT
-    assert "torchrepro.seeding.seed_access" in used
+    assert "torchrepro.seeding.global_seeds" in used
     assert not any(name.startswith("torchrepro.policies.dropout") for name in used)
 
 

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from torchrepro.seeding.generators import register_generator as register_generator
     from torchrepro.seeding.generators import seeded as seeded
     from torchrepro.seeding.generators import unregister_generator as unregister_generator
+    from torchrepro.seeding.global_seeds import use_mesh as use_mesh
     from torchrepro.seeding.libraries import register_seeder as register_seeder
     from torchrepro.seeding.loader_hook import dataloader_kwargs as dataloader_kwargs
     from torchrepro.seeding.loader_hook import set_epoch as set_epoch
     from torchrepro.seeding.loader_worker import sample_rng as sample_rng
-    from torchrepro.seeding.mesh import use_mesh as use_mesh
     from torchrepro.seeding.state import rng_state as rng_state
     from torchrepro.seeding.state import save_rng_state as save_rng_state
     from torchrepro.seeding.state import set_rng_state as set_rng_state
@@ -93,7 +93,7 @@ _HOME = {
     "stream": "torchrepro.seeding.streams",
     "unregister_generator": "torchrepro.seeding.generators",
     "unregister_replacement": "torchrepro.policies.fallback",
-    "use_mesh": "torchrepro.seeding.mesh",
+    "use_mesh": "torchrepro.seeding.global_seeds",
     "verify": "torchrepro.verification.verifier",
 }
 

@@ -21,7 +21,7 @@ from torchrepro.knobs.env_rows import ORDER_OF_SUMS
 from torchrepro.messages import shown
 from torchrepro.report import Outcome
 from torchrepro.seeding import streams
-from torchrepro.seeding.mesh import seed_as_this_rank
+from torchrepro.seeding.global_seeds import seed_as_this_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

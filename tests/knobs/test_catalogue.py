@@ -19,7 +19,7 @@ from torchrepro.profile.composition import WHOLE
 from torchrepro.profile.resolved import knobs_for_key
 from torchrepro.profile.schema import Profile
 from torchrepro.report import Outcome
-from torchrepro.seeding.seed_access import AcceleratorSeed, _Queued
+from torchrepro.seeding.global_seeds import SeedQueue
 
 ROWS = [pytest.param(knob, id=knob.name) for knob in CATALOGUE]
 
@@ -211,25 +211,18 @@ def test_numbers_after_the_scope_are_those_that_would_have_come_anyway() -> None
 
 def test_an_undo_before_device_init_takes_a_queued_seed_back() -> None:
     """What torch queues for a device that is not in use yet is what it was before."""
-    access = AcceleratorSeed("cuda")
     module = torch.cuda
     tracker = getattr(module, "_lazy_seed_tracker", None)
     before = list(module._queued_calls), dict(vars(tracker)) if tracker else None
-    saved = _Queued(before)
+    saved = SeedQueue.of(module)
 
     module.manual_seed_all(7)
     changed = (list(module._queued_calls), dict(vars(tracker)) if tracker else None) != before
-    restored = _restore(access, saved)
+    restored = saved.put_back(module)
 
     assert changed
     assert restored
     assert before == (list(module._queued_calls), dict(vars(tracker)) if tracker else None)
-
-
-def _restore(access: AcceleratorSeed, saved: _Queued) -> bool:
-    from torchrepro.seeding.seed_access import _put_back_queue
-
-    return _put_back_queue(getattr(torch, access.device), saved.queue)
 
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_EFFECT))

@@ -110,7 +110,7 @@ POLICIES = (
     _policy(
         "streams",
         SEEDS_OF_STREAMS,
-        LazyAccess("seeding.seed_access:streams_field"),
+        LazyAccess("seeding.global_seeds:streams_field"),
         "Streams with a seed of their own, so that one source of variation can be swept alone.",
         source=RANDOMNESS,
         target="seed plan",
@@ -121,7 +121,7 @@ POLICIES = (
     _policy(
         "ranks",
         RANK_POLICIES,
-        LazyAccess("seeding.seed_access:ranks_field"),
+        LazyAccess("seeding.global_seeds:ranks_field"),
         "Whether the ranks of a distributed run draw the same numbers or each its own. Left "
         "alone, named streams and samples differ and the global generators start from one seed. "
         "The order of samples is the same on all ranks: a DistributedSampler divides it.",

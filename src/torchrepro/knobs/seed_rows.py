@@ -17,7 +17,7 @@ def _accelerator(device: str, source: str, since: str) -> Knob:
     return _seed(
         name=f"seed.{device}",
         target=device,
-        access=LazyAccess(f"seeding.seed_access:{device}_seed"),
+        access=LazyAccess(f"seeding.global_seeds:{device}_seed"),
         library="torch",
         summary=f"Seed of the default generator of every {device.upper()} device.",
         cost="none; before device init the seed waits in torch's queue",
@@ -32,7 +32,7 @@ SEEDS = (
         name="seed.streams",
         target="seed plan",
         set_on_import="",
-        access=LazyAccess("seeding.seed_access:root_seed"),
+        access=LazyAccess("seeding.global_seeds:root_seed"),
         summary="Root of every named stream: torchrepro.stream, seeded, dataloader_kwargs.",
         cost="none; deriving a stream takes about 5 microseconds",
         source="https://www.rfc-editor.org/rfc/rfc7693",
@@ -40,7 +40,7 @@ SEEDS = (
     _seed(
         name="seed.libraries",
         target="torch",
-        access=LazyAccess("seeding.seed_access:library_seeds"),
+        access=LazyAccess("seeding.global_seeds:library_seeds"),
         library="torch",
         summary="Seed of other libraries that draw numbers (cupy, tensorflow, registered ones), "
         "given when they are loaded.",
@@ -51,7 +51,7 @@ SEEDS = (
         name="seed.python",
         target="python",
         set_on_import="random",
-        access=LazyAccess("seeding.seed_access:python_seed"),
+        access=LazyAccess("seeding.global_seeds:python_seed"),
         summary="Seed of the generator behind the functions of Python's `random`.",
         cost="none",
         source="https://docs.python.org/3/library/random.html#random.seed",
@@ -61,7 +61,7 @@ SEEDS = (
         name="seed.numpy",
         target="numpy",
         set_on_import="numpy.random",
-        access=LazyAccess("seeding.seed_access:numpy_seed"),
+        access=LazyAccess("seeding.global_seeds:numpy_seed"),
         library="numpy",
         summary="Seed of numpy's legacy global generator; a Generator of your own is not reached.",
         cost="about 6 ms the first time: numpy loads numpy.random",
@@ -71,7 +71,7 @@ SEEDS = (
     _seed(
         name="seed.torch",
         target="torch",
-        access=LazyAccess("seeding.seed_access:torch_seed"),
+        access=LazyAccess("seeding.global_seeds:torch_seed"),
         library="torch",
         summary="Seed of torch's default CPU generator, of which only the low 32 bits count.",
         cost="none",
@@ -81,7 +81,7 @@ SEEDS = (
     _seed(
         name="seed.calls",
         target="torch",
-        access=LazyAccess("seeding.seed_access:seeding_calls"),
+        access=LazyAccess("seeding.global_seeds:seeding_calls"),
         library="torch",
         summary="Later calls of the program that seed a generator are honoured and recorded, each "
         "with its line.",

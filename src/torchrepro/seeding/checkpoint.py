@@ -14,7 +14,7 @@ from zipfile import BadZipFile, ZipFile
 
 from torchrepro.errors import SeedingError
 from torchrepro.messages import Problem, shown, some
-from torchrepro.seeding import loader as loader_register
+from torchrepro.seeding.loader import bind_loader, loading_of, set_epochs
 from torchrepro.seeding.loader_hook import advice, knows_epochs, set_epoch, yields_items
 from torchrepro.seeding.ranks import world
 from torchrepro.seeding.state import rng_state, set_rng_state, write_whole
@@ -62,9 +62,10 @@ class Checkpoint:
         self._first_save = True
         self._loader = ""
         self._rng: dict[str, Any] | None = None
-        self._judge_parts()
-        if self.folder is not None:
-            self._load_latest(self.folder)
+        self._check_parts()
+        step = None if self.folder is None else _latest(self.folder)
+        if self.folder is not None and step is not None:
+            self._load(_file(self.folder, step))
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that are left of `count`, the interrupted one first."""
@@ -76,15 +77,15 @@ class Checkpoint:
         """Yield the batches of the present epoch that are not done yet.
 
         Tells the loader and its samplers which epoch it is. Batches that are done are not loaded
-        again, unless an `IterableDataset` leaves no other way; they count into `batch`, by which a
-        program that takes only some batches of an epoch knows when to stop. Raises `SeedingError`
-        for a loader that torchrepro does not seed, or whose sampler draws from a generator of its
-        own: it would load other batches than before.
+        again, except from an `IterableDataset`, which names no samples. They count into `batch`,
+        by which a program that takes only some batches of an epoch knows when to stop. Raises
+        `SeedingError` for a loader that torchrepro does not seed, or whose sampler draws from a
+        generator of its own: such a loader would load other batches than before.
         """
         if self.folder is not None:
-            _judge_loader(loader)
+            _check_loader(loader)
             if self._rng is not None and self._loader:
-                loader_register.bind_loader(loader, self._loader)
+                bind_loader(loader, self._loader)
             self._loader = _name_of(loader)
         reread = yields_items(loader)
         if knows_epochs(loader):
@@ -113,7 +114,7 @@ class Checkpoint:
         states = {name: part.state_dict() for name, part in self.parts.items()}
         if self._first_save:
             for name, state in states.items():
-                _judge_state(name, state)
+                _check_state(name, state)
             self._first_save = False
         content = io.BytesIO()
         torch.save(
@@ -136,9 +137,9 @@ class Checkpoint:
             with suppress(OSError):
                 path.parent.rmdir()  # what cannot be written leaves no empty step
             raise
-        _forget_what_no_rank_needs(self.folder)
+        _delete_old_steps(self.folder)
 
-    def _judge_parts(self) -> None:
+    def _check_parts(self) -> None:
         for name, part in self.parts.items():
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
                 raise SeedingError(
@@ -149,11 +150,6 @@ class Checkpoint:
                         legal="a module, an optimizer, a scheduler, a scaler",
                     )
                 )
-
-    def _load_latest(self, folder: Path) -> None:
-        step = _latest(folder)
-        if step is not None:
-            self._load(_file(folder, step))
 
     def _load(self, path: Path) -> None:
         try:
@@ -181,15 +177,15 @@ class Checkpoint:
             part.load_state_dict(parts[name])
         self.epoch, self.batch, self.step, self._loader = place
         self._rng = rng
-        loader_register.set_epochs(rng["loaders"])  # a loader has to know which one it was
+        set_epochs(rng["loaders"])  # a loader has to know which one it was
 
 
-def _judge_loader(loader: Any) -> None:
+def _check_loader(loader: Any) -> None:
     """Raise `SeedingError` for a loader whose epochs cannot be taken up in their middle."""
     import torch
 
     todo = advice(loader)
-    if loader_register.loading_of(loader) is None:
+    if loading_of(loader) is None:
         what = "this loader is not seeded, so an epoch cannot be taken up in its middle"
         raise SeedingError(Problem(what, todo=todo))
     parts = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
@@ -203,11 +199,11 @@ def _judge_loader(loader: Any) -> None:
 
 
 def _name_of(loader: Any) -> str:
-    loading = loader_register.loading_of(loader)
+    loading = loading_of(loader)
     return loading.name if loading is not None else ""
 
 
-def _judge_state(name: str, state: Any) -> None:
+def _check_state(name: str, state: Any) -> None:
     """Raise `SeedingError` for the state of a part that could be written but not read again."""
     import torch
 
@@ -283,12 +279,12 @@ def _latest(folder: Path) -> int | None:
         warnings.warn(
             f"{folder} holds no step that all {here.size} ranks have written (this is rank "
             f"{here.rank}): starting from the beginning",
-            stacklevel=5,
+            stacklevel=3,
         )
     return whole_one
 
 
-def _forget_what_no_rank_needs(folder: Path) -> None:
+def _delete_old_steps(folder: Path) -> None:
     """Delete the steps before the last two that every rank has written."""
     if world().rank == 0:
         steps = _steps(folder)

@@ -1,153 +1,32 @@
-"""The generators of a process, global and registered: state, start, and scopes around them."""
+"""The generators of a process, global and registered: their states, and scopes around them."""
 
 from __future__ import annotations
 
 import random
 import sys
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from functools import partial
 from random import Random
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torchrepro.errors import SeedingError
 from torchrepro.messages import Problem, shown
 from torchrepro.seeding import streams
-from torchrepro.seeding.ranks import judged
-from torchrepro.seeding.streams import stream
+from torchrepro.seeding.ranks import checked_policy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torchrepro.seeding.streams import Stream
 
+Generator = TypeVar("Generator")
 
 DEVICES = ("cuda", "npu", "xpu", "mps")
-
-
-def built_for() -> set[str]:
-    """Return the accelerators that the loaded torch is built for, without touching a device."""
-    torch: Any = sys.modules["torch"]
-    answers = {
-        "cuda": torch.version.cuda is not None or torch.version.hip is not None,
-        "mps": torch.backends.mps.is_built(),
-        "xpu": bool(getattr(torch.version, "xpu", None)),
-        "npu": hasattr(torch, "npu"),  # torch_npu, or another back end of that name, put it there
-    }
-    return {device for device, built in answers.items() if built}
-
-
-def initialised(module: Any) -> bool:
-    """Whether the devices behind ``torch.<device>`` have been used in this process."""
-    check = getattr(module, "is_initialized", None)
-    return bool(check() if check else module.is_available())
-
-
-def devices_in_use() -> dict[str, Any]:
-    """Return the module of every accelerator in use in this process, by its name."""
-    torch: Any = sys.modules.get("torch")
-    if torch is None:
-        return {}
-    built = built_for()
-    modules = {name: getattr(torch, name, None) for name in DEVICES if name in built}
-    return {name: module for name, module in modules.items() if module and initialised(module)}
-
-
-def device_states(module: Any) -> list[Any]:
-    """Return a copy of the state of every device's generator, as byte tensors on the CPU."""
-    if hasattr(module, "get_rng_state_all"):
-        return [state.clone() for state in module.get_rng_state_all()]
-    return [module.get_rng_state().clone()]
-
-
-def set_device_states(module: Any, saved: list[Any]) -> None:
-    """Put back what `states` returned."""
-    if hasattr(module, "set_rng_state_all"):
-        module.set_rng_state_all(saved)
-    else:
-        module.set_rng_state(saved[0])
-
-
-def seed_device(module: Any, seed: int) -> None:
-    """Seed the generator of every device; one that is not in use yet is seeded at its first use."""
-    getattr(module, "manual_seed_all", module.manual_seed)(seed)
-
-
 _seed_python = random.seed  # as it is before calls of the program are recorded
 
 
-@dataclass(frozen=True, slots=True)
-class HostState:
-    """The state of Python's, numpy's legacy and torch's CPU generator."""
-
-    python: Any
-    numpy: Any
-    torch: Any
-
-    def put_back(self) -> None:
-        """Make this the state again."""
-        random.setstate(self.python)
-        sys.modules["numpy"].random.set_state(self.numpy)
-        sys.modules["torch"].default_generator.set_state(self.torch)
-
-
-def host_state() -> HostState:
-    """Return the state of the three generators that draw on the host; imports torch."""
-    import numpy as np
-    import torch
-
-    return HostState(
-        random.getstate(),
-        np.random.get_state(legacy=False),
-        torch.default_generator.get_state(),
-    )
-
-
-def seed_host(stream: Stream) -> None:
-    """Start Python's, numpy's legacy and torch's CPU generator from `stream`, 256 bits each."""
-    import numpy as np
-    import torch
-
-    _seed_python(stream.entropy("python"))
-    np.random.seed(np.frombuffer(stream.bytes("numpy_legacy", 32), "<u4"))
-    material = stream.bytes("torch", streams.CPU_STATE_BYTES)
-    streams.start_cpu_generator(torch.default_generator, stream.seed64, material)
-
-
-def seed_devices(stream: Stream) -> None:
-    """Start the generators of every accelerator in use from 64 bits of `stream`."""
-    for module in devices_in_use().values():
-        seed_device(module, int.from_bytes(stream.bytes("torch", 8), "little"))
-
-
-@dataclass(frozen=True, slots=True)
-class GlobalState:
-    """The state of every global generator of this process, accelerators in use included."""
-
-    host: HostState
-    devices: dict[str, list[Any]]
-
-    def put_back(self) -> None:
-        """Make this the state again; an accelerator first used since then keeps its own."""
-        self.host.put_back()
-        for name, module in devices_in_use().items():
-            if name in self.devices:
-                set_device_states(module, self.devices[name])
-
-
-def global_state() -> GlobalState:
-    """Return the state of every global generator; imports torch and initialises no device."""
-    host = host_state()
-    return GlobalState(
-        host, {name: device_states(module) for name, module in devices_in_use().items()}
-    )
-
-
-Generator = TypeVar("Generator")
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of generator: how to recognise it, and its state as a value and back."""
+class Kind(NamedTuple):
+    """A kind of generator: how to recognise it, and how to read its state and set it."""
 
     name: str
     is_one: Callable[[Any], bool]
@@ -155,13 +34,11 @@ class Kind:
     set_state: Callable[[Any, Any], None]
 
 
-def _is(module: str, path: str) -> Callable[[Any], bool]:
+def _is(module: str, name: str) -> Callable[[Any], bool]:
     """Return a test for instances of a class of `module`, which is never imported for it."""
 
     def check(value: Any) -> bool:
-        kind: Any = sys.modules.get(module)
-        for part in path.split("."):
-            kind = getattr(kind, part, None)
+        kind: Any = getattr(sys.modules.get(module), name, None)
         return kind is not None and isinstance(value, kind)
 
     return check
@@ -180,13 +57,13 @@ KINDS = (
     ),
     Kind(
         "numpy",
-        _is("numpy", "random.Generator"),
+        _is("numpy.random", "Generator"),
         lambda generator: generator.bit_generator.state,
         _set_numpy,
     ),
     Kind(
         "numpy_legacy",
-        _is("numpy", "random.RandomState"),
+        _is("numpy.random", "RandomState"),
         lambda generator: generator.get_state(legacy=False),
         lambda generator, state: generator.set_state(state),
     ),
@@ -228,7 +105,7 @@ def register_generator(name: str, generator: Generator) -> Generator:
 
 
 def _has_state(kind: Kind, generator: Any) -> bool:
-    """Whether `generator` has a state: `random.SystemRandom` looks like one that does."""
+    """Whether `generator` has a state: `random.SystemRandom` only looks as if it had one."""
     try:
         kind.state(generator)
     except NotImplementedError:
@@ -254,27 +131,109 @@ def registered() -> dict[str, tuple[Kind, Any]]:
     return dict(_registered)
 
 
-@dataclass(frozen=True, slots=True)
-class RegisteredStates:
-    """The state of every registered generator."""
+def built_for() -> set[str]:
+    """Return the accelerators that the loaded torch is built for, without touching a device."""
+    torch: Any = sys.modules["torch"]
+    answers = {
+        "cuda": torch.version.cuda is not None or torch.version.hip is not None,
+        "mps": torch.backends.mps.is_built(),
+        "xpu": bool(getattr(torch.version, "xpu", None)),
+        "npu": hasattr(torch, "npu"),  # torch_npu, or another back end of that name, put it there
+    }
+    return {device for device, built in answers.items() if built}
 
-    states: dict[str, tuple[Kind, Any, Any]]
+
+def initialised(module: Any) -> bool:
+    """Whether the devices behind ``torch.<device>`` have been used in this process."""
+    check = getattr(module, "is_initialized", None)
+    return bool(check() if check else module.is_available())
+
+
+def devices_in_use() -> dict[str, Any]:
+    """Return the module of every accelerator in use in this process, by its name."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    built = built_for()
+    modules = {name: getattr(torch, name, None) for name in DEVICES if name in built}
+    return {name: module for name, module in modules.items() if module and initialised(module)}
+
+
+def device_states(module: Any) -> list[Any]:
+    """Return a copy of the state of every device's generator, as byte tensors on the CPU."""
+    if hasattr(module, "get_rng_state_all"):
+        return [state.clone() for state in module.get_rng_state_all()]
+    return [module.get_rng_state().clone()]
+
+
+def set_device_states(module: Any, saved: list[Any]) -> None:
+    """Put back what `device_states` returned."""
+    if hasattr(module, "set_rng_state_all"):
+        module.set_rng_state_all(saved)
+    else:
+        module.set_rng_state(saved[0])
+
+
+def seed_device(module: Any, seed: int) -> None:
+    """Seed the generator of every device; one that is not in use yet is seeded at its first use."""
+    getattr(module, "manual_seed_all", module.manual_seed)(seed)
+
+
+class Slot(NamedTuple):
+    """One generator of this process: how to read its state, and how to set it."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+
+
+def host_slots() -> dict[str, Slot]:
+    """Return the slots of Python's, numpy's legacy and torch's CPU generator; imports torch."""
+    import numpy as np
+    import torch
+
+    return {
+        "python": Slot(random.getstate, random.setstate),
+        "numpy": Slot(partial(np.random.get_state, legacy=False), np.random.set_state),
+        "torch": Slot(torch.default_generator.get_state, torch.default_generator.set_state),
+    }
+
+
+def all_slots() -> dict[str, Slot]:
+    """Return the slot of every generator of this process; imports torch, initialises no device."""
+    slots = host_slots()
+    for name, module in devices_in_use().items():
+        slots[name] = Slot(partial(device_states, module), partial(set_device_states, module))
+    for name, (kind, own) in _registered.items():
+        slots[f"registered/{name}"] = Slot(partial(kind.state, own), partial(kind.set_state, own))
+    return slots
+
+
+class States:
+    """The states that some generators had when this was made."""
+
+    def __init__(self, slots: Iterable[Slot]) -> None:
+        self._states = [(slot.write, slot.read()) for slot in slots]
 
     def put_back(self) -> None:
-        """Make this the state again, of every generator even if one of them raises."""
-        with ExitStack() as all_of_them:
-            for kind, generator, state in self.states.values():
-                all_of_them.callback(kind.set_state, generator, state)
+        """Make these the states again, of every generator even if one of them raises."""
+        with ExitStack() as every_one:
+            for write, state in self._states:
+                every_one.callback(write, state)
 
 
-def registered_states() -> RegisteredStates:
-    """Return the state of every registered generator."""
-    return RegisteredStates(
-        {
-            name: (kind, generator, kind.state(generator))
-            for name, (kind, generator) in _registered.items()
-        }
-    )
+def host_states() -> States:
+    """Return the states of the three generators that draw on the host; imports torch."""
+    return States(host_slots().values())
+
+
+def seed_host(source: Stream) -> None:
+    """Start Python's, numpy's legacy and torch's CPU generator from `source`, 256 bits each."""
+    import numpy as np
+    import torch
+
+    _seed_python(source.entropy("python"))
+    np.random.seed(np.frombuffer(source.bytes("numpy_legacy", 32), "<u4"))
+    streams.start_cpu_generator(torch.default_generator, source)
 
 
 @contextmanager
@@ -285,12 +244,11 @@ def isolated_rng() -> Iterator[None]:
     registered ones; restores after an exception too. Also a decorator. `torch.random.fork_rng`
     covers torch alone.
     """
-    before, registered = global_state(), registered_states()
+    before = States(all_slots().values())
     try:
         yield
     finally:
         before.put_back()
-        registered.put_back()
 
 
 @contextmanager
@@ -307,9 +265,10 @@ def seeded(
     generator is as it was before, after an exception too. Raises `SeedingError` where no profile
     with a seed is in force, and for an unknown policy.
     """
-    where = streams.current_plan().coordinate(judged(ranks))
-    source = stream(name, rank=where, epoch=epoch, step=step)
+    rank = streams.current_plan().coordinate(checked_policy(ranks))
+    source = streams.stream(name, rank=rank, epoch=epoch, step=step)
     with isolated_rng():
         seed_host(source)
-        seed_devices(source)
+        for module in devices_in_use().values():
+            seed_device(module, int.from_bytes(source.bytes("torch", 8), "little"))
         yield source

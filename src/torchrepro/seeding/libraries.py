@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import say
@@ -35,25 +35,18 @@ def _cupy() -> Any:
     return sys.modules["cupy"].random
 
 
-def _seed_cupy(seed: int) -> None:
-    # A new state rather than a new seed of the old one: so that the old one can come back.
-    _cupy().set_random_state(_cupy().RandomState(seed))
-
-
-def _save_cupy() -> Any:
-    return _cupy().get_random_state()
-
-
-def _restore_cupy(state: Any) -> None:
-    _cupy().set_random_state(state)
-
-
 def _seed_tensorflow(seed: int) -> None:
     sys.modules["tensorflow"].random.set_seed(seed)
 
 
 SEEDERS = (
-    Seeder("cupy", _seed_cupy, _save_cupy, _restore_cupy),
+    Seeder(
+        "cupy",
+        # A new state rather than a new seed of the old one: so that the old one can come back.
+        lambda seed: _cupy().set_random_state(_cupy().RandomState(seed)),
+        lambda: _cupy().get_random_state(),
+        lambda state: _cupy().set_random_state(state),
+    ),
     Seeder("tensorflow", _seed_tensorflow),
 )
 """The libraries known without anybody registering them."""
@@ -63,7 +56,7 @@ _registered: dict[str, Seeder] = {seeder.module: seeder for seeder in SEEDERS}
 
 @dataclass(slots=True)
 class _State:
-    """What is waited for while a seed is in force."""
+    """The seed in force, and what waits for the libraries that get it."""
 
     seed: int | None = None
     finder: AfterImport | None = None
@@ -84,8 +77,8 @@ def register_seeder(
 
     Under a profile with a seed that happens now if `module` is loaded, else when it is imported;
     torchrepro never imports it. With `save` and `restore` its state comes back with the undo. A
-    second call for the same module replaces the first. Raises `SeedingError` for what is no
-    module name or no function.
+    second call for the same module replaces the first. Raises `SeedingError` for a name that
+    is none, and for functions that cannot be called.
     """
     way_back = (save is None and restore is None) or (callable(save) and callable(restore))
     if not isinstance(module, str) or not module or not callable(seed) or not way_back:
@@ -115,7 +108,6 @@ class LibrarySeeds:
         return _state.seed == value
 
     def write(self, value: int) -> None:
-        _stop()
         _state.seed, _state.seeded = value, {}
         _watch()
 
@@ -148,12 +140,12 @@ def seed_again(seed: int) -> None:
 
 def _watch() -> None:
     """Seed what is loaded and not seeded yet, and wait for the rest."""
+    _stop()
     seeders = _seeders()
     for module in seeders:
         if sys.modules.get(module) is not None and module not in _state.seeded:
             _seed(module)
     waiting = [module for module in seeders if module not in sys.modules]
-    _stop()
     _state.finder = AfterImport(waiting, _seed_when_loaded)
     _state.finder.watch()
 
@@ -191,15 +183,13 @@ def _installed() -> dict[str, Seeder]:
     """Return the seeders of installed packages, looked for once: that takes milliseconds."""
     from importlib.metadata import entry_points  # takes 20 ms, and only a seed needs it
 
-    return {entry.name: _from(entry) for entry in entry_points(group=GROUP)}
+    found = entry_points(group=GROUP)
+    return {entry.name: Seeder(entry.name, partial(_seed_by, entry)) for entry in found}
 
 
-def _from(entry: EntryPoint) -> Seeder:
-    # Loading the entry point may import the library: it happens once the library is loaded.
-    def seed(number: int) -> None:
-        entry.load()(number)
-
-    return Seeder(entry.name, seed)
+def _seed_by(entry: EntryPoint, seed: int) -> None:
+    # Loading the entry point may import the library, so it happens no sooner than this.
+    entry.load()(seed)
 
 
 def reseed(seed: int) -> None:

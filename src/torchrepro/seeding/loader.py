@@ -11,27 +11,27 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from torchrepro.seeding import loader_worker, streams
+from torchrepro.seeding import streams
 from torchrepro.seeding.loader_worker import (
     BatchRequest,
-    NoRepeats,
     Position,
-    Repeats,
     SampleRequest,
     draw_from,
-    enter_draw,
-    leave_draw,
-    repeats_of,
+    is_loading,
+    isolated_draws,
+    label,
     seed_readers_of_worker,
-    single,
     worker_stream,
 )
 from torchrepro.seeding.streams import Stream, derive, whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     import torch
+
+_NOTHING: Mapping[bytes, int] = {}
+_END = object()
 
 
 class Loading:
@@ -103,7 +103,7 @@ class SeededSampler:
 
     def __init__(self, sampler: Any, loading: Loading, generator: torch.Generator | None) -> None:
         self.sampler, self.loading = sampler, loading
-        self.generators = _generators_of(sampler) if generator is None else [generator]
+        self.generators = _torchdata_generators(sampler) if generator is None else [generator]
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -114,25 +114,20 @@ class SeededSampler:
         loading = self.loading
         return self._requests(loading.stream, loading.order, loading.start)
 
-    def _counts(self) -> Repeats:
-        return repeats_of(self.sampler) if self.loading.request is SampleRequest else NoRepeats()
-
     def _requests(self, stream: Stream, order: Stream, start: int) -> Iterator[BatchRequest]:
         own = OrderPlace(self.generators, order)
-        outside = enter_draw()
-        try:
+        with isolated_draws():
             draw_from(order)
             with own:
                 indices = iter(self.sampler)
                 index = next(indices, _END)
             place = nullcontext() if _draws_at_first_only(self.sampler) else Position()
-        finally:
-            leave_draw(outside)
-        repeats = self._counts()
+        counted = self.loading.request is SampleRequest and _may_repeat(self.sampler)
+        repeats = Repeats() if counted else None
         for number in count():
             if index is _END:
                 return
-            again = repeats.of(index)
+            again = _NOTHING if repeats is None else repeats.of(index)
             if number >= start:
                 yield self.loading.request(stream, number, index, again)
             with place, own:
@@ -158,25 +153,53 @@ class OrderPlace:
             generator.set_state(state)
 
 
-_END = object()
+class Repeats:
+    """Counts the samples of an epoch, so that one which comes again draws other numbers."""
+
+    def __init__(self) -> None:
+        self._so_far: Counter[bytes] = Counter()
+
+    def of(self, index: Any) -> Mapping[bytes, int]:
+        """Return how often the epoch has had each sample of the batch `index` before.
+
+        Samples that come for the first time, and once, are left out.
+        """
+        names = [label(part) for part in index] if isinstance(index, list) else [label(index)]
+        within = Counter(names)
+        again = {
+            name: self._so_far[name]
+            for name, times in within.items()
+            if times > 1 or name in self._so_far
+        }
+        self._so_far.update(within)
+        return again
 
 
-def _generators_of(sampler: Any) -> list[torch.Generator]:
-    """Return the generators that torchdata's samplers make where the author gave none."""
-    parts = (sampler, getattr(sampler, "sampler", None))
-    own = [part for part in parts if type(part).__module__.partition(".")[0] == "torchdata"]
-    found = (getattr(part, "generator", None) for part in own)
-    return [generator for generator in found if generator is not None]
+def _sampler_of_indices(sampler: Any) -> Any:
+    """Return what yields single indices: `sampler`, or the one that torch's makes batches of."""
+    from torch.utils.data import BatchSampler
+
+    return sampler.sampler if type(sampler) is BatchSampler else sampler
+
+
+def _may_repeat(sampler: Any) -> bool:
+    """Whether an epoch of `sampler` may yield an index twice."""
+    from torch.utils import data
+
+    sampler = _sampler_of_indices(sampler)
+    if type(sampler) is data.RandomSampler:
+        return bool(sampler.replacement or sampler.num_samples > len(sampler.data_source))
+    return type(sampler) not in (data.SequentialSampler, data.DistributedSampler)
 
 
 def _draws_at_first_only(sampler: Any) -> bool:
     """Whether `sampler` is one of torch's that use the global generators before their first index.
 
-    It saves a change of all generators per batch; any other sampler may draw whenever it likes.
+    It saves a change of all generators per batch. Any other sampler may draw whenever it likes.
     """
     from torch.utils import data
 
-    return type(single(sampler)) in (
+    return type(_sampler_of_indices(sampler)) in (
         data.SequentialSampler,
         data.RandomSampler,
         data.SubsetRandomSampler,
@@ -185,9 +208,17 @@ def _draws_at_first_only(sampler: Any) -> bool:
     )
 
 
+def _torchdata_generators(sampler: Any) -> list[torch.Generator]:
+    """Return the generators that torchdata's samplers make where the author gave none."""
+    parts = (sampler, getattr(sampler, "sampler", None))
+    own = [part for part in parts if type(part).__module__.partition(".")[0] == "torchdata"]
+    found = (getattr(part, "generator", None) for part in own)
+    return [generator for generator in found if generator is not None]
+
+
 @dataclass(slots=True)
 class Register:
-    """The loaders seen since a seed came in force, and how far they have come."""
+    """The loaders that appeared since a seed came in force, and how far they have come."""
 
     loadings: WeakKeyDictionary[Any, Loading] = field(default_factory=WeakKeyDictionary)
     """The loaders whose author seeded nothing, each with what seeds it."""
@@ -203,63 +234,43 @@ class Register:
 
 
 @dataclass(slots=True)
-class _State:
-    """What the register is asked to do at present."""
+class Loaders:
+    """The loaders of this process that torchrepro seeds."""
 
     automatic: bool = False
     """Whether loaders whose author seeded nothing are seeded."""
 
     register: Register = field(default_factory=Register)
+    """Those of the seed in force."""
+
     explicit: WeakSet[ExplicitLoading] = field(default_factory=WeakSet)
     """The seeding of the loaders made with `dataloader_kwargs`, while they are alive."""
 
 
-_state = _State()
-
-
-def automatic() -> bool:
-    """Whether loaders whose author seeded nothing are seeded."""
-    return _state.automatic
+loaders = Loaders()
 
 
 def set_automatic(seeded: bool) -> None:  # noqa: FBT001 - the state itself
     """Seed loaders whose author seeded nothing, or leave them alone."""
-    _state.automatic = seeded
-    _mark(_state.register)
-
-
-def add_loader(loading: ExplicitLoading) -> None:
-    """Know of a loader made with `dataloader_kwargs`, for as long as it is alive."""
-    _state.explicit.add(loading)
-
-
-def has_explicit() -> bool:
-    """Whether a loader made with `dataloader_kwargs` is alive."""
-    return any(True for _ in _state.explicit)  # the set itself counts what is just going away
-
-
-def present_register() -> Register:
-    """Return the register of loaders that belongs to the seed in force."""
-    return _state.register
+    loaders.automatic = seeded
+    for loading in loaders.register.loadings.values():
+        loading.active = seeded
 
 
 def put_register(register: Register) -> None:
-    """Make `register` the one in use: an empty one with a new seed, the old one with its undo."""
-    for loading in _state.register.loadings.values():
+    """Make `register` the one in use: an empty one with a new seed, the old one with its undo.
+
+    Workers that live on find in their sampler whether their loader is seeded at present.
+    """
+    for loading in loaders.register.loadings.values():
         loading.active = False
-    _state.register = register
-    _mark(register)
-
-
-def _mark(register: Register) -> None:
-    """Tell workers that live on whether their loader is seeded at present."""
-    for loading in register.loadings.values():
-        loading.active = _state.automatic
+    loaders.register = register
+    set_automatic(loaders.automatic)
 
 
 def first_epoch(name: str) -> int:
     """Return the epoch with which a new loader called `name` goes on: 0 unless it is resumed."""
-    return _state.register.named.pop(name, 0)
+    return loaders.register.named.pop(name, 0)
 
 
 def loading_of(loader: Any) -> Loading | None:
@@ -267,14 +278,14 @@ def loading_of(loader: Any) -> Loading | None:
     own = getattr(loader, "worker_init_fn", None)
     if isinstance(own, Loading):
         return own
-    if not _state.automatic or not _can_be_seeded(loader):
+    if not loaders.automatic or not _can_be_seeded(loader):
         return None
-    known = _state.register.loadings
-    if loader not in known:
+    loadings = loaders.register.loadings
+    if loader not in loadings:
         if getattr(loader, "_iterator", None) is not None:
             return None  # its workers started before the profile was in force
-        known[loader] = _next_loading(_kind(loader.dataset))
-    return known[loader]
+        loadings[loader] = _next_loading(_kind(loader.dataset))
+    return loadings[loader]
 
 
 def author_seeds(loader: Any) -> bool:
@@ -287,7 +298,7 @@ def bind_loader(loader: Any, name: str) -> None:
     """Have `loader`, seeded by the profile, go on as the loader called `name`."""
     present = loading_of(loader)
     if present is not None and not isinstance(present, ExplicitLoading) and present.name != name:
-        _state.register.loadings[loader] = Loading(name, present.next_epoch)
+        loaders.register.loadings[loader] = Loading(name, present.next_epoch)
 
 
 def _can_be_seeded(loader: Any) -> bool:
@@ -295,7 +306,7 @@ def _can_be_seeded(loader: Any) -> bool:
 
     if not isinstance(loader, DataLoader) or type(loader).__hash__ is None or author_seeds(loader):
         return False
-    if loader_worker.is_loading():
+    if is_loading():
         return False  # a dataset's own loader draws from what its sample draws from
     if not {"sampler", "batch_sampler"} <= vars(loader).keys():
         return False  # a class that makes them up has no place where seeding could step in
@@ -320,8 +331,8 @@ def _kind(dataset: Any) -> str:
 
 
 def _next_loading(kind: str) -> Loading:
-    """Return the seeding of a loader seen for the first time: a resumed one, else a new one."""
-    register = _state.register
+    """Return the seeding of a loader that is new here: a resumed one, else a new one."""
+    register = loaders.register
     for name in register.resumed:
         if name.rpartition("#")[0] == kind:
             return Loading(name, register.resumed.pop(name))
@@ -331,12 +342,12 @@ def _next_loading(kind: str) -> Loading:
 
 def epochs() -> dict[str, Any]:
     """Return how far every seeded loader has come, as plain JSON values."""
-    register = _state.register
-    seen = {loading.name: loading.next_epoch for loading in register.loadings.values()}
-    named = {loading.name: loading.next_epoch for loading in _state.explicit}
+    register = loaders.register
+    own = {loading.name: loading.next_epoch for loading in register.loadings.values()}
+    named = {loading.name: loading.next_epoch for loading in loaders.explicit}
     return {
         "begun": dict(register.begun),
-        "next_epoch": {**register.resumed, **seen},
+        "next_epoch": {**register.resumed, **own},
         "named": {**register.named, **named},
     }
 
@@ -345,9 +356,9 @@ def set_epochs(saved: dict[str, Any]) -> None:
     """Have every seeded loader go on where `epochs` found it.
 
     A loader that does not exist yet gets its place when its turn comes, and so does one that
-    `epochs` had not seen.
+    `epochs` did not know.
     """
-    register = _state.register
+    register = loaders.register
     register.begun, register.resumed = Counter(saved["begun"]), dict(saved["next_epoch"])
     for loader, loading in list(register.loadings.items()):
         if loading.name in register.resumed:
@@ -355,6 +366,6 @@ def set_epochs(saved: dict[str, Any]) -> None:
         else:
             del register.loadings[loader]
     register.named = dict(saved["named"])
-    for explicit in _state.explicit:
+    for explicit in loaders.explicit:
         explicit.next_epoch = saved["named"].get(explicit.name, explicit.next_epoch)
         register.named.pop(explicit.name, None)

@@ -17,15 +17,27 @@ from torchrepro.errors import SeedingError
 from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.imports import AfterImport, named
 from torchrepro.messages import Problem, shown
-from torchrepro.seeding import loader as loader_register
-from torchrepro.seeding import loader_worker, streams
-from torchrepro.seeding.loader import ExplicitLoading, Loading, SeededSampler, loading_of
-from torchrepro.seeding.loader_worker import seeded_readers
-from torchrepro.seeding.streams import judged_name, whole
+from torchrepro.seeding import streams
+from torchrepro.seeding.loader import (
+    ExplicitLoading,
+    Loading,
+    SeededSampler,
+    author_seeds,
+    first_epoch,
+    loaders,
+    loading_of,
+    set_automatic,
+)
+from torchrepro.seeding.loader_worker import (
+    draw_from,
+    isolated_draws,
+    seeded_readers,
+    worker_stream,
+)
+from torchrepro.seeding.streams import checked_name, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-
 
 LOADERS = {
     "torch.utils.data": ("DataLoader", ("__iter__",)),
@@ -52,10 +64,10 @@ class SeedingPolicy:
     """Whether loaders whose author seeded nothing are seeded: `auto` or `none`."""
 
     def read(self) -> str:
-        return "auto" if loader_register.automatic() else "none"
+        return "auto" if loaders.automatic else "none"
 
     def write(self, value: str) -> None:
-        loader_register.set_automatic(value == "auto")
+        set_automatic(value == "auto")
         _settle()
 
     save = read
@@ -84,8 +96,8 @@ workers_policy = WorkersPolicy()
 def hand_on(policy: str, value: Any) -> None:
     """Have workers that are started afresh put `value` of `policy` in force before all else.
 
-    `policy` is a path as `named` takes it; None stops that. Workers that are forked have what is
-    in force in this process.
+    `policy` is a path as `named` takes it; a value of None stops that. Workers that are forked
+    have what is in force in this process.
     """
     if value is None:
         _handed_on.pop(policy, None)
@@ -94,61 +106,117 @@ def hand_on(policy: str, value: Any) -> None:
     _settle()
 
 
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """The ``worker_init_fn`` of a worker that puts policies in force before its author's."""
+def dataloader_kwargs(
+    name: str, epoch: int | None = None, worker_init_fn: Callable[[int], Any] | None = None
+) -> dict[str, Any]:
+    """Return `generator` and `worker_init_fn` for the DataLoader called `name`.
 
-    policies: Mapping[str, Any]
-    then: Callable[[int], None] | None
+    Its order then depends on (seed, name, epoch). The numbers that a sample draws from Python's
+    `random`, numpy's legacy generator, torch and `sample_rng` depend on (seed, name, rank, epoch,
+    index): not on workers, not on what else drew numbers. Iterating it moves no global generator.
+    The first iteration is `epoch` (0, or where a restored snapshot was), each further one the
+    next; `set_epoch` names another. `worker_init_fn` runs in each worker as well. Raises
+    `SeedingError` where no profile with a seed is in force.
 
-    def __call__(self, worker: int) -> None:
-        for policy, value in self.policies.items():
-            named(policy).write(value)
-        if self.then is not None:
-            self.then(worker)
+    Wraps `DataLoader.__iter__` for as long as a loader made this way is alive.
+    """
+    import torch
 
-
-def watch(loading: ExplicitLoading) -> None:
-    """Seed the loader that uses `loading`, for as long as it is alive."""
-    loader_register.add_loader(loading)
+    streams.current_plan().root(checked_name(name))
+    first = first_epoch(name) if epoch is None else epoch
+    loading = ExplicitLoading(name, first, worker_init_fn)
+    loaders.explicit.add(loading)
     finalize(loading, _settle)
     _settle()
+    generator = torch.Generator()
+    loading.start_order(generator)
+    return {"generator": generator, "worker_init_fn": loading}
+
+
+def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
+    """Make the next iteration of `loader` the epoch `epoch`, leaving out its first `start` batches.
+
+    The batches left out are not loaded. Calls `set_epoch` of the loader's samplers and dataset
+    where they have one, as `DistributedSampler` does; works with workers that live on. Raises
+    `SeedingError` if nothing in `loader` knows epochs, and for batches to be left out of an
+    `IterableDataset` or of a loader that torchrepro does not seed.
+    """
+    number, left_out = whole("epoch", epoch), whole("start", start)
+    loading = loading_of(loader)
+    if left_out and (loading is None or yields_items(loader)):
+        why = "an IterableDataset" if loading is not None else "a loader that is not seeded here"
+        raise SeedingError(
+            Problem(f"batches of {why} cannot be left out", key="start", found=shown(start))
+        )
+    if not knows_epochs(loader):
+        raise SeedingError(
+            Problem("nothing in this loader knows epochs", found=shown(loader), todo=advice(loader))
+        )
+    if loading is not None:
+        loading.next_epoch, loading.next_start = number, left_out
+    for part in _parts_with_epochs(loader):
+        part.set_epoch(number)
+
+
+def advice(loader: Any) -> str:
+    """Return what makes torchrepro seed `loader`."""
+    if author_seeds(loader):
+        return (
+            "it has a generator or worker_init_fn of its own: give it "
+            "torchrepro.dataloader_kwargs(name) instead"
+        )
+    return (
+        "make it with torchrepro.dataloader_kwargs(name), or apply a profile with "
+        "dataloader.seeding: auto"
+    )
+
+
+def knows_epochs(loader: Any) -> bool:
+    """Whether `set_epoch` changes anything in `loader`."""
+    return loading_of(loader) is not None or bool(_parts_with_epochs(loader))
+
+
+def yields_items(loader: Any) -> bool:
+    """Whether `loader` reads an `IterableDataset`, which names no samples."""
+    from torch.utils.data import IterableDataset
+
+    return isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+
+def _parts_with_epochs(loader: Any) -> list[Any]:
+    """Return the samplers and the dataset of `loader` that have a `set_epoch` of their own."""
+    batches = getattr(loader, "batch_sampler", None)
+    parts = (
+        getattr(loader, "sampler", None),
+        batches,
+        getattr(batches, "sampler", None),
+        getattr(loader, "dataset", None),
+    )
+    own = {id(part): part for part in parts if callable(getattr(part, "set_epoch", None))}
+    return list(own.values())
 
 
 def _settle() -> None:
-    """Hook every loader class that is there, or none, as the present state asks."""
+    """Wrap the methods of every loader class that is loaded, or of none, as the state asks."""
     _unsettled.append(True)
     if len(_unsettled) > 1:
-        return  # the garbage collector calls in the middle of it: what is under way sees to that
+        return  # the garbage collector calls in the middle of it: the call under way sees to that
     while _unsettled:
-        asked = len(_unsettled)
+        changes = len(_unsettled)
         try:
-            if any(
-                (loader_register.automatic(), loader_register.has_explicit(), _forced, _handed_on)
-            ):
-                _hook_all()
+            # Iterating, because the length of a WeakSet counts what is just going away.
+            explicit = any(True for _ in loaders.explicit)
+            if loaders.automatic or explicit or _forced or _handed_on:
+                _finder.watch()
+                for module in filter(sys.modules.__contains__, LOADERS):
+                    _wrap(module)
             else:
-                _unhook_all()
+                _unwrap_all()
         finally:
-            del _unsettled[:asked]
+            del _unsettled[:changes]
 
 
-def _hook_all() -> None:
-    _finder.watch()
-    for module in LOADERS:
-        if module in sys.modules:
-            _hook(module)
-
-
-def _unhook_all() -> None:
-    _finder.unwatch()
-    while _wrapped:
-        (kind, method), (wrapper, original) = _wrapped.popitem()
-        if getattr(kind, method) is wrapper:  # else somebody has wrapped it since: it stays inside
-            setattr(kind, method, original)
-
-
-def _hook(module: str) -> None:
+def _wrap(module: str) -> None:
     name, methods = LOADERS[module]
     kind = getattr(sys.modules[module], name)
     for method in methods:
@@ -159,10 +227,18 @@ def _hook(module: str) -> None:
             setattr(kind, method, wrapper)
 
 
-_finder = AfterImport(LOADERS, _hook)
+def _unwrap_all() -> None:
+    _finder.unwatch()
+    while _wrapped:
+        (kind, method), (wrapper, original) = _wrapped.popitem()
+        if getattr(kind, method) is wrapper:  # else somebody has wrapped it since: it stays inside
+            setattr(kind, method, original)
 
 
-def _starts_iteration(original: Callable[..., Any]) -> Callable[..., Any]:
+_finder = AfterImport(LOADERS, _wrap)
+
+
+def _wrapped_iter(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def __iter__(loader: Any) -> Any:  # noqa: N807 - it stands for that method
         # torchdata has started one where a state was asked for before the first batch.
@@ -172,7 +248,7 @@ def _starts_iteration(original: Callable[..., Any]) -> Callable[..., Any]:
     return __iter__
 
 
-def _tells_state(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def state_dict(loader: Any) -> Any:
         started = loader._iterator is not None  # noqa: SLF001 - it starts an iteration otherwise
@@ -186,7 +262,7 @@ def _tells_state(original: Callable[..., Any]) -> Callable[..., Any]:
     return state_dict
 
 
-def _takes_state(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def load_state_dict(loader: Any, state_dict: Mapping[str, Any]) -> Any:
         loading = loading_of(loader)
@@ -198,9 +274,9 @@ def _takes_state(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _WRAPPERS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "__iter__": _starts_iteration,
-    "state_dict": _tells_state,
-    "load_state_dict": _takes_state,
+    "__iter__": _wrapped_iter,
+    "state_dict": _wrapped_state_dict,
+    "load_state_dict": _wrapped_load_state_dict,
 }
 
 
@@ -220,7 +296,7 @@ def _start(original: Callable[[Any], Any], loader: Any) -> Any:
         if loading is not None:
             until_begun.enter_context(_begun(loader, loading))
         if prepared:
-            first = _Prepared(dict(_handed_on), loader.worker_init_fn)
+            first = _PreparedWorker(dict(_handed_on), loader.worker_init_fn)
             until_begun.enter_context(_with(loader, worker_init_fn=first))
         return original(loader)
 
@@ -231,27 +307,37 @@ def _starts_workers_afresh(loader: Any) -> bool:
     return bool(loader.num_workers) and method != "fork"
 
 
+@dataclass(frozen=True, slots=True)
+class _PreparedWorker:
+    """The ``worker_init_fn`` of a worker that puts policies in force before its author's."""
+
+    policies: Mapping[str, Any]
+    then: Callable[[int], None] | None
+
+    def __call__(self, worker: int) -> None:
+        for policy, value in self.policies.items():
+            named(policy).write(value)
+        if self.then is not None:
+            self.then(worker)
+
+
 @contextmanager
 def _begun(loader: Any, loading: Loading) -> Iterator[None]:
     """Begin an epoch of `loader`: what it builds within the block is seeded."""
     loading.begin()
     sampler = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    outside = loader_worker.enter_draw()
-    try:
+    with isolated_draws():
         # In the main process an IterableDataset is read as by the only worker of a loader.
-        loader_worker.draw_from(loader_worker.worker_stream(loading.stream, 0))
+        draw_from(worker_stream(loading.stream, 0))
         if isinstance(loading, ExplicitLoading):
             loading.start_order(loader.generator)
         seeded = SeededSampler(getattr(loader, sampler), loading, loader.generator)
         with (
-            _with(loader, **{sampler: seeded}),
-            _with(loader, worker_init_fn=loading),
+            _with(loader, worker_init_fn=loading, **{sampler: seeded}),
             # A worker that is forked here must find torch's own readers.
             nullcontext() if loader.num_workers else seeded_readers(loading.stream),
         ):
             yield
-    finally:
-        loader_worker.leave_draw(outside)
 
 
 @contextmanager
@@ -266,96 +352,3 @@ def _with(loader: Any, **attributes: Any) -> Iterator[None]:
         yield
     finally:
         vars(loader).update(before)
-
-
-def dataloader_kwargs(
-    name: str, epoch: int | None = None, worker_init_fn: Callable[[int], Any] | None = None
-) -> dict[str, Any]:
-    """Return `generator` and `worker_init_fn` for the DataLoader called `name`.
-
-    Its order then depends on (seed, name, epoch); the numbers that a sample draws from Python's
-    `random`, numpy's legacy generator, torch and `sample_rng` on (seed, name, rank, epoch, index):
-    not on workers, not on what else drew numbers. Iterating it moves no global generator. The
-    first iteration is `epoch` (0, or where a restored snapshot was), each further one the next;
-    `set_epoch` names another.
-    `worker_init_fn` runs in each worker as well. Raises `SeedingError` where no profile with a
-    seed is in force.
-
-    Wraps `DataLoader.__iter__` for as long as a loader made this way is alive.
-    """
-    streams.current_plan().root(judged_name(name))
-    streams.note_drawn(name)
-    import torch
-
-    first = loader_register.first_epoch(name) if epoch is None else epoch
-    loading = ExplicitLoading(name, first, worker_init_fn)
-    watch(loading)
-    generator = torch.Generator()
-    loading.start_order(generator)
-    return {"generator": generator, "worker_init_fn": loading}
-
-
-def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
-    """Make the next iteration of `loader` the epoch `epoch`, leaving out its first `start` batches.
-
-    The batches left out are not loaded. Calls `set_epoch` of the loader's samplers and dataset
-    where they have one, as `DistributedSampler` does; works with workers that live on. Raises
-    `SeedingError` if nothing in `loader` knows epochs, and for batches to be left out of an
-    `IterableDataset` or of a loader that torchrepro does not seed.
-    """
-    number, left_out = whole("epoch", epoch), whole("start", start)
-    loading = loader_register.loading_of(loader)
-    if left_out and (loading is None or yields_items(loader)):
-        why = "an IterableDataset" if loading is not None else "a loader that is not seeded here"
-        raise SeedingError(
-            Problem(f"batches of {why} cannot be left out", key="start", found=shown(start))
-        )
-    if not knows_epochs(loader):
-        raise SeedingError(
-            Problem("nothing in this loader knows epochs", found=shown(loader), todo=advice(loader))
-        )
-    if loading is not None:
-        loading.next_epoch, loading.next_start = number, left_out
-    for part in _others(loader):
-        part.set_epoch(number)
-
-
-def advice(loader: Any) -> str:
-    """Return what makes torchrepro seed `loader`."""
-    if loader_register.author_seeds(loader):
-        return (
-            "it has a generator or worker_init_fn of its own: give it "
-            "torchrepro.dataloader_kwargs(name) instead"
-        )
-    return (
-        "make it with torchrepro.dataloader_kwargs(name), or apply a profile with "
-        "dataloader.seeding: auto"
-    )
-
-
-def knows_epochs(loader: Any) -> bool:
-    """Whether `set_epoch` changes anything in `loader`."""
-    return loader_register.loading_of(loader) is not None or bool(_others(loader))
-
-
-def _others(loader: Any) -> list[Any]:
-    """Return the parts of `loader` that have a `set_epoch` of their own."""
-    return [part for part in _parts(loader) if callable(getattr(part, "set_epoch", None))]
-
-
-def _parts(loader: Any) -> list[Any]:
-    batches = getattr(loader, "batch_sampler", None)
-    parts = [
-        getattr(loader, "sampler", None),
-        batches,
-        getattr(batches, "sampler", None),
-        getattr(loader, "dataset", None),
-    ]
-    return list({id(part): part for part in parts if part is not None}.values())
-
-
-def yields_items(loader: Any) -> bool:
-    """Whether `loader` reads an `IterableDataset`, which names no samples."""
-    from torch.utils.data import IterableDataset
-
-    return isinstance(getattr(loader, "dataset", None), IterableDataset)

@@ -41,7 +41,7 @@ class World:
 
 
 def world() -> World:
-    """Return the place of this process, from torch.distributed, else torchrun's or Slurm's words.
+    """Return the place of this process, from torch.distributed or the variables of a launcher.
 
     A process that nobody numbered is rank 0 of 1. Raises `SeedingError` for a variable that holds
     no number.
@@ -76,26 +76,26 @@ def coordinate(policy: RankPolicy, mesh: Mesh | None) -> int:
                 )
             )
         return here.rank
-    _judged_dimensions(policy, mesh.names)
+    _check_dimensions(policy, mesh.names)
     number = 0
     for name, size, place in zip(mesh.names, mesh.sizes, mesh.position, strict=True):
-        if _differs(name, policy):
+        default = "same" if name in AGREEING else "distinct"
+        if (policy.get(name, default) if isinstance(policy, Mapping) else default) == "distinct":
             number = number * size + place
     return number
 
 
-def judged(policy: Any) -> RankPolicy:
+def checked_policy(policy: Any) -> RankPolicy:
     """Return `policy` if it is one; raises `SeedingError` otherwise."""
-    words = list(policy.values()) if isinstance(policy, Mapping) else [policy]
-    for word in words:
-        if word is not None and word not in POLICIES:
+    for choice in policy.values() if isinstance(policy, Mapping) else [policy]:
+        if choice is not None and choice not in POLICIES:
             raise SeedingError(
                 Problem(
                     "not a policy for ranks",
                     key="ranks",
-                    found=shown(word),
+                    found=shown(choice),
                     legal=", ".join(POLICIES),
-                    near=near(str(word), POLICIES),
+                    near=near(str(choice), POLICIES),
                 )
             )
     checked: RankPolicy = policy
@@ -122,11 +122,11 @@ def mesh_place(mesh: Any, policy: RankPolicy) -> Mesh:
                 todo="init_device_mesh(..., mesh_dim_names=('dp', 'tp'))",
             )
         )
-    _judged_dimensions(policy, names)
+    _check_dimensions(policy, names)
     return Mesh(tuple(names), tuple(mesh.size(d) for d in range(mesh.ndim)), tuple(position))
 
 
-def _judged_dimensions(policy: RankPolicy, names: Sequence[str]) -> None:
+def _check_dimensions(policy: RankPolicy, names: Sequence[str]) -> None:
     for name in policy if isinstance(policy, Mapping) else ():
         if name not in names:
             raise SeedingError(
@@ -137,12 +137,6 @@ def _judged_dimensions(policy: RankPolicy, names: Sequence[str]) -> None:
                     near=near(name, names),
                 )
             )
-
-
-def _differs(dimension: str, policy: RankPolicy) -> bool:
-    if isinstance(policy, Mapping) and dimension in policy:
-        return policy[dimension] == "distinct"
-    return dimension not in AGREEING
 
 
 def _number(variable: str) -> int:

@@ -6,26 +6,24 @@ import json
 import os
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import SeedingError
 from torchrepro.messages import Problem, shown, some
-from torchrepro.seeding import generators, loader, streams
-from torchrepro.seeding.generators import global_state, registered, registered_states
+from torchrepro.seeding import loader, streams
+from torchrepro.seeding.generators import States, all_slots, devices_in_use, registered
 from torchrepro.seeding.ranks import world
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torchrepro.seeding.generators import GlobalState, RegisteredStates
+    from collections.abc import Iterator
 
 FORMAT = 1
+PARTS = ("world", "seed_plan", "devices", "kinds", "generators", "loaders")
 
 
 def rng_state() -> dict[str, Any]:
@@ -36,15 +34,14 @@ def rng_state() -> dict[str, Any]:
     seed plan, the world size and rank, and a checksum. It can go into a JSON file or into
     ``torch.save``. Changes nothing; imports torch.
     """
+    slots = all_slots()
     state: dict[str, Any] = {
         "format": FORMAT,
         "world": asdict(world()),
         "seed_plan": streams.current_plan().to_json(),
-        "devices": {
-            name: _device_names(module) for name, module in generators.devices_in_use().items()
-        },
+        "devices": _device_names(),
         "kinds": {name: kind.name for name, (kind, _) in registered().items()},
-        "generators": {name: slot.read() for name, slot in _slots().items()},
+        "generators": {name: _encoded(slot.read()) for name, slot in slots.items()},
         "loaders": loader.epochs(),
     }
     return {**state, "checksum": _checksum(state)}
@@ -57,33 +54,22 @@ def set_rng_state(state: Mapping[str, Any] | str | os.PathLike[str]) -> None:
     from another rank, world size, seed, set of devices or set of registered generators.
     """
     snapshot = _loaded(state)
-    for complaint in (_damage, _other_world, _other_plan, _other_devices, _other_generators):
-        problem = complaint(snapshot)
-        if problem is not None:
-            raise SeedingError(problem)
-    before, own = global_state(), registered_states()
+    for problem in chain(_damage(snapshot), _mismatches(snapshot)):
+        raise SeedingError(problem)
+    slots = all_slots()
+    before = States(slots.values())
     try:
-        for name, slot in _slots().items():
-            slot.write(snapshot["generators"][name])
+        for name, slot in slots.items():
+            slot.write(_decoded(snapshot["generators"][name]))
     except BaseException as error:
-        _put_back(before, own, error)
+        try:
+            before.put_back()
+        finally:
+            if isinstance(error, Exception):
+                why = str(error).partition("\n")[0]
+                raise SeedingError(Problem(f"a generator refused its state: {why}")) from error
         raise
     loader.set_epochs(snapshot["loaders"])
-
-
-def _put_back(before: GlobalState, own: RegisteredStates, error: BaseException) -> None:
-    """Bring every generator back that can be, and say which error made that necessary."""
-    with ExitStack() as both:
-        if isinstance(error, Exception):
-            why = str(error).partition("\n")[0]
-            refused = SeedingError(Problem(f"a generator refused its state: {why}"))
-            both.callback(_raise_from, refused, error)
-        both.callback(before.put_back)
-        both.callback(own.put_back)
-
-
-def _raise_from(refused: SeedingError, error: Exception) -> None:
-    raise refused from error
 
 
 def save_rng_state(path: str | os.PathLike[str]) -> None:
@@ -107,41 +93,6 @@ def write_whole(path: Path, content: bytes) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         beside.unlink(missing_ok=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """One generator of this process in a snapshot: how to read its state as JSON, and back."""
-
-    read: Callable[[], Any]
-    write: Callable[[Any], None]
-
-
-def _slots() -> dict[str, Slot]:
-    """Return the slot of every generator of this process."""
-    import random
-
-    import numpy as np
-    import torch
-
-    found = {
-        "python": _slot(random.getstate, random.setstate),
-        "numpy": _slot(partial(np.random.get_state, legacy=False), np.random.set_state),
-        "torch": _slot(torch.get_rng_state, torch.set_rng_state),
-    }
-    for name, module in generators.devices_in_use().items():
-        found[name] = _slot(
-            partial(generators.device_states, module), partial(generators.set_device_states, module)
-        )
-    for name, (kind, generator) in registered().items():
-        found[f"registered/{name}"] = _slot(
-            partial(kind.state, generator), partial(kind.set_state, generator)
-        )
-    return found
-
-
-def _slot(state: Callable[[], Any], set_state: Callable[[Any], Any]) -> Slot:
-    return Slot(lambda: _encoded(state()), lambda saved: set_state(_decoded(saved)))
 
 
 def _encoded(value: Any) -> Any:
@@ -180,9 +131,9 @@ def _decoded(value: Any) -> Any:
 
 
 def _loaded(state: Any) -> dict[str, Any]:
+    if isinstance(state, Mapping):
+        return dict(state)
     if not isinstance(state, str | os.PathLike):
-        if isinstance(state, Mapping):
-            return dict(state)
         raise SeedingError(
             Problem("not a snapshot", found=shown(state), legal="what rng_state() returns, a path")
         )
@@ -205,12 +156,10 @@ def _checksum(state: Mapping[str, Any]) -> str:
     return "sha256:" + sha256(text.encode()).hexdigest()
 
 
-PARTS = ("world", "seed_plan", "devices", "kinds", "generators", "loaders")
-
-
-def _damage(snapshot: dict[str, Any]) -> Problem | None:
+def _damage(snapshot: dict[str, Any]) -> Iterator[Problem]:
+    """Yield why `snapshot` is not a whole one of a format that is read here."""
     if snapshot.get("format") != FORMAT:
-        return Problem(
+        yield Problem(
             "not a snapshot of a format that this torchrepro reads",
             key="format",
             found=shown(snapshot.get("format")),
@@ -221,81 +170,68 @@ def _damage(snapshot: dict[str, Any]) -> Problem | None:
     except (TypeError, ValueError):
         whole = False
     if not whole:
-        return Problem("the snapshot is damaged: its checksum does not fit its content")
+        yield Problem("the snapshot is damaged: its checksum does not fit its content")
     for part in PARTS:
         if not isinstance(snapshot.get(part), Mapping):
-            return Problem("the snapshot lacks a part", key=part)
-    return None
+            yield Problem("the snapshot lacks a part", key=part)
 
 
-def _other_world(snapshot: dict[str, Any]) -> Problem | None:
+def _mismatches(snapshot: dict[str, Any]) -> Iterator[Problem]:
+    """Yield in what this process is another than the one that `snapshot` was taken in."""
     then, now = snapshot["world"], asdict(world())
-    if then == now:
-        return None
-    return Problem(
-        "the snapshot comes from another place in another world",
-        key="world",
-        found=f"rank {then['rank']} of {then['size']}",
-        legal=f"rank {now['rank']} of {now['size']}",
-        todo="resume with as many processes as were interrupted, each from its own snapshot",
-    )
-
-
-def _other_plan(snapshot: dict[str, Any]) -> Problem | None:
+    if then != now:
+        yield Problem(
+            "the snapshot comes from another place in another world",
+            key="world",
+            found=f"rank {then['rank']} of {then['size']}",
+            legal=f"rank {now['rank']} of {now['size']}",
+            todo="resume with as many processes as were interrupted, each from its own snapshot",
+        )
     then, now = snapshot["seed_plan"], streams.current_plan().to_json()
-    differing = [key for key in now if then.get(key) != now[key]]
-    if not differing:
-        return None
-    key = differing[0]
-    return Problem(
-        "the snapshot was taken under another seed plan",
-        key=key,
-        found=shown(then.get(key)),
-        legal=shown(now[key]),
-        todo="resume under the profile that was in force",
-    )
-
-
-def _other_devices(snapshot: dict[str, Any]) -> Problem | None:
-    then = snapshot["devices"]
-    now = {name: _device_names(module) for name, module in generators.devices_in_use().items()}
+    for key in now:
+        if then.get(key) != now[key]:
+            yield Problem(
+                "the snapshot was taken under another seed plan",
+                key=key,
+                found=shown(then.get(key)),
+                legal=shown(now[key]),
+                todo="resume under the profile that was in force",
+            )
+    then, now = snapshot["devices"], _device_names()
     for kind in sorted(then.keys() | now.keys()):
         if len(then.get(kind, ())) != len(now.get(kind, ())):
-            return Problem(
+            yield Problem(
                 "the snapshot comes from other devices",
                 key=kind,
                 found=some(then.get(kind, ())) or "none in use",
                 legal=some(now.get(kind, ())) or "none in use",
                 todo=f"use the {kind} device once before restoring" if kind in then else "",
             )
-    return None
+    yield from _other_generators(snapshot)
 
 
-def _other_generators(snapshot: dict[str, Any]) -> Problem | None:
-    then, now = set(snapshot["generators"]), set(_slots())
-    if then == now:
-        return _other_kinds(snapshot["kinds"])
-    missing, unknown = sorted(now - then), sorted(then - now)
-    what = "lacks a generator of this process" if missing else "holds a generator not found here"
-    name = (missing or unknown)[0]
-    return Problem(
-        f"the snapshot {what}",
-        key=name,
-        todo="register the same generators under the same names as when it was taken"
-        if name.startswith("registered/")
-        else "",
-    )
-
-
-def _other_kinds(then: dict[str, str]) -> Problem | None:
+def _other_generators(snapshot: dict[str, Any]) -> Iterator[Problem]:
+    then, now = set(snapshot["generators"]), set(all_slots())
+    lacking = [(name, "lacks a generator of this process") for name in sorted(now - then)]
+    unknown = [(name, "holds a generator not found here") for name in sorted(then - now)]
+    for name, what in lacking + unknown:
+        yield Problem(
+            f"the snapshot {what}",
+            key=name,
+            todo="register the same generators under the same names as when it was taken"
+            if name.startswith("registered/")
+            else "",
+        )
     for name, (kind, _) in registered().items():
-        if then[name] != kind.name:
-            return Problem(
-                "was another kind of generator", key=name, found=then[name], legal=kind.name
-            )
-    return None
+        found = snapshot["kinds"][name]
+        if found != kind.name:
+            yield Problem("was another kind of generator", key=name, found=found, legal=kind.name)
 
 
-def _device_names(module: Any) -> list[str]:
-    name_of = getattr(module, "get_device_name", None)
-    return [name_of(i) if name_of else module.__name__ for i in range(module.device_count())]
+def _device_names() -> dict[str, list[str]]:
+    """Return the names of the devices of every accelerator in use."""
+    names = {}
+    for kind, module in devices_in_use().items():
+        name_of = getattr(module, "get_device_name", lambda _, its=module: its.__name__)
+        names[kind] = [name_of(index) for index in range(module.device_count())]
+    return names

@@ -1,14 +1,9 @@
-"""Named random streams: each derived by a hash from the root seed and from what it is for.
+"""Named random streams: a hash of the root seed and of a stream's coordinates seeds each one.
 
-torch publishes how to get and set that state as bytes, but not what the bytes mean: the struct of
-`at::CPUGeneratorImpl` (ATen/CPUGeneratorImpl.cpp) holds the seed, then the position in and the 624
-words of a Mersenne Twister, then what is left over from normal numbers. `_layout` looks whether
-this torch keeps to it; where it does not, seeding raises rather than giving other numbers.
-
-The key of a stream is BLAKE2b (RFC 7693) over root seed, rank, worker, epoch, step and name; each
-library draws from SHAKE-256 (FIPS 202) of it, so no two generators of one stream share numbers.
-What a stream gives is fixed: it depends on no version of Python, numpy or torch, nor on the
-machine.
+The key of a stream is BLAKE2b (RFC 7693) over root seed, rank, worker, epoch, step and name. Each
+library draws from SHAKE-256 (FIPS 202) of that key, so no two generators of one stream share
+numbers. The numbers of a stream are fixed: they depend on no version of Python, numpy or torch,
+nor on the machine.
 """
 
 from __future__ import annotations
@@ -31,202 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-
 LARGEST = 2**63 - 1
-
-
-def whole(argument: str, value: Any, largest: int = LARGEST) -> int:
-    """Return `value` as an int from 0 to `largest`; raises `SeedingError` for anything else.
-
-    Integers of numpy and torch are taken; a bool or a float is not, even a whole one.
-    """
-    try:
-        number = None if _is_truth(value) else index(value)
-    except (TypeError, ValueError, RuntimeError):  # torch raises the last for other dtypes
-        number = None
-    if number is None or not 0 <= number <= largest:
-        raise SeedingError(
-            Problem(
-                "not a whole number" if number is None else "out of range",
-                key=argument,
-                found=shown(repr(value) if isinstance(value, str) else value),
-                legal=f"a whole number, 0 to {largest}",
-            )
-        )
-    return number
-
-
-def _is_truth(value: Any) -> bool:
-    return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
-
-
-WORDS = 624
-CPU_STATE_BYTES = 4 * WORDS
-_FIRST_WORD = 24  # after the seed, the words left and seeded, and the position
-_PROBE_SEED = 20260101
-_TOP_BIT = 0x80000000
-_lock = fork_safe_lock()  # one buffer serves every caller
-
-
-def start_cpu_generator(generator: torch.Generator, seed: int, material: bytes) -> torch.Generator:
-    """Start the CPU `generator` from `material`, 2496 bytes of entropy, and return it.
-
-    `seed` is what its `initial_seed()` then says.
-    """
-    import torch
-
-    with _lock:
-        template, words = _layout()
-        template[:8] = _as_words(seed.to_bytes(8, "little"), "u1")
-        words[:] = _as_words(material, "<u4")
-        words[0] = _TOP_BIT  # the twister never starts from nothing but zeros
-        generator.set_state(torch.from_numpy(template))
-    return generator
-
-
-@cache
-def _layout() -> tuple[Any, Any]:
-    """Return the state of a freshly seeded generator and a view of its words, to be overwritten.
-
-    Raises `SeedingError` if this torch lays the state out in another way.
-    """
-    import numpy as np
-    import torch
-
-    state = torch.Generator().manual_seed(_PROBE_SEED).get_state().numpy().copy()
-    words = state[_FIRST_WORD : _FIRST_WORD + 8 * WORDS].view(np.uint64)
-    # The same seeding of the same twister in numpy, whose documentation fixes it.
-    expected: Any = np.random.RandomState(_PROBE_SEED).get_state()
-    if len(words) != WORDS or not np.array_equal(words, np.asarray(expected[1], np.uint64)):
-        raise SeedingError(
-            Problem(
-                "this torch keeps the state of its CPU generator in a way that torchrepro does "
-                "not know",
-                found=f"torch {torch.__version__}, {len(state)} bytes",
-                todo="upgrade torchrepro, or draw from .numpy() instead",
-            )
-        )
-    return state, words
-
-
-def _as_words(material: bytes, dtype: str) -> Any:
-    import numpy as np
-
-    return np.frombuffer(material, dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class SeedPlan:
-    """What the profiles in force say about random numbers, and what this process knows of ranks."""
-
-    seed: int | None = None
-    """The root; None where no profile with a seed is in force."""
-
-    streams: Mapping[str, int] = field(default_factory=dict)
-    """Streams that have a root of their own."""
-
-    ranks: RankPolicy = None
-    """`distinct`, `same`, one of the two per mesh dimension, or None for what is usual: named
-    streams differ between ranks, the global generators start from one seed."""
-
-    mesh: Mesh | None = None
-    rank: int | None = None
-    """The number by which this process differs, where it was told rather than finds it out."""
-
-    started_as: int = 0
-    """The rank from whose seed the global generators started."""
-
-    @property
-    def ranks_differ(self) -> bool:
-        """Whether the global generators of ranks start from different seeds, as far as known."""
-        if isinstance(self.ranks, Mapping):
-            return self.mesh is not None  # which ranks differ is only known with the mesh
-        return self.ranks == "distinct"
-
-    def root(self, name: str) -> int:
-        """Return the seed that the stream `name` derives from; raises `SeedingError` if none."""
-        seed = self.streams.get(name, self.seed)
-        if seed is None:
-            raise SeedingError(
-                Problem(
-                    "no profile with a seed is in force, so the stream has nothing to derive from",
-                    found=f"stream {name!r}",
-                    todo="torchrepro.apply('seed-only') first, or give the profile a `seed`",
-                )
-            )
-        return seed
-
-    def coordinate(self, policy: RankPolicy = None) -> int:
-        """Return the number by which ranks that draw differently differ; 0 under `same`."""
-        chosen = self.ranks if policy is None else policy
-        if self.rank is not None and chosen != "same":
-            return self.rank
-        return coordinate(chosen, self.mesh)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what has to be the same for two processes to draw the same numbers."""
-        ranks = dict(self.ranks) if isinstance(self.ranks, Mapping) else self.ranks
-        return {"seed": self.seed, "streams": dict(self.streams), "ranks": ranks}
-
-
-_plan = SeedPlan()
-_drawn: set[str] = set()
-
-
-def current_plan() -> SeedPlan:
-    """Return the seed plan of this process."""
-    return _plan
-
-
-def put_plan(plan: SeedPlan) -> None:
-    """Make `plan` the seed plan of this process."""
-    global _plan  # noqa: PLW0603 - the plan is one piece of process state, and this its only writer
-    _plan = plan
-
-
-def note_drawn(name: str) -> None:
-    """Remember that the stream `name` was asked for."""
-    _drawn.add(name)
-
-
-def never_drawn() -> tuple[str, ...]:
-    """Return the streams that have a seed of their own and that nobody has asked for."""
-    return tuple(sorted(set(_plan.streams) - _drawn))
-
-
-def drawn_streams() -> tuple[str, ...]:
-    """Return the names of the streams that were asked for in this process."""
-    return tuple(sorted(_drawn))
-
-
-@dataclass(frozen=True, slots=True)
-class PlanField:
-    """One field of the seed plan as a knob's state; undo brings the whole plan back."""
-
-    name: str
-    present: Any = None
-    """What an unset field comes to."""
-
-    def read(self) -> Any:
-        value = getattr(_plan, self.name)
-        return dict(value) if isinstance(value, Mapping) else value
-
-    def holds(self, value: Any) -> bool:
-        now = self.read()
-        return bool((self.present if now is None else now) == value)
-
-    def write(self, value: Any) -> None:
-        _drawn.clear()
-        change: dict[str, Any] = {self.name: dict(value) if isinstance(value, Mapping) else value}
-        put_plan(replace(_plan, **change))
-
-    def save(self) -> SeedPlan:
-        return _plan
-
-    def restore(self, saved: SeedPlan) -> None:
-        put_plan(saved)
-
-
 _ENTROPY_BYTES = 32  # 256 bits per generator; a collision needs 2**128 streams
 
 
@@ -282,13 +82,12 @@ class Stream:
                 Problem(f"no generator for this device: {reason}", found=shown(str(device)))
             ) from None
         if generator.device.type == "cpu":
-            material = self.bytes("torch", CPU_STATE_BYTES)
-            return start_cpu_generator(generator, self.seed64, material)
+            return start_cpu_generator(generator, self)
         return generator.manual_seed(int.from_bytes(self.bytes("torch", 8), "little"))
 
     def part(self, label: bytes) -> Stream:
         """Return the stream of one part of what this one is for."""
-        return Stream(self.name, expanded(self.key, b"part/" + label, len(self.key)))
+        return Stream(self.name, _expanded(self.key, b"part/" + label, len(self.key)))
 
     def entropy(self, purpose: str) -> int:
         """Return 256 bits for `purpose`, independent of those for any other."""
@@ -296,10 +95,15 @@ class Stream:
 
     def bytes(self, purpose: str, count: int) -> bytes:
         """Return `count` bytes for `purpose`, independent of those for any other."""
-        return expanded(self.key, purpose.encode(), count)
+        return _expanded(self.key, purpose.encode(), count)
 
     def __repr__(self) -> str:
         return f"<torchrepro stream {self.name} seed={self.seed}>"
+
+
+def _expanded(key: bytes, purpose: bytes, count: int) -> bytes:
+    """Return `count` bytes that depend on every bit of `key` and of `purpose`."""
+    return shake_256(key + purpose).digest(count)
 
 
 def stream(
@@ -311,7 +115,7 @@ def stream(
 ) -> Stream:
     """Return the stream `name` of the profile in force, for this rank and worker.
 
-    Rank and data-loading worker are found out unless they are given; the main process is no
+    Rank and data-loading worker are found out unless they are given. The main process is no
     worker, and under `ranks: same` every rank is as rank 0. Equal arguments and seed give equal
     numbers on every machine and in every version. Raises `SeedingError` where no profile with a
     seed is in force, and for an argument that is not a whole number of 0 or more.
@@ -319,7 +123,7 @@ def stream(
     plan = current_plan()
     derived = derive(
         name,
-        plan.root(judged_name(name)),
+        plan.root(checked_name(name)),
         plan.coordinate() if rank is None else whole("rank", rank),
         present_worker() if worker is None else whole("worker", worker),
         None if epoch is None else whole("epoch", epoch),
@@ -338,29 +142,28 @@ def derive(  # noqa: PLR0913, PLR0917 - the coordinates of a stream
     step: int | None = None,
     kind: str = "stream",
 ) -> Stream:
-    """Return the stream of these coordinates; those of another `kind` share nothing with it."""
+    """Return the stream of these coordinates; streams of another `kind` share nothing with it."""
     # The name comes last: it alone may hold any character, so no two inputs have one spelling.
     text = f"torchrepro/1/{kind}/{root}/{rank}/{worker}/{epoch}/{step}/{name}"
     return Stream(name, blake2b(text.encode("utf-8", "surrogatepass")).digest())
 
 
 def seed_of_rank(seed: int, rank: int) -> int:
-    """Return what the global generators of `rank` start from where ranks draw differently.
+    """Return the seed of the global generators of `rank` where ranks draw differently.
 
     Rank 0 starts from `seed` itself, as a run without ranks does.
     """
     return derive("global", seed, rank, kind="rank").seed if rank else seed
 
 
-def expanded(key: bytes, purpose: bytes, count: int) -> bytes:
-    """Return `count` bytes that depend on every bit of `key` and of `purpose`.
+def present_worker() -> int | None:
+    """Return the number of the data-loading worker that this process is, or None."""
+    data: Any = sys.modules.get("torch.utils.data")
+    info = data.get_worker_info() if data is not None else None
+    return info.id if info else None
 
-    SHAKE-256 (FIPS 202), which gives as many bytes as are asked for.
-    """
-    return shake_256(key + purpose).digest(count)
 
-
-def judged_name(name: Any) -> str:
+def checked_name(name: Any) -> str:
     """Return `name` if it can name a stream; raises `SeedingError` otherwise."""
     if not isinstance(name, str) or not name:
         raise SeedingError(
@@ -369,8 +172,168 @@ def judged_name(name: Any) -> str:
     return name
 
 
-def present_worker() -> int | None:
-    """Return the number of the data-loading worker that this process is, None if it is none."""
-    data: Any = sys.modules.get("torch.utils.data")
-    info = data.get_worker_info() if data is not None else None
-    return info.id if info else None
+def whole(argument: str, value: Any, largest: int = LARGEST) -> int:
+    """Return `value` as an int from 0 to `largest`; raises `SeedingError` for anything else.
+
+    Integers of numpy and torch are taken. A bool or a float is not, even a whole one.
+    """
+    is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
+    try:
+        number = None if is_bool else index(value)
+    except (TypeError, ValueError, RuntimeError):  # torch raises the last for other dtypes
+        number = None
+    if number is None or not 0 <= number <= largest:
+        raise SeedingError(
+            Problem(
+                "not a whole number" if number is None else "out of range",
+                key=argument,
+                found=shown(repr(value) if isinstance(value, str) else value),
+                legal=f"a whole number, 0 to {largest}",
+            )
+        )
+    return number
+
+
+@dataclass(frozen=True, slots=True)
+class SeedPlan:
+    """What the profiles in force say about random numbers, and what this process knows of ranks."""
+
+    seed: int | None = None
+    """The root; None where no profile with a seed is in force."""
+
+    streams: Mapping[str, int] = field(default_factory=dict)
+    """Streams that have a root of their own."""
+
+    ranks: RankPolicy = None
+    """`distinct`, `same`, or one of the two per mesh dimension. None is the default: named streams
+    differ between ranks, and the global generators start from one seed."""
+
+    mesh: Mesh | None = None
+    rank: int | None = None
+    """The number by which this process differs, if it was handed down by another process."""
+
+    started_as: int = 0
+    """The rank from whose seed the global generators started."""
+
+    @property
+    def ranks_differ(self) -> bool:
+        """Whether the global generators of ranks start from different seeds, as far as known."""
+        if isinstance(self.ranks, Mapping):
+            return self.mesh is not None  # which ranks differ is only known with the mesh
+        return self.ranks == "distinct"
+
+    def root(self, name: str) -> int:
+        """Return the seed that the stream `name` derives from; raises `SeedingError` if none."""
+        seed = self.streams.get(name, self.seed)
+        if seed is None:
+            raise SeedingError(
+                Problem(
+                    "no profile with a seed is in force, so the stream has nothing to derive from",
+                    found=f"stream {name!r}",
+                    todo="torchrepro.apply('seed-only') first, or give the profile a `seed`",
+                )
+            )
+        return seed
+
+    def coordinate(self, policy: RankPolicy = None) -> int:
+        """Return the number by which ranks that draw differently differ; 0 under `same`."""
+        chosen = self.ranks if policy is None else policy
+        if self.rank is not None and chosen != "same":
+            return self.rank
+        return coordinate(chosen, self.mesh)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what has to be the same for two processes to draw the same numbers."""
+        ranks = dict(self.ranks) if isinstance(self.ranks, Mapping) else self.ranks
+        return {"seed": self.seed, "streams": dict(self.streams), "ranks": ranks}
+
+
+_plan = SeedPlan()
+_drawn: set[str] = set()
+
+
+def current_plan() -> SeedPlan:
+    """Return the seed plan of this process."""
+    return _plan
+
+
+def put_plan(plan: SeedPlan) -> None:
+    """Make `plan` the seed plan of this process."""
+    global _plan  # noqa: PLW0603 - the plan is one piece of process state, and this its only writer
+    _plan = plan
+
+
+def begin_plan(**fields: Any) -> None:
+    """Change `fields` of the plan, under which no stream has been drawn from yet."""
+    _drawn.clear()
+    put_plan(replace(_plan, **fields))
+
+
+def note_drawn(name: str) -> None:
+    """Remember that the stream `name` was asked for."""
+    _drawn.add(name)
+
+
+def never_drawn() -> tuple[str, ...]:
+    """Return the streams that have a seed of their own and that nobody has asked for."""
+    return tuple(sorted(set(_plan.streams) - _drawn))
+
+
+def drawn_streams() -> tuple[str, ...]:
+    """Return the names of the streams that were asked for in this process."""
+    return tuple(sorted(_drawn))
+
+
+# torch publishes how to get and set the state of its CPU generator as bytes, but not what they
+# mean: `at::CPUGeneratorImpl` (ATen/CPUGeneratorImpl.cpp) holds the seed, then the position in and
+# the 624 words of a Mersenne Twister, then what is left over from normal numbers.
+
+WORDS = 624
+_FIRST_WORD = 24  # after the seed, the words left and seeded, and the position
+_PROBE_SEED = 20260101
+_TOP_BIT = 0x80000000
+_lock = fork_safe_lock()  # one buffer serves every caller
+
+
+def start_cpu_generator(generator: torch.Generator, source: Stream) -> torch.Generator:
+    """Start the CPU `generator` from 2496 bytes of `source`, and return it.
+
+    Its `initial_seed()` is then `source.seed64`.
+    """
+    import numpy as np
+    import torch
+
+    material = source.bytes("torch", 4 * WORDS)
+    with _lock:
+        template, words = _layout()
+        template[:8] = np.frombuffer(source.seed64.to_bytes(8, "little"), "u1")
+        words[:] = np.frombuffer(material, "<u4")
+        words[0] = _TOP_BIT  # a twister of nothing but zeros would give nothing but zeros
+        generator.set_state(torch.from_numpy(template))
+    return generator
+
+
+@cache
+def _layout() -> tuple[Any, Any]:
+    """Return the state of a freshly seeded generator and a view of its words, to be overwritten.
+
+    Raises `SeedingError` if this torch lays out the state in another way, rather than giving
+    other numbers.
+    """
+    import numpy as np
+    import torch
+
+    state = torch.Generator().manual_seed(_PROBE_SEED).get_state().numpy().copy()
+    words = state[_FIRST_WORD : _FIRST_WORD + 8 * WORDS].view(np.uint64)
+    # The same seeding of the same twister in numpy, whose documentation fixes it.
+    expected: Any = np.random.RandomState(_PROBE_SEED).get_state()
+    if len(words) != WORDS or not np.array_equal(words, np.asarray(expected[1], np.uint64)):
+        raise SeedingError(
+            Problem(
+                "this torch keeps the state of its CPU generator in a way that torchrepro does "
+                "not know",
+                found=f"torch {torch.__version__}, {len(state)} bytes",
+                todo="upgrade torchrepro, or draw from .numpy() instead",
+            )
+        )
+    return state, words

@@ -1,0 +1,316 @@
+"""The knobs of the seed: how each global generator is seeded, and how its state is brought back.
+
+`read` returns the seed of a generator where the generator knows it. Undo restores the full state,
+so the numbers drawn after it are those that would have come anyway.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from inspect import getclosurevars, isfunction
+from typing import Any
+
+from torchrepro.knobs.knob import MissingState
+from torchrepro.seeding import generators, libraries, loader, streams
+from torchrepro.seeding.libraries import LibrarySeeds
+from torchrepro.seeding.ranks import Mesh, mesh_place
+from torchrepro.seeding.seeding_calls import SeedingCalls
+from torchrepro.seeding.streams import SeedPlan, seed_of_rank
+
+
+@dataclass(frozen=True, slots=True)
+class PlanField:
+    """One field of the seed plan as a knob; undo brings the whole plan back."""
+
+    name: str
+    unset: Any = None
+    """The value that an unset field stands for."""
+
+    def read(self) -> Any:
+        value = getattr(streams.current_plan(), self.name)
+        return dict(value) if isinstance(value, Mapping) else value
+
+    def holds(self, value: Any) -> bool:
+        now = self.read()
+        return bool((self.unset if now is None else now) == value)
+
+    def write(self, value: Any) -> None:
+        streams.begin_plan(**{self.name: dict(value) if isinstance(value, Mapping) else value})
+
+    def save(self) -> Any:
+        return streams.current_plan()
+
+    def restore(self, saved: Any) -> None:
+        streams.put_plan(saved)
+
+
+@dataclass(frozen=True, slots=True)
+class RootSeed(PlanField):
+    """The root of every stream; with it comes the rank from whose seed this process starts."""
+
+    name: str = "seed"
+
+    def write(self, value: int) -> None:
+        PlanField.write(self, value)
+        loader.put_register(loader.Register())
+        plan = streams.current_plan()
+        if plan.ranks_differ:
+            streams.put_plan(replace(plan, started_as=plan.coordinate()))
+
+    def save(self) -> Any:
+        return streams.current_plan(), loader.loaders.register
+
+    def restore(self, saved: Any) -> None:
+        plan, register = saved
+        streams.put_plan(plan)
+        loader.put_register(register)
+
+
+@dataclass(frozen=True, slots=True)
+class PythonSeed:
+    """The generator behind the functions of `random`."""
+
+    def read(self) -> Any:
+        return None  # the generator does not remember its seed
+
+    def write(self, value: int) -> None:
+        random.seed(value)
+
+    def save(self) -> Any:
+        return random.getstate()
+
+    def restore(self, saved: Any) -> None:
+        random.setstate(saved)
+
+    def holds(self, value: int) -> bool:
+        return random.getstate() == random.Random(value).getstate()  # noqa: S311 - compared only
+
+
+@dataclass(frozen=True, slots=True)
+class NumpySeed:
+    """The legacy global generator behind ``numpy.random.rand`` and its like."""
+
+    def read(self) -> Any:
+        return None
+
+    def write(self, value: int) -> None:
+        _numpy_random().seed(value)
+
+    def save(self) -> Any:
+        return _numpy_random().get_state(legacy=False)
+
+    def restore(self, saved: Any) -> None:
+        _numpy_random().set_state(saved)
+
+    def holds(self, value: int) -> bool:
+        fresh = _numpy_random().RandomState(value).get_state()
+        now = _numpy_random().get_state()
+        return bool((fresh[1] == now[1]).all() and fresh[2:] == now[2:])
+
+
+@dataclass(frozen=True, slots=True)
+class TorchSeed:
+    """torch's default CPU generator; the accelerators have rows of their own."""
+
+    def read(self) -> Any:
+        return _torch().initial_seed()
+
+    def write(self, value: int) -> None:
+        _torch().default_generator.manual_seed(value)
+
+    def save(self) -> Any:
+        return _torch().get_rng_state()
+
+    def restore(self, saved: Any) -> None:
+        _torch().set_rng_state(saved)
+
+    def holds(self, value: int) -> bool:
+        return bool(self.read() == value)
+
+
+@dataclass(frozen=True, slots=True)
+class AcceleratorSeed:
+    """Every device of one accelerator, through its module ``torch.<device>``.
+
+    Before the first use of a device torch queues the seed and hands it over at device init. An
+    undo that comes earlier takes the queue back. One that comes later gives the devices the seed
+    with which an untouched process starts.
+    """
+
+    device: str
+
+    def _module(self) -> Any:
+        module = getattr(_torch(), self.device, None)
+        if module is None or not hasattr(module, "manual_seed"):
+            raise MissingState(f"this torch has no torch.{self.device}")
+        if self.device not in generators.built_for():
+            raise MissingState(f"this torch is not built for {self.device}")
+        return module
+
+    def read(self) -> Any:
+        module = self._module()
+        if not generators.initialised(module):
+            return None
+        own = getattr(module, "default_generators", ())
+        seeds = sorted({int(generator.initial_seed()) for generator in own})
+        return seeds[0] if len(seeds) == 1 else seeds or None
+
+    def write(self, value: int) -> None:
+        generators.seed_device(self._module(), value)
+
+    def save(self) -> Any:
+        module = self._module()
+        if not generators.initialised(module):
+            return SeedQueue.of(module)
+        return generators.device_states(module)
+
+    def restore(self, saved: Any) -> None:
+        module = self._module()
+        if not isinstance(saved, SeedQueue):
+            generators.set_device_states(module, saved)
+        elif generators.initialised(module) or not saved.put_back(module):
+            # A fresh generator's seed is the one torch starts every device with.
+            self.write(_torch().Generator().initial_seed())
+
+    def holds(self, value: int) -> bool:
+        now = self.read()
+        return now is None or now == value
+
+    def inert(self, value: int, asked: Mapping[str, Any]) -> str:
+        module = self._module()
+        seed = None if generators.initialised(module) else _seed_out_of_range(module)
+        if seed is None:
+            return ""
+        return (
+            f"the program gave torch.{self.device} the seed {seed}, which is out of range and "
+            "waits for device init, where it fails every time"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SeedQueue:
+    """A copy of the calls and seeds that wait for device init.
+
+    Private (``_queued_calls``, ``_lazy_seed_tracker``), because torch offers no public way to take
+    a queued seed back. Where they are gone, `put_back` says so and undo re-seeds instead.
+    """
+
+    calls: list[Any]
+    seeds: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, module: Any) -> SeedQueue:
+        """Return a copy of what waits for the init of the devices of `module`."""
+        tracker = getattr(module, "_lazy_seed_tracker", None)
+        calls = list(getattr(module, "_queued_calls", ()))
+        return cls(calls, dict(vars(tracker)) if tracker else None)
+
+    def put_back(self, module: Any) -> bool:
+        """Make this the queue of `module` again; return whether that was possible."""
+        if not isinstance(getattr(module, "_queued_calls", None), list):
+            return False
+        module._queued_calls[:] = self.calls  # noqa: SLF001 - see above
+        if self.seeds is not None:
+            vars(module._lazy_seed_tracker).update(self.seeds)  # noqa: SLF001 - see above
+        return True
+
+
+def _seed_out_of_range(module: Any) -> int | None:
+    """Return a seed that waits for device init and with which no generator can start, or None.
+
+    torch queues a seed before it looks at it, and raises only at device init. Private
+    (``_queued_calls``), see `SeedQueue`; where it is gone no such seed is found.
+    """
+    for call, _ in getattr(module, "_queued_calls", ()):
+        seed = getclosurevars(call).nonlocals.get("seed") if isfunction(call) else None
+        if isinstance(seed, int) and not -(2**63) <= seed < 2**64:
+            return seed
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class SeedByRank:
+    """A generator that starts from this rank's own seed where ranks draw differently."""
+
+    generator: Any
+    """The access to the generator, whatever the rank."""
+
+    def write(self, value: int) -> None:
+        self.generator.write(_seed_here(value))
+
+    def holds(self, value: int) -> bool:
+        return bool(self.generator.holds(_seed_here(value)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.generator, name)
+
+
+def _seed_here(seed: int) -> int:
+    plan = streams.current_plan()
+    return seed_of_rank(seed, plan.started_as) if plan.ranks_differ else seed
+
+
+def _torch() -> Any:
+    return import_module("torch")
+
+
+def _numpy_random() -> Any:
+    return import_module("numpy.random")
+
+
+streams_field = PlanField("streams", {})
+ranks_field = PlanField("ranks")
+root_seed = RootSeed()
+library_seeds = SeedByRank(LibrarySeeds())
+python_seed = SeedByRank(PythonSeed())
+numpy_seed = SeedByRank(NumpySeed())
+torch_seed = SeedByRank(TorchSeed())
+seeding_calls = SeedingCalls()
+cuda_seed = SeedByRank(AcceleratorSeed("cuda"))
+npu_seed = SeedByRank(AcceleratorSeed("npu"))
+mps_seed = SeedByRank(AcceleratorSeed("mps"))
+xpu_seed = SeedByRank(AcceleratorSeed("xpu"))
+
+
+def use_mesh(mesh: Any) -> Mesh:
+    """Tell the streams of this process where it stands in `mesh`, a torch `DeviceMesh`.
+
+    From then on ranks differ along the dimensions that the profile's `ranks` calls distinct.
+    Dimensions it does not name differ unless they share one sample (`tp`, `sp`, `cp`). Where the
+    profile makes ranks distinct, the global generators start anew from this rank's seed. Undone
+    with the profile. Raises `SeedingError` for a mesh without names, one that leaves this rank
+    out, or one that lacks a dimension which the profile names.
+    """
+    plan = streams.current_plan()
+    place = mesh_place(mesh, plan.ranks)
+    plan = replace(plan, mesh=place)
+    streams.put_plan(plan)
+    _start(plan)
+    return place
+
+
+def seed_as_this_rank() -> None:
+    """Start the global generators from this rank's seed, if they started from another rank's.
+
+    A process that only learns its rank when the process group is made started as rank 0.
+    """
+    plan = streams.current_plan()
+    if plan.ranks_differ and plan.coordinate() != plan.started_as:
+        _start(plan)
+
+
+def _start(plan: SeedPlan) -> None:
+    """Start every global generator from the seed of this rank, if ranks have seeds of their own."""
+    if plan.seed is None or not plan.ranks_differ:
+        return
+    rank = plan.coordinate()
+    streams.put_plan(replace(plan, started_as=rank))
+    seed = seed_of_rank(plan.seed, rank)
+    for generator in (PythonSeed(), NumpySeed(), TorchSeed()):
+        generator.write(seed)
+    for module in generators.devices_in_use().values():
+        generators.seed_device(module, seed)
+    libraries.seed_again(seed)
