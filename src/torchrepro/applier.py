@@ -14,7 +14,7 @@ from torchrepro.guard.baseline import Guard, look, moved_from_now
 from torchrepro.guard.checks import drift_behind, hold, last_look
 from torchrepro.knobs.knob import MissingState, unfrozen
 from torchrepro.planner import Action, Plan, Step, lateness, make_plan, refusal
-from torchrepro.policies.policy import effects, forget, handle_with, so_far
+from torchrepro.policies.policy import counts_so_far, effects, handle_with, reset_counts
 from torchrepro.profile.load import resolve
 from torchrepro.relaunch import obstacle_to_relaunch, relaunch
 from torchrepro.report import STOPPING, Outcome, Report, Row, make_report, process_facts
@@ -51,7 +51,7 @@ class Applied:
         self._undo = ExitStack()
         self._done: list[tuple[Step, Row]] = []
         self._calls: tuple[SeedingCall, ...] = ()
-        self._counts_before = so_far()
+        self._counts_before = counts_so_far()
         self._last: Report | None = None
         self._agreement: Agreement | None = None
         self._noting = False
@@ -120,7 +120,7 @@ class Applied:
     def _unseen(self) -> tuple[str, ...]:
         if not self.resolved.strict:
             return ()
-        from torchrepro.policies.fallback_calls import unseen_kernels
+        from torchrepro.policies.deterministic_ops import unseen_kernels
 
         return unseen_kernels()
 
@@ -271,7 +271,7 @@ def begin(resolved: ResolvedProfile, obstacle: str) -> Applied:
     stop_or_relaunch(plan, obstacle)
     _past.append(True)
     if not _in_force:
-        forget()  # what policies did before is nobody's now
+        reset_counts()  # what policies did before is nobody's now
     applied = Applied(plan)
     _in_force.append(applied)
     return applied

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchrepro
-from torchrepro.policies import policy as effects
+from torchrepro.policies import policy
 
 OnNpu = Callable[..., Any]
 State = dict[str, torch.Tensor]
@@ -213,12 +213,12 @@ def test_random_numbers_are_those_of_the_device_it_runs_on(on_npu: OnNpu) -> Non
 
 
 def _counted() -> list[tuple[str, str, int, int]]:
-    effects.forget()
+    policy.reset_counts()
     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU()).to("npu")
     with torchrepro.apply({"device": {"modules": {"?": "cpu"}}}):
         model(torch.randn(2, 8).to("npu"))
-    found = [e for e in effects.effects() if e.policy == "device.modules"]
-    effects.forget()
+    found = [e for e in policy.effects() if e.policy == "device.modules"]
+    policy.reset_counts()
     return [(e.subject, e.what, e.calls, e.moved) for e in found]
 
 

@@ -10,15 +10,15 @@ import torch, torchrepro
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torchrepro.policies import policy as effects
-from torchrepro.policies import offload as elsewhere
-from torchrepro.policies import placement as module_placement
+from torchrepro.policies import policy
+from torchrepro.policies import offload
+from torchrepro.policies import placement
 
-class Copying(elsewhere.Place):
+class Copying(offload.Device):
     "The CPU as if it were elsewhere: every tensor is copied there and back."
     def has(self, tensor):
         return False
-    def take(self, tensor):
+    def copy(self, tensor):
         return tensor.to(self.device, copy=True)
 
 def train(find_unused):
@@ -39,14 +39,14 @@ def train(find_unused):
         optimizer.step()
     return [*model.state_dict().values()]
 
-module_placement.Place = Copying
+placement.Device = Copying
 dist.init_process_group("gloo")
 for find_unused in (False, True):
     plain = train(find_unused)
     with torchrepro.apply({"device": {"modules": {PATTERN: "cpu"}}}):
         placed = train(find_unused)
     assert all(map(torch.equal, plain, placed))
-ran = [(e.subject, e.what, e.calls) for e in effects.effects() if e.policy == "device.modules"]
+ran = [(e.subject, e.what, e.calls) for e in policy.effects() if e.policy == "device.modules"]
 assert ran == [("1", "ran on cpu", 6)], ran
 print("went on", flush=True)
 dist.destroy_process_group()

@@ -11,7 +11,7 @@ from torch import nn
 
 import torchrepro
 from torchrepro.knobs.legal_values import DEVICES_OF_MODULES
-from torchrepro.policies import policy as effects
+from torchrepro.policies import policy
 from torchrepro.policies.placement import bare, match
 from torchrepro.policies.policy import handle_with
 
@@ -50,9 +50,9 @@ class Model(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _own_counts() -> Iterator[None]:
-    effects.forget()
+    policy.reset_counts()
     yield
-    effects.forget()
+    policy.reset_counts()
 
 
 def _apply(**patterns: str) -> torchrepro.Applied:
@@ -61,7 +61,7 @@ def _apply(**patterns: str) -> torchrepro.Applied:
 
 def _calls() -> dict[str, int]:
     """Return how often each placed part was called so far."""
-    return {effect.subject: effect.calls for effect in effects.effects() if effect.policy == POLICY}
+    return {effect.subject: effect.calls for effect in policy.effects() if effect.policy == POLICY}
 
 
 def _step(model: nn.Module, x: torch.Tensor = X) -> None:
@@ -125,7 +125,7 @@ def test_where_a_part_is_already_nothing_changes() -> None:
     states = [model.state_dict().values() for model in (plain, placed)]
 
     assert all(map(torch.equal, *states))
-    assert {effect.moved for effect in effects.effects() if effect.policy == POLICY} == {0}
+    assert {effect.moved for effect in policy.effects() if effect.policy == POLICY} == {0}
 
 
 def test_a_pattern_that_matches_nothing_stops_the_first_step() -> None:

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 HEAD = """
 import torch, torchrepro
 from torch import nn
-from torchrepro.policies import policy as effects
+from torchrepro.policies import policy
 PROFILE = {"device": {"modules": {"1": "cpu"}}}
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 2))
@@ -19,7 +19,7 @@ x = torch.randn(4, 8)
 expected = model(x)
 
 def ran():
-    return sum(e.calls for e in effects.effects() if e.policy == "device.modules")
+    return sum(e.calls for e in policy.effects() if e.policy == "device.modules")
 
 def check(compiled):
     before = ran()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from torchrepro.policies.offload import Mapped
+from torchrepro.policies.offload import NestedMap
 
 Pair = namedtuple("Pair", "left right")
 
@@ -61,8 +61,8 @@ def _shape(value: Any) -> Any:
 @given(NESTED)
 def test_a_value_comes_back_as_it_went(value: Any) -> None:
     """Changed and changed back, a nested value has the same types, keys and tensors."""
-    there = Mapped(lambda tensor: tensor + 1)(value)
-    back = Mapped(lambda tensor: tensor - 1)(there)
+    there = NestedMap(lambda tensor: tensor + 1)(value)
+    back = NestedMap(lambda tensor: tensor - 1)(there)
 
     assert _shape(back) == _shape(value)
 
@@ -76,7 +76,7 @@ def test_each_tensor_is_changed_once(value: Any) -> None:
         changed.append(id(tensor))
         return tensor.clone()
 
-    Mapped(note)(value)
+    NestedMap(note)(value)
 
     assert len(changed) == len(set(changed))
 
@@ -85,7 +85,7 @@ def test_each_tensor_is_changed_once(value: Any) -> None:
 def test_the_value_itself_is_left_alone(value: Any) -> None:
     """The containers of the caller are never written to."""
     before = _shape(value)
-    Mapped(torch.neg)(value)
+    NestedMap(torch.neg)(value)
 
     assert _shape(value) == before
 
@@ -95,20 +95,20 @@ def test_what_holds_itself_ends() -> None:
     value: list[Any] = [TENSORS[1]]
     value.append(value)
 
-    assert torch.equal(Mapped(torch.neg)(value)[0], -TENSORS[1])
+    assert torch.equal(NestedMap(torch.neg)(value)[0], -TENSORS[1])
 
 
 def test_other_objects_are_handed_on_themselves() -> None:
     """An object that is no container keeps its identity: it may be somebody's state."""
     cache = type("Cache", (), {"keys": TENSORS[1]})()
 
-    assert Mapped(torch.neg)([cache])[0] is cache
+    assert NestedMap(torch.neg)([cache])[0] is cache
 
 
 def test_a_packed_sequence_keeps_its_batch_sizes() -> None:
     """Of a packed sequence the data changes, and the batch sizes are the same object."""
     packed = pack_sequence([torch.ones(2, 3), torch.ones(1, 3)])
-    found = Mapped(torch.neg)(packed)
+    found = NestedMap(torch.neg)(packed)
 
     assert isinstance(found, PackedSequence)
     assert torch.equal(found.data, -packed.data)
@@ -117,7 +117,7 @@ def test_a_packed_sequence_keeps_its_batch_sizes() -> None:
 
 def test_a_result_of_torchs_own_type_keeps_it() -> None:
     """The named results of torch's functions stay what they are."""
-    found = Mapped(torch.neg)(torch.tensor([1, 2]).max(0))
+    found = NestedMap(torch.neg)(torch.tensor([1, 2]).max(0))
 
     assert isinstance(found, torch.return_types.max)
     assert found.values == -2
@@ -127,7 +127,7 @@ def test_an_output_of_transformers_keeps_its_type() -> None:
     """The outputs of transformers, mappings and records at once, can be read in both ways."""
     outputs = pytest.importorskip("transformers.modeling_outputs")
     given_ = outputs.BaseModelOutput(last_hidden_state=torch.ones(1), attentions=(torch.ones(2),))
-    found = Mapped(torch.neg)(given_)
+    found = NestedMap(torch.neg)(given_)
 
     assert type(found) is type(given_)
     assert found["last_hidden_state"] is found.last_hidden_state

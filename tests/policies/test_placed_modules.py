@@ -15,8 +15,8 @@ from torch.nn.modules import module as hooks
 from torch.optim import optimizer as optimizers
 
 import torchrepro
-from torchrepro.policies import policy as effects
-from torchrepro.policies.offload import Place, PlacedForward
+from torchrepro.policies import policy
+from torchrepro.policies.offload import Device, PlacedForward
 
 POLICY = "device.modules"
 X = torch.randn(4, 8)
@@ -29,9 +29,9 @@ def _model() -> nn.Sequential:
 
 @pytest.fixture(autouse=True)
 def _own_counts() -> Iterator[None]:
-    effects.forget()
+    policy.reset_counts()
     yield
-    effects.forget()
+    policy.reset_counts()
 
 
 def _apply(**patterns: str) -> torchrepro.Applied:
@@ -40,7 +40,7 @@ def _apply(**patterns: str) -> torchrepro.Applied:
 
 def _calls() -> dict[str, int]:
     """Return how often each placed part was called so far."""
-    return {effect.subject: effect.calls for effect in effects.effects() if effect.policy == POLICY}
+    return {effect.subject: effect.calls for effect in policy.effects() if effect.policy == POLICY}
 
 
 def _dicts(model: nn.Module) -> list[list[str]]:
@@ -165,13 +165,13 @@ def test_a_placed_model_can_be_freed() -> None:
         assert gone() is None
 
 
-class Copying(Place):
+class Copying(Device):
     """The CPU as if it were elsewhere: every tensor is copied there and back."""
 
     def has(self, tensor: torch.Tensor) -> bool:
         return False
 
-    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, copy=True)
 
 

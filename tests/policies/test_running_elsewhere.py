@@ -13,16 +13,16 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 
-from torchrepro.policies.offload import Place, run_there
+from torchrepro.policies.offload import Device, run_there
 
 
-class Copying(Place):
+class Copying(Device):
     """The CPU as if it were elsewhere: every tensor is copied there and back."""
 
     def has(self, tensor: torch.Tensor) -> bool:
         return False
 
-    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, copy=True)
 
 
@@ -300,7 +300,7 @@ def test_arguments_that_need_not_move_are_handed_on_themselves() -> None:
     seen = []
     part = nn.Identity()
     cache = {"x": [torch.ones(1)]}
-    place = Place(torch.device("cpu"))
+    place = Device(torch.device("cpu"))
     result, moved = run_there(place, part, lambda *args: seen.append(args), (cache,), {})
 
     assert (result, moved) == (None, 0)

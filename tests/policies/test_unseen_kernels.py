@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrepro.policies.fallback_calls import unseen_kernels
+from torchrepro.policies.deterministic_ops import unseen_kernels
 
 OF_TORCH = (  # modules of torch that register ops when they are imported
     "torch._inductor.compile_fx",
@@ -28,7 +28,7 @@ OF_TORCH = (  # modules of torch that register ops when they are imported
 
 
 def _answer(code: str) -> str:
-    end = "from torchrepro.policies import fallback_calls as u; print(u.unseen_kernels())"
+    end = "from torchrepro.policies import deterministic_ops as u; print(u.unseen_kernels())"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", f"{code}\n{end}"],
         capture_output=True,

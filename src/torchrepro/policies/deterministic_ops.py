@@ -11,15 +11,22 @@ Where several writes meet at one place, the last of them wins, as in a loop over
 (https://docs.pytorch.org/docs/stable/generated/torch.Tensor.put_.html leaves it open). The places
 are sorted, which keeps the order of equal ones, so that each is written once: the result is the
 same on every device and in every run.
+
+`use_deterministic_algorithms` is a question that the author of a kernel asks and answers: an op
+from another package may not ask it, and a Triton kernel cannot. `unseen_kernels` lists these.
 """
 
 from __future__ import annotations
 
+import sys
+from collections import defaultdict
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchrepro.policies.interpose import op_names
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -261,3 +268,59 @@ def implementation(packet: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     """Return the implementation of the op `packet` for a call with these arguments, or None."""
     adds_up = packet == "put_" and bool(kwargs.get("accumulate", args[3:] and args[3]))
     return None if adds_up else IMPLEMENTATIONS.get(packet)
+
+
+TORCHS_OWN = frozenset(
+    {
+        *("_", "_c10d_functional", "_c10d_functional_autograd", "_caffe2", "_dtensor", "_native"),
+        *("_inductor_debug", "_inductor_test", "_quantized", "_test", "_torch_testing", "ao"),
+        *("aten", "bucketing", "c10d", "c10d_functional", "cplib", "debug_mode_ops"),
+        *("debugprims", "device_mesh", "export", "flex_lib", "fsdp", "inductor"),
+        *("inductor_prims", "mkl", "mkldnn", "mkldnn_prepacked", "onednn", "onnx"),
+        *("onnx_symbolic", "pippy", "prepacked", "prim", "prims", "profiler", "quantization"),
+        *("quantized", "quantized_decomposed", "rngprims", "rpc", "semi_structured", "sparse"),
+        *("static_runtime", "streams", "symm_mem", "torch_attn", "xnnpack"),
+    }
+)
+"""Namespaces of the ops that come with torch itself, in whichever of its modules."""
+
+_TRITON_KINDS = (("triton.runtime.jit", "JITFunction"), ("triton.runtime.autotuner", "Autotuner"))
+_FEW = 3  # ops of one package that are named one by one
+
+
+def unseen_kernels() -> tuple[str, ...]:
+    """Return the custom ops and the Triton kernels in this process, packages of many as a count.
+
+    Imports nothing: what is not loaded yet is not in the answer.
+    """
+    return (*sorted(_custom_ops()), *sorted(_triton_kernels()))
+
+
+def _custom_ops() -> Iterator[str]:
+    if "torch" not in sys.modules:
+        return
+    ops: dict[str, set[str]] = defaultdict(set)
+    for name in op_names():
+        namespace, _, rest = name.partition("::")
+        if namespace not in TORCHS_OWN:
+            ops[namespace].add(rest.partition(".")[0])
+    for namespace, names in ops.items():
+        if len(names) > _FEW:
+            yield f"{namespace}: {len(names)} custom ops"
+        else:
+            yield from (f"{namespace}::{name}" for name in names)
+
+
+def _triton_kernels() -> Iterator[str]:
+    found = (getattr(sys.modules.get(module), name, None) for module, name in _TRITON_KINDS)
+    kinds = tuple(filter(None, found))
+    if not kinds:
+        return
+    listed = set()
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] in ("triton", "torch", "torchrepro"):
+            continue
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if isinstance(value, kinds) and id(value) not in listed:
+                listed.add(id(value))
+                yield f"{module_name}.{name} (Triton)"

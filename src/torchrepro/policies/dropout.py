@@ -1,12 +1,13 @@
 """Dropout as the identity, for every caller in the process.
 
 A stand-in at the composite ops reaches modules, functions, names imported earlier, recurrent
-layers and attention alike; one at `native_dropout` what compiled and scripted code calls; kernels
-that drop inside a larger computation are given a probability of 0
+layers and attention alike. One at `native_dropout` reaches what compiled and scripted code calls.
+Kernels that drop inside a larger computation are given a probability of 0
 (https://docs.pytorch.org/docs/stable/library.html).
 
-A mask that a module writes by hand looks like any other random number: nothing is assumed about
-it, it is named. Code that inductor has compiled draws inside kernels of its own, unseen here.
+A mask that a module writes by hand looks like any other random number. Nothing is assumed about
+it: every op that still draws is counted and named in the report. Code that inductor has compiled
+draws inside kernels of its own, which is not seen here.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.callers import package
 from torchrepro.policies import dropout_masks
 from torchrepro.policies.interpose import (
-    Place,
+    Priority,
     can_be_interposed,
     has_kernel,
     interpose,
     op_names,
     ops_named,
     override,
+    packet_name,
     random_ops,
     withdraw,
 )
@@ -62,6 +64,9 @@ OF_ASCEND = {"p": 0.0, "prob": 0.0}
 """The same for the ops of torch_npu that have dropout in their name."""
 
 _NAMESPACES = ("aten::", "npu::")
+
+POLICY = "dropout"
+_counting = threading.local()  # .inside: whether this thread is within an op that is counted
 
 
 def _identity(tensor: Any, p: float, train: bool) -> Any:  # noqa: FBT001 - aten's schema
@@ -151,29 +156,33 @@ WITH_KERNELS: dict[str, Callable[..., Any]] = {
 """Ops with kernels of their own, and what stands in for them."""
 
 
-def override_dropout() -> list[Callable[[], None]]:
-    """Put the stand-ins in the place of torch's dropout; return the calls that undo it."""
-    undo: list[Callable[[], None]] = []
+def _zero(undo: ExitStack) -> None:
+    """Put the stand-ins in the place of torch's dropout, and count the ops that still draw."""
     for table, keys in ((COMPOSITE, _COMPOSITE_KEYS), (WITH_KERNELS, _KERNEL_KEYS)):
         for name, stand_in in table.items():
-            undo += _overridden(name, partial(_instead, stand_in), keys)
+            for op in ops_named(f"aten::{name}"):
+                for key in filter(partial(has_kernel, op), keys):
+                    undo.callback(override(op, key, partial(_instead, stand_in)))
     for name, stand_in in WITH_KERNELS.items():
-        undo += [_interposed(op, partial(_instead, stand_in)) for op in ops_named(f"aten::{name}")]
-    undo += [_interposed(op, partial(_without, places)) for op, places in _larger_kernels()]
-    return [*undo, *map(_replaced_in_python, ops_named(*(f"aten::{name}" for name in COMPOSITE)))]
+        for op in ops_named(f"aten::{name}"):
+            _interpose(undo, op, Priority.DROPOUT, partial(_instead, stand_in))
+    for op, places in _larger_kernels():
+        _interpose(undo, op, Priority.DROPOUT, partial(_without_dropout, places))
+    for op in ops_named(*(f"aten::{name}" for name in COMPOSITE)):
+        _replace_in_python(undo, op)
+    undo.callback(dropout_masks.restore)
+    dropout_masks.zero()
+    for op in filter(_draws_whatever_happens, random_ops()):
+        _interpose(undo, op, Priority.RANDOM_OPS, partial(_count, op.name()))
 
 
-def _overridden(
-    name: str, stand_in: Callable[..., Any], keys: tuple[str, ...]
-) -> list[Callable[[], None]]:
-    """Put `stand_in` at each of `keys` at which the op has a kernel; return what undoes it."""
-    ops = tuple(ops_named(f"aten::{name}"))
-    return [override(op, key, stand_in) for op in ops for key in keys if has_kernel(op, key)]
+policy = Toggle("keep", "zero", "dropout zero", _zero)
+"""Whether dropout is zeroed: `keep` leaves torch alone, `zero` overrides its dropout."""
 
 
-def _interposed(op: Any, around: Callable[..., Any]) -> Callable[[], None]:
-    interpose(op, Place.DROPOUT, around)
-    return partial(withdraw, op, Place.DROPOUT)
+def _interpose(undo: ExitStack, op: Any, priority: Priority, around: Callable[..., Any]) -> None:
+    undo.callback(withdraw, op, priority)
+    interpose(op, priority, around)
 
 
 def _instead(
@@ -197,7 +206,7 @@ def _larger_kernels() -> Iterator[tuple[Any, tuple[tuple[int, str, float], ...]]
             yield op, places
 
 
-def _without(
+def _without_dropout(
     places: tuple[tuple[int, str, float], ...],
     proceed: Callable[..., Any],
     *args: Any,
@@ -213,8 +222,8 @@ def _without(
     return proceed(*positional, **kwargs)
 
 
-def _replaced_in_python(op: Any) -> Callable[[], None]:
-    """Put the stand-in where torch.compile looks before the dispatcher; return its undo.
+def _replace_in_python(undo: ExitStack, op: Any) -> None:
+    """Put the stand-in where torch.compile looks before the dispatcher.
 
     Private (``OpOverload.py_kernels``): the decompositions that torch writes in Python outrank
     its dispatcher while code is traced, and there is no public way to replace one. Where they are
@@ -227,43 +236,25 @@ def _replaced_in_python(op: Any) -> Callable[[], None]:
         kernels.update(present)
         getattr(op, "_dispatch_cache", {}).clear()
 
-    stand_in = COMPOSITE[op.name().partition("::")[2]]
-    put(dict.fromkeys(before, stand_in))
-    return partial(put, before)
-
-
-POLICY = "dropout"
-_inside = threading.local()
-
-
-def count_random_ops() -> None:
-    """Begin to count the random ops that run; changes torch's dispatcher."""
-    for op in filter(_draws_whatever_happens, random_ops()):
-        interpose(op, Place.RANDOM_OPS, partial(_count, op.name()))
-
-
-def stop_counting() -> None:
-    """Count no longer."""
-    for op in random_ops():
-        withdraw(op, Place.RANDOM_OPS)
+    undo.callback(put, before)
+    put(dict.fromkeys(before, COMPOSITE[packet_name(op)]))
 
 
 def _draws_whatever_happens(op: Any) -> bool:
     """Whether a call of `op` draws: dropout, and what drops inside, draws nothing when zeroed."""
-    packet = op.name().partition("::")[2].partition(".")[0]
     arguments = {argument.name for argument in op._schema.arguments}  # noqa: SLF001 - the schema has no public reader
-    return packet not in WITH_KERNELS and arguments.isdisjoint(PROBABILITIES)
+    return packet_name(op) not in WITH_KERNELS and arguments.isdisjoint(PROBABILITIES)
 
 
 def _count(name: str, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if getattr(_inside, "op", False):
-        return proceed(*args, **kwargs)  # a random op that is made of another is one
-    _inside.op = True
+    if getattr(_counting, "inside", False):
+        return proceed(*args, **kwargs)  # an op that draws by another is counted once
+    _counting.inside = True
     try:
-        count(POLICY, name, "drew random numbers", _caller(sys._getframe(1)))  # noqa: SLF001 - the stack has no other door
+        count(POLICY, name, "drew random numbers", _caller(sys._getframe(1)))  # noqa: SLF001 - nothing public tells the caller
         return proceed(*args, **kwargs)
     finally:
-        _inside.op = False
+        _counting.inside = False
 
 
 def _caller(frame: FrameType | None) -> str:
@@ -274,16 +265,3 @@ def _caller(frame: FrameType | None) -> str:
             return f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}:{frame.f_lineno}"
         frame = frame.f_back
     return "torch itself"
-
-
-def _zero(undo: ExitStack) -> None:
-    for call in override_dropout():
-        undo.callback(call)
-    undo.callback(dropout_masks.restore)
-    dropout_masks.zero()
-    undo.callback(stop_counting)
-    count_random_ops()
-
-
-policy = Toggle("keep", "zero", "dropout zero", _zero)
-"""Whether dropout is zeroed: `keep` leaves torch alone, `zero` overrides its dropout."""

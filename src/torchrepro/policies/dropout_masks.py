@@ -2,11 +2,11 @@
 
 They draw with `rand` or `bernoulli`, which no op-level policy can tell from other randomness.
 
-The functions in `ROWS` run as their authors wrote them, but for one name that is read as the
-probability at which nothing drops: each gets the code object compiled from its own source with
+The functions in `ROWS` run as their authors wrote them, except that one name is read as the
+probability at which nothing drops. Each gets the code object compiled from its own source with
 that name replaced (https://docs.python.org/3/reference/datamodel.html#function.__code__). The
 function object stays, so it does not matter when it was imported, from where, or when a layer was
-made; and no attribute changes, so a layer is printed, copied and saved as ever. What torch.jit or
+made. No attribute changes, so a layer is printed, copied and saved as before. What torch.jit or
 torch.export captured is a copy of the code, and keeps its masks.
 """
 
@@ -152,11 +152,10 @@ def _zero_in(name: str) -> None:
     module: Any = sys.modules.get(name)
     if module is None:
         return
-    found = {function: _rows_of(name, function.__code__) for function in _functions(module)}
     drawing = {
         function: rows
-        for function, rows in found.items()
-        if rows and function not in _state.exchanged
+        for function in _functions(module)
+        if function not in _state.exchanged and (rows := _rows_of(name, function.__code__))
     }
     if not drawing:
         return
@@ -182,14 +181,6 @@ def _functions(module: ModuleType) -> Iterator[FunctionType]:
                 yield function
 
 
-def _undecorated(value: Any) -> Any:
-    if isinstance(value, staticmethod | classmethod):
-        value = value.__func__
-    while isinstance(value, FunctionType) and "__wrapped__" in vars(value):
-        value = vars(value)["__wrapped__"]
-    return value
-
-
 def _rows_of(module: str, code: CodeType) -> list[WrittenMask]:
     names = (*code.co_varnames, *code.co_names)
     return [
@@ -197,6 +188,14 @@ def _rows_of(module: str, code: CodeType) -> list[WrittenMask]:
         for row in ROWS
         if row.draws_in(module, code.co_qualname) and any(fnmatchcase(n, row.name) for n in names)
     ]
+
+
+def _undecorated(value: Any) -> Any:
+    if isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    while isinstance(value, FunctionType) and "__wrapped__" in vars(value):
+        value = vars(value)["__wrapped__"]
+    return value
 
 
 def _place(code: CodeType) -> _Place:

@@ -1,6 +1,6 @@
 """What becomes of an op without a deterministic kernel, or of one that a profile names.
 
-A function in front of each such op (see `interposed`) lets the kernel run and sees whether torch
+A function in front of each such op (see `interpose`) lets the kernel run and sees whether torch
 refuses it (https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html).
 Nothing is decided here about which kernels are deterministic: torch decides that, for each device.
 """
@@ -19,14 +19,71 @@ from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.knobs.knob import MissingState
 from torchrepro.knobs.legal_values import Value, is_pattern, per_op, waits_for_refusal
 from torchrepro.messages import Problem, near
-from torchrepro.policies import fallback_calls as done
 from torchrepro.policies.deterministic_ops import OPS
-from torchrepro.policies.interpose import Place, interpose, overloads_named, withdraw
-from torchrepro.policies.policy import Effect, tell_also
+from torchrepro.policies.fallback_calls import (
+    ALWAYS,
+    KNOB,
+    WHEN_REFUSED,
+    filling_outputs,
+    replaced,
+    run_kernel,
+)
+from torchrepro.policies.interpose import Priority, interpose, overloads_named, withdraw
+from torchrepro.policies.policy import Effect, add_effects
+
+Action = Callable[..., Any]
+"""What is done at a call of an op: takes `proceed` and the arguments of the call."""
+
+_IDLE = {
+    0: "torch's deterministic algorithms are off",
+    1: "torch only warns about ops without a deterministic kernel",
+}
+"""What torch's debug mode means where no op is refused."""
 
 _lock = fork_safe_lock()
 _registered: dict[str, Callable[..., Any]] = {}
-_watchers: list[Callable[[], None]] = []
+
+
+@dataclass(slots=True)
+class _InForce:
+    """The value in force and what it makes of each op."""
+
+    value: Value = None
+    actions: Mapping[Any, Action] = field(default_factory=dict)
+    named: frozenset[Any] = frozenset()
+    """The overloads that the profile decides about by name."""
+
+    interposed: frozenset[Any] = frozenset()
+
+
+_in_force = _InForce()
+
+
+class FallbackPolicy:
+    """What an op without a deterministic kernel does; None where nobody has said."""
+
+    def read(self) -> Value:
+        return _in_force.value
+
+    def write(self, value: str | Mapping[str, Any]) -> None:
+        asked = value if isinstance(value, str) else {"ops": dict(per_op(value))}
+        mode = sys.modules["torch"].get_deterministic_debug_mode()
+        if waits_for_refusal(asked) and mode in _IDLE:
+            _decided(asked)  # a wrong name is wrong in any case
+            raise MissingState(
+                f"{_IDLE[mode]}, so that no op falls back: set "
+                "backends.torch.deterministic_algorithms to error"
+            )
+        install(asked)
+
+    save = read
+
+    def restore(self, saved: Value) -> None:
+        if saved != self.read():
+            install(saved)
+
+
+policy = FallbackPolicy()
 
 
 def register_replacement(op: Any, fn: Callable[..., Any]) -> None:
@@ -46,7 +103,7 @@ def register_replacement(op: Any, fn: Callable[..., Any]) -> None:
     overloads_named(name)
     with _lock:
         _registered[name] = fn
-    _tell()
+    _interpose_all()
 
 
 def unregister_replacement(op: Any) -> None:
@@ -66,82 +123,7 @@ def unregister_replacement(op: Any) -> None:
                 )
             )
         del _registered[name]
-    _tell()
-
-
-def replacements() -> dict[Any, Callable[..., Any]]:
-    """Return the replacement of every overload that has one."""
-    with _lock:
-        return {op: fn for name, fn in _registered.items() for op in overloads_named(name)}
-
-
-def watch(changed: Callable[[], None]) -> None:
-    """Have `changed` called whenever a replacement comes or goes; a second time changes nothing."""
-    if changed not in _watchers:
-        _watchers.append(changed)
-
-
-def qualified_name(fn: Callable[..., Any]) -> str:
-    """Return ``package.function`` for a report."""
-    name = getattr(fn, "__qualname__", type(fn).__qualname__)
-    return f"{getattr(fn, '__module__', '')}.{name}"
-
-
-def _tell() -> None:
-    for changed in _watchers:
-        changed()
-
-
-Act = Callable[..., Any]
-
-
-@dataclass(slots=True)
-class _InForce:
-    """The value in force and what it makes of each op."""
-
-    value: Value = None
-    acts: Mapping[Any, Act] = field(default_factory=dict)
-    named: frozenset[Any] = frozenset()
-    """The overloads that the profile decides about by name."""
-
-    interposed: frozenset[Any] = frozenset()
-
-
-_in_force = _InForce()
-
-
-_IDLE = {
-    0: "torch's deterministic algorithms are off",
-    1: "torch only warns about ops without a deterministic kernel",
-}
-"""What torch's debug mode means where no op is refused."""
-
-
-class FallbackPolicy:
-    """What an op without a deterministic kernel does; None where nobody has said."""
-
-    def read(self) -> Value:
-        return _in_force.value
-
-    def write(self, value: str | Mapping[str, Any]) -> None:
-        asked = value if isinstance(value, str) else {"ops": dict(per_op(value))}
-        mode = sys.modules["torch"].get_deterministic_debug_mode()
-        if waits_for_refusal(asked) and mode in _IDLE:
-            check(asked)  # a wrong name is wrong in any case
-            raise MissingState(
-                f"{_IDLE[mode]}, so that no op falls back: set "
-                "backends.torch.deterministic_algorithms to error"
-            )
-        install(asked)
-
-    save = read
-
-    def restore(self, saved: Value) -> None:
-        if saved != self.read():
-            install(saved)
-
-
-policy = FallbackPolicy()
+    _interpose_all()
 
 
 def install(value: Value) -> None:
@@ -150,79 +132,77 @@ def install(value: Value) -> None:
     Raises `ProfileError`, with nothing changed, for an op that this torch does not have.
     """
     with _lock:
-        acts, named = ({}, frozenset()) if value is None else _decided(value)
-        _in_force.value, _in_force.acts, _in_force.named = value, acts, named
-        watch(_interpose_all)
+        actions, named = ({}, frozenset()) if value is None else _decided(value)
+        _in_force.value, _in_force.actions, _in_force.named = value, actions, named
         _interpose_all()
-
-
-def check(value: Value) -> None:
-    """Raise `ProfileError` if `value` names an op that this torch does not have; change nothing."""
-    if value is not None:
-        _decided(value)
 
 
 def _interpose_all() -> None:
     """Stand in front of every op that the value in force or a replacement is about."""
     with _lock:
-        acts = dict(_in_force.acts)
-        if _in_force.value is not None:
-            acts |= {op: _replacing(op, fn, acts.get(op)) for op, fn in _replacements().items()}
-        for op in _in_force.interposed - acts.keys():
-            withdraw(op, Place.FALLBACK)
-        for op, act in acts.items():
-            interpose(op, Place.FALLBACK, act)
-        _in_force.interposed = frozenset(acts)
+        actions = dict(_in_force.actions)
+        for op, fn in _replacements().items():
+            otherwise = actions.get(op, run_kernel)
+            actions[op] = partial(
+                replaced, filling_outputs(op, fn), _replaced_by(fn), otherwise, op
+            )
+        for op in _in_force.interposed - actions.keys():
+            withdraw(op, Priority.FALLBACK)
+        for op, action in actions.items():
+            interpose(op, Priority.FALLBACK, action)
+        _in_force.interposed = frozenset(actions)
 
 
 def _replacements() -> dict[Any, Callable[..., Any]]:
     """Return the replacements in force: those of ops that the profile does not decide about."""
-    return {op: fn for op, fn in replacements().items() if op not in _in_force.named}
+    if _in_force.value is None:
+        return {}
+    with _lock:
+        every = {op: fn for name, fn in _registered.items() for op in overloads_named(name)}
+        return {op: fn for op, fn in every.items() if op not in _in_force.named}
 
 
-def _replacing(op: Any, fn: Callable[..., Any], act: Act | None) -> Act:
-    what = f"replaced by {qualified_name(fn)}"
-    otherwise = act or partial(done.let_pass, op)
-    return partial(done.replaced, done.filling_outputs(op, fn), what, otherwise, op)
+def _replaced_by(fn: Callable[..., Any]) -> str:
+    name = getattr(fn, "__qualname__", type(fn).__qualname__)
+    return f"replaced by {getattr(fn, '__module__', '')}.{name}"
 
 
 def _uncalled_replacements(counted: list[Effect]) -> tuple[Effect, ...]:
     """Return an effect of no calls for every op that has a replacement in force, not called yet."""
-    if _in_force.value is None:
-        return ()
     called = {effect.subject for effect in counted if effect.what.startswith("replaced by ")}
     return tuple(
-        Effect(done.KNOB, op.name(), f"replaced by {qualified_name(fn)}", "", 0, 0)
+        Effect(KNOB, op.name(), _replaced_by(fn), "", 0, 0)
         for op, fn in _replacements().items()
         if op.name() not in called
     )
 
 
-tell_also(_uncalled_replacements)
+add_effects(_uncalled_replacements)
 
 
-def _decided(value: str | Mapping[str, Any]) -> tuple[dict[Any, Act], frozenset[Any]]:
+def _decided(value: str | Mapping[str, Any]) -> tuple[dict[Any, Action], frozenset[Any]]:
     """Return what `value` makes of each op, and the ops that it names one by one.
 
-    A name goes before a pattern and a long pattern before a short one: their order is nothing.
+    A name goes before a pattern and a long pattern before a short one, in whatever order they
+    stand. Raises `ProfileError` for an op that this torch does not have.
     """
     everywhere = value if isinstance(value, str) else "error"
-    words = {row.name: everywhere for row in OPS}
+    choices = {row.name: everywhere for row in OPS}
     asked = per_op(value)
     for pattern in sorted(filter(is_pattern, asked), key=lambda text: (len(text), text)):
-        words |= dict.fromkeys(_matching(pattern), asked[pattern])
-    acts = {
-        op: partial(done.WHEN_REFUSED[word], op)
-        for name, word in words.items()
+        choices |= dict.fromkeys(_matching(pattern), asked[pattern])
+    actions = {
+        op: partial(WHEN_REFUSED[choice], op)
+        for name, choice in choices.items()
         for op in _present(f"aten::{name}")
     }
     named = {
-        op: partial(done.ALWAYS[word], op)
-        for name, word in asked.items()
+        op: partial(ALWAYS[choice], op)
+        for name, choice in asked.items()
         if not is_pattern(name)
-        for op in _nameable(name, word)
+        for op in _nameable(name, choice)
     }
-    return {**acts, **named}, frozenset(named)
+    return {**actions, **named}, frozenset(named)
 
 
 def _matching(pattern: str) -> list[str]:
@@ -247,9 +227,9 @@ def _present(name: str) -> tuple[Any, ...]:
         return ()
 
 
-def _nameable(name: str, word: str) -> tuple[Any, ...]:
+def _nameable(name: str, choice: str) -> tuple[Any, ...]:
     ops = overloads_named(name)
-    if word == "cpu" and any(_returns_a_view(op) for op in ops):
+    if choice == "cpu" and any(_returns_a_view(op) for op in ops):
         raise ProfileError(Problem(f"`{name}` gives a view and computes nothing to move"))
     return ops
 

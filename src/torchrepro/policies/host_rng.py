@@ -1,14 +1,13 @@
 """Random numbers for devices, drawn on the host from the CPU's generator.
 
-Fused attention and the recurrent layers of cuDNN draw their masks themselves. While random
-numbers come from the host, a call of them that drops is made of torch's other ops instead, as on
-a CPU.
-
 The same seed gives other numbers on every kind of device, because each has a generator of its own
 (https://github.com/pytorch/pytorch/issues/84234). Under this policy every op that draws on the
 accelerator draws on the host instead, in program order, as a run on the CPU would, and the result
 is moved over. The ops are those that torch itself tags as seeded randomness. Code that inductor
 compiles calls these ops too, by its option `fallback_random`.
+
+Fused attention and the recurrent layers of cuDNN draw their masks themselves. A call of them that
+drops is made of torch's other ops instead, as on a CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.imports import AfterImport
 from torchrepro.policies.interpose import (
-    Place,
+    Priority,
     has_kernel,
     interpose,
     ops_named,
@@ -35,13 +34,62 @@ from torchrepro.policies.on_cpu import is_on_device, on_cpu
 from torchrepro.policies.policy import Toggle, count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from contextlib import ExitStack
 
+POLICY = "device.rng"
+_INDUCTOR = "torch._inductor.config"
+_COMPOSITE = "CompositeImplicitAutograd"
+_OWN_DEVICE = "PrivateUse1"
+_RECURRENT = tuple(
+    f"aten::{kind}.{form}"
+    for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    for form in ("input", "data")
+)
 
 _SEED_AND_OFFSET = 16  # bytes: how the generators of CUDA and of Ascend keep their state
 _STEP = 4  # what a device's generator advances by at the least
 _GENERATORS, _STATES = 256, 64  # kept at most; a state has 5 kB
+
+
+def _host(undo: ExitStack) -> None:
+    if import_module("torch").accelerator.is_available():
+        _draw_on_host(undo)
+        _compose_fused_ops(undo)
+    _draw_by_ops_when_compiled(undo)
+
+
+policy = Toggle("native", "host", "host rng", _host)
+"""Where random numbers come from: `native`, each device's generator, or `host`."""
+
+
+def _draw_on_host(undo: ExitStack) -> None:
+    generators = HostGenerators()
+    of_device = [op for op in seeded_ops() if has_kernel(op, _OWN_DEVICE)]
+    for op in of_device:
+        # torch places the tensors that these make: no other key is between it and the kernel.
+        if has_kernel(op, "BackendSelect"):
+            undo.callback(override(op, _OWN_DEVICE, partial(_on_host, op, generators)))
+    # Ops that torch makes of others, but a device of its own kind does not, are among them.
+    for op in (*random_ops(), *(op for op in of_device if has_kernel(op, _COMPOSITE))):
+        undo.callback(withdraw, op, Priority.HOST_RNG)
+        interpose(op, Priority.HOST_RNG, partial(_on_host, op, generators))
+
+
+def _on_host(
+    op: Any,
+    generators: HostGenerators,
+    proceed: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run `op` on the CPU if it is asked to draw on a device."""
+    if not is_on_device(args, kwargs):
+        return proceed(*args, **kwargs)
+    result, moved = on_cpu(op, args, kwargs, generators.of)
+    count(POLICY, op.name(), "drawn on the host", moved=moved)
+    return result
 
 
 @dataclass(slots=True)
@@ -60,12 +108,12 @@ class _Pair:
 class HostGenerators:
     """A CPU generator of the same seed for every generator of a device that draws.
 
-    A device's generator is moved on a little at every draw, so that it is noticed when it is
-    seeded again or given back a state it had: its stand-in then goes there too.
+    A device's generator is moved on a little at every draw. A change from outside is noticed by
+    that: where it is seeded again or given back a state it had, its stand-in goes there too.
     """
 
     def __init__(self) -> None:
-        # Every call sees another Python object for one generator, whose address stays: each is
+        # Every call gets another Python object for one generator, whose address stays: each is
         # kept alive here, so that no other generator can have that address.
         self._pairs: OrderedDict[int, _Pair] = OrderedDict()
 
@@ -104,7 +152,7 @@ def _state(generator: Any) -> bytes:
 
 
 def _moved_on(generator: Any) -> bytes:
-    """Advance `generator` by one step, where its state is a seed and an offset; return it."""
+    """Advance `generator` by a step if its state is a seed and an offset; return its state."""
     state = _state(generator)
     if len(state) != _SEED_AND_OFFSET:
         return state
@@ -114,36 +162,8 @@ def _moved_on(generator: Any) -> bytes:
     return _state(generator)
 
 
-_COMPOSITE = "CompositeImplicitAutograd"
-_PLACED = "BackendSelect"
-_RECURRENT = tuple(
-    f"aten::{kind}.{form}"
-    for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
-    for form in ("input", "data")
-)
-
-
-def ops_with_device_kernels() -> Iterator[Any]:
-    """Yield the random ops that torch makes of others, but a device of its own kind does not."""
-    return _seeded_ops_with(_COMPOSITE)
-
-
-def _seeded_ops_with(key: str) -> Iterator[Any]:
-    """Yield the random ops with a kernel at `key` and another for a device of its own kind."""
-    own = "PrivateUse1"
-    return (op for op in seeded_ops() if has_kernel(op, key) and has_kernel(op, own))
-
-
-def factories_of_devices() -> Iterator[Any]:
-    """Yield the random ops that a device of its own kind makes tensors with, and torch places.
-
-    Their calls reach no other place between torch, which finds the device, and the kernel.
-    """
-    return _seeded_ops_with(_PLACED)
-
-
-def take_apart() -> Iterator[Callable[[], None]]:
-    """Have attention and recurrent layers that drop made of other ops; yield what undoes it.
+def _compose_fused_ops(undo: ExitStack) -> None:
+    """Have attention and recurrent layers that drop made of other ops.
 
     Older torch has no ``torch.library.get_kernel``: there such calls draw on the device.
     """
@@ -152,28 +172,25 @@ def take_apart() -> Iterator[Callable[[], None]]:
     stand_ins = {"aten::scaled_dot_product_attention": _attention}
     for name, stand_in in (stand_ins | dict.fromkeys(_RECURRENT, _recurrent)).items():
         for op in ops_named(name):
-            yield override(op, _COMPOSITE, partial(stand_in, _positions(op)))
+            arguments = op._schema.arguments  # noqa: SLF001 - the schema has no public reader
+            positions = {argument.name: position for position, argument in enumerate(arguments)}
+            undo.callback(override(op, _COMPOSITE, partial(stand_in, positions)))
 
 
-def _positions(op: Any) -> dict[str, int]:
-    arguments = op._schema.arguments  # noqa: SLF001 - the schema has no public reader
-    return {argument.name: position for position, argument in enumerate(arguments)}
-
-
-def _given(positions: dict[str, int], args: Any, kwargs: Any, name: str) -> Any:
+def _argument(positions: dict[str, int], args: Any, kwargs: Any, name: str) -> Any:
     position = positions[name]
     return args[position] if position < len(args) else kwargs.get(name)
 
 
 def _attention(positions: Any, original: Any, /, *args: Any, **kwargs: Any) -> Any:
     torch = import_module("torch")
-    if args[0].device.type == "cpu" or not _given(positions, args, kwargs, "dropout_p"):
+    if args[0].device.type == "cpu" or not _argument(positions, args, kwargs, "dropout_p"):
         return original(*args, **kwargs)
     return torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]  # noqa: SLF001 - an op of torch's
 
 
 def _recurrent(positions: Any, original: Any, /, *args: Any, **kwargs: Any) -> Any:
-    drops = _given(positions, args, kwargs, "dropout") and _given(positions, args, kwargs, "train")
+    drops = all(_argument(positions, args, kwargs, name) for name in ("dropout", "train"))
     cudnn = import_module("torch").backends.cudnn
     if args[0].device.type == "cpu" or not drops or not cudnn.enabled:
         return original(*args, **kwargs)
@@ -182,43 +199,6 @@ def _recurrent(positions: Any, original: Any, /, *args: Any, **kwargs: Any) -> A
         return original(*args, **kwargs)
     finally:
         cudnn.enabled = True
-
-
-POLICY = "device.rng"
-_INDUCTOR = "torch._inductor.config"
-
-
-def _host(undo: ExitStack) -> None:
-    if import_module("torch").accelerator.is_available():
-        _draw_on_host(undo)
-    _draw_by_ops_when_compiled(undo)
-
-
-def _draw_on_host(undo: ExitStack) -> None:
-    generators = HostGenerators()
-    for op in factories_of_devices():
-        undo.callback(override(op, "PrivateUse1", partial(_on_host, op, generators)))
-    for op in (*random_ops(), *ops_with_device_kernels()):
-        undo.callback(withdraw, op, Place.HOST_RNG)
-        interpose(op, Place.HOST_RNG, partial(_on_host, op, generators))
-    for take_back in take_apart():
-        undo.callback(take_back)
-
-
-def _on_host(
-    op: Any,
-    generators: HostGenerators,
-    proceed: Callable[..., Any],
-    /,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Run `op` on the CPU if it is asked to draw on a device."""
-    if not is_on_device(args, kwargs):
-        return proceed(*args, **kwargs)
-    result, moved = on_cpu(op, args, kwargs, generators.of)
-    count(POLICY, op.name(), "drawn on the host", moved=moved)
-    return result
 
 
 def _draw_by_ops_when_compiled(undo: ExitStack) -> None:
@@ -235,7 +215,3 @@ def _draw_by_ops_when_compiled(undo: ExitStack) -> None:
     finder = AfterImport([_INDUCTOR], draw_by_ops)
     finder.watch()
     undo.callback(finder.unwatch)
-
-
-policy = Toggle("native", "host", "host rng", _host)
-"""Where random numbers come from: `native`, each device's generator, or `host`."""

@@ -1,13 +1,9 @@
-"""Standing between torch's dispatcher and the kernels of single ops, for every caller.
-
-Torch hands such a number to C++ as a tensor that does not take part in type promotion
-(https://docs.pytorch.org/docs/stable/tensor_attributes.html#type-promotion-doc), and to a function
-in Python as a plain number, which the kernels then refuse.
+"""Functions between torch's dispatcher and the kernels of single ops, for every caller.
 
 On its way to a kernel a call passes the dispatch key BackendSelect: below autograd, which keeps
 its formulas, and above the kernels of every device
 (https://github.com/pytorch/pytorch/wiki/PyTorch-dispatcher-walkthrough). A function registered
-there for one op (https://docs.pytorch.org/docs/stable/library.html) sees the calls of Python, of
+there for one op (https://docs.pytorch.org/docs/stable/library.html) gets the calls of Python, of
 C++ and of backward alike, may change them, and hands them on. Other ops are not touched and cost
 what they did.
 
@@ -15,8 +11,8 @@ A registration stays once it is made, and hands every call on where no policy wa
 Taking one back would free a kernel that another thread may be running at that moment: torch gives
 up its interpreter lock within an op, and its dispatcher has no lock of its own for kernels.
 
-An op has overloads: ``aten::median`` has ``aten::median.dim``, and others that take ``out=``
-(https://docs.pytorch.org/docs/stable/library.html). A name without an overload means all of them.
+An op has overloads: ``aten::median`` has ``aten::median.dim``, and others that take ``out=``. A
+name without an overload means all of them.
 """
 
 from __future__ import annotations
@@ -36,53 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-def with_tensors(op: Any, around: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `around`, a function in front of the overload `op`, with tensors where `op` has them.
-
-    A number is given the type that makes the result what torch's own promotion makes it.
-    """
-    schema = op._schema.arguments  # noqa: SLF001 - a schema has no public reader
-    places = [place for place, argument in enumerate(schema) if str(argument.type) == "Tensor"]
-    if len(places) < 2:  # noqa: PLR2004 - a number stands beside a tensor
-        return around
-
-    @wraps(around)
-    def changed(proceed: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        found = [args[place] for place in places if place < len(args)]
-        if any(isinstance(value, int | float | complex) for value in found):
-            tensors = [value for value in found if hasattr(value, "dtype")]
-            args = tuple(
-                _tensor(value, tensors) if place in places else value
-                for place, value in enumerate(args)
-            )
-        return around(proceed, *args, **kwargs)
-
-    return changed
-
-
-def _tensor(value: Any, tensors: list[Any]) -> Any:
-    """Return the number `value`, which stands beside `tensors`, as one; anything else as it is."""
-    if not isinstance(value, int | float | complex):
-        return value
-    torch = import_module("torch")
-    wide = torch.tensor(value, dtype=_widest(torch)[type(value)])
-    if not tensors:
-        return wide
-    beside = max(tensors, key=lambda tensor: bool(tensor.dim()))
-    together = torch.result_type(beside, value)
-    return wide if together == beside.dtype and beside.dim() else wide.to(together)
-
-
-def _widest(torch: Any) -> dict[type, Any]:
-    return {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
-
-
-_KEY = "BackendSelect"
-_IN_PIECES = ("CompositeImplicitAutograd", _KEY)
-"""Keys whose kernels call other ops before BackendSelect is reached, or at it."""
-
-
-class Place(IntEnum):
+class Priority(IntEnum):
     """Which of several functions at one op is asked first; the last is next to the kernel."""
 
     DROPOUT = 0
@@ -91,38 +41,122 @@ class Place(IntEnum):
     HOST_RNG = 3
 
 
+_KEY = "BackendSelect"
+_COMPOSITE_KEYS = ("CompositeImplicitAutograd", _KEY)
+"""Keys whose kernels call other ops before BackendSelect is reached, or at it."""
+
 _RUNTIME_KEYS = {"CompositeImplicitAutograd": "CPU", "Autograd": "AutogradCPU"}
 """Alias keys, and a key at which torch keeps the kernel that was registered at the alias."""
 
 _lock = fork_safe_lock()
-_around: dict[Any, dict[Place, Callable[..., Any]]] = {}
+_around: dict[Any, dict[Priority, Callable[..., Any]]] = {}
 _libraries: dict[Any, Any] = {}  # op -> the torch.library.Library that holds its registration
 _names: set[str] = set()  # of these ops, and of custom ones that were defined anew since
 _overrides: dict[tuple[Any, str], _Override] = {}
 
 
-def interpose(op: Any, place: Place, around: Callable[..., Any]) -> None:
+def interpose(op: Any, priority: Priority, around: Callable[..., Any]) -> None:
     """Have every call of the overload `op` made through `around`; changes torch's dispatcher.
 
     `around(proceed, *args, **kwargs)` returns what the caller gets; `proceed` takes the arguments
-    on towards the kernel. Tensors of the device type `meta` are never shown to it.
+    on towards the kernel. Calls with tensors of the device type `meta` do not reach it.
     """
     with _lock:
-        _around[op] = {**_around.get(op, {}), place: around}
+        _around[op] = {**_around.get(op, {}), priority: around}
         if op not in _libraries:
-            walk = with_tensors(op, partial(_walk, op))
+            call = _with_tensors(op, partial(_call_through, op))
             _names.add(op.name())
-            _libraries[op] = _registered(op, _KEY, partial(_through, op, walk, _below()))
+            _libraries[op] = _registered(op, _KEY, partial(_enter, op, call, _keys_below()))
 
 
-def withdraw(op: Any, place: Place) -> None:
+def withdraw(op: Any, priority: Priority) -> None:
     """Take back what `interpose` has put at `op`; does nothing if there is none."""
     with _lock:
-        left = {other: around for other, around in _around.get(op, {}).items() if other != place}
+        left = {key: around for key, around in _around.get(op, {}).items() if key != priority}
         if left:
             _around[op] = left
         else:
             _around.pop(op, None)
+
+
+def interposed_ops() -> tuple[Any, ...]:
+    """Return the overloads at which something is interposed now."""
+    return tuple(_around)
+
+
+def _enter(op: Any, call: Any, below: Any, keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return call(partial(op.redispatch, keyset & below), *args, **kwargs)
+
+
+def _call_through(op: Any, proceed: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Take a call through all that is interposed, the last of it next to the kernel."""
+    if _is_meta(args, kwargs):
+        return proceed(*args, **kwargs)
+    around = _around.get(op, {})
+    for priority in sorted(around, reverse=True):
+        proceed = partial(around[priority], proceed)
+    return proceed(*args, **kwargs)
+
+
+def _is_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call computes shapes only, as torch.compile does while it traces."""
+    for value in (*args, *kwargs.values()):
+        device = getattr(value, "device", None)
+        if device is not None:
+            return bool(device.type == "meta")
+    return False
+
+
+@cache
+def _keys_below() -> Any:
+    """Return the dispatch keys below BackendSelect.
+
+    Private (``_dispatch_keyset_full_after``), as in torch's own examples of kernels that take a
+    keyset. Where it is gone nothing is interposed and the policy's report says why.
+    """
+    c = import_module("torch")._C  # noqa: SLF001 - see above
+    return c._dispatch_keyset_full_after(getattr(c.DispatchKey, _KEY))  # noqa: SLF001
+
+
+def _with_tensors(op: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `call`, of the overload `op`, with tensors for numbers where `op` takes tensors.
+
+    Torch hands such a number to C++ as a tensor that does not take part in type promotion
+    (https://docs.pytorch.org/docs/stable/tensor_attributes.html#type-promotion-doc), and to a
+    function in Python as a plain number, which the kernels then refuse. The number is given the
+    type with which the result is what torch's own promotion makes it.
+    """
+    schema = op._schema.arguments  # noqa: SLF001 - a schema has no public reader
+    places = [place for place, argument in enumerate(schema) if str(argument.type) == "Tensor"]
+    if len(places) < 2:  # noqa: PLR2004 - a number stands beside a tensor
+        return call
+
+    @wraps(call)
+    def converted(proceed: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        found = [args[place] for place in places if place < len(args)]
+        if any(isinstance(value, int | float | complex) for value in found):
+            tensors = [value for value in found if hasattr(value, "dtype")]
+            args = tuple(
+                _as_tensor(value, tensors) if place in places else value
+                for place, value in enumerate(args)
+            )
+        return call(proceed, *args, **kwargs)
+
+    return converted
+
+
+def _as_tensor(value: Any, tensors: list[Any]) -> Any:
+    """Return the number `value`, which stands beside `tensors`, as one; anything else as it is."""
+    if not isinstance(value, int | float | complex):
+        return value
+    torch = import_module("torch")
+    widest = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+    wide = torch.tensor(value, dtype=widest[type(value)])
+    if not tensors:
+        return wide
+    beside = max(tensors, key=lambda tensor: bool(tensor.dim()))
+    together = torch.result_type(beside, value)
+    return wide if together == beside.dtype and beside.dim() else wide.to(together)
 
 
 def override(op: Any, key: str, stand_in: Callable[..., Any]) -> Callable[[], None]:
@@ -134,22 +168,22 @@ def override(op: Any, key: str, stand_in: Callable[..., Any]) -> Callable[[], No
     runs the op at that moment may crash.
     """
     with _lock:
-        kept = _overrides.get((op, key))
-        if kept is None:
-            kept = _Override(_kernel(op, key))
-            kept.library = _registered(op, key, kept)
-            _overrides[op, key] = kept
-        kept.stand_ins.append(stand_in)
+        present = _overrides.get((op, key))
+        if present is None:
+            present = _Override(_kernel(op, key))
+            present.library = _registered(op, key, present)
+            _overrides[op, key] = present
+        present.stand_ins.append(stand_in)
     return partial(_take_back, op, key, stand_in)
 
 
 def _take_back(op: Any, key: str, stand_in: Callable[..., Any]) -> None:
     with _lock:
-        kept = _overrides[op, key]
-        kept.stand_ins.remove(stand_in)
-        if kept.original is None and not kept.stand_ins:
+        present = _overrides[op, key]
+        present.stand_ins.remove(stand_in)
+        if present.original is None and not present.stand_ins:
             del _overrides[op, key]
-            kept.library = None  # dropping the library takes its registration back
+            present.library = None  # dropping the library takes its registration back
 
 
 @dataclass(eq=False)
@@ -161,7 +195,7 @@ class _Override:
     library: Any = None
 
     def __call__(self, keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
-        stand_ins = self.stand_ins[-1:]  # one look: another thread may take the stand-in back
+        stand_ins = self.stand_ins[-1:]  # read once: another thread may take the stand-in back
         proceed = partial(self.original, keyset) if self.original is not None else None
         if stand_ins:
             return stand_ins[0](proceed, *args, **kwargs)
@@ -179,25 +213,6 @@ def _kernel(op: Any, key: str) -> Callable[..., Any] | None:
     return kernel
 
 
-_OF_DYNAMO = ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
-
-
-@cache
-def _keep_from_dynamo() -> None:
-    """Have torch.compile run what only hands calls on, and not trace it.
-
-    Private (``set_code_exec_strategy``): the public ways import torch._dynamo, which takes a
-    second. Where it is gone, Dynamo may warn that it cannot trace the kernel at the end.
-    """
-    frames = import_module("torch")._C._dynamo.eval_frame  # noqa: SLF001 - see above
-    if not all(hasattr(frames, name) for name in _OF_DYNAMO):
-        return
-    action = frames._FrameAction  # noqa: SLF001 - see above
-    this_frame_alone = frames._FrameExecStrategy(action.SKIP, action.DEFAULT)  # noqa: SLF001 - see above
-    for function in (_Override.__call__, _through, _walk):
-        frames.set_code_exec_strategy(function.__code__, this_frame_alone)
-
-
 def _registered(op: Any, key: str, kernel: Callable[..., Any]) -> Any:
     """Register `kernel`, which takes a keyset first, and return the library that holds it."""
     _keep_from_dynamo()
@@ -209,14 +224,26 @@ def _registered(op: Any, key: str, kernel: Callable[..., Any]) -> Any:
     return library
 
 
-def interposed_ops() -> tuple[Any, ...]:
-    """Return the overloads at which something is interposed now."""
-    return tuple(_around)
+@cache
+def _keep_from_dynamo() -> None:
+    """Have torch.compile run what only hands calls on, and not trace it.
+
+    Private (``set_code_exec_strategy``): the public functions import torch._dynamo, which takes a
+    second. Where it is gone, Dynamo may warn that it cannot trace the kernel at the end.
+    """
+    frames = import_module("torch")._C._dynamo.eval_frame  # noqa: SLF001 - see above
+    needed = ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
+    if not all(hasattr(frames, name) for name in needed):
+        return
+    action = frames._FrameAction  # noqa: SLF001 - see above
+    this_frame_alone = frames._FrameExecStrategy(action.SKIP, action.DEFAULT)  # noqa: SLF001 - see above
+    for function in (_Override.__call__, _enter, _call_through):
+        frames.set_code_exec_strategy(function.__code__, this_frame_alone)
 
 
 def can_be_interposed(op: Any) -> bool:
     """Whether calls of `op` reach BackendSelect as such: else torch makes them of other ops."""
-    return not any(has_kernel(op, key) for key in _IN_PIECES)
+    return not any(has_kernel(op, key) for key in _COMPOSITE_KEYS)
 
 
 def has_kernel(op: Any, key: str) -> bool:
@@ -261,42 +288,8 @@ def seeded_ops() -> tuple[Any, ...]:
 
 
 def random_ops() -> tuple[Any, ...]:
-    """Return those of them that draw in a kernel of their own."""
+    """Return the ops of torch that draw random numbers in a kernel of their own."""
     return tuple(filter(can_be_interposed, seeded_ops()))
-
-
-def _through(op: Any, walk: Any, below: Any, keyset: Any, /, *args: Any, **kwargs: Any) -> Any:
-    return walk(partial(op.redispatch, keyset & below), *args, **kwargs)
-
-
-def _walk(op: Any, proceed: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Take a call through all that is interposed, the last of it next to the kernel."""
-    if _is_meta(args, kwargs):
-        return proceed(*args, **kwargs)
-    places = _around.get(op, {})
-    for place in sorted(places, reverse=True):
-        proceed = partial(places[place], proceed)
-    return proceed(*args, **kwargs)
-
-
-@cache
-def _below() -> Any:
-    """Return the dispatch keys below BackendSelect.
-
-    Private (``_dispatch_keyset_full_after``), as in torch's own examples of kernels that take a
-    keyset. Where it is gone nothing is interposed and the policy's report says why.
-    """
-    c = import_module("torch")._C  # noqa: SLF001 - see above
-    return c._dispatch_keyset_full_after(getattr(c.DispatchKey, _KEY))  # noqa: SLF001
-
-
-def _is_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call computes shapes only, as torch.compile does while it traces."""
-    for value in (*args, *kwargs.values()):
-        device = getattr(value, "device", None)
-        if device is not None:
-            return bool(device.type == "meta")
-    return False
 
 
 def packet_name(op: Any) -> str:
@@ -312,10 +305,11 @@ def overloads_named(spelled: str) -> tuple[Any, ...]:
     """
     found = next(filter(None, map(_overloads, _readings(spelled))), ())
     if not found:
-        close = near(spelled.rpartition("::")[2], {_short(name) for name in op_names()})
+        own = {name.removeprefix("aten::").partition(".")[0] for name in op_names()}
+        close = near(spelled.rpartition("::")[2], own)
         hint = f"; did you mean `{close}`?" if close else ""
         raise ProfileError(Problem(f"this torch has no op `{spelled}`{hint}"))
-    usable = tuple(op for op in found if _is_whole(op))
+    usable = tuple(filter(_is_dispatched, found))
     if not usable:
         raise ProfileError(
             Problem(f"torch makes `{spelled}` of other ops: name those that it calls instead")
@@ -323,7 +317,7 @@ def overloads_named(spelled: str) -> tuple[Any, ...]:
     return usable
 
 
-def _is_whole(op: Any) -> bool:
+def _is_dispatched(op: Any) -> bool:
     try:
         return can_be_interposed(op)
     except RuntimeError:  # one of TorchScript's own, such as aten::mul.left_t: not dispatched
@@ -345,12 +339,7 @@ def _readings(spelled: str) -> Iterator[tuple[str, str, str]]:
 def _overloads(reading: tuple[str, str, str]) -> tuple[Any, ...]:
     namespace, name, overload = reading
     packet: Any = getattr(getattr(import_module("torch").ops, namespace), name, None)
-    list_names = getattr(packet, "overloads", None)
-    names = list_names() if list_names else []
-    wanted = [overload] if overload in names else [] if overload else names
-    return tuple(getattr(packet, each) for each in wanted)
-
-
-def _short(name: str) -> str:
-    """Return an op's name as one would write it: that of torch's own without its namespace."""
-    return name.removeprefix("aten::").partition(".")[0]
+    names = packet.overloads() if hasattr(packet, "overloads") else []
+    if overload:
+        names = [overload] if overload in names else []
+    return tuple(getattr(packet, each) for each in names)

@@ -1,7 +1,7 @@
 """A module's forward run on another device: its tensors go there, and its results come back.
 
-Other objects are handed on as they are, so that one which keeps state, a cache of keys and values
-say, stays the caller's own.
+Other objects are handed on as they are, so that one which keeps state, such as a cache of keys and
+values, stays the caller's own.
 
 Parameters are copied by ops that autograd sees, so gradients flow to the parameters themselves:
 optimizers, DDP and checkpoints see the module where it always was
@@ -29,6 +29,13 @@ if TYPE_CHECKING:
     from inspect import Signature
 
 
+POLICY = "device.modules"
+_DERIVED = ("_flat_weights", "_flat_weight_refs")
+"""Attributes of recurrent layers that hold their weights a second time."""
+
+_PREFIX = "module."  # of the names of a module's tensors in `functional_call`
+_ABSENT = object()
+
 Parts = dict[Any, Any]
 
 
@@ -44,11 +51,6 @@ class Kind(NamedTuple):
     """Gives a container other parts; None for one that cannot be changed."""
 
 
-def is_tensor(value: Any) -> bool:
-    """Whether `value` is a tensor."""
-    return isinstance(value, import_module("torch").Tensor)
-
-
 def _is_packed(value: Any) -> bool:
     return isinstance(value, import_module("torch").nn.utils.rnn.PackedSequence)
 
@@ -62,13 +64,13 @@ def _packed_made(packed: Any, parts: Parts) -> Any:
     return type(packed)(batch_sizes=packed.batch_sizes, **parts)
 
 
+def _numbered(sequence: Any) -> Parts:
+    return dict(enumerate(sequence))
+
+
 def _tuple_made(old: Any, parts: Parts) -> Any:
     make = getattr(type(old), "_make", type(old))  # a named tuple takes its fields one by one
     return old if _same(_numbered(old), parts) else make(parts.values())
-
-
-def _numbered(sequence: Any) -> Parts:
-    return dict(enumerate(sequence))
 
 
 def _list_refill(old: Any, parts: Parts) -> None:
@@ -98,7 +100,7 @@ def _record_refill(record: Any, parts: Parts) -> None:
             object.__setattr__(record, name, part)  # a frozen one is changed as well
 
 
-def _copied(refill: Callable[[Any, Parts], None]) -> Callable[[Any, Parts], Any]:
+def _refilled_copy(refill: Callable[[Any, Parts], None]) -> Callable[[Any, Parts], Any]:
     def made(old: Any, parts: Parts) -> Any:
         new = copy(old)
         refill(new, parts)
@@ -110,36 +112,33 @@ def _copied(refill: Callable[[Any, Parts], None]) -> Callable[[Any, Parts], Any]
 KINDS = (
     Kind(_is_packed, _packed_parts, _packed_made),
     Kind(lambda value: isinstance(value, tuple), _numbered, _tuple_made),
-    Kind(lambda value: isinstance(value, list), _numbered, _copied(_list_refill), _list_refill),
+    Kind(
+        lambda value: isinstance(value, list),
+        _numbered,
+        _refilled_copy(_list_refill),
+        _list_refill,
+    ),
     Kind(
         lambda value: isinstance(value, MutableMapping),
         lambda value: dict(value.items()),
-        _copied(_mapping_refill),
+        _refilled_copy(_mapping_refill),
         _mapping_refill,
     ),
-    Kind(_is_record, _record_parts, _copied(_record_refill), _record_refill),
+    Kind(_is_record, _record_parts, _refilled_copy(_record_refill), _record_refill),
 )
 """Every kind of container that is looked into; the first that includes a value is its kind."""
 
 
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """A container that was made anew, and what it was made from."""
+class ContainerCopy(NamedTuple):
+    """A container that was made anew, what it was made from, and what it held then."""
 
     kind: Kind
     old: Any
     new: Any
     parts: Parts
-    """What the new one held when it was made."""
-
-    @property
-    def present(self) -> Parts | None:
-        """The parts of the new one, if somebody has changed them since."""
-        parts = self.kind.parts(self.new)
-        return None if _same(parts, self.parts) else parts
 
 
-class Mapped:
+class NestedMap:
     """Makes nested values anew with every tensor changed, each tensor and container once.
 
     Two places that hold one object hold one object afterwards.
@@ -148,39 +147,38 @@ class Mapped:
     def __init__(self, change: Callable[[Any], Any]) -> None:
         self._change = change
         self._done: dict[int, tuple[Any, Any]] = {}  # the old is kept, so that its id stays its own
-        self.containers: list[Changed] = []
+        self.containers: list[ContainerCopy] = []
 
     def __call__(self, value: Any) -> Any:
         """Return `value` with its tensors changed."""
         if id(value) in self._done:
             return self._done[id(value)][1]
-        if is_tensor(value):
+        if _is_tensor(value):
             self._done[id(value)] = value, self._change(value)
             return self._done[id(value)][1]
         kind = next((kind for kind in KINDS if kind.includes(value)), None)
-        return value if kind is None else self._contained(kind, value)
-
-    def _contained(self, kind: Kind, value: Any) -> Any:
+        if kind is None:
+            return value
         if kind.refill is not None:
-            self._done[id(value)] = value, value  # what holds itself is not followed round
+            self._done[id(value)] = value, value  # a container that holds itself ends here
         parts = {key: self(part) for key, part in kind.parts(value).items()}
         new = kind.made(value, parts)
         self._done[id(value)] = value, new
         if kind.refill is not None:
-            self.containers.append(Changed(kind, value, new, parts))
+            self.containers.append(ContainerCopy(kind, value, new, parts))
         return new
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, import_module("torch").Tensor)
 
 
 def _same(left: Mapping[Any, Any], right: Mapping[Any, Any]) -> bool:
     return left.keys() == right.keys() and all(left[key] is right[key] for key in left)
 
 
-DERIVED = ("_flat_weights", "_flat_weight_refs")
-"""Attributes of recurrent layers that hold their weights a second time."""
-
-
 @dataclass(frozen=True, slots=True)
-class Place:
+class Device:
     """A device, and how tensors get there."""
 
     device: Any
@@ -189,13 +187,12 @@ class Place:
         """Whether `tensor` is there already."""
         return bool(tensor.device == self.device)
 
-    def take(self, tensor: Any) -> Any:
+    def copy(self, tensor: Any) -> Any:
         """Return `tensor` there, by an op that autograd sees."""
         return tensor.to(self.device)
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class TensorCopy(NamedTuple):
     """A tensor of the caller's, its copy, and what the copy was like before the forward."""
 
     original: Any
@@ -213,58 +210,55 @@ class Taken:
 
 
 class Transfer:
-    """The way of one call's tensors to a place, and back to where the first of them came from."""
+    """The tensors of one call, to a device and back to where the first of them came from."""
 
-    def __init__(self, there: Place, state: Iterable[Any]) -> None:
+    def __init__(self, there: Device, state: Iterable[Any]) -> None:
         self.there = there
         self._state = {id(tensor) for tensor in state}  # of the module
-        self.home: Place | None = None
+        self.home: Device | None = None
         self.moved = 0
-        self._taken: list[Taken] = []
-        self._returns: dict[int, Any] = {}  # id of a tensor over there -> the caller's own
-        self._over = Mapped(self._take)
-        self._back = Mapped(self._bring)
+        self._copies: list[TensorCopy] = []
+        self._originals: dict[int, Any] = {}  # id of a tensor over there -> the caller's own
+        self.over = NestedMap(self._send)
+        self._back = NestedMap(self._bring)
 
-    def over(self, value: Any) -> Any:
-        """Return `value`, arguments or state, with every tensor in it over there."""
-        return self._over(value)
+    def back(self, value: Any) -> Any:
+        """Return `value`, some results, with every tensor in it at home."""
+        return value if self.home is None else self._back(value)
 
     def settle(self) -> None:
         """Write to the caller's tensors, lists and mappings what the forward wrote to the copies.
 
         It does so before anything is brought back, for what is returned may be one of them.
         """
-        for taken in filter(lambda taken: taken.written, self._taken):
-            self._write_back(taken)
-        for container in self._over.containers:
-            parts = container.present
-            if parts is not None and container.kind.refill is not None:
-                container.kind.refill(container.old, {k: self.back(v) for k, v in parts.items()})
+        for copied in self._copies:
+            if copied.written:
+                self._write_back(copied)
+        for kind, old, new, parts in self.over.containers:
+            present = kind.parts(new)
+            if kind.refill is not None and not _same(present, parts):
+                kind.refill(old, {key: self.back(part) for key, part in present.items()})
 
-    def back(self, value: Any) -> Any:
-        """Return `value`, some results, with every tensor in it at home."""
-        return value if self.home is None else self._back(value)
-
-    def _take(self, tensor: Any) -> Any:
+    def _send(self, tensor: Any) -> Any:
         if self.there.has(tensor):
-            self._returns[id(tensor)] = tensor
+            self._originals[id(tensor)] = tensor
             return tensor
         if hasattr(tensor, "device_mesh"):
             raise ApplyError("device.modules: a module whose parameters are sharded stays in place")
         if self.home is None:
             self.home = replace(self.there, device=tensor.device)
-        copy = self.there.take(tensor)
+        copy = self.there.copy(tensor)
         self._count(copy)
         # Batch norm, and code that uses `weight.data`, write to state behind autograd's back.
         version = None if id(tensor) in self._state else _version(copy)
         content = copy.detach().clone() if version is None else None
-        self._taken.append(Taken(tensor, copy, version, content))
-        self._returns[id(copy)] = tensor
+        self._copies.append(TensorCopy(tensor, copy, version, content))
+        self._originals[id(copy)] = tensor
         return copy
 
-    def _write_back(self, taken: Taken) -> None:
-        torch, original = import_module("torch"), taken.original
-        at_home = taken.copy.to(original.device)
+    def _write_back(self, copied: TensorCopy) -> None:
+        torch, original = import_module("torch"), copied.original
+        at_home = copied.copy.to(original.device)
         self._count(at_home)
         # Only without gradients can a forward have written to a parameter of its own.
         recording = torch.is_grad_enabled() and not (original.is_leaf and original.requires_grad)
@@ -272,19 +266,31 @@ class Transfer:
             original.copy_(at_home)
 
     def _bring(self, tensor: Any) -> Any:
-        if id(tensor) in self._returns:
-            return self._returns[id(tensor)]
+        if id(tensor) in self._originals:
+            return self._originals[id(tensor)]
         if self.home is None or tensor.device != self.there.device:
             return tensor
         self._count(tensor)
-        return self.home.take(tensor)
+        return self.home.copy(tensor)
 
     def _count(self, tensor: Any) -> None:
         self.moved += tensor.numel() * tensor.element_size()
 
 
+def _version(tensor: Any) -> int | None:
+    """Return a number that grows when `tensor` is written to, or None where torch keeps none.
+
+    Private (``_version``), though torch's own error messages show it: nothing public tells of a
+    write that leaves the values as they are. Where it is gone, contents are compared.
+    """
+    try:
+        return int(tensor._version)  # noqa: SLF001 - see above
+    except (AttributeError, RuntimeError):  # inference tensors keep no version
+        return None
+
+
 def run_there(
-    there: Place,
+    there: Device,
     module: Any,
     forward: Callable[..., Any],
     args: tuple[Any, ...],
@@ -295,44 +301,30 @@ def run_there(
     Nothing is moved, and `forward` gets the very arguments, where all tensors are there already.
     Writes to arguments, buffers and parameters reach the originals.
     """
-    state = _state(module)
+    prefix = _PREFIX.removesuffix(".")
+    # Tied parameters and buffers are there under each of their names.
+    state = {
+        **dict(module.named_parameters(prefix, remove_duplicate=False)),
+        **dict(module.named_buffers(prefix, remove_duplicate=False)),
+    }
     attributes = [_tensors_of(part) for part in module.modules()]
-    kept = (tensor for tensors in attributes for tensor in tensors.values())
-    trip = Transfer(there, [*state.values(), *kept])
-    args_there, kwargs_there = trip.over(args), trip.over(dict(kwargs))
-    swapped, attributes_there = trip.over(state), trip.over(attributes)
-    if trip.home is None:
+    plain = (tensor for tensors in attributes for tensor in tensors.values())
+    transfer = Transfer(there, [*state.values(), *plain])
+    args_there, kwargs_there = transfer.over(args), transfer.over(dict(kwargs))
+    state_there, attributes_there = transfer.over(state), transfer.over(attributes)
+    if transfer.home is None:
         return forward(*args, **kwargs), 0
     call = import_module("torch").func.functional_call
-    with _attributes(module, trip, attributes_there), _as_at_home(trip.home, there):
-        before = dict(swapped)
-        result = call(
-            _stage()(module, forward), swapped, args_there, kwargs_there, tie_weights=False
-        )
-        trip.settle()
-        for name, tensor in swapped.items():
+    with _attributes(module, transfer, attributes_there), _as_at_home(transfer.home, there):
+        before = dict(state_there)
+        stage = _stage()(module, forward)
+        result = call(stage, state_there, args_there, kwargs_there, tie_weights=False)
+        transfer.settle()
+        for name, tensor in state_there.items():
             if tensor is not before[name]:  # the forward has put another tensor in its place
-                _assign(module, name.removeprefix(_PREFIX), trip.back(tensor))
-    return trip.back(result), trip.moved
-
-
-_PREFIX = "module."
-
-
-def _state(module: Any) -> dict[str, Any]:
-    """Return the parameters and buffers of `module`, tied ones under each of their names."""
-    prefix = _PREFIX[:-1]
-    return dict(
-        [
-            *module.named_parameters(prefix, remove_duplicate=False),
-            *module.named_buffers(prefix, remove_duplicate=False),
-        ]
-    )
-
-
-def _assign(module: Any, name: str, tensor: Any) -> None:
-    owner, _, attribute = name.rpartition(".")
-    setattr(module.get_submodule(owner), attribute, tensor)
+                owner, _, attribute = name.removeprefix(_PREFIX).rpartition(".")
+                setattr(module.get_submodule(owner), attribute, transfer.back(tensor))
+    return transfer.back(result), transfer.moved
 
 
 @cache
@@ -356,11 +348,13 @@ def _stage() -> type:
 
 
 @contextmanager
-def _attributes(module: Any, trip: Transfer, there: Sequence[dict[str, Any]]) -> Iterator[None]:
+def _attributes(module: Any, transfer: Transfer, there: Sequence[dict[str, Any]]) -> Iterator[None]:
     """Have modules keep the tensors `there` as plain attributes for the length of the block."""
     parts = list(module.modules())
     before = [_tensors_of(part) for part in parts]
-    derived = [{name: vars(part)[name] for name in DERIVED if name in vars(part)} for part in parts]
+    derived = [
+        {name: vars(part)[name] for name in _DERIVED if name in vars(part)} for part in parts
+    ]
     for part, tensors in zip(parts, there, strict=True):
         vars(part).update(tensors)
     try:
@@ -368,7 +362,7 @@ def _attributes(module: Any, trip: Transfer, there: Sequence[dict[str, Any]]) ->
         for part, own, sent in zip(parts, before, there, strict=True):
             found = _tensors_of(part)
             new = {name: t for name, t in found.items() if t is not sent.get(name)}
-            own.update({name: trip.back(tensor) for name, tensor in new.items()})
+            own.update({name: transfer.back(tensor) for name, tensor in new.items()})
             for name in own.keys() - found.keys():
                 del own[name]
     finally:
@@ -377,11 +371,11 @@ def _attributes(module: Any, trip: Transfer, there: Sequence[dict[str, Any]]) ->
 
 
 def _tensors_of(part: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(part).items() if is_tensor(value)}
+    return {name: value for name, value in vars(part).items() if _is_tensor(value)}
 
 
 @contextmanager
-def _as_at_home(home: Place, there: Place) -> Iterator[None]:
+def _as_at_home(home: Device, there: Device) -> Iterator[None]:
     """Carry over what the program has set for its device: autocast, and where new tensors are.
 
     Autocast over there casts to the type that it casts to at home, in the ops of the device there.
@@ -398,30 +392,14 @@ def _as_at_home(home: Place, there: Place) -> Iterator[None]:
         yield
 
 
-def _version(tensor: Any) -> int | None:
-    """Return a number that grows when `tensor` is written to, or None where torch keeps none.
-
-    Private (``_version``), though torch's own error messages show it: nothing public tells of a
-    write that leaves the values as they are. Where it is gone, contents are compared.
-    """
-    try:
-        return int(tensor._version)  # noqa: SLF001 - see above
-    except (AttributeError, RuntimeError):  # inference tensors keep no version
-        return None
-
-
-POLICY = "device.modules"
-_ABSENT = object()
-
-
 class PlacedForward:
-    """The forward of one module, run at a place; an attribute of that module while in force.
+    """The forward of one module, run on a device; an attribute of that module while in force.
 
-    Whatever else a call of the module does, its hooks say, happens where it always did. torch
+    Whatever else a call of the module does, such as its hooks, happens where it always did. torch
     compiles none of it (https://docs.pytorch.org/docs/stable/generated/torch.compiler.disable.html).
     """
 
-    def __init__(self, name: str, module: Any, there: Place) -> None:
+    def __init__(self, name: str, module: Any, there: Device) -> None:
         self.name = name
         self.there = there
         self.calls = 0
@@ -432,14 +410,14 @@ class PlacedForward:
         self._uncompiled = import_module("torch").compiler.disable(self._run)
 
     def put(self) -> None:
-        """Let the module run at its place."""
+        """Let the module run on its device."""
         self._in_force = True
         module = self._module()
         if module is not None:
             vars(module)["forward"] = self
 
     def take(self) -> None:
-        """Let the module run where it is again; inside a wrapper of somebody's own too."""
+        """Let the module run where it is again, also inside a wrapper of somebody's own."""
         self._in_force = False
         module = self._module()
         if module is None or vars(module).get("forward") is not self:

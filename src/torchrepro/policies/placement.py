@@ -1,6 +1,6 @@
-"""Parts of a model that run on another device, to find out whether a device is the culprit.
+"""Parts of a model that run on another device, to find out whether a device is at fault.
 
-The parts are found by name when a model is first called: a hook of torch's own, before every call
+The parts are found by name when a model is first called. A hook of torch's own, before every call
 of a module, is there while a profile asks for it
 (https://docs.pytorch.org/docs/stable/generated/torch.nn.modules.module.register_module_forward_pre_hook.html).
 A part then draws its random numbers from the generator of the device that it runs on.
@@ -13,18 +13,18 @@ import sys
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
 from torchrepro.console import say
 from torchrepro.errors import ApplyError
 from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.messages import Problem, near, some
-from torchrepro.policies.offload import POLICY, Place, PlacedForward
+from torchrepro.policies.offload import POLICY, Device, PlacedForward
 from torchrepro.policies.policy import forget_compiled, refuse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
 
 def devices_here() -> tuple[str, ...]:
@@ -78,59 +78,55 @@ def named(root: Any) -> dict[str, Any]:
     return {short: module for short, (_, module) in found.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """The modules of one model that the patterns mean."""
 
     patterns: set[str]
-    """Those that mean something here."""
+    """Those that match a module here."""
 
     devices: dict[Any, tuple[str, str]]
-    """Module -> the name it goes by, and the device it is to run on."""
+    """Module -> its name, and the device it is to run on."""
 
 
 def match(root: Any, patterns: Mapping[str, str]) -> Match:
     """Return which modules inside `root` the patterns mean, and where each is to run.
 
-    A name says more than a pattern, and a pattern for a module more than one for the list it is
-    in. Raises `ApplyError` where two that say as much disagree.
+    A name goes before a pattern, and a pattern for a module before one for the list it is in.
+    Raises `ApplyError` where two of the same strength disagree.
     """
     names = named(root)
     claims: dict[Any, dict[tuple[int, str], str]] = {}
-    called: dict[Any, str] = {}  # a module may have several names: the first that a pattern meant
+    first_names: dict[Any, str] = {}  # of the several names of a module: the first one matched
     for name in names:
         for pattern, device in patterns.items():
             strength = _strength(name, bare(pattern))
-            for path in _that_run(name, names) if strength else ():
+            for path in _parts_that_run(name, names) if strength else ():
                 claim = strength * (2 if path == name else 1), pattern
                 claims.setdefault(names[path], {})[claim] = device
-                called.setdefault(names[path], path)
+                first_names.setdefault(names[path], path)
     return Match(
         {pattern for by_claim in claims.values() for _, pattern in by_claim},
-        {module: (path, _decided(path, claims[module])) for module, path in called.items()},
+        {module: (path, _decided(path, claims[module])) for module, path in first_names.items()},
     )
 
 
-_BY_GLOB, _BY_NAME = 2, 3
-
-
 def _strength(name: str, pattern: str) -> int:
-    """Return how much `pattern` says about the module called `name`; 0 is nothing."""
+    """Return how specific `pattern` is for the module called `name`; 0 if it does not match."""
     if pattern == name:
-        return _BY_NAME
+        return 3
     # What a wrapper wraps as a whole is the model, which no pattern means by chance.
     is_model = all(part in WRAPPERS for part in name.split("."))
-    return 0 if is_model or not fnmatchcase(name, pattern) else _BY_GLOB
+    return 0 if is_model or not fnmatchcase(name, pattern) else 2
 
 
-def _that_run(name: str, names: Mapping[str, Any]) -> Iterator[str]:
+def _parts_that_run(name: str, names: Mapping[str, Any]) -> Iterator[str]:
     """Yield `name`, or for a list of modules, which has no forward, the members that have one."""
     forward = getattr(names[name].forward, "__func__", None)
     if forward is not import_module("torch").nn.Module.forward:
         yield name
         return
     for child, _ in names[name].named_children():
-        yield from _that_run(f"{name}.{child}", names)
+        yield from _parts_that_run(f"{name}.{child}", names)
 
 
 def _decided(name: str, claims: Mapping[tuple[int, str], str]) -> str:
@@ -152,7 +148,7 @@ TO_DO = (
 
 @dataclass(frozen=True, slots=True)
 class ModulesPolicy:
-    """Which parts of models run where: patterns of names -> devices."""
+    """Which parts of models run on which device: patterns of names -> devices."""
 
     def read(self) -> dict[str, str]:
         return dict(_in_force[-1].patterns) if _in_force else {}
@@ -183,12 +179,12 @@ class ModulesPolicy:
 
 
 class Placement:
-    """What one profile asks for, and what was found of it in the models called so far."""
+    """The patterns of one profile, and what they matched in the models called so far."""
 
     def __init__(self, patterns: Mapping[str, str]) -> None:
         self.patterns = dict(patterns)
         self._lock = fork_safe_lock()
-        self._seen: WeakSet[Any] = WeakSet()
+        self._examined: WeakSet[Any] = WeakSet()
         self._models: WeakSet[Any] = WeakSet()
         self._placed: list[PlacedForward] = []
         self._matched: set[str] = set()
@@ -199,16 +195,16 @@ class Placement:
         self._compilations = 0
 
     def begin(self) -> None:
-        """Promise to tell, at the latest when the process ends, what was not found."""
-        atexit.register(self._tell)
+        """Have what was not found reported when the process ends, if not before."""
+        atexit.register(self._report)
 
     def end(self) -> None:
-        """Tell what was not found."""
-        atexit.unregister(self._tell)
-        self._tell()
+        """Report what was not found."""
+        atexit.unregister(self._report)
+        self._report()
 
     def put(self) -> None:
-        """Let the parts found so far run elsewhere, and look into every model that is called.
+        """Let the parts found so far run on their devices, and look into every model called.
 
         Adds two hooks to torch: before calls of modules, and before steps of optimizers.
         """
@@ -219,7 +215,7 @@ class Placement:
         def before_call(module: Any, args: Any) -> None:
             if torch.compiler.is_compiling():
                 return
-            if module not in self._seen or module in self._models:
+            if module not in self._examined or module in self._models:
                 self._look_into(module)
 
         self._hooks = [
@@ -241,20 +237,20 @@ class Placement:
         forget_compiled()
 
     def place(self, model: Any) -> tuple[str, ...]:
-        """Find the parts of `model`, let them run elsewhere, and return their names."""
+        """Find the parts of `model`, let them run on their devices, and return their names."""
         with self._lock:
             found = match(model, self.patterns)
             self._matched |= found.patterns
             self._names |= dict.fromkeys(named(model))
             self._kinds[type(model).__name__] = None
-            self._seen.update(model.modules())
+            self._examined.update(model.modules())
             self._models.add(model)
             for module, (name, device) in found.devices.items():
                 self._place(module, name, device)
             return tuple(name for name, _ in found.devices.values())
 
     def unmatched(self) -> str:
-        """Return what to tell a user of the patterns that mean nothing so far, or nothing."""
+        """Return a message about the patterns that match nothing so far, or an empty text."""
         called = some(self._kinds) or ("only compiled code" if self._compiled else "nothing")
         names = sorted(self._names, key=lambda name: name.count("."))
         return "\n".join(
@@ -273,12 +269,12 @@ class Placement:
         )
 
     def _look_into(self, module: Any) -> None:
-        """Place what `module` holds, and what was put since into a model that holds it."""
+        """Place the parts of `module`, and parts that were added since to a model around it."""
         with self._lock:
             holding = [module]
             if module not in self._models:
                 holding = [model for model in self._models if module in set(model.modules())]
-            grown = [m for m in holding if any(part not in self._seen for part in m.modules())]
+            grown = [m for m in holding if any(part not in self._examined for part in m.modules())]
             try:
                 for model in grown if holding else [module]:
                     self.place(model)
@@ -291,7 +287,7 @@ class Placement:
             return
         if isinstance(module, import_module("torch").jit.ScriptModule):
             raise ApplyError(f"{POLICY}: `{name}` is TorchScript, which stays where it is")
-        self._placed.append(PlacedForward(name, module, Place(device_named(device))))
+        self._placed.append(PlacedForward(name, module, Device(device_named(device))))
         self._placed[-1].put()
 
     def _before_step(self) -> None:
@@ -302,9 +298,9 @@ class Placement:
         if problem:
             refuse(ApplyError(problem))
 
-    def _tell(self) -> None:
-        """Tell standard error which patterns meant nothing, and which parts never ran."""
-        # A process that calls no module, a launcher say, has nothing to tell.
+    def _report(self) -> None:
+        """Say on standard error which patterns matched nothing, and which parts never ran."""
+        # A process that calls no module, such as a launcher, has nothing to report.
         ran = self._kinds or self._compiled
         lines = [self.unmatched()] if ran and not self._stepped else []
         idle = [forward.name for forward in self._placed if not self._has_run(forward.name)]
@@ -317,7 +313,7 @@ class Placement:
 
     @property
     def _compiled(self) -> bool:
-        """Whether code was compiled under this profile, in which calls of modules do not show."""
+        """Whether code was compiled under this profile: calls in it do not reach the hook."""
         return compilations() > self._compilations
 
     def _has_run(self, name: str) -> bool:
@@ -333,31 +329,27 @@ def compilations() -> int:
     """Return how many pieces of code torch.compile has compiled in this process.
 
     Private (``torch._dynamo.utils.counters``), though its guides show it: nothing public tells.
-    Where it is gone, a program that runs compiled code alone is not told what was not found.
+    Where it is gone, patterns that match nothing go unreported in a program of compiled code alone.
     """
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
     return int(counters.get("frames", {}).get("ok", 0))
 
 
 def place_modules(*models: Any) -> tuple[str, ...]:
-    """Let the parts of `models` that the profile names run elsewhere now, and return their names.
+    """Let the parts of `models` that the profile names run on their devices; return their names.
 
     Without it they are found when a model is first called as a whole. Raises `ApplyError` for a
-    pattern of `device.modules` that means nothing in these models or in those called before.
-    Returns nothing, and changes nothing, where no profile in force names any.
+    pattern of `device.modules` that matches nothing in these models or in those called before.
+    Where no profile in force names any part, nothing is changed and the result is empty.
     """
     if not _in_force:
         return ()
     placement = _in_force[-1]
-    names = _all(placement.place(model) for model in models)
+    names = tuple(name for model in models for name in placement.place(model))
     problem = placement.unmatched()
     if problem:
         raise ApplyError(problem)
     return names
-
-
-def _all(groups: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    return tuple(name for group in groups for name in group)
 
 
 policy = ModulesPolicy()

@@ -17,44 +17,15 @@ if TYPE_CHECKING:
 
     from torchrepro.errors import ApplyError
 
+Counts = Mapping[tuple[str, str, str, str], tuple[int, int]]
+"""Policy, subject, what was done and where -> calls, and bytes moved."""
 
+_MANY = 1000  # places; a program that draws from ever new lines does not fill the memory
+_lock = fork_safe_lock()
+_counted: dict[tuple[str, str, str, str], list[int]] = {}
+_sources: list[Callable[[list[Effect]], Iterable[Effect]]] = []
 _tags: list[str] = []  # one for every policy in force that changes what compiled code computes
-
-
-@contextmanager
-def kept_apart(policy: str) -> Iterator[None]:
-    """Have code compiled within the block belong to `policy`, in caches on disk too.
-
-    Changes ``torch.compiler.config.cache_key_tag``. At its end all compiled code is forgotten; who
-    enters it does so once what the policy changes is in place
-    (https://docs.pytorch.org/docs/stable/torch.compiler_api.html).
-    """
-    _retag([*_tags, policy])
-    try:
-        yield
-    finally:
-        if not sys.is_finalizing():  # an ending interpreter imports nothing, and compiles nothing
-            left = [*_tags]
-            left.remove(policy)
-            _retag(left)
-            forget_compiled()
-
-
-def _retag(tags: list[str]) -> None:
-    config: Any = import_module("torch.compiler.config")
-    own = config.cache_key_tag.removesuffix(_text(_tags))
-    config.cache_key_tag = own + _text(tags)
-    _tags[:] = tags
-
-
-def _text(tags: list[str]) -> str:
-    return f" torchrepro: {', '.join(tags)}" if tags else ""
-
-
-def forget_compiled() -> None:
-    """Have torch.compile compile everything anew; does nothing where it was never used."""
-    if "torch._dynamo" in sys.modules:
-        import_module("torch").compiler.reset()
+_handlers: list[Callable[[ApplyError], None]] = []  # of the profiles in force, innermost last
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +35,10 @@ class Toggle:
     off: str
     on: str
     name: str
-    """What code that was compiled under it is known by."""
+    """The name by which compiled code of this policy is kept from other code."""
 
     install: Callable[[ExitStack], None]
-    """Puts the policy in force, and what takes it back onto the stack."""
+    """Puts the policy in force, and pushes its undo onto the stack."""
 
     _undo: list[ExitStack] = field(default_factory=list)
 
@@ -82,28 +53,53 @@ class Toggle:
     def write(self, value: str) -> None:
         if value == self.read():
             return
-        if value == self.on:
-            self._undo.append(self._installed())
-        else:
+        if value != self.on:
             self._undo.pop().close()
+            return
+        with ExitStack() as undo:
+            undo.enter_context(_own_compiled_code(self.name))
+            self.install(undo)
+            forget_compiled()
+            self._undo.append(undo.pop_all())
 
     save = read
     restore = write
 
-    def _installed(self) -> ExitStack:
-        with ExitStack() as undo:
-            undo.enter_context(kept_apart(self.name))
-            self.install(undo)
+
+@contextmanager
+def _own_compiled_code(policy: str) -> Iterator[None]:
+    """Have code compiled within the block belong to `policy`, in caches on disk too.
+
+    Changes ``torch.compiler.config.cache_key_tag``. All compiled code is forgotten at the end. The
+    caller forgets it at the beginning, once what the policy changes is in place
+    (https://docs.pytorch.org/docs/stable/torch.compiler_api.html).
+    """
+    _put_tags([*_tags, policy])
+    try:
+        yield
+    finally:
+        if not sys.is_finalizing():  # an ending interpreter imports nothing, and compiles nothing
+            left = [*_tags]
+            left.remove(policy)
+            _put_tags(left)
             forget_compiled()
-            return undo.pop_all()
 
 
-Counts = Mapping[tuple[str, str, str, str], tuple[int, int]]
+def _put_tags(tags: list[str]) -> None:
+    config: Any = import_module("torch.compiler.config")
+    own = config.cache_key_tag.removesuffix(_text(_tags))
+    config.cache_key_tag = own + _text(tags)
+    _tags[:] = tags
 
-_MANY = 1000  # places; a program that draws from ever new lines does not fill the memory
-_lock = fork_safe_lock()
-_counted: dict[tuple[str, str, str, str], list[int]] = {}
-_sources: list[Callable[[list[Effect]], Iterable[Effect]]] = []
+
+def _text(tags: list[str]) -> str:
+    return f" torchrepro: {', '.join(tags)}" if tags else ""
+
+
+def forget_compiled() -> None:
+    """Have torch.compile compile everything anew; does nothing where it was never used."""
+    if "torch._dynamo" in sys.modules:
+        import_module("torch").compiler.reset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,39 +138,36 @@ def count(policy: str, subject: str, what: str, where: str = "", moved: int = 0)
         counts[1] += moved
 
 
-def so_far() -> Counts:
+def counts_so_far() -> Counts:
     """Return what has been counted, for `effects` to leave out."""
     with _lock:
         return {key: (calls, moved) for key, (calls, moved) in _counted.items()}
 
 
-def effects(since: Counts = MappingProxyType({})) -> tuple[Effect, ...]:
-    """Return what the policies have done, but for what they had done at `since`."""
-    nothing = (0, 0)
-    counted = [
-        Effect(*key, calls - since.get(key, nothing)[0], moved - since.get(key, nothing)[1])
-        for key, (calls, moved) in sorted(so_far().items())
-        if calls > since.get(key, nothing)[0]
-    ]
-    return (*counted, *(effect for source in _sources for effect in source(counted)))
-
-
-def tell_also(source: Callable[[list[Effect]], Iterable[Effect]]) -> None:
-    """Have `effects` tell what `source` makes of those counted as well: of no calls yet, say."""
-    _sources.append(source)
-
-
-def forget() -> None:
+def reset_counts() -> None:
     """Begin to count anew."""
     with _lock:
         _counted.clear()
 
 
-_handlers: list[Callable[[ApplyError], None]] = []  # of the profiles in force, innermost last
+def effects(since: Counts = MappingProxyType({})) -> tuple[Effect, ...]:
+    """Return what the policies have done, except for what they had done at `since`."""
+    nothing = (0, 0)
+    counted = [
+        Effect(*key, calls - since.get(key, nothing)[0], moved - since.get(key, nothing)[1])
+        for key, (calls, moved) in sorted(counts_so_far().items())
+        if calls > since.get(key, nothing)[0]
+    ]
+    return (*counted, *(effect for source in _sources for effect in source(counted)))
+
+
+def add_effects(source: Callable[[list[Effect]], Iterable[Effect]]) -> None:
+    """Have `effects` end with what `source` makes of those counted, such as effects of no calls."""
+    _sources.append(source)
 
 
 def handle_with(handler: Callable[[ApplyError], None]) -> Callable[[], None]:
-    """Hand what policies refuse from now on to `handler`; returns the way back."""
+    """Hand what policies refuse from now on to `handler`; return the undo."""
     _handlers.append(handler)
     return lambda: _handlers.remove(handler)
 
