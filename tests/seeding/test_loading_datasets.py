@@ -146,7 +146,7 @@ def test_one_number_names_one_sample_whatever_type_it_has() -> None:
 )
 def test_a_name_that_is_an_address_is_refused(name: Any, workers: int) -> None:
     """What is shown by its address, another in every process, names no sample: an error says so."""
-    with pytest.raises(torchrepro.SeedingError, match="no text of their own"):
+    with pytest.raises(torchrepro.SeedingError, match="text differs between processes"):
         list(_loader(sampler=[name], num_workers=workers))
 
 

@@ -123,7 +123,9 @@ def test_a_file_that_is_no_checkpoint_is_named(tmp_path: Path, content: bytes) -
     """Where the latest file holds something else, the error names it, and nothing changes."""
     _save(tmp_path, 1.0, 2.0)
     _file(tmp_path, 2).write_bytes(content)
-    with pytest.raises(torchrepro.SeedingError, match=r"rank-0-of-1\.pt.*not a whole checkpoint"):
+    with pytest.raises(
+        torchrepro.SeedingError, match=r"rank-0-of-1\.pt.*not a complete checkpoint"
+    ):
         _value(tmp_path)
 
     assert _file(tmp_path, 2).read_bytes() == content
@@ -134,7 +136,7 @@ def test_a_file_with_other_content_is_named(tmp_path: Path, found: Any) -> None:
     """A file of torch's that is no checkpoint is refused like one that is no file of torch's."""
     _save(tmp_path, 1.0)
     torch.save(found, _file(tmp_path, 1))
-    with pytest.raises(torchrepro.SeedingError, match="not a whole checkpoint"):
+    with pytest.raises(torchrepro.SeedingError, match="not a complete checkpoint"):
         _value(tmp_path)
 
 
@@ -158,7 +160,7 @@ def test_a_file_that_was_cut_off_is_named(tmp_path: Path, share: float) -> None:
     _save(folder, 1.0)
     content = _file(folder, 1).read_bytes()
     _file(folder, 1).write_bytes(content[: int(share * len(content))])
-    with pytest.raises(torchrepro.SeedingError, match="not a whole checkpoint"):
+    with pytest.raises(torchrepro.SeedingError, match="not a complete checkpoint"):
         _value(folder)
 
 
@@ -169,7 +171,7 @@ def test_weights_that_changed_on_the_disk_are_not_taken(tmp_path: Path) -> None:
     content, ones = path.read_bytes(), torch.ones(5).numpy().tobytes()
     assert content.count(ones) == 1
     path.write_bytes(content.replace(ones, ones[:-1] + b"\x40"))
-    with pytest.raises(torchrepro.SeedingError, match="not a whole checkpoint"):
+    with pytest.raises(torchrepro.SeedingError, match="not a complete checkpoint"):
         torchrepro.Checkpoint(tmp_path, part=Part())
 
 
@@ -177,7 +179,7 @@ def test_no_file_can_run_code(tmp_path: Path) -> None:
     """A checkpoint that holds an object of Python's is refused, and the object is not made."""
     _save(tmp_path, 1.0)
     torch.save({"rng": Part(), "parts": {}}, _file(tmp_path, 1))
-    with pytest.raises(torchrepro.SeedingError, match="not a whole checkpoint"):
+    with pytest.raises(torchrepro.SeedingError, match="not a complete checkpoint"):
         _value(tmp_path)
 
 
@@ -202,7 +204,7 @@ def test_a_checkpoint_under_another_seed_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_loader_that_is_not_seeded_is_refused(tmp_path: Path) -> None:
-    """A loader that nothing seeds cannot be taken up in its middle: an error says what to do."""
+    """A loader that nothing seeds cannot be resumed in the middle: an error says what to do."""
     checkpoint = torchrepro.Checkpoint(tmp_path, part=Part())
     with pytest.raises(torchrepro.SeedingError, match=r"not seeded.*\n.*dataloader_kwargs"):
         next(checkpoint.batches(DataLoader(range(12))))
@@ -278,7 +280,7 @@ def test_a_rank_that_runs_ahead_deletes_no_step_that_is_needed(
 def test_another_number_of_processes_is_refused(
     tmp_path: Path, size: int, be: Callable[[int, int], None]
 ) -> None:
-    """What two processes wrote is not taken up by one or three: the error names both numbers."""
+    """What two processes wrote is not resumed by one or three: the error names both numbers."""
     for rank in (0, 1):
         be(rank, 2)
         _save(tmp_path, 1.0)

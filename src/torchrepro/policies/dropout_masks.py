@@ -166,7 +166,7 @@ def _zero_in(name: str) -> None:
         own = function.__code__
         as_written, zeroed = codes.get(_place(own), (None, None))
         if as_written is None or zeroed is None or as_written.co_code != own.co_code:
-            raise SourceMissingError(f"{name}.{own.co_qualname} is not what its source says")
+            raise SourceMissingError(f"{name}.{own.co_qualname} differs from its source")
         _state.exchanged[function] = own, zeroed
         function.__code__ = zeroed
 
@@ -207,7 +207,7 @@ def _tree(module: ModuleType) -> ast.Module:
     try:
         source: str | None = get_source(module.__name__) if get_source is not None else None
         if source is None:
-            raise SourceMissingError(f"{module.__name__} has come without its source")
+            raise SourceMissingError(f"{module.__name__} is there without its source")
         with _other_peoples_warnings():
             return ast.parse(source)
     except (ImportError, SyntaxError) as error:

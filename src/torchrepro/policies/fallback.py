@@ -230,7 +230,9 @@ def _present(name: str) -> tuple[Any, ...]:
 def _nameable(name: str, choice: str) -> tuple[Any, ...]:
     ops = overloads_named(name)
     if choice == "cpu" and any(_returns_a_view(op) for op in ops):
-        raise ProfileError(Problem(f"`{name}` gives a view and computes nothing to move"))
+        raise ProfileError(
+            Problem(f"`{name}` returns a view: it computes nothing that could run on the CPU")
+        )
     return ops
 
 

@@ -102,7 +102,7 @@ def refuse(op: Any, _: Proceed, /, *args: Any, **kwargs: Any) -> Any:
     """Raise `RuntimeError` for whatever arguments."""
     del args, kwargs
     name = op.name()
-    raise RuntimeError(_with_advice(op, f"{name} may not run: the profile says so ({KNOB})"))
+    raise RuntimeError(_with_advice(op, f"{name} may not run: the profile refuses it ({KNOB})"))
 
 
 def replaced(

@@ -200,7 +200,7 @@ class _Override:
         if stand_ins:
             return stand_ins[0](proceed, *args, **kwargs)
         if proceed is None:
-            raise RuntimeError("this op was called while its override was being taken back")
+            raise RuntimeError("this op was called while its override was being undone")
         return proceed(*args, **kwargs)
 
 
@@ -311,9 +311,7 @@ def overloads_named(spelled: str) -> tuple[Any, ...]:
         raise ProfileError(Problem(f"this torch has no op `{spelled}`{hint}"))
     usable = tuple(filter(_is_dispatched, found))
     if not usable:
-        raise ProfileError(
-            Problem(f"torch makes `{spelled}` of other ops: name those that it calls instead")
-        )
+        raise ProfileError(Problem(f"torch makes `{spelled}` of other ops: name those instead"))
     return usable
 
 

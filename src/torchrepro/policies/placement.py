@@ -306,7 +306,7 @@ class Placement:
         idle = [forward.name for forward in self._placed if not self._has_run(forward.name)]
         if idle:
             lines.append(
-                f"{POLICY}: never called, so nothing of it ran elsewhere: {some(idle)} "
+                f"{POLICY}: never called, so it never ran on its device: {some(idle)} "
                 "(a module may use the weights of its parts without calling them)"
             )
         say(*filter(None, lines))

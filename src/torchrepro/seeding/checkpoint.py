@@ -159,7 +159,7 @@ class Checkpoint:
         except Exception as error:
             raise SeedingError(
                 Problem(
-                    f"not a whole checkpoint: {_reason(error)}",
+                    f"not a complete checkpoint: {_reason(error)}",
                     str(path),
                     todo="delete its folder, to go on from the step before",
                 )
@@ -186,14 +186,14 @@ def _check_loader(loader: Any) -> None:
 
     todo = advice(loader)
     if loading_of(loader) is None:
-        what = "this loader is not seeded, so an epoch cannot be taken up in its middle"
+        what = "this loader is not seeded, so an epoch cannot be resumed in the middle"
         raise SeedingError(Problem(what, todo=todo))
     parts = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
     for part in (*parts, getattr(parts[1], "sampler", None)):
         own = getattr(part, "generator", None)
         torchdata = type(part).__module__.startswith("torchdata")
         if isinstance(own, torch.Generator) and own is not loader.generator and not torchdata:
-            what = "draws from a generator of its own, so its order cannot be taken up again"
+            what = "draws from a generator of its own, so its order cannot be resumed"
             todo = "make the sampler without a generator: the loader's seeding then reaches it"
             raise SeedingError(Problem(what, key=type(part).__name__, todo=todo))
 
@@ -215,7 +215,7 @@ def _check_state(name: str, state: Any) -> None:
     except Exception as error:
         raise SeedingError(
             Problem(
-                f"its state cannot be kept without pickle: {_reason(error)}",
+                f"its state cannot be saved without pickle: {_reason(error)}",
                 key=name,
                 legal="tensors, numbers, text, and lists and dicts of them",
                 todo="have its state_dict return plain values",
@@ -268,7 +268,7 @@ def _latest(folder: Path) -> int | None:
     if whole_one is None and sizes and str(world().size) not in sizes:
         raise SeedingError(
             Problem(
-                "the checkpoints come from another number of processes",
+                "the checkpoints were written by another number of processes",
                 str(folder),
                 found=some(sorted(sizes)),
                 legal=str(world().size),

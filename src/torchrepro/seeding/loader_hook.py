@@ -146,7 +146,7 @@ def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
     if left_out and (loading is None or yields_items(loader)):
         why = "an IterableDataset" if loading is not None else "a loader that is not seeded here"
         raise SeedingError(
-            Problem(f"batches of {why} cannot be left out", key="start", found=shown(start))
+            Problem(f"batches of {why} cannot be skipped", key="start", found=shown(start))
         )
     if not knows_epochs(loader):
         raise SeedingError(

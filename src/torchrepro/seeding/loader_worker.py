@@ -135,7 +135,7 @@ def label(index: Any) -> bytes:
     if " at 0x" in text:  # an address, which is another in every process
         raise SeedingError(
             Problem(
-                "the sampler yields indices that have no text of their own",
+                "the sampler yields indices whose text differs between processes",
                 found=shown(index),
                 todo="give their class a __repr__ that says which sample is meant",
             )

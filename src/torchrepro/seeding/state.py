@@ -143,7 +143,7 @@ def _loaded(state: Any) -> dict[str, Any]:
         raise SeedingError(Problem(f"cannot be read: {error.strerror}", str(state))) from None
     except (ValueError, RecursionError):
         raise SeedingError(
-            Problem("not a whole snapshot: the file is cut off or no JSON", str(state))
+            Problem("not a complete snapshot: the file is truncated or not JSON", str(state))
         ) from None
     if not isinstance(content, dict):
         raise SeedingError(Problem("not a snapshot", str(state), found=shown(content)))
@@ -181,7 +181,7 @@ def _mismatches(snapshot: dict[str, Any]) -> Iterator[Problem]:
     then, now = snapshot["world"], asdict(world())
     if then != now:
         yield Problem(
-            "the snapshot comes from another place in another world",
+            "the snapshot was taken by another rank or in a run of another size",
             key="world",
             found=f"rank {then['rank']} of {then['size']}",
             legal=f"rank {now['rank']} of {now['size']}",
@@ -225,7 +225,12 @@ def _other_generators(snapshot: dict[str, Any]) -> Iterator[Problem]:
     for name, (kind, _) in registered().items():
         found = snapshot["kinds"][name]
         if found != kind.name:
-            yield Problem("was another kind of generator", key=name, found=found, legal=kind.name)
+            yield Problem(
+                "was another kind of generator when the snapshot was taken",
+                key=name,
+                found=found,
+                legal=kind.name,
+            )
 
 
 def _device_names() -> dict[str, list[str]]:

@@ -330,8 +330,7 @@ def _layout() -> tuple[Any, Any]:
     if len(words) != WORDS or not np.array_equal(words, np.asarray(expected[1], np.uint64)):
         raise SeedingError(
             Problem(
-                "this torch keeps the state of its CPU generator in a way that torchrepro does "
-                "not know",
+                "torchrepro does not know how this torch lays out the state of its CPU generator",
                 found=f"torch {torch.__version__}, {len(state)} bytes",
                 todo="upgrade torchrepro, or draw from .numpy() instead",
             )
