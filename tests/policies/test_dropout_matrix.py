@@ -2,7 +2,7 @@
 
 Every row names one way to reach a dropout of torch's own, and what the same computation is
 without it. What compilers captured is in test_dropout_captured.py, what libraries write
-themselves in test_written_masks.py.
+themselves in test_dropout_masks.py.
 """
 
 import copy

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import torchrepro
-from torchrepro.policies import interpose as interposed
+from torchrepro.policies.interpose import interposed_ops
 
 ACCELERATOR = torch.accelerator.is_available()
 DEVICE = torch.accelerator.current_accelerator().type if ACCELERATOR else "cpu"
@@ -90,7 +90,7 @@ def test_without_an_accelerator_ops_are_left_alone() -> None:
     """Where all numbers come from the host in any case, no op is interposed, none is counted."""
     plain = {name: _drawn(name, "cpu") for name in DRAWS}
     with torchrepro.apply({"device": {"rng": "host"}}) as applied:
-        assert interposed.interposed_ops() == ()
+        assert interposed_ops() == ()
         numbers = {name: _drawn(name, "cpu") for name in DRAWS}
 
     assert all(torch.equal(plain[name], numbers[name]) for name in DRAWS)

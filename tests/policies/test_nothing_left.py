@@ -13,7 +13,7 @@ import torch
 import torch.compiler.config
 
 import torchrepro
-from torchrepro.policies import interpose as interposed
+from torchrepro.policies.interpose import interposed_ops
 
 POLICIES: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": "zero"},
@@ -35,7 +35,7 @@ def _dispatcher() -> dict[str, str]:
         "hooks": str(len(hooks)),
         "finders": str([type(finder).__name__ for finder in sys.meta_path]),
         "cache tag": torch.compiler.config.cache_key_tag,
-        "interposed": str(interposed.interposed_ops()),
+        "interposed": str(interposed_ops()),
     }
 
 

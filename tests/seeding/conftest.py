@@ -15,8 +15,7 @@ import pytest
 import torch
 
 import torchrepro
-from torchrepro.seeding import libraries
-from torchrepro.seeding import streams as seed_plan
+from torchrepro.seeding import libraries, streams
 from torchrepro.seeding.generators import registered
 from torchrepro.seeding.ranks import VARIABLES
 
@@ -58,7 +57,7 @@ def read_generators() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": (kind, keys.tolist(), rest),
         "torch": torch.get_rng_state().numpy().tobytes(),
-        "plan": seed_plan.current_plan(),
+        "plan": streams.current_plan(),
         **own,
     }
 

@@ -15,7 +15,7 @@ PROGRAM = """
 import json, random, sys
 import numpy, torch, torchrepro
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
-from torchrepro.seeding import streams as seed_plan
+from torchrepro.seeding import streams
 
 CONTEXT = sys.argv[1] if len(sys.argv) > 1 else "none"
 MARKS = []
@@ -25,7 +25,7 @@ def drawn():
     return [random.random(), numpy.random.random(), torch.rand(()).item(), ready]
 
 def known():
-    plan = seed_plan.current()
+    plan = streams.current_plan()
     return [plan.seed, dict(plan.streams), plan.coordinate(), torchrepro.stream("noise").seed]
 
 class Noisy(Dataset):

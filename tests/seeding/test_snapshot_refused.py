@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchrepro
-from torchrepro.seeding import state as snapshots
+from torchrepro.seeding import state
 from torchrepro.seeding.generators import registered
 
 State = Callable[[], dict[str, Any]]
@@ -236,6 +236,6 @@ def test_a_part_is_missed_even_where_the_checksum_fits(
     """A snapshot that somebody edited, checksum and all, is refused where a part is gone."""
     edited = _moved()
     del edited[part]
-    edited["checksum"] = snapshots._checksum(edited)
+    edited["checksum"] = state._checksum(edited)
 
     assert refused(edited)

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 import torchrepro
-from torchrepro.seeding import streams as seed_plan
+from torchrepro.seeding import streams
 
 ARGUMENTS = ("rank", "worker", "epoch", "step")
 LEGAL = "a whole number, 0 to 9223372036854775807"
@@ -69,9 +69,9 @@ def test_a_refused_call_draws_nothing() -> None:
     with torchrepro.apply({"seed": 1, "streams": {"augment": 3}}):
         with pytest.raises(torchrepro.SeedingError):
             torchrepro.stream("augment", rank=-1)
-        assert seed_plan.never_drawn() == ("augment",)
+        assert streams.never_drawn() == ("augment",)
         torchrepro.stream("augment", rank=1)
-        assert seed_plan.never_drawn() == ()
+        assert streams.never_drawn() == ()
 
 
 def test_text_that_looks_like_a_number_is_told_from_a_number(seed_1234: Any) -> None:

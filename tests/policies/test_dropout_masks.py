@@ -1,4 +1,4 @@
-"""Layers that draw a dropout mask of their own do not drop while `written_masks.zero` holds."""
+"""Layers that draw a dropout mask of their own do not drop while `dropout_masks.zero` holds."""
 
 import importlib.util
 import json
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from torchrepro.imports import AfterImport
-from torchrepro.policies import dropout_masks as written_masks
+from torchrepro.policies import dropout_masks
 
 HERE = Path(__file__).parent
 
@@ -109,7 +109,7 @@ def _copy_of_timm_drop(folder: Path) -> Path:
 
 START = """
 import copy, importlib, json, pickle, sys, torch
-from torchrepro.policies import dropout_masks as written_masks
+from torchrepro.policies import dropout_masks
 x = torch.arange(1.0, 65.0)
 
 def drops(call):
@@ -139,9 +139,9 @@ class Own(torch.nn.Module):
 
 layers = [Sub(), Own(), lambda x: drop_path(x, drop_prob=0.5, training=True)]
 seen = [[drops(layer) for layer in layers]]
-written_masks.zero()
+dropout_masks.zero()
 seen.append([drops(layer) for layer in layers])
-written_masks.restore()
+dropout_masks.restore()
 seen.append([drops(layer) for layer in layers])
 print(json.dumps(seen))
 """,
@@ -161,11 +161,11 @@ def look(layer):
 
 layer = DropPath(0.5)
 before = look(layer)
-written_masks.zero()
+dropout_masks.zero()
 copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), DropPath(layer.drop_prob)]
 same = look(layer) == before
 zeroed = [drops(copied) for copied in copies]
-written_masks.restore()
+dropout_masks.restore()
 print(json.dumps([same, zeroed, [drops(copied) for copied in copies]]))
 """,
         tmp_path,
@@ -186,10 +186,10 @@ def test_compiled_code_follows_after_a_reset(tmp_path: Path) -> None:
 layer = DropPath(0.5)
 compiled = torch.compile(layer, backend="eager", fullgraph=True)
 seen = [drops(compiled)]
-written_masks.zero()
+dropout_masks.zero()
 torch._dynamo.reset()
 seen.append(drops(compiled))
-written_masks.restore()
+dropout_masks.restore()
 torch._dynamo.reset()
 print(json.dumps([*seen, drops(compiled)]))
 """,
@@ -204,11 +204,11 @@ def test_a_reloaded_module_does_not_drop(tmp_path: Path) -> None:
     assert _printed(
         EARLY
         + """
-written_masks.zero()
+dropout_masks.zero()
 importlib.reload(drop)
 new = lambda x: drop.drop_path(x, 0.5, True)
 seen = [drop.drop_path is drop_path, drops(new)]
-written_masks.restore()
+dropout_masks.restore()
 print(json.dumps([*seen, drops(new)]))
 """,
         tmp_path,
@@ -228,12 +228,12 @@ def codes():
     return {id(f): (f, f.__code__) for f in functions}
 
 before, finders = codes(), list(sys.meta_path)
-written_masks.zero()
-written_masks.zero()
+dropout_masks.zero()
+dropout_masks.zero()
 now = codes()
 changed = [f.__qualname__ for key, (f, code) in before.items() if f.__code__ is not code]
-written_masks.restore()
-written_masks.restore()
+dropout_masks.restore()
+dropout_masks.restore()
 back = all(f.__code__ is code for f, code in before.values())
 print(json.dumps([sorted(changed), back, sys.meta_path == finders]))
 """,
@@ -248,8 +248,8 @@ print(json.dumps([sorted(changed), back, sys.meta_path == finders]))
 def test_nothing_is_imported() -> None:
     """Neither torch nor a library with masks is loaded for the policy."""
     loaded = _printed(
-        "import json, sys\nfrom torchrepro.policies.dropout import written_masks\n"
-        "written_masks.zero()\nprint(json.dumps(sorted(sys.modules)))"
+        "import json, sys\nfrom torchrepro.policies import dropout_masks\n"
+        "dropout_masks.zero()\nprint(json.dumps(sorted(sys.modules)))"
     )
 
     assert {"torch", "torchvision", "timm", "transformers", "torch_npu"} & set(loaded) == set()
@@ -277,8 +277,8 @@ finders, code = list(sys.meta_path), drop_path.__code__
 file = Path({str(copy)!r})
 {change}
 try:
-    written_masks.zero()
-except written_masks.SourceMissingError as raised:
+    dropout_masks.zero()
+except dropout_masks.SourceMissingError as raised:
     print(json.dumps([str(raised), drop_path.__code__ is code, sys.meta_path == finders]))
 """,
         tmp_path,
@@ -297,7 +297,7 @@ def test_an_import_without_source_goes_through_and_says_so(tmp_path: Path) -> No
         f"import py_compile; py_compile.compile({str(copy)!r}, {str(copy.with_suffix('.pyc'))!r})",
     )
     copy.unlink()
-    done = _python("-c", START + "written_masks.zero()\nimport timm.layers.drop\n", folder=tmp_path)
+    done = _python("-c", START + "dropout_masks.zero()\nimport timm.layers.drop\n", folder=tmp_path)
 
     assert done.returncode == 0
     assert "torchrepro: dropout is not zeroed: timm.layers.drop" in done.stderr
@@ -315,6 +315,6 @@ def test_a_name_with_a_star_waits_for_every_module_that_begins_so() -> None:
 def test_restore_without_zero_changes_nothing() -> None:
     """Undo is harmless where there is nothing to undo."""
     before = list(sys.meta_path)
-    written_masks.restore()
+    dropout_masks.restore()
 
     assert sys.meta_path == before

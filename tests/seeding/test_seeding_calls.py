@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader
 
 import torchrepro
 from torchrepro import callers
-from torchrepro.seeding import seeding_calls as calls
-from torchrepro.seeding.seeding_calls import FUNCTIONS, SeedingCall
+from torchrepro.seeding.seeding_calls import FUNCTIONS, SeedingCall, seeding_calls
 
 HERE = str(Path(__file__))
 State = Callable[[], dict[str, Any]]
@@ -210,7 +209,7 @@ def test_without_a_profile_nothing_is_recorded() -> None:
         assert applied.seeding_calls == ()
     random.seed(3)
 
-    assert calls.seeding_calls() == applied.seeding_calls == ()
+    assert seeding_calls() == applied.seeding_calls == ()
 
 
 def test_a_name_kept_from_a_profile_records_nothing_after_it(seed_1234: Any) -> None:
@@ -220,7 +219,7 @@ def test_a_name_kept_from_a_profile_records_nothing_after_it(seed_1234: Any) -> 
     kept(3)
 
     assert random.getstate() == random.Random(3).getstate()
-    assert calls.seeding_calls() == seed_1234.seeding_calls == ()
+    assert seeding_calls() == seed_1234.seeding_calls == ()
 
 
 def test_nested_profiles_have_records_of_their_own(seed_1234: Any) -> None:
