@@ -144,6 +144,17 @@ def test_an_inner_profile_decides_while_it_is_in_force(step: Callable[[], Any]) 
     assert [(drift.was, drift.now) for drift in caught.value.drift] == [(False, True)]
 
 
+def test_the_end_of_an_inner_profile_says_nothing_of_the_outer_one(capsys: Any) -> None:
+    """Drift from what an outer profile has set is said where that one ends, and once."""
+    with guarded("warn"):
+        with torchrepro.apply({"backends": {"cudnn": {"benchmark_limit": 7}}}):
+            flip()
+        within = capsys.readouterr().err
+
+    assert within == ""
+    assert capsys.readouterr().err.count(f"drift: {BENCHMARK}") == 1
+
+
 def test_a_profile_that_puts_right_what_had_drifted_does_not_hide_it() -> None:
     """What had drifted before another profile was put in force stays in the report of the first."""
     with torchrepro.apply("debug-strict", ["guard=none"]) as outer:

@@ -122,6 +122,19 @@ def test_what_a_process_holds_by_itself_counts_as_it_is_read() -> None:
     assert "backends.torch.fill_uninitialized_memory" not in before
 
 
+def test_the_report_on_a_profile_that_was_taken_back_stays_as_it_was() -> None:
+    """What a process does after a profile has ended changes nothing in the report on it."""
+    with torchrepro.apply("debug-strict", [f"{ALGORITHMS}=null"]) as applied:
+        last = applied.report.to_json()
+    torch.use_deterministic_algorithms(True)
+    try:
+        afterwards = applied.report.to_json()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+    assert last == afterwards
+
+
 def test_without_a_seed_the_program_has_to_give_one() -> None:
     """`seed: null` is lowered, generator by generator, until the program has seeded it."""
     state = random.getstate(), np.random.get_state(), torch.get_rng_state()
