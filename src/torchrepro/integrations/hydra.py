@@ -1,10 +1,21 @@
 """`+repro=NAME` on any Hydra app, with no change to its code.
 
-A search-path plugin puts a source of our own before all others. The source answers for the group
-`repro` alone: it reads every profile, wherever on the search path it lies, as data before Hydra
-composes it, because a file that Hydra composes by itself can place callbacks and run code. The
-plugin also adds one callback to Hydra's own config, which does nothing without a profile. See
-https://hydra.cc/docs/advanced/plugins/develop and https://hydra.cc/docs/experimental/callbacks.
+The way of a job:
+
+1. Hydra starts and loads its plugins. `ReproSearchPath`, here, puts a config source of our own
+   before all others and adds one callback to Hydra's own config.
+2. Hydra composes the job's config. `ReproConfigSource`, here, answers for the group `repro` alone
+   and leaves the app's own files there to Hydra (`hydra_ownership`). It reads every profile as
+   data, because a file that Hydra composes by itself can place callbacks and run code. It notes
+   what was chosen (`hydra_config.chosen`) and what was composed (`hydra_unapplied`).
+3. Hydra calls the callback (`hydra_callback`). It gets the profile that the composed config asks
+   for (`hydra_config.resolved_profile`), applies it and writes the manifest. After the job it
+   restores the state. Without a profile it does nothing.
+4. The process ends. A profile that was composed and never applied is reported
+   (`hydra_unapplied`).
+
+See https://hydra.cc/docs/advanced/plugins/develop and
+https://hydra.cc/docs/experimental/callbacks.
 """
 
 from __future__ import annotations
@@ -26,18 +37,18 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from torchrepro.errors import ProfileError
 from torchrepro.integrations.hydra_callback import ReproCallback
 from torchrepro.integrations.hydra_config import CALLBACK, GROUP, chosen
-from torchrepro.integrations.hydra_exit import (
-    asked_by_name,
-    asked_on_the_command_line,
-    note_composed,
-)
-from torchrepro.integrations.hydra_wish import (
-    Standing,
+from torchrepro.integrations.hydra_ownership import (
+    Ownership,
+    cannot_be_a_profile,
     close_name,
-    files_called,
-    is_plainly_own,
-    standing_of_file,
+    files_named,
+    ownership_of_file,
     values_in,
+)
+from torchrepro.integrations.hydra_unapplied import (
+    note_composed,
+    requested_names,
+    requesting_words,
 )
 from torchrepro.profile.compose import compose
 from torchrepro.profile.composition import NOT_INHERITED
@@ -65,13 +76,13 @@ SCHEME = "torchrepro"
 _SEPARATOR = "|"
 _APPS_OWN = "main="  # begins the path of the app's own config folder, as Hydra's provider calls it
 
-_profiles: dict[str, DictConfig] = {}
-_latest: list[ReproConfigSource] = []
-_asked_for: list[str] = []  # the config outside of Hydra's own that was asked for last
+_profiles: dict[str, DictConfig] = {}  # those of the present composition
+_sources: list[ReproConfigSource] = []  # the source of the present composition
+_last_config: list[str] = []  # the one outside of Hydra's own that was asked for last
 
 
 class ReproSearchPath(SearchPathPlugin):
-    """Puts the profile source before every other place that Hydra looks in."""
+    """Puts our config source before every other place that Hydra looks in."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Add the source and the callback; called by Hydra at every start."""
@@ -83,9 +94,9 @@ class ReproSearchPath(SearchPathPlugin):
 def _add_callback() -> None:
     """Make the callback the first entry in the defaults list of Hydra's own config.
 
-    Nothing comes before that entry, so no other callback starts before ours or ends after it, and
-    no group of the app is answered for. The entry is a structured config, which Hydra turns into
-    the callback itself: a `_target_` would have to be on the execution whitelist of every app.
+    As the first entry it starts before every other callback and ends after it. The entry is a
+    structured config, which Hydra turns into the callback itself: a `_target_` would have to be
+    on the execution whitelist of every app.
     """
     store = ConfigStore.instance()
     own = store.load("hydra/config.yaml")
@@ -103,11 +114,11 @@ def _add_callback() -> None:
 
 @dataclass
 class _ProfilesElement:
-    """An element of Hydra's search path that tells our source about all the others.
+    """An element of Hydra's search path whose `path` names all the other elements.
 
-    Hydra makes a source from an element's `provider` and `path`, each time the search path has
-    changed; `path` is worked out at that moment, so that `hydra.searchpath` and `--config-dir`,
-    which come later than this plugin, are part of it.
+    Hydra makes a source from an element's `provider` and `path` each time the search path has
+    changed. `path` is worked out at that moment, so that it includes `hydra.searchpath` and
+    `--config-dir`, which come later than this plugin.
     """
 
     owner: ConfigSearchPath
@@ -141,8 +152,8 @@ class ReproConfigSource(ConfigSource):
     def is_group(self, config_path: str) -> bool:
         """Return whether `config_path` is the group of profiles or a folder in it."""
         group = config_path.strip("/")
-        if group == GROUP and not asked_on_the_command_line() and self._has_a_value_of_its_own():
-            return False  # `repro=false` gives the app's own value another one
+        if group == GROUP and not requesting_words() and self._app_has_a_plain_value():
+            return False  # `repro=false` overrides the app's own value
         if group in ("", GROUP):
             return True
         inner = group.removeprefix(f"{GROUP}/")
@@ -151,13 +162,13 @@ class ReproConfigSource(ConfigSource):
         try:
             folders = (*self._folders(), *folders_for(f"{inner}/"))
         except ProfileError:
-            return True  # a pack that is not whole: `load_config` says so
+            return True  # a damaged pack: `load_config` says so
         return any(folder.has_group(inner) for folder in folders)
 
-    def _has_a_value_of_its_own(self) -> bool:
+    def _app_has_a_plain_value(self) -> bool:
         """Whether the app's primary config has a plain value under the name of our group."""
         # Hydra asks whether an override names a group right after it has asked for that config.
-        names = [f"{name.removesuffix('.yaml')}.yaml" for name in _asked_for]
+        names = [f"{name.removesuffix('.yaml')}.yaml" for name in _last_config]
         files = [root / name for name in names for root, _ in self._roots()]
         held: Any = [values_in(path) for path in files if path.is_file()]
         store = ConfigStore.instance()
@@ -169,54 +180,57 @@ class ReproConfigSource(ConfigSource):
         """Return whether `config_path` names a profile that can be read, well-formed or not."""
         self._notice_new_composition()
         if not config_path.startswith("hydra/"):
-            _asked_for[:] = [config_path]
+            _last_config[:] = [config_path]
         name = _profile_name(config_path)
         if name is None or self._is_the_apps_own(name):
             return False
         try:
             find(name, self._folders())
         except UnknownProfileError:
-            # No file of ours is called so, but one of Hydra's may be, and it would run its code.
-            # A name that is nearly a profile's is refused: an optional one would be passed over.
+            # Hydra may find a file of this name, and would run its code. A name that is nearly a
+            # profile's is ours to refuse: Hydra skips an optional one without a word.
             return not is_name(name) or bool(close_name(name, self._folders()))
         except ProfileError:
             return True  # there is something, and `load_config` says what is wrong with it
         return True
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Return the composed profile; one that is refused comes back as the reason why.
+        """Return the composed profile, or the reason why it is refused.
 
-        Raising here would end in Hydra's own traceback and exit status, so the reason travels in
-        the config to the callback, which stops the run.
+        An exception here would end in Hydra's own traceback and exit status. So the reason
+        travels in the config to the callback, which stops the run.
         """
         name = _profile_name(config_path)
         if name is None:
             raise ConfigLoadError(f"Config not found: {config_path}")
         chosen.add(name, self._folders())
         config = OmegaConf.create({GROUP: self._values(name)})
-        # An open section: every key can be overridden, set or not, and a wrong one is judged by
-        # the schema, whose message says what was meant.
+        # An open section: every key can be overridden, set or not. The schema refuses a wrong
+        # one, with a message that says what was meant.
         OmegaConf.set_struct(config[GROUP], value=False)
         if is_piece(name):
-            self._lay_on_top()
+            self._merge_pieces()
         else:
             _profiles[name] = config
             note_composed(name)
-        return self._result(config)
+        header: dict[str, str | None] = {"package": "_global_"}
+        return ConfigResult(
+            provider=self.provider, path=f"{SCHEME}://", config=config, header=header
+        )
 
     def _is_the_apps_own(self, name: str) -> bool:
         """Whether the app has a config of this name in its group `repro` that is no profile.
 
-        Then Hydra composes it as it does any other config of the app. What lies elsewhere, in a
-        pack say, is read as data all the same.
+        Hydra then composes it like any other config of the app. A file elsewhere, as in a pack,
+        is read as data all the same.
         """
         if ".." in name or self._is_in_a_pack(name):
             return False
         own = [folder for folder in self._folders() if folder.origin.startswith(_APPS_OWN)]
-        for file in files_called(name, own):
-            if name in asked_by_name():
-                return is_plainly_own(file)
-            return standing_of_file(file, own) is not Standing.WISH
+        for file in files_named(name, own):
+            if name in requested_names():
+                return cannot_be_a_profile(file)
+            return ownership_of_file(file, own) is not Ownership.PROFILE
         stored = ConfigStore.instance().get_type(f"{GROUP}/{name.removesuffix('.yaml')}.yaml")
         return stored is ObjectType.CONFIG
 
@@ -225,20 +239,20 @@ class ReproConfigSource(ConfigSource):
         try:
             return is_name(name) and any(folder.file(name) for folder in folders_for(name))
         except ProfileError:
-            return True  # a pack that is not whole: `load_config` says so
+            return True  # a damaged pack: `load_config` says so
 
     def _values(self, name: str) -> dict[str, Any]:
-        """Return the values of a profile with the pieces that are known so far, or of a piece."""
+        """Return the values of a profile with the pieces chosen so far, or those of a piece."""
         try:
             pieces = () if is_piece(name) else chosen.overrides
             values = compose(name, pieces, self._folders()).values
         except ProfileError as error:
             return {REFUSED: quote(str(error))}
-        # A piece does not say what the profile is called that it is laid on.
+        # A piece does not rename the profile that it is merged into.
         return {k: v for k, v in values.items() if not is_piece(name) or k not in NOT_INHERITED}
 
-    def _lay_on_top(self) -> None:
-        """Have pieces lie on top of the profile, wherever they stand in a defaults list.
+    def _merge_pieces(self) -> None:
+        """Merge the pieces into the profile, wherever they stand in a defaults list.
 
         Hydra loads every config of a composition, the last one first, before it merges them.
         """
@@ -247,12 +261,12 @@ class ReproConfigSource(ConfigSource):
                 config[GROUP][key] = value
 
     def _notice_new_composition(self) -> None:
-        # Hydra copies its sources for every composition, and asks the first one for every config:
-        # another copy means that another composition began.
-        if _latest[-1:] != [self]:
+        # Hydra copies its sources for every composition and asks the first one for every config,
+        # so another copy means another composition.
+        if _sources[-1:] != [self]:
             chosen.clear()
             _profiles.clear()
-            _latest[:] = [self]
+            _sources[:] = [self]
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         """Return the profiles in the group, for Hydra's help and completion."""
@@ -261,7 +275,7 @@ class ReproConfigSource(ConfigSource):
             return [GROUP] if results_filter is not ObjectType.CONFIG else []
         if group.partition("/")[0] != GROUP or results_filter is ObjectType.GROUP:
             return []
-        names = {name for folder in self._everywhere() for name in folder.names()}
+        names = {name for folder in (*self._folders(), *search_path()) for name in folder.names()}
         if group == GROUP:
             return sorted(name for name in names if not is_piece(name))
         if group == f"{GROUP}/{PIECES}":
@@ -269,21 +283,13 @@ class ReproConfigSource(ConfigSource):
         inner = f"{group.removeprefix(f'{GROUP}/')}/"
         return sorted(name.removeprefix(inner) for name in names if name.startswith(inner))
 
-    def _result(self, config: DictConfig) -> ConfigResult:
-        path = f"{SCHEME}://"
-        header: dict[str, str | None] = {"package": "_global_"}
-        return ConfigResult(provider=self.provider, path=path, config=config, header=header)
-
-    def _everywhere(self) -> tuple[Folder, ...]:
-        return (*self._folders(), *search_path())
-
     def _folders(self) -> tuple[Folder, ...]:
         """Return the folder of profiles in every other place on Hydra's search path."""
         folders = [Folder(root / GROUP, entry) for root, entry in self._roots()]
         return tuple(folder for folder in folders if folder.path.is_dir())
 
     def _roots(self) -> Iterator[tuple[Path, str]]:
-        """Yield every other place on Hydra's search path that is a folder, and how it is named."""
+        """Yield every other folder on Hydra's search path, and how it is named there."""
         for entry in self.path.split(_SEPARATOR):
             scheme, _, rest = entry.removeprefix(_APPS_OWN).rpartition("://")
             if scheme == "pkg":

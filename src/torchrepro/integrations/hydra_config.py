@@ -1,4 +1,8 @@
-"""The profile that a Hydra config asks for, with the place that set each value."""
+"""The profile that a composed Hydra config asks for, with the place that set each value.
+
+Between steps 2 and 3 of the way of a job, which `hydra` describes: the config source notes in
+`chosen` what Hydra asked it for, and the callback gets the profile from `resolved_profile`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchrepro.errors import ProfileError
-from torchrepro.integrations.hydra_wish import Standing, close_name, mistyped, standing_of
+from torchrepro.integrations.hydra_ownership import Ownership, close_name, mistyped, ownership_of
 from torchrepro.messages import Problem, shown, some
 from torchrepro.profile.compose import compose
 from torchrepro.profile.composition import EXTRA, NOT_INHERITED, Composition, Origin, flatten
@@ -27,10 +31,12 @@ if TYPE_CHECKING:
 
 GROUP = SECTION
 CALLBACK = "torchrepro"  # its name among the callbacks of an app, and in its defaults list
+APP = "this app's config"
+_IF_OWN = f"if it is the app's own and no profile, ~hydra.callbacks.{CALLBACK} leaves it alone"
 
 
 class Choice:
-    """Names of profiles and pieces, in the order in which they lie on top of each other."""
+    """Names of profiles and pieces, in the order in which they are merged."""
 
     def __init__(self) -> None:
         self.profiles: list[str] = []
@@ -47,7 +53,7 @@ class Choice:
         self._pieces.clear()
 
     def forget(self, group: str) -> None:
-        """Forget what was chosen of `group`, because an override has deleted it afterwards."""
+        """Forget what was chosen of `group`, which an override deleted afterwards."""
         if group == GROUP:
             self.profiles.clear()
         if group == f"{GROUP}.{PIECES}":
@@ -65,30 +71,26 @@ class Choice:
 
     @property
     def overrides(self) -> list[str]:
-        """The pieces, as an override lays them on top of a profile."""
-        return _laid(self._pieces)
+        """The pieces as an override of a profile."""
+        return _as_override(self._pieces)
 
     def compose(self) -> Composition:
         """Return the profile with its pieces, or the pieces alone; raises `ProfileError`."""
         if self.profiles:
             return compose(self.profiles[0], self.overrides, self._folders)
         if self._pieces:
-            composition = compose(self._pieces[0], _laid(self._pieces[1:]), self._folders)
+            composition = compose(self._pieces[0], _as_override(self._pieces[1:]), self._folders)
             composition.call(", ".join(self._pieces), Origin(f"+{GROUP}/{PIECES}"))
             return composition
         return Composition()
 
 
-def _laid(pieces: Sequence[str]) -> list[str]:
+def _as_override(pieces: Sequence[str]) -> list[str]:
     return [f"{PIECES}=[{','.join(pieces)}]"] if pieces else []
 
 
 chosen = Choice()
-"""What the source is asked for as Hydra composes, and the callback reads afterwards."""
-
-
-APP = "this app's config"
-_IF_OWN = f"if it is the app's own and no profile, ~hydra.callbacks.{CALLBACK} leaves it alone"
+"""What the source was asked for while Hydra composed."""
 
 
 def resolved_profile(config: DictConfig) -> ResolvedProfile | None:
@@ -100,13 +102,13 @@ def resolved_profile(config: DictConfig) -> ResolvedProfile | None:
         if text.startswith("~"):
             chosen.forget(key_of(text))
     names = chosen.profiles
-    _refuse_two_at_once(names)
+    _refuse_two(names)
     if not _is_asked_for(config):
-        _refuse_what_looks_like_a_wish(_standing(config))
+        _refuse_unchosen(_plain_section(config))
         return None
     section = config.get(GROUP)
     if section is None:
-        _refuse_what_was_put_elsewhere(names)
+        _refuse_other_package(names)
         return None
     if not isinstance(section, DictConfig):
         raise ProfileError(_plain_value(section, ""))
@@ -117,10 +119,10 @@ def resolved_profile(config: DictConfig) -> ResolvedProfile | None:
         raise ProfileError(
             [_with_override(problem, config) for problem in error.problems]
         ) from None
-    _remember_places(composition, from_files, config)
+    _set_origins(composition, from_files, config)
     if EXTRA in composition.values:
         composition.typed |= _typed(composition, config)
-    if not chosen and _choices(config):  # a file of the app that is a profile by being chosen
+    if not chosen and _choices(config):  # a file of the app that is a profile because it was chosen
         composition.call(_choices(config)[0], Origin(APP))
     try:
         return validate(composition).resolved
@@ -129,8 +131,8 @@ def resolved_profile(config: DictConfig) -> ResolvedProfile | None:
 
 
 def note_on_the_apps_own(config: DictConfig) -> str:
-    """Return a line for an app whose `repro` is its own, once it is known to be no wish."""
-    if _is_asked_for(config) or _standing(config) is None:
+    """Return a line for an app whose `repro` is its own; empty where it has none."""
+    if _is_asked_for(config) or _plain_section(config) is None:
         return ""
     return (
         f"`{GROUP}` in this app's config is the app's own and asks for no profile "
@@ -138,7 +140,7 @@ def note_on_the_apps_own(config: DictConfig) -> str:
     )
 
 
-def _refuse_two_at_once(names: list[str]) -> None:
+def _refuse_two(names: list[str]) -> None:
     if len(names) > 1:
         raise ProfileError(
             Problem(
@@ -149,11 +151,11 @@ def _refuse_two_at_once(names: list[str]) -> None:
         )
 
 
-def _refuse_what_was_put_elsewhere(names: list[str]) -> None:
+def _refuse_other_package(names: list[str]) -> None:
     if names:
         raise ProfileError(
             Problem(
-                f"the profile was put elsewhere than `{GROUP}`, so it is not in force",
+                f"the profile was placed in another package than `{GROUP}`, so it is not in force",
                 found=", ".join(names),
                 todo=f"choose it without a package: +{GROUP}={names[0]}",
             )
@@ -161,61 +163,55 @@ def _refuse_what_was_put_elsewhere(names: list[str]) -> None:
 
 
 def _is_asked_for(config: DictConfig) -> bool:
-    """Whether the profile was chosen on the search path, or on the command line by a `+`."""
+    """Whether a profile was chosen on the search path, or added on the command line by a `+`."""
     if chosen:
         return True
-    standing = _standing(config)
+    section = _plain_section(config)
     choices = _choices(config)
     if any(choice.startswith("{") for choice in choices):
         return True
-    if not isinstance(standing, dict):
+    if not isinstance(section, dict):
         return False
-    if choices:  # the search path left it to Hydra, because its file does not tell what it is
-        return standing_of(standing) is not Standing.OWN
+    if choices:  # the source left it to Hydra, because its file does not show what it is
+        return ownership_of(section) is not Ownership.APP
     added = [text for text in _overrides(config) if text.startswith("+")]
-    return bool(standing) and all(any(_sets(text, key) for text in added) for key in standing)
+    return bool(section) and all(any(_sets(text, key) for text in added) for key in section)
 
 
 def _choices(config: DictConfig) -> list[str]:
-    """Return what was added as the whole of `repro` on the command line."""
+    """Return what the command line adds as the whole of `repro`."""
     added = [text for text in _overrides(config) if text.startswith("+")]
     return [text.partition("=")[2] for text in added if key_of(text) == GROUP]
 
 
-def _standing(config: DictConfig) -> Any:
-    """Return what stands under `repro`, as plain values with their interpolations as they are."""
+def _plain_section(config: DictConfig) -> Any:
+    """Return the plain values under `repro`, with their interpolations as written."""
     try:
         if OmegaConf.is_missing(config, GROUP) or GROUP not in config:
             return None
-        if OmegaConf.is_interpolation(config, GROUP) and not _calls_a_resolver(config):
+        copy: Any = OmegaConf.to_container(OmegaConf.masked_copy(config, GROUP), resolve=False)
+        if OmegaConf.is_interpolation(config, GROUP) and ":" not in copy[GROUP]:  # no resolver
             value: Any = config[GROUP]
             return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-        held = OmegaConf.masked_copy(config, GROUP)
-        values: Any = OmegaConf.to_container(held, resolve=False)
-        return values[GROUP]
+        return copy[GROUP]
     except OmegaConfBaseException:
         return None
 
 
-def _calls_a_resolver(config: DictConfig) -> bool:
-    held: Any = OmegaConf.to_container(OmegaConf.masked_copy(config, GROUP), resolve=False)
-    return ":" in held[GROUP]
-
-
-def _refuse_what_looks_like_a_wish(standing: Any) -> None:
+def _refuse_unchosen(section: Any) -> None:
     """Raise `ProfileError` for what the app's author may have meant as a profile."""
-    if isinstance(standing, dict):
-        if standing_of(standing) is Standing.WISH:
-            raise ProfileError(_values_in_place(standing))
+    if isinstance(section, dict):
+        if ownership_of(section) is Ownership.PROFILE:
+            raise ProfileError(_values_in_place(section))
         return
-    for word in standing if isinstance(standing, list) else [standing]:
+    for word in section if isinstance(section, list) else [section]:
         close = close_name(word, ()) if isinstance(word, str) else ""
         if close:
-            raise ProfileError(_plain_value(standing, close))
+            raise ProfileError(_plain_value(section, close))
 
 
 def _of_the_app(problem: Problem, names: list[str]) -> Problem:
-    """Return `problem` with a way out where it is about a key that the app has for itself."""
+    """Return `problem` with what to do if its key is the app's own."""
     if problem.where != APP or problem.todo or not names:
         return problem
     todo = f"if `{GROUP}` is the app's own: torchrepro run {names[0]} -- COMMAND"
@@ -247,10 +243,10 @@ def _values_in_place(values: dict[Any, Any]) -> Problem:
     )
 
 
-def _remember_places(composition: Composition, from_files: Composition, config: DictConfig) -> None:
-    """Give every value the place that set it: an override, the app's own config, a file's line."""
+def _set_origins(composition: Composition, from_files: Composition, config: DictConfig) -> None:
+    """Give every value its origin: an override, the app's own config, or a file's line."""
     for key in NOT_INHERITED:
-        if key in from_files.values:  # pieces alone are called what they are
+        if key in from_files.values:  # pieces alone keep their names
             composition.values.setdefault(key, from_files.values[key])
     for key, value in flatten(composition.values).items():
         file = from_files.origins.get(key)
@@ -274,7 +270,7 @@ def _typed(composition: Composition, config: DictConfig) -> set[str]:
 
 
 def _with_override(problem: Problem, config: DictConfig) -> Problem:
-    """Return `problem` with the override that set its value as its place, if one did."""
+    """Return `problem` with the override that set its value, if one did, as its place."""
     key = problem.key.removeprefix(f"{GROUP}.")
     line = _override_of(key, config) if key else None
     return replace(problem, where=f"override {line}") if line else problem
