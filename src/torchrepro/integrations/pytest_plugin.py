@@ -20,7 +20,11 @@ _MARKER = (
     "repro(profile, overrides=[...], **values): put a torchrepro profile in force for this test, "
     'as in @pytest.mark.repro("seed-only", seed=3); without `profile`, the one of --repro.'
 )
-_SESSION_MODULE = "torchrepro.integrations.pytest_session"
+
+
+def _session() -> Any:
+    """Return `pytest_session` if anything here has named a profile; None imports nothing."""
+    return sys.modules.get("torchrepro.integrations.pytest_session")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,7 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Put the session's profile in force before a conftest file can import torch."""
-    profile, overrides = _asked(early_config)
+    profile, overrides = _named(early_config)
     if profile:
         from torchrepro.integrations.pytest_session import begin
 
@@ -60,17 +64,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """Say what is in force, and what came too late."""
-    if _SESSION_MODULE not in sys.modules:
-        return []
-    from torchrepro.integrations.pytest_session import header
-
-    return header(config)
+    session = _session()
+    return session.header(config) if session else []
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures, but within what other plugins wrap around
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Put the profile of the session and that of the marker in force for one test."""
-    if _SESSION_MODULE in sys.modules or item.get_closest_marker("repro") is not None:
+    if _session() or item.get_closest_marker("repro") is not None:
         from torchrepro.integrations.pytest_session import enter
 
         enter(item)
@@ -82,10 +83,8 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
     try:
         return (yield)
     finally:
-        if _SESSION_MODULE in sys.modules:
-            from torchrepro.integrations.pytest_session import leave
-
-            leave(item)
+        if session := _session():
+            session.leave(item)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -93,11 +92,10 @@ def pytest_fixture_setup(
     fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
 ) -> Generator[None, Any, Any]:
     """Keep a fixture that several tests share from deciding what the first of them draws."""
-    if fixturedef.scope == "function" or _SESSION_MODULE not in sys.modules:
+    session = _session()
+    if fixturedef.scope == "function" or not session:
         return (yield)
-    from torchrepro.integrations.pytest_session import shared_fixture
-
-    with shared_fixture(request.config, fixturedef):
+    with session.shared_fixture(request.config, fixturedef):
         return (yield)
 
 
@@ -105,10 +103,9 @@ def pytest_fixture_setup(
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     """Show in the report of a failure under which profile it can be repeated."""
     report = yield
-    if report.failed and _SESSION_MODULE in sys.modules:
-        from torchrepro.integrations.pytest_session import how_to_repeat
-
-        report.sections += how_to_repeat(item)
+    session = _session()
+    if report.failed and session:
+        report.sections += session.how_to_repeat(item)
     return report
 
 
@@ -128,8 +125,8 @@ def repro() -> Applied:
     return in_force()[-1]
 
 
-def _asked(config: pytest.Config) -> tuple[str, list[str]]:
-    """Return the profile and overrides asked for; the ini's overrides belong to its profile."""
+def _named(config: pytest.Config) -> tuple[str, list[str]]:
+    """Return the session's profile and overrides; those of the ini belong to its own profile."""
     options = config.known_args_namespace
     own, given = list(config.getini("repro_set")), list(options.repro_set)
     profile = _from_ini(config) if options.repro is None else options.repro

@@ -1,4 +1,4 @@
-"""What a manifest holds; writing one, and reading it back."""
+"""What a manifest and a lock hold; writing a manifest, and reading either back."""
 
 from __future__ import annotations
 
@@ -28,8 +28,17 @@ if TYPE_CHECKING:
 
 
 FORMAT = 2
+KINDS: Mapping[str, int] = {"lock": 1, "manifest": FORMAT}
+"""The kinds of such a file, named by the key that holds its format, and the newest format."""
+
 FILE = "repro.json"
-"""What the file of a manifest is called, wherever it is kept."""
+"""The name of a manifest's file, wherever it is kept."""
+
+LARGEST = 16 * 2**20
+"""Bytes above which a file is no manifest."""
+
+DEEPEST = 40
+"""Levels of nesting above which a file is no manifest."""
 
 RECORDED = tuple(
     sorted(
@@ -37,7 +46,7 @@ RECORDED = tuple(
         | {row.name for row in VARIABLES}
     )
 )
-"""The variables that a manifest may record: those that steer numbers, and never another.
+"""The variables that a manifest may record: only those that influence numbers.
 
 Those of the catalogue are knobs; the others have their reasons in `VARIABLES`.
 """
@@ -49,42 +58,39 @@ def manifest(resolved: ResolvedProfile, report: Report) -> dict[str, Any]:
     What the run has done with random numbers so far is part of it: the streams it drew from and
     the places from which it seeded a generator itself.
     """
-    secrets = secrets_here(resolved)
-    more = {
-        "streams": list(streams.drawn_streams()),
-        "seeding_calls": [asdict(call) for call in seeding_calls()],
-        "command_line": shareable(sys.orig_argv, secrets),
-    }
-    cleaned: dict[str, Any] = without_secrets(_gathered(resolved, report) | more, secrets)
-    return cleaned
+    return common_contents(
+        resolved,
+        report,
+        streams=list(streams.drawn_streams()),
+        seeding_calls=[asdict(call) for call in seeding_calls()],
+        command_line=shareable(sys.orig_argv, secrets_here(resolved)),
+    )
 
 
-def common_contents(resolved: ResolvedProfile, report: Report) -> dict[str, Any]:
-    """Return what a manifest and a lock have in common as plain JSON values, without any secret.
+def common_contents(resolved: ResolvedProfile, report: Report, **more: Any) -> dict[str, Any]:
+    """Return what a manifest and a lock have in common, and `more`, without any secret.
 
     Asks the libraries that are loaded and no others; never fails because of the machine.
     """
-    cleaned: dict[str, Any] = without_secrets(_gathered(resolved, report), secrets_here(resolved))
-    return cleaned
-
-
-def _gathered(resolved: ResolvedProfile, report: Report) -> dict[str, Any]:
-    return {
+    contents = {
         "manifest": FORMAT,
         "profile": plain(resolved.values),
         "digest": resolved.digest,
         "origins": {key: origin.to_json() for key, origin in resolved.origins.items()},
-        "notes": [],  # none since a profile is of one schema only; a lock has every part
+        "notes": [],  # always empty: a lock has to have every part
         "report": report.to_json(),
         "versions": software(),
         "hardware": hardware(),
         "environment": {name: os.environ[name] for name in RECORDED if name in os.environ},
         "repository": repository(),
+        **more,
     }
+    cleaned: dict[str, Any] = without_secrets(contents, secrets_here(resolved))
+    return cleaned
 
 
 def secrets_here(*profiles: ResolvedProfile) -> tuple[str, ...]:
-    """Return the values that must not leave: in this process's variables and in the profiles'."""
+    """Return the secret values among the variables of this process and of the profiles."""
     of_each = [os.environ, *(resolved.environment() for resolved in profiles)]
     found = {value for variables in of_each for value in secret_values(variables)}
     return tuple(sorted(found, key=lambda value: (-len(value), value)))
@@ -103,16 +109,6 @@ def as_text(contents: Mapping[str, Any]) -> str:
     return json.dumps(contents, indent=2, sort_keys=True) + "\n"
 
 
-LARGEST = 16 * 2**20
-"""Bytes above which a file is no manifest."""
-
-DEEPEST = 40
-"""Levels of nesting above which a file is no manifest."""
-
-KINDS: Mapping[str, int] = {"lock": 1, "manifest": FORMAT}
-"""What such a file may be, told by the key that holds its format, and the newest format known."""
-
-
 def read_contents(path: Path) -> tuple[str, dict[str, Any]]:
     """Return what the file is, ``lock`` or ``manifest``, and what it holds.
 
@@ -129,28 +125,24 @@ def read_contents(path: Path) -> tuple[str, dict[str, Any]]:
                 "PROFILE -o FILE",
             )
         )
-    for key in KINDS:
-        _check_format(key, contents.get(key, KINDS[key]), path)
-    return kind, contents
-
-
-def _check_format(kind: str, found: Any, path: Path) -> None:
-    newest = KINDS[kind]
-    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-        raise ProfileError(
-            Problem("no format", str(path), kind, str(found)[:80], legal=f"1 to {newest}")
-        )
-    if found > newest:
-        raise ProfileError(
-            Problem(
-                f"a {kind} of a newer format",
-                str(path),
-                kind,
-                str(found),
-                legal=f"1 to {newest}",
-                todo="upgrade torchrepro",
+    for key, newest in KINDS.items():
+        found, legal = contents.get(key, newest), f"1 to {newest}"
+        if type(found) is not int or found < 1:
+            raise ProfileError(
+                Problem("not the number of a format", str(path), key, str(found)[:80], legal=legal)
             )
-        )
+        if found > newest:
+            raise ProfileError(
+                Problem(
+                    f"a {key} of a newer format",
+                    str(path),
+                    key,
+                    str(found),
+                    legal=legal,
+                    todo="upgrade torchrepro",
+                )
+            )
+    return kind, contents
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -169,27 +161,17 @@ def _json(path: Path) -> dict[str, Any]:
     return contents if isinstance(contents, dict) else {}
 
 
-def _too_deep(value: Any) -> bool:
-    level = [value] if isinstance(value, dict | list) else []
-    for _ in range(DEEPEST):
-        level = [
-            entry
-            for each in level
-            for entry in (each.values() if isinstance(each, dict) else each)
-            if isinstance(entry, dict | list)
-        ]
-        if not level:
-            return False
-    return True
-
-
-_IF_HYDRA_WRITES_NOTHING = ".hydra"
+def _too_deep(value: Any, levels: int = DEEPEST) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    entries = value.values() if isinstance(value, dict) else value
+    return not levels or any(_too_deep(entry, levels - 1) for entry in entries)
 
 
 def hydra_folder(config: DictConfig) -> Path:
-    """Return the folder in which Hydra keeps the config of a job, of which `config` is its part.
+    """Return the folder in which Hydra keeps the config of a job; `config` is Hydra's own part.
 
-    See https://hydra.cc/docs/configure_hydra/intro (hydra.runtime.output_dir, output_subdir).
+    It is ``.hydra`` also where Hydra keeps none. See https://hydra.cc/docs/configure_hydra/intro
+    (hydra.runtime.output_dir, output_subdir).
     """
-    subdir = config.output_subdir or _IF_HYDRA_WRITES_NOTHING
-    return Path(config.runtime.output_dir) / subdir
+    return Path(config.runtime.output_dir) / (config.output_subdir or ".hydra")

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 LEGAL = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 LONGEST = 40  # characters; the name is typed on command lines
 RESERVED = {
-    PIECES: "the folder of pieces is called so",
+    PIECES: "that is the name of the folder of pieces",
     DISTRIBUTION: "torchrepro's own profiles need no prefix",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class PackName:
-    """The name of a pack: what the names of its profiles begin with."""
+    """The name of a pack, with which the names of its profiles begin."""
 
     text: str
 
@@ -45,9 +45,9 @@ class PackName:
 
 
 def pack_name(folder: Path) -> PackName:
-    """Return the name of a pack that is to be written into `folder`, whose last part it is.
+    """Return the name of the pack to be written into `folder`, which is the folder's last part.
 
-    Raises `ProfileError` for one that no pack can have, or that is taken.
+    Raises `ProfileError` for a name that no pack can have, or that is taken.
     """
     text = folder.name
     if not LEGAL.fullmatch(text) or len(text) > LONGEST:
@@ -62,7 +62,7 @@ def pack_name(folder: Path) -> PackName:
     name = PackName(text)
     why = RESERVED.get(text) or _taken(name)
     if why:
-        raise ProfileError(Problem(f"a pack cannot be called that: {why}", found=text))
+        raise ProfileError(Problem(f"a pack cannot have this name: {why}", found=text))
     return name
 
 
@@ -74,7 +74,7 @@ def _mended(text: str) -> str:
 
 
 def _taken(name: PackName) -> str:
-    """Return what is installed already under a name that the pack would have, in words."""
+    """Return in words what is installed already under a name that the pack would have."""
     for entry in entry_points(group=ENTRY_POINTS, name=name.text):
         owner = entry.dist.name if entry.dist else entry.value
         return f"{owner} is installed, and its profiles are called {name.text}/..."
@@ -91,7 +91,7 @@ SUFFIX = ".jinja"
 VERSION = "0.1.0"
 SCHEMA_FILE = "profile.schema.json"
 PUBLISHED = "published.json"
-_HIDDEN = "dot-"  # a file that begins with a dot would be left out of many a copy of the templates
+_DOT = "dot-"  # stands for a dot, because many tools do not copy files that begin with one
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,29 +104,24 @@ class NewPack:
     """Paths in the folder, sorted."""
 
     profiles: tuple[str, ...]
-    """What its profiles and pieces are called once it is installed, sorted."""
+    """The names of its profiles and pieces once it is installed, sorted."""
 
 
 def write_pack(folder: Path) -> NewPack:
-    """Write a pack called after the last part of `folder`, which has to be new or empty.
+    """Write a pack named after the last part of `folder`, which has to be new or empty.
 
     Raises `ProfileError`, and leaves nothing behind, if the name or the folder cannot be used.
     """
+    from torchrepro.profile.json_schema import json_schema
+
     name = pack_name(folder)
     _refuse_used(folder)
     texts = _rendered(name)
     digests = _digests(name, texts)
     texts[PUBLISHED] = json.dumps({VERSION: digests}, indent=2) + "\n"
-    texts[SCHEMA_FILE] = schema_text()
+    texts[SCHEMA_FILE] = json.dumps(json_schema(), indent=2) + "\n"
     _write(folder, texts)
     return NewPack(folder, name, tuple(sorted(texts)), tuple(digests))
-
-
-def schema_text() -> str:
-    """Return the JSON Schema of a profile as `torchrepro schema` prints it."""
-    from torchrepro.profile.json_schema import json_schema
-
-    return json.dumps(json_schema(), indent=2) + "\n"
 
 
 def _refuse_used(folder: Path) -> None:
@@ -137,7 +132,7 @@ def _refuse_used(folder: Path) -> None:
     if used:
         raise ProfileError(
             Problem(
-                "the folder is there and not empty",
+                "the folder exists and is not empty",
                 found=str(folder),
                 todo="name another folder, or remove what is in it",
             )
@@ -165,13 +160,11 @@ def _rendered(name: PackName) -> dict[str, str]:
 def _place(template: str, name: PackName) -> str:
     """Return where the file of a template lies in the pack."""
     parts = template.removesuffix(SUFFIX).replace("MODULE", name.module).split("/")
-    return "/".join(
-        f".{part.removeprefix(_HIDDEN)}" if part.startswith(_HIDDEN) else part for part in parts
-    )
+    return "/".join(re.sub(f"^{_DOT}", ".", part) for part in parts)
 
 
 def _digests(name: PackName, texts: Mapping[str, str]) -> dict[str, str]:
-    """Return the digest of every profile and piece under the name that it has once installed."""
+    """Return the digest of every profile and piece, by its name once it is installed."""
     from torchrepro.profile.compose import compose_document
     from torchrepro.profile.document import parse_document
     from torchrepro.profile.load import validate
