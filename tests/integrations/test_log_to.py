@@ -159,7 +159,7 @@ def test_a_folder_gets_the_manifest_and_the_last_one_counts(tmp_path, under_seed
     [
         ("mlfow", "did you mean: mlflow"),
         (3, "legal: mlflow or a run of it"),
-        ("mlflow", "active would be: mlflow.start_run()"),
+        ("mlflow", "to do: start one: mlflow.start_run()"),
         ("tensorboard", "hand over the SummaryWriter itself"),
     ],
 )

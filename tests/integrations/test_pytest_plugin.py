@@ -138,7 +138,7 @@ def test_a_session_is_under_its_profile_in_time_and_every_test_starts_alike(pyte
             "  sha256:*",
             "  too late: env.PYTHONHASHSEED (Python has started)",
             "  imported too early: torch, by the pytest plugin culprit (*culprit.py)*",
-            "  everything in time: torchrepro run *team.yaml dropout=zero -- pytest ...",
+            "  to set everything in time: torchrepro run *team.yaml dropout=zero -- pytest ...",
         ]
     )
     together.stdout.fnmatch_lines(["conftest found (True, 11)"])

@@ -90,9 +90,9 @@ def _answers(folder, text):
     [
         ('{"lock": 2, "manifest": 2, "profile": {}}', "a lock of a newer format"),
         ('{"lock": 1, "manifest": 9, "profile": {}}', "a manifest of a newer format"),
-        ('{"lock": "x", "manifest": 2, "profile": {}}', "no format"),
+        ('{"lock": "x", "manifest": 2, "profile": {}}', "not the number of a format"),
         ('{"manifest": 2, "profile": {}}', "a manifest, not a lock"),
-        ('{"lock": 1, "manifest": 2, "profile": {}}', "damaged: parts of it are not there"),
+        ('{"lock": 1, "manifest": 2, "profile": {}}', "damaged: these parts are missing"),
         ('{"seed": 1}', "neither a manifest nor a lock"),
         ("[" * 100000, "any.lock"),
         ('{"profile": ' + '{"a": ' * 200 + "1" + "}" * 201, "nested too deep"),

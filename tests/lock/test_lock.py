@@ -104,7 +104,7 @@ def test_the_likeliest_to_change_numbers_comes_first(lock, command, edit):
         "may change numbers",
     ]
     assert lines[4] == f"{lock} is not met: 2 that change numbers, 1 that may change numbers"
-    assert lines[5].startswith("not held, should not change numbers: version of kernel (1 -> ")
+    assert lines[5].startswith("allowed, should not change numbers: version of kernel (1 -> ")
 
 
 def test_a_commit_and_a_command_line_are_told_and_not_held(lock, answer, edit):
@@ -210,7 +210,7 @@ def test_a_profile_beside_its_lock_is_found_from_every_folder(command, tmp_path,
 
     assert held[0] == 0, held
     assert status == 1
-    assert "mine.yaml: the profile's file is not there" in out
+    assert "mine.yaml: the profile's file does not exist" in out
 
 
 def test_locking_twice_gives_the_same_bytes(lock, command):
@@ -229,7 +229,7 @@ def test_a_file_that_is_no_lock_is_not_overwritten(command, tmp_path):
     results = [command("lock", "seed-only", "-o", place) for place in (program, tmp_path)]
 
     assert [status for status, _, _ in results] == [2, 2]
-    assert "train.py: is there already and is no lock" in results[0][2]
+    assert "train.py: exists already and is not a lock" in results[0][2]
     assert program.read_text(encoding="utf-8") == "print(1)\n"
 
 

@@ -134,7 +134,7 @@ REFUSED = {  # name, words of the message
     "a line break": ("a\nb", "a\\nb: not the name of a pack"),
     "pieces": ("with", "the folder of pieces"),
     "ours": ("torchrepro", "need no prefix"),
-    "not empty": ("full", "is there and not empty"),
+    "not empty": ("full", "exists and is not empty"),
     "a file": ("file", "cannot be written: Not a directory"),
     "below a file": ("file/acme", "cannot be written: Not a directory"),
 }

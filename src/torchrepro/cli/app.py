@@ -99,7 +99,7 @@ def resolved_profile(profile: str, overrides: list[str] | None) -> ResolvedProfi
 
     if "=" in profile and not Path(profile).exists():
         raise ProfileError(
-            Problem("an override, and no profile before it", found=profile, todo="name the profile")
+            Problem("an override without a profile", found=profile, todo="name the profile")
         )
     for text in overrides or ():
         if "=" not in text and not text.startswith("~"):

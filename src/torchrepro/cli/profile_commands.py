@@ -153,7 +153,7 @@ def _in_dotenv(name: str, value: str) -> str:
     if any(letter in value for letter in "'\\") or not value.isprintable():
         raise ProfileError(
             Problem(
-                "a character that programs which read .env files take differently",
+                "a character that programs read differently in .env files",
                 key=name,
                 found=shown(value),
                 todo="use --format sh or --format json",
@@ -168,8 +168,8 @@ def explain_knob(
     knob: Annotated[str, typer.Argument(metavar="KNOB", help="As reports call it, or an alias.")],
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
-    """Say what a knob does, when it latches, what it costs, and where that is written."""
-    from torchrepro.knobs.catalogue import explanations
+    """Say what a knob does, until when it can be set, what it costs, and where that is written."""
+    from torchrepro.knobs.explain import explanations
 
     found = explanations(knob)
     shown: list[Part] = []

@@ -73,13 +73,13 @@ def lock_profile(
         str, typer.Option("--output", "-o", metavar="FILE", help="Where the lock is written.")
     ] = "repro.lock",
 ) -> None:
-    """Write down what a run of the profile would be here, so that later runs can be held to it."""
+    """Write a lock: what a run of the profile is here, for later runs to be checked against."""
     from torchrepro.lock.lock_file import write_lock
 
     resolved_profile(profile, overrides)  # says what is wrong with it before torch is imported
     report = write_lock(Path(output), profile, overrides or ())
     sys.stdout.write(
-        f"{output} holds runs to {report.profile} ({report.guarantee}) as it is here\n"
+        f"{output} locks {report.profile} ({report.guarantee}) as it is on this machine\n"
         f"  {report.digest}\n"
         f"  torchrepro check {output}\n"
         f"  torchrepro run --lock {output} -- COMMAND\n"
@@ -90,12 +90,12 @@ def lock_profile(
 def check_lock(
     lock: Annotated[str, typer.Argument(metavar="FILE", help="A lock.")],
     strict: Annotated[  # noqa: FBT002
-        bool, typer.Option("--strict", help="Hold to what should not change numbers, too.")
+        bool, typer.Option("--strict", help="Forbid also what should not change numbers.")
     ] = False,
     allow_env: AllowEnv = None,
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
-    """Say what differs here from a lock, likeliest to change numbers first; exit 1 if it does."""
+    """Say in what this machine differs from a lock, the likeliest first; exit 1 if it does."""
     from torchrepro.lock.check import check
 
     found = check(Path(lock), strict=strict)
@@ -141,7 +141,7 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
     ] = False,
     detail: Annotated[  # noqa: FBT002
         bool,
-        typer.Option("--detail", help="Read every input anew: sees what changed outside torch."),
+        typer.Option("--detail", help="Read every input again: sees what changed outside torch."),
     ] = False,
     on_unwritable: Annotated[
         Unwritable, typer.Option(help="What to do where the trace cannot be written.")
@@ -239,7 +239,7 @@ def compare_runs(  # noqa: PLR0913, PLR0917 - see above
     report: Report = "",
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
-    """Say whether two recorded runs are the same, and where they part; exit 1 if they do."""
+    """Say whether two recorded runs are the same, or where they diverge; exit 1 if they do."""
     from torchrepro.verdict.comparison import compare, next_level
     from torchrepro.verdict.render import verdict_json, verdict_parts
 
@@ -261,11 +261,12 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
     stress: Annotated[  # noqa: FBT002
         bool, typer.Option("--stress", help="Perturb what a reproducible run must not depend on.")
     ] = False,
-    climb: Annotated[  # noqa: FBT002
-        bool, typer.Option("--climb", help="Find the settings that make diverging runs equal.")
+    escalate: Annotated[  # noqa: FBT002
+        bool, typer.Option("--escalate", help="Find the settings that make diverging runs equal.")
     ] = False,
+    climb: Annotated[bool, typer.Option("--climb", hidden=True)] = False,  # noqa: FBT002
     no_closer: Annotated[  # noqa: FBT002
-        bool, typer.Option("--no-closer", help="Do not run again to look at a divergence closely.")
+        bool, typer.Option("--no-closer", help="Do not record a divergence again in detail.")
     ] = False,
     folder: Annotated[
         str, typer.Option(metavar="DIR", help="Keep the recordings in a new or empty folder.")
@@ -300,7 +301,7 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
             overrides=overrides or (),
             runs=runs,
             stress=EVERYTHING if stress else (),
-            climb=climb,
+            climb=escalate or climb,
             closer=not no_closer,
             folder=folder,
             level=level.value,

@@ -354,9 +354,12 @@ def _chosen(target: Any) -> tuple[Destination, Any]:
 def _active_in(destination: Destination) -> Any:
     active = destination.active()
     if active is None:
-        problem = Problem(f"log_to: nothing is active in {destination.name}")
-        would_be = destination.started_by or f"nothing: hand over {destination.place} itself"
-        raise TorchreproError(f"{problem}\n    active would be: {would_be}")
+        start = f"start one: {destination.started_by}" if destination.started_by else ""
+        problem = Problem(
+            f"log_to: nothing is active in {destination.name}",
+            todo=start or f"hand over {destination.place} itself",
+        )
+        raise TorchreproError(str(problem))
     return active
 
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from torchrepro.applier import was_applied
 from torchrepro.console import say
 from torchrepro.errors import ApplyError
+from torchrepro.exit_status import ExitStatus
 from torchrepro.integrations.hydra_config import CALLBACK, GROUP
-from torchrepro.process_state import LastWord, inherited
+from torchrepro.process_state import inherited
 
 _REQUEST = re.compile(rf"\+{GROUP}(/\w+)?(@[^=]*)?=.")
 _SEPARATORS = re.compile(r"[\s,()\[\]'\"]+")
@@ -66,7 +67,7 @@ def note_composed(name: str) -> None:
         _pending.names.append(name)
     if _pending.reporter != os.getpid():
         _pending.reporter = os.getpid()
-        atexit.register(_at_exit, os.getpid(), LastWord())
+        atexit.register(_at_exit, os.getpid(), ExitStatus())
 
 
 def note_callback(*, sweeping: bool = False) -> None:
@@ -109,14 +110,14 @@ def _composer() -> str:
     return "main"
 
 
-def _at_exit(process: int, last_word: LastWord) -> None:
+def _at_exit(process: int, status: ExitStatus) -> None:
     if os.getpid() != process or not _pending.names or was_applied() or inherited() is not None:
         return
     if _pending.composer == "main" and not _a_job_has_run():
         return  # --cfg and --help only show a config; an error was reported already
     say(_message(_pending.names, _pending.composer))
     if requesting_words():
-        last_word.status = ApplyError.exit_status
+        status.value = ApplyError.exit_status
 
 
 def _a_job_has_run() -> bool:

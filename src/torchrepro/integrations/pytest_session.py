@@ -1,7 +1,7 @@
-"""A profile in force for a pytest session, and on top of it for each test.
+"""A profile for a pytest session, and within it for each test.
 
-The session's scope is there when conftest files are imported. Each test has a scope of its own,
-which sets every knob of the profile anew and takes back what the test did to one of them.
+The session's profile is applied before conftest files are imported. Each test has a scope of its
+own, which sets every knob of the profile anew and restores what the test did to one of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 LIBRARIES = ("torch", "torch_npu", "transformer_engine")
-"""What reads environment variables, or fixes other state, while it is imported."""
+"""Libraries that read environment variables, or fix other state, while they are imported."""
 
 
 def imported_early(config: pytest.Config) -> tuple[str, ...]:
@@ -44,12 +44,11 @@ def imported_early(config: pytest.Config) -> tuple[str, ...]:
 
 
 def _line(library: str, config: pytest.Config) -> str:
-    """Say by whom `library` was imported, as far as the order of imports tells.
+    """Say who imported `library`, as far as the order of imports tells.
 
-    Python moves a module to the end of `sys.modules` when its import is complete, and an importer
-    is complete after what it imports: the first plugin behind the library has imported it. This
-    is how CPython's importlib goes about it, not a promise; elsewhere the name may be wrong,
-    which is why the line says how it is known.
+    Python moves a module to the end of `sys.modules` when its import is complete. An importer is
+    complete after what it imports, so the first plugin behind the library has imported it.
+    CPython's importlib works so but does not promise it. The line therefore says how it is known.
     """
     order = list(sys.modules)
     behind = set(order[order.index(library) :])
@@ -83,17 +82,14 @@ _OTHER_WORDS = ("true", "false", "null", "nan", "inf")  # what Hydra's grammar t
 
 @dataclass(frozen=True, slots=True)
 class _Session:
-    """What was asked for on the command line or in the ini file, and what came of it."""
+    """The profile named on the command line or in the ini file."""
 
     applied: Applied
-    asked: str
-    """The words that ask for it again."""
+    command: str
+    """The pytest command that names it again."""
 
-    early: tuple[str, ...]
-    """What had been imported before, and by whom."""
-
-    lines: tuple[str, ...]
-    """What the header says."""
+    header: tuple[str, ...]
+    """Its lines of pytest's header."""
 
 
 _SESSION = pytest.StashKey[_Session]()
@@ -102,37 +98,31 @@ _IN_FORCE = pytest.StashKey[Applied]()
 
 
 def begin(config: pytest.Config, profile: str, overrides: Sequence[str]) -> None:
-    """Put `profile` in force until `config` goes out of use.
+    """Apply `profile` until `config` goes out of use.
 
     Raises `pytest.UsageError`, which ends pytest with status 4, for whatever torchrepro refuses.
     """
     early = imported_early(config)
     try:
         resolved = resolve(profile, overrides)
-        applied = agreeing_run(resolved, "--repro") or _for_good(config, resolved)
+        applied = agreeing_run(resolved, "--repro")
+        if applied is None:
+            applied = apply_resolved(resolved, _OBSTACLE)
+            config.add_cleanup(applied.restore)
     except TorchreproError as error:
         raise pytest.UsageError(f"torchrepro: {error}") from None
+    secrets = secrets_here(resolved)
     words = ["pytest", f"--repro={profile}", *(f"--repro-set={text}" for text in overrides)]
-    asked = _shareable_text(words, resolved)
-    run = _shareable_text(["torchrepro", "run", profile, *overrides], resolved)
+    command = shlex.join(shareable(words, secrets))
+    run = shlex.join(shareable(["torchrepro", "run", profile, *overrides], secrets))
     lines = tuple(_header_lines(applied, early, run))
-    config.stash[_SESSION] = _Session(applied, asked, early, lines)
-
-
-def _shareable_text(words: Sequence[str], resolved: ResolvedProfile) -> str:
-    return shlex.join(shareable(words, secrets_here(resolved)))
-
-
-def _for_good(config: pytest.Config, resolved: ResolvedProfile) -> Applied:
-    applied = apply_resolved(resolved, _OBSTACLE)
-    config.add_cleanup(applied.restore)
-    return applied
+    config.stash[_SESSION] = _Session(applied, command, lines)
 
 
 def header(config: pytest.Config) -> list[str]:
     """Return the lines of pytest's header about the session's profile."""
     session = config.stash.get(_SESSION, None)
-    return list(session.lines) if session else []
+    return list(session.header) if session else []
 
 
 def _header_lines(applied: Applied, early: Sequence[str], run: str) -> Iterator[str]:
@@ -144,15 +134,15 @@ def _header_lines(applied: Applied, early: Sequence[str], run: str) -> Iterator[
         yield f"  too late: {row.knob} ({row.why.partition(';')[0]})"
     yield from (f"  {line}" for line in early)
     if late:
-        yield f"  everything in time: {run} -- pytest ..."
+        yield f"  to set everything in time: {run} -- pytest ..."
 
 
 def enter(item: pytest.Item) -> None:
-    """Put in force what holds for one test; a marker that is wrong is that test's error."""
+    """Apply the profiles of one test; a wrong marker is an error of that test."""
     refused = ""
     with ExitStack() as scope:
         try:
-            for resolved in _asked_for(item):
+            for resolved in _profiles(item):
                 item.stash[_IN_FORCE] = scope.enter_context(_scope(resolved))
         except TorchreproError as error:
             refused = f"torchrepro: {error}"
@@ -162,8 +152,8 @@ def enter(item: pytest.Item) -> None:
         pytest.fail(refused, pytrace=False)
 
 
-def _asked_for(item: pytest.Item) -> Iterator[ResolvedProfile]:
-    """Yield the session's profile and the test's own, as far as there are any."""
+def _profiles(item: pytest.Item) -> Iterator[ResolvedProfile]:
+    """Yield the session's profile and the test's own, where there is one."""
     session, marker = item.config.stash.get(_SESSION, None), item.get_closest_marker("repro")
     outer = session.applied.resolved if session else None
     if outer is not None:
@@ -173,7 +163,7 @@ def _asked_for(item: pytest.Item) -> Iterator[ResolvedProfile]:
 
 
 def leave(item: pytest.Item) -> None:
-    """Take back what `enter` put in force; a knob that has drifted is an error of the test."""
+    """Restore what `enter` applied; a knob that has drifted is an error of the test."""
     scope = item.stash.get(_SCOPE, None)
     if scope is None:
         return
@@ -189,7 +179,7 @@ def leave(item: pytest.Item) -> None:
 
 @contextmanager
 def _scope(resolved: ResolvedProfile) -> Iterator[Applied]:
-    """Put `resolved` in force, and afterwards its variables back, whoever has changed them."""
+    """Apply `resolved`, and restore its variables afterwards, whoever has changed them."""
     before = {name: os.environ.get(name) for name in resolved.environment()}
     try:
         with apply_resolved(resolved, _OBSTACLE) as applied:
@@ -221,10 +211,9 @@ def _only_seeds_of_the_profile(config: pytest.Config) -> Iterator[None]:
 
 @contextmanager
 def shared_fixture(config: pytest.Config, fixture: pytest.FixtureDef[Any]) -> Iterator[None]:
-    """Set up a fixture that several tests share under the session's profile and a seed of its own.
+    """Set up a shared fixture under the session's profile and with a seed of its own.
 
-    Otherwise the test that happens to be first would start from other numbers, and with other
-    flags, than when it is not the first.
+    Otherwise the first test that uses it would start from other numbers than the others.
     """
     session = config.stash.get(_SESSION, None)
     with ExitStack() as scope:
@@ -244,7 +233,7 @@ def how_to_repeat(item: pytest.Item) -> list[tuple[str, str]]:
         return []
     session, outer = item.config.stash.get(_SESSION, None), inherited()
     run = f"torchrepro run {outer.name} -- " if outer else ""
-    words = [session.asked if session else "pytest", shlex.quote(item.nodeid)]
+    words = [session.command if session else "pytest", shlex.quote(item.nodeid)]
     report = applied.report
     lines = (
         f"{report.profile} ({report.guarantee}) {report.digest}",
@@ -254,7 +243,7 @@ def how_to_repeat(item: pytest.Item) -> list[tuple[str, str]]:
 
 
 def _marked(marker: pytest.Mark, outer: ResolvedProfile | None) -> ResolvedProfile:
-    """Return the profile that a marker asks for: its own, or the session's, and what it sets."""
+    """Return the profile of a marker: its own or the session's, with what the marker sets."""
     values = dict(marker.kwargs)
     overrides = values.pop("overrides", [])
     named = [*marker.args, *([values.pop("profile")] if "profile" in values else [])]

@@ -156,7 +156,7 @@ def _check_parts(found: CheckResult) -> tuple[Part, ...]:
         if (number := len(found.comparison.having(impact)))
     ]
     allowed = [
-        f"not held, {impact}: {some(map(change, rows))}"
+        f"allowed, {impact}: {some(map(change, rows))}"
         for impact in Impact
         if impact not in found.enforced and (rows := found.comparison.having(impact))
     ]
@@ -164,7 +164,7 @@ def _check_parts(found: CheckResult) -> tuple[Part, ...]:
         *([difference_table(found.forbidden, "locked", "here")] if counts else []),
         f"{found.lock} is not met: {', '.join(counts)}"
         if counts
-        else f"{found.lock} is met: nothing differs that it holds",
+        else f"{found.lock} is met: nothing that it forbids differs",
         *allowed,
         *not_compared_lines(found.not_compared),
     )

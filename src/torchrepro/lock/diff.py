@@ -329,7 +329,7 @@ def not_compared_lines(rows: Iterable[NotCompared]) -> list[str]:
     lacking: dict[str, list[str]] = {}
     for each in rows:
         lacking.setdefault(each.side, []).append(printable(str(each)))
-    return [f"not compared, {side} does not tell: {some(names)}" for side, names in lacking.items()]
+    return [f"not compared, unknown in {side}: {some(names)}" for side, names in lacking.items()]
 
 
 def _name(found: Difference) -> str:

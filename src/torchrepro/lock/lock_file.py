@@ -57,7 +57,7 @@ def read_whole(path: Path) -> tuple[str, dict[str, Any]]:
     if lacking:
         raise ProfileError(
             Problem(
-                f"damaged: parts of it are not there: {some(lacking)}",
+                f"damaged: these parts are missing: {some(lacking)}",
                 str(path),
                 todo="lock again: torchrepro lock PROFILE -o FILE",
             )
@@ -88,9 +88,7 @@ def named_in(lock: Path, named: Any) -> tuple[str, list[str]]:
     profile, overrides = its.get("profile"), its.get("overrides")
     given: list[Any] = overrides if isinstance(overrides, list) else [None]
     if not (isinstance(profile, str) and profile and all(isinstance(o, str) for o in given)):
-        raise ProfileError(
-            Problem("damaged: it does not say of which profile it is", str(lock), "named")
-        )
+        raise ProfileError(Problem("damaged: it does not name its profile", str(lock), "named"))
     return (str(lock.parent / profile) if _is_relative_path(profile) else profile), given
 
 
@@ -98,7 +96,7 @@ def refuse_lost_file(profile: str) -> None:
     """Raise `ProfileError` for the path of a profile at which there is no file."""
     if profile.endswith(SUFFIXES) and "://" not in profile and not os.path.exists(profile):  # noqa: PTH110 - never raises
         raise ProfileError(
-            Problem("the profile's file is not there", found=os.path.normpath(profile))
+            Problem("the profile's file does not exist", found=os.path.normpath(profile))
         )
 
 
@@ -156,7 +154,7 @@ def _refuse_secrets(resolved: ResolvedProfile, overrides: Sequence[str]) -> None
         if without_secrets(text, secrets) != text:
             raise ProfileError(
                 Problem(
-                    "an override with what may be a secret: a lock is shared, and holds none",
+                    "an override that may hold a secret, and a lock is shared",
                     key=key_of(text),
                     todo="put it into the environment of the run instead",
                 )
@@ -174,7 +172,7 @@ def _refuse_another_file(path: Path) -> None:
     if kind != "lock" and (path.is_dir() or path.stat().st_size):
         raise ProfileError(
             Problem(
-                "is there already and is no lock",
+                "exists already and is not a lock",
                 found=str(path),
                 todo="name another file, or remove it",
             )
