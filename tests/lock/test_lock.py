@@ -240,7 +240,7 @@ def test_an_override_with_a_secret_is_refused(command, tmp_path, monkeypatch):
         status, out, err = command("lock", "seed-only", text, "-o", tmp_path / "a.lock")
 
         assert status == 2
-        assert "holds none" in err
+        assert "a lock is shared" in err
         assert "hunter" not in out + err
         assert list(tmp_path.iterdir()) == []
 
@@ -308,7 +308,7 @@ def test_run_needs_a_profile_or_a_lock(command):
     with_command = _run("run", "--", "true", cwd=".")
 
     assert with_command.returncode == 2
-    assert "names no profile" in with_command.stderr
+    assert "no profile is named" in with_command.stderr
     assert "Traceback" not in with_command.stderr
 
 

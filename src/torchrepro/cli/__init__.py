@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 yes or done, 1 no, 2 a wrong request, 3 not in force."""
     import torchrepro.cli.profile_commands
-    import torchrepro.cli.run_commands  # noqa: F401 - they enter the app
+    import torchrepro.cli.run_commands  # noqa: F401 - they register commands
     from torchrepro.cli.app import app
     from torchrepro.console import say
     from torchrepro.errors import TorchreproError
 
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # Typer takes `--` for itself: after `run` and `verify` it begins the command that is started.
+    # Typer consumes `--`, which begins the command to start after `run` and `verify`.
     ours, theirs = _split(words)
     try:
         app(ours, prog_name="torchrepro", obj=theirs)
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         say(error)
         sys.exit(error.exit_status)
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has gone: nobody to tell
+        sys.stderr.close()  # nobody reads our output any more
         sys.exit(1)
 
 

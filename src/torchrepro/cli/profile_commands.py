@@ -169,7 +169,7 @@ def explain_knob(
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
     """Say what a knob does, until when it can be set, what it costs, and where that is written."""
-    from torchrepro.knobs.explain import explanations
+    from torchrepro.knobs.catalogue import explanations
 
     found = explanations(knob)
     shown: list[Part] = []

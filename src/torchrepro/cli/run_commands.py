@@ -76,7 +76,7 @@ def lock_profile(
     """Write a lock: what a run of the profile is here, for later runs to be checked against."""
     from torchrepro.lock.lock_file import write_lock
 
-    resolved_profile(profile, overrides)  # says what is wrong with it before torch is imported
+    resolved_profile(profile, overrides)  # refuses a wrong one before torch is imported
     report = write_lock(Path(output), profile, overrides or ())
     sys.stdout.write(
         f"{output} locks {report.profile} ({report.guarantee}) as it is on this machine\n"
@@ -119,7 +119,7 @@ def show_differences(
     raise typer.Exit(int(not found.same))
 
 
-@app.command("run", options_metavar="[OPTIONS]", epilog="The command stands after `--`.")
+@app.command("run", options_metavar="[OPTIONS]", epilog="Write the command after `--`.")
 def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
     context: typer.Context,
     profile: ProfileName = "",
@@ -202,7 +202,7 @@ def _to_run(profile: str, overrides: list[str] | None, lock: str) -> ResolvedPro
         return _locked_profile(lock, profile, overrides)
     if not profile:
         raise ProfileError(
-            Problem("names no profile", todo="write one: torchrepro run PROFILE -- COMMAND")
+            Problem("no profile is named", todo="write one: torchrepro run PROFILE -- COMMAND")
         )
     return resolved_profile(profile, overrides)
 
@@ -251,7 +251,7 @@ def compare_runs(  # noqa: PLR0913, PLR0917 - see above
     raise typer.Exit(int(not found.same))
 
 
-@app.command("verify", options_metavar="[OPTIONS]", epilog="The command stands after `--`.")
+@app.command("verify", options_metavar="[OPTIONS]", epilog="Write the command after `--`.")
 def verify_command(  # noqa: PLR0913, PLR0917 - see above
     context: typer.Context,
     profile: ProfileName = "",
@@ -293,7 +293,7 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
     command = _given_command(context, f"verify {profile}".rstrip())
     _check_page(report)
     if profile:
-        resolved_profile(profile, overrides)  # says what is wrong with it before anything starts
+        resolved_profile(profile, overrides)  # refuses a wrong one before anything starts
     try:
         found = verify(
             profile or None,

@@ -75,10 +75,10 @@ class Destination:
     """What makes a place of it active, in words; empty if it cannot say what is active."""
 
     modules: tuple[str, ...] = ()
-    """The modules that are the tool itself. One of them stands for what is active in it."""
+    """The modules of the tool. As a target, one of them means what is active in it."""
 
     place_class: str = ""
-    """The class of its places, as one of `modules` calls it."""
+    """The name of the class of its places in `modules`."""
 
     def module_of(self, target: Any) -> Any:
         """Return the loaded module of the tool of which `target` is a place, or None."""
@@ -227,13 +227,13 @@ class Folder(Destination):
     takes = "a path to a folder"
 
     def is_place(self, target: Any) -> bool:
-        """Whether it is a path; a bare word has to be an existing folder: it may be a typo."""
+        """Whether it is a path. A bare word may be a typo, so it has to be an existing folder."""
         if isinstance(target, str):
             return "/" in target or "\\" in target or Path(target).is_dir()
         return isinstance(target, PathLike)
 
     def write(self, target: Any, entry: Entry) -> str:
-        """Write the manifest into a folder, which is made if it is not there."""
+        """Write the manifest into a folder, which is created if missing."""
         return str(write_manifest(Path(target), entry.manifest))
 
 
@@ -266,7 +266,7 @@ _LEGAL = ", ".join(each.takes for each in DESTINATIONS)
 
 @dataclass(slots=True)
 class Logged:
-    """Where a profile in force was logged; leaving a `with` block logs it again, as it is then."""
+    """Where a profile was logged; leaving a `with` block logs it again, as it is then."""
 
     applied: Applied
     targets: tuple[tuple[Destination, Any], ...]
@@ -311,14 +311,14 @@ class Logged:
 
 
 def log_to(*targets: Any) -> Logged:
-    """Put digest, profile and manifest of what is in force into the tools that a team uses.
+    """Log digest, values and manifest of the profile in force to the tools that a team uses.
 
     A target is ``mlflow`` or a run of it, ``wandb`` or a run of it, a ``SummaryWriter``, a path to
-    a folder, or the name of a tool; without targets, all that are active now. A tool that the
-    program has not imported is not imported. What an earlier call has logged there is replaced, so
-    call it again at the end of a run, or use it as a context manager, and what policies and seeds
-    did is part of it. Raises `TorchreproError` where no profile is in force, nothing is active, a
-    target is none, or a tool refuses.
+    a folder, or the name of a tool. Without targets, all that are active now are meant. No tool is
+    imported for that. A later call replaces what an earlier one has logged. So call it again at
+    the end of a run, or use it as a context manager, to include what policies and seeds did.
+    Raises `TorchreproError` if no profile is in force, nothing is active, a target is not a place
+    to log to, or a tool refuses.
     """
     applied = _innermost()
     chosen = tuple(_chosen(target) for target in targets) or _all_active()

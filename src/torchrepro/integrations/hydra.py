@@ -301,9 +301,9 @@ class ReproConfigSource(ConfigSource):
 
 
 def _profile_name(config_path: str) -> str | None:
-    """Return what stands after ``repro/``: the name of a profile, or a path or ``pkg://`` one.
+    """Return what follows ``repro/``: the name of a profile, or a path or ``pkg://`` one.
 
-    What stands after ``repro/with/`` is a piece, of a pack too: ``repro/with/team/zero``.
+    What follows ``repro/with/`` is a piece, also one of a pack: ``repro/with/team/zero``.
     """
     name = config_path.removeprefix(f"{GROUP}/")
     if name == config_path or not name:

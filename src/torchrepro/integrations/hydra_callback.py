@@ -217,7 +217,7 @@ def _restore() -> None:
 
 
 def _report_random_numbers(applied: Applied) -> None:
-    """Print what the job did with random numbers that its profile does not say."""
+    """Print the seeding calls of the job, and the streams that it never drew from."""
     lines = [f"seeded by the program itself: {call}" for call in applied.seeding_calls]
     lines += [
         f"streams.{name} was not drawn from in this process; "

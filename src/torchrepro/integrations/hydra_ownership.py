@@ -30,13 +30,13 @@ CLOSE = 0.75
 """How alike a key is to one of a profile if it is that one mistyped: `sead`, and not `card`."""
 
 _ONLY_PROFILES = ("guarantee", "backends", "on_late", "env_extra")
-"""Keys that no other program has, whatever their values."""
+"""Keys that only a profile has, with any value."""
 
 _COMMON = ("name", "description", "seed")
 """Keys of a profile that any experiment may have."""
 
 _HYDRAS = ("defaults", "hydra")
-"""Keys with which a file that Hydra composes reaches beyond its group."""
+"""Keys with which a config file changes more than its own group."""
 
 
 class Ownership(Enum):

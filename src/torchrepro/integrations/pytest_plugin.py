@@ -138,7 +138,7 @@ def _named(config: pytest.Config) -> tuple[str, list[str]]:
 
 
 def _from_ini(config: pytest.Config) -> str:
-    """Return the profile that the ini file names; a path in it starts from its own folder."""
+    """Return the profile that the ini file names; a relative path starts from its folder."""
     name: str = (config.getini("repro") or "").strip()
     if config.inipath is not None and name.endswith((".yaml", ".yml")):
         beside = config.inipath.parent / name

@@ -180,7 +180,7 @@ def compare(left: Snapshot, right: Snapshot) -> Comparison:
 
 
 def _common_ranks(left: Snapshot, right: Snapshot) -> tuple[str, ...]:
-    """Return the ranks to compare; a side that is no recording stands for each of the other's."""
+    """Return the ranks to compare; a side without ranks is compared with each of the other's."""
     if not (left.ranks and right.ranks):
         return tuple(left.ranks or right.ranks) or ("",)
     both = tuple(rank for rank in left.ranks if rank in right.ranks)
@@ -205,7 +205,7 @@ def _differences(left: Snapshot, right: Snapshot) -> list[Difference]:
     """Return the differences of two processes, section by section."""
     both = [name for name in left.sections if name in right.sections]
     if "profile" in both:
-        both = [name for name in both if name != "asked"]  # the values themselves say more
+        both = [name for name in both if name != "asked"]  # the values are compared themselves
     every = [each for name in both for each in _in_section(name, left, right)]
     differ = {(each.section, each.key) for each in every}
     return [each for each in every if not _follows(each, left, right, differ)]

@@ -119,7 +119,7 @@ def _state(outcome: Any, after: Any) -> Any:
 
 
 def _guarantee(report: Any) -> Section | None:
-    """Return the guarantee held; older files have only the one asked for, which is a text."""
+    """Return the guarantee held; older files only have the requested one, as a text."""
     its = _pairs(report)["guarantee"]
     return None if isinstance(its, str) else {"held": str(its["held"])}
 
@@ -205,7 +205,7 @@ def _of_folder(name: str, folder: Path) -> Snapshot:
 
 
 def _recorded(trace: Trace) -> Mapping[str, Section]:
-    """Return what a trace holds about the process in which it was recorded."""
+    """Return what a trace says about the process in which it was recorded."""
     meta = trace.meta
 
     def pairs(key: str) -> Section:

@@ -1,1 +1,1 @@
-"""What a run was: everything that decides its numbers, written down so that no secret leaves."""
+"""What a run was: everything that its numbers depend on, recorded without secrets."""

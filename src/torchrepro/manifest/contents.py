@@ -55,8 +55,8 @@ Those of the catalogue are knobs; the others have their reasons in `VARIABLES`.
 def manifest(resolved: ResolvedProfile, report: Report) -> dict[str, Any]:
     """Return the manifest of a run under `resolved` as plain JSON values, without any secret.
 
-    What the run has done with random numbers so far is part of it: the streams it drew from and
-    the places from which it seeded a generator itself.
+    It includes what the run has done with random numbers so far: the streams it drew from, and
+    where it seeded a generator itself.
     """
     return common_contents(
         resolved,
@@ -70,7 +70,7 @@ def manifest(resolved: ResolvedProfile, report: Report) -> dict[str, Any]:
 def common_contents(resolved: ResolvedProfile, report: Report, **more: Any) -> dict[str, Any]:
     """Return what a manifest and a lock have in common, and `more`, without any secret.
 
-    Asks the libraries that are loaded and no others; never fails because of the machine.
+    Imports no library and never fails because of the machine.
     """
     contents = {
         "manifest": FORMAT,
@@ -97,7 +97,7 @@ def secrets_here(*profiles: ResolvedProfile) -> tuple[str, ...]:
 
 
 def write_manifest(folder: Path, contents: Mapping[str, Any]) -> Path:
-    """Write a manifest into `folder`, which is made if it is not there, and return its path."""
+    """Write a manifest into `folder`, which is created if missing, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE
     path.write_text(as_text(contents), encoding="utf-8")
@@ -105,12 +105,12 @@ def write_manifest(folder: Path, contents: Mapping[str, Any]) -> Path:
 
 
 def as_text(contents: Mapping[str, Any]) -> str:
-    """Return a manifest or a lock as the text of its file: the same for the same contents."""
+    """Return a manifest or a lock as the text of its file; equal contents give equal texts."""
     return json.dumps(contents, indent=2, sort_keys=True) + "\n"
 
 
 def read_contents(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return what the file is, ``lock`` or ``manifest``, and what it holds.
+    """Return the kind of the file, ``lock`` or ``manifest``, and its contents.
 
     Raises `ProfileError` for a file that is neither, or of a newer format.
     """

@@ -144,7 +144,7 @@ class NotKnownYetError(Exception):
 
 
 def read_rows(rows: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-    """Return what each of `rows` reads, by its name; None where there is no such thing here.
+    """Return what each of `rows` reads, by its name; None means that it is absent here.
 
     A row that raises `NotKnownYetError` is left out. One that fails otherwise reads ``unknown: ``
     and the reason.
@@ -200,7 +200,7 @@ def _first_cpu() -> Mapping[str, str]:
 
 
 def cpu_model() -> str | None:
-    """Return what the CPU calls itself, or None where the system does not tell."""
+    """Return the model of the CPU, or None where the system does not name it."""
     its = _first_cpu()
     numbers = " ".join(its[name] for name in _OF_ARM if name in its)
     return its.get("model name") or numbers or platform.processor() or None
@@ -319,7 +319,7 @@ def _first_line_of(path: str) -> str | None:
 
 
 def _in_build(pattern: str) -> str | None:
-    """Return what `pattern` finds in what torch says of its build."""
+    """Return the group of `pattern` in torch's description of its build."""
     match = re.search(pattern, loaded("torch").__config__.show())
     return match and match[1]
 
