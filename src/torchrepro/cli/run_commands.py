@@ -301,7 +301,7 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
             overrides=overrides or (),
             runs=runs,
             stress=EVERYTHING if stress else (),
-            climb=escalate or climb,
+            escalate=escalate or climb,
             closer=not no_closer,
             folder=folder,
             level=level.value,
