@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+TEMPLATE = Path(__file__).parent / "template"
+SUFFIX = ".jinja"
+VERSION = "0.1.0"
+SCHEMA_FILE = "profile.schema.json"
+PUBLISHED = "published.json"
+_DOT = "dot-"  # stands for a dot, because many tools do not copy files that begin with one
+
 LEGAL = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 LONGEST = 40  # characters; the name is typed on command lines
 RESERVED = {
@@ -42,6 +49,19 @@ class PackName:
     def distribution(self) -> str:
         """What an index calls the pack."""
         return f"{self.text.replace('_', '-')}-profiles"
+
+
+@dataclass(frozen=True, slots=True)
+class NewPack:
+    """A pack that was written."""
+
+    folder: Path
+    name: PackName
+    files: tuple[str, ...]
+    """Paths in the folder, sorted."""
+
+    profiles: tuple[str, ...]
+    """The names of its profiles and pieces once it is installed, sorted."""
 
 
 def pack_name(folder: Path) -> PackName:
@@ -84,27 +104,6 @@ def _taken(name: PackName) -> str:
         return f"a distribution {distribution(name.distribution).name} is installed"
     except PackageNotFoundError:
         return ""
-
-
-TEMPLATE = Path(__file__).parent / "template"
-SUFFIX = ".jinja"
-VERSION = "0.1.0"
-SCHEMA_FILE = "profile.schema.json"
-PUBLISHED = "published.json"
-_DOT = "dot-"  # stands for a dot, because many tools do not copy files that begin with one
-
-
-@dataclass(frozen=True, slots=True)
-class NewPack:
-    """A pack that was written."""
-
-    folder: Path
-    name: PackName
-    files: tuple[str, ...]
-    """Paths in the folder, sorted."""
-
-    profiles: tuple[str, ...]
-    """The names of its profiles and pieces once it is installed, sorted."""
 
 
 def write_pack(folder: Path) -> NewPack:
