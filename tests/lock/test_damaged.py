@@ -137,7 +137,7 @@ def test_an_emptied_section_is_damaged(whole, command, tmp_path, section):
 
 
 def test_a_lock_that_was_edited_is_not_met(whole, command, tmp_path):
-    """A profile, or a digest, that somebody has changed is told; what a file is called may be."""
+    """An edited profile or digest is a difference; the name of the file may change."""
     contents = json.loads(whole)
     profile = contents["profile"]
     for change in (

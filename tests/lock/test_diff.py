@@ -1,4 +1,4 @@
-"""Two profiles, manifests, locks or runs are compared by meaning, and only on what both tell."""
+"""Two profiles, manifests, locks or runs are compared by meaning, in what both hold."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def test_one_run_is_the_same_however_it_is_described(five, command, left, right)
     assert (status, err) == (0, ""), out
 
 
-def test_what_only_one_side_tells_is_said_and_no_difference(five, answer):
-    """A profile tells of its values only: the rest of a manifest is named as not compared."""
+def test_what_only_one_side_holds_is_named_and_no_difference(five, answer):
+    """A profile has only values: the rest of a manifest is named as not compared."""
     status, found = answer("diff", "debug-strict", "out")
     lacking = {row["what"] for row in found["not_compared"] if row["side"] == "debug-strict"}
 
@@ -92,8 +92,8 @@ def test_what_only_one_side_tells_is_said_and_no_difference(five, answer):
     assert {"knobs", "versions", "hardware", "environment"} <= lacking
 
 
-def test_a_difference_in_the_profile_is_told_once(five, answer):
-    """What follows from a value of the profile, such as its knobs, is not told beside it."""
+def test_a_difference_in_the_profile_is_shown_once(five, answer):
+    """What follows from a value of the profile, such as its knobs, is not shown beside it."""
     _, found = answer("diff", "repro.lock", "seed-only")
     status, knobs = answer("diff", "recorded", "out")
     keys = [row["key"] for row in found["differences"]]
@@ -127,7 +127,7 @@ def test_versions_and_hardware_of_runs_differ_by_meaning(five, answer, edit, tmp
 
 
 def test_a_manifest_of_the_first_format_is_read(five, answer, tmp_path):
-    """What an earlier version wrote is compared on what it tells of."""
+    """A file of an earlier version is compared in what it holds."""
     contents = json.loads((five / "out/.hydra/repro.json").read_text(encoding="utf-8"))
     kept = ("profile", "digest", "report", "streams", "seeding_calls", "environment")
     old = {"manifest": 1, **{key: contents[key] for key in kept}}

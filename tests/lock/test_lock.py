@@ -57,7 +57,7 @@ def test_a_lock_is_met_where_it_was_taken(lock, command, answer):
 
 @pytest.mark.parametrize("change", CHANGED, ids=[row[0] for row in CHANGED])
 def test_what_differs_is_named_with_its_rank(lock, answer, edit, change):
-    """One value that differs breaks the lock if its rank is held; otherwise it is told."""
+    """One value that differs breaks the lock if its impact is forbidden; otherwise it is shown."""
     key, value, named, rank = change
     edit(lock, {key: value})
     status, found = answer("check", lock)
@@ -69,8 +69,8 @@ def test_what_differs_is_named_with_its_rank(lock, answer, edit, change):
     assert strictly == (1 if named else 0)
 
 
-def test_a_lock_holds_the_guarantee_that_was_held(lock, command, answer, edit, tmp_path):
-    """A lock of less holds less in name; one that tells only what was asked for is still met."""
+def test_a_lock_forbids_another_guarantee_than_was_held(lock, command, answer, edit, tmp_path):
+    """A lock of less names less; one with only the requested guarantee is still met."""
     less = tmp_path / "less.lock"
     assert command("lock", "debug-strict", "seed=7", "~backends", "-o", less)[0] == 0
     whole, lowered = (json.loads(path.read_text())["report"]["guarantee"] for path in (lock, less))
@@ -107,7 +107,7 @@ def test_the_likeliest_to_change_numbers_comes_first(lock, command, edit):
     assert lines[5].startswith("allowed, should not change numbers: version of kernel (1 -> ")
 
 
-def test_a_commit_and_a_command_line_are_told_and_not_held(lock, answer, edit):
+def test_a_commit_and_a_command_line_are_shown_and_allowed(lock, answer, edit):
     """Another commit of the program breaks no lock, not even a strict one."""
     edit(lock, {"repository": {"commit": "0" * 40, "changed_files": 0, "remotes": []}})
     status, found = answer("check", lock, "--strict")
@@ -183,7 +183,7 @@ def test_a_variable_that_the_profile_sets_is_no_difference_when_it_is_exported(
     assert command("check", path)[0] == 0
 
 
-def test_another_version_of_a_pack_is_held_strictly(lock, answer, edit):
+def test_another_version_of_a_pack_is_forbidden_strictly(lock, answer, edit):
     """A pack with equal values and another version should not change numbers."""
     other = {"package": "acme-profiles 1.2.0", "set_by": "acme:strict.yaml:3", "replaced": []}
     edit(lock, {"origins/seed": other})

@@ -41,8 +41,8 @@ def ranks(job, tmp_path):
     return ranks
 
 
-def test_another_version_on_one_rank_is_told_with_the_rank(ranks, command, answer):
-    """What differs on some ranks names them, what differs on all of them is told once."""
+def test_another_version_on_one_rank_is_shown_with_the_rank(ranks, command, answer):
+    """What differs on some ranks names them, what differs on all of them is shown once."""
     usual = ranks("usual", {}, {}, {})
     other = ranks(
         "other", {"torch": "2.5.0"}, {"torch": "2.5.0", "numpy": "1.0"}, {"torch": "2.5.0"}

@@ -65,7 +65,7 @@ KEYS = st.one_of(
 
 
 @pytest.mark.parametrize("words", SHOWN, ids=" ".join)
-def test_an_ordinary_command_line_is_told_whole(words):
+def test_an_ordinary_command_line_is_shown_whole(words):
     """Options, numbers, names, paths and overrides that hold no secret are shown as they are."""
     assert shareable(words, ()) == words
 

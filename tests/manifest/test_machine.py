@@ -1,4 +1,4 @@
-"""What a manifest says of software, hardware and source, on machines that do not play along."""
+"""What a manifest says of software, hardware and source, on odd machines too."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ from torchrepro.manifest.environment import (
 from torchrepro.redaction import sounds_secret
 
 ASKED = (
-    "import json, torchrepro.manifest.environment as v, torchrepro.manifest.environment as h;"
-    "import torchrepro.manifest.environment as r;"
-    "print(json.dumps([v.software(), h.hardware(), r.repository()]))"
+    "import json, torchrepro.manifest.environment as e;"
+    "print(json.dumps([e.software(), e.hardware(), e.repository()]))"
 )
 
 
@@ -76,7 +75,7 @@ def test_commit_and_changes_of_the_working_tree(source):
         ("hunter7:x@host.example:team/repo.git", "host.example:team/repo.git"),
     ],
 )
-def test_remotes_are_told_without_credentials(source, url, shown):
+def test_remotes_are_shown_without_credentials(source, url, shown):
     """A remote is shown as host and path; login, password and query are left out."""
     _git(source, "remote", "add", "origin", url)
     (remote,) = repository()["remotes"]
@@ -95,7 +94,7 @@ def test_remotes_are_told_without_credentials(source, url, shown):
     ],
     ids=["absent", "slow", "broken", "garbage"],
 )
-def test_a_git_that_does_not_answer_is_said_and_fails_nothing(
+def test_a_git_that_does_not_answer_is_reported_and_fails_nothing(
     source, monkeypatch, tmp_path_factory, git, reason
 ):
     """Where git is absent, slow or broken, a manifest says so in place of the commit."""
@@ -161,7 +160,7 @@ def test_asking_loads_nothing_and_starts_no_device():
     """What only torch could tell is left out before it is loaded, and it stays unloaded."""
     code = (
         f"{ASKED}; import sys; assert not {{'torch', 'numpy'}} & set(sys.modules);"
-        "import torch; v.software(); h.hardware(); assert not torch.cuda.is_initialized()"
+        "import torch; e.software(); e.hardware(); assert not torch.cuda.is_initialized()"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True

@@ -67,7 +67,7 @@ def test_show_prints_the_resolved_profile(command, answer, profile):
 
 
 def test_what_show_prints_can_be_loaded(command, tmp_path):
-    """A file that holds what show printed asks for what the profile asked for."""
+    """A file with what show printed is the same profile."""
     path = tmp_path / "shown.yaml"
     path.write_text(command("show", "npu-align")[1], encoding="utf-8")
 
@@ -127,7 +127,7 @@ def test_env_formats_hold_the_same_variables(command):
 
 
 @pytest.mark.parametrize(
-    ("asked", "means"),
+    ("name", "means"),
     [
         ("backends.cudnn.benchmark", "backends.cudnn.benchmark"),
         ("CUBLAS_WORKSPACE_CONFIG", "env.CUBLAS_WORKSPACE_CONFIG"),
@@ -136,14 +136,14 @@ def test_env_formats_hold_the_same_variables(command):
         ("benchmark", "backends.cudnn.benchmark"),
     ],
 )
-def test_explain_finds_a_knob_by_any_of_its_names(answer, command, asked, means):
+def test_explain_finds_a_knob_by_any_of_its_names(answer, command, name, means):
     """explain says what a knob does, when it latches, what it costs and who says so."""
-    status, found = answer("explain", asked)
+    status, found = answer("explain", name)
     entry = next(entry for entry in found if entry["knob"] == means)
 
     assert status == 0
     assert all(entry[label] for label in ("does", "values", "latches", "costs", "source"))
-    assert all(entry["knob"] in command("explain", asked)[1] for entry in found)
+    assert all(entry["knob"] in command("explain", name)[1] for entry in found)
 
 
 def test_explain_knows_every_row_and_every_alias():
@@ -173,7 +173,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("request_", REFUSED)
-def test_a_wrong_request_is_told_on_stderr(command, request_):
+def test_a_wrong_request_is_reported_on_stderr(command, request_):
     """A wrong request ends with status 2, a message on stderr, and nothing on stdout."""
     status, out, err = command(*request_.split())
 

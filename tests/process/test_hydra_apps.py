@@ -250,7 +250,7 @@ with open("config.pickle", "rb") as file:
 
 
 def test_the_config_of_a_job_without_a_profile_is_read_anywhere(write, hydra_app, run_python):
-    """What an app pickles of a job that asked for no profile needs no torchrepro to be read."""
+    """What an app pickles of a job without a profile can be read without torchrepro."""
     hydra_app(PICKLES, "hydra: {job: {chdir: false}}\n")
     write({"read.py": READS})
     pickled = run_python("app.py")

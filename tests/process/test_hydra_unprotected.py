@@ -96,7 +96,7 @@ def test_a_sweep_without_the_callback_is_refused(little):
 
 
 def test_a_job_without_the_callback_says_so_at_its_end(little):
-    """A run that asked for a profile and did not get it ends with status 3 and names it."""
+    """A run that requested a profile without effect ends with status 3 and names it."""
     asked = little("+repro=seed-only", *WITHOUT_CALLBACK)
     shown = little("+repro=seed-only", *WITHOUT_CALLBACK, "--cfg", "job")
     wrong = little("+repro=seed-only", *WITHOUT_CALLBACK, "nonsense=1")
@@ -108,7 +108,7 @@ def test_a_job_without_the_callback_says_so_at_its_end(little):
     assert "torchrepro:" not in wrong.stderr
 
 
-def test_a_composed_profile_that_nobody_applies_is_said_at_exit(composed, under):
+def test_a_composed_profile_that_nobody_applies_is_reported_at_exit(composed, under):
     """Asked for on the command line it is status 3, else a line; applied or under run, nothing."""
     said = "repro=seed-only was composed by Hydra, and nothing put it in force"
     typed = composed("+repro=seed-only")

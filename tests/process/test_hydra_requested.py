@@ -1,4 +1,4 @@
-"""Which apps have asked for a profile: the others are left alone, and a typo is refused."""
+"""Which apps request a profile: the others are left alone, and a typo is refused."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_what_is_the_apps_own_is_left_alone(became, case):
 
 
 @pytest.mark.parametrize("case", WISHES, ids=_id)
-def test_what_looks_like_a_mistyped_wish_is_refused(became, case):
+def test_what_looks_like_a_mistyped_profile_is_refused(became, case):
     """What may have been meant as a profile stops with status 3, the near match and the way out."""
     ended = became[id(case)]
 
@@ -153,7 +153,7 @@ def test_what_looks_like_a_mistyped_wish_is_refused(became, case):
 
 
 @pytest.mark.parametrize("case", ASKED, ids=_id)
-def test_what_was_asked_for_is_in_force(became, case):
+def test_what_was_requested_is_in_force(became, case):
     """A profile that was typed, chosen on the search path, or inherits one of ours is in force."""
     ended = became[id(case)]
 
