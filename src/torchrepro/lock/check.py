@@ -13,12 +13,12 @@ from torchrepro.lock.diff import (
     ENFORCED_STRICTLY,
     Comparison,
     Difference,
+    Gap,
     Impact,
-    NotCompared,
     change,
     compare,
     difference_table,
-    not_compared_lines,
+    gap_lines,
 )
 from torchrepro.lock.lock_file import (
     named_in,
@@ -75,9 +75,9 @@ class CheckResult:
         return not self.forbidden
 
     @property
-    def not_compared(self) -> tuple[NotCompared, ...]:
+    def gaps(self) -> tuple[Gap, ...]:
         """What the lock would forbid and could not be compared."""
-        return tuple(each for each in self.comparison.not_compared if each.section != "source")
+        return tuple(each for each in self.comparison.gaps if each.section != "source")
 
     def to_json(self) -> dict[str, Any]:
         """Return the answer as plain JSON values."""
@@ -87,7 +87,7 @@ class CheckResult:
             "strict": self.strict,
             "differences": [each.to_json("locked", "here") for each in self.forbidden],
             "not_held": [each.to_json("locked", "here") for each in self.allowed],
-            "not_compared": [each.to_json() for each in self.not_compared],
+            "not_compared": [each.to_json() for each in self.gaps],
         }
 
 
@@ -166,5 +166,5 @@ def _check_parts(found: CheckResult) -> tuple[Part, ...]:
         if counts
         else f"{found.lock} is met: nothing that it forbids differs",
         *allowed,
-        *not_compared_lines(found.not_compared),
+        *gap_lines(found.gaps),
     )

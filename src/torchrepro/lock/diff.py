@@ -104,8 +104,8 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class NotCompared:
-    """What only one side holds, so that it could not be compared."""
+class Gap:
+    """What one side lacks, so that it could not be compared."""
 
     side: str
     """The name of the side that lacks it."""
@@ -129,7 +129,7 @@ class Comparison:
     left: str
     right: str
     differences: tuple[Difference, ...]
-    not_compared: tuple[NotCompared, ...]
+    gaps: tuple[Gap, ...]
 
     @property
     def same(self) -> bool:
@@ -153,7 +153,7 @@ class Comparison:
         """Return the answer as plain JSON values; what is empty beside it is left out."""
         optional = {
             "told": [each.to_json() for each in self.having(Impact.STARTED)],
-            "not_compared": [each.to_json() for each in self.not_compared],
+            "not_compared": [each.to_json() for each in self.gaps],
         }
         its = {"same": self.same, "differences": [each.to_json() for each in self.substantial]}
         return its | {key: rows for key, rows in optional.items() if rows}
@@ -170,7 +170,7 @@ def compare(left: Snapshot, right: Snapshot) -> Comparison:
     missing = list(_unpaired_ranks(left, right))
     for rank in ranks:
         mine, other = left.of_rank(rank), right.of_rank(rank)
-        missing += _not_compared(mine, other)
+        missing += _gaps(mine, other)
         for each in _differences(mine, other):
             known = found.get(text := _typed_text(each.to_json()), each)
             found[text] = replace(known, ranks=(*known.ranks, rank))
@@ -195,10 +195,10 @@ def _common_ranks(left: Snapshot, right: Snapshot) -> tuple[str, ...]:
     return both
 
 
-def _unpaired_ranks(left: Snapshot, right: Snapshot) -> Iterator[NotCompared]:
+def _unpaired_ranks(left: Snapshot, right: Snapshot) -> Iterator[Gap]:
     if left.ranks and right.ranks:
         for mine, other in ((left, right), (right, left)):
-            yield from (NotCompared(mine.name, r) for r in other.ranks if r not in mine.ranks)
+            yield from (Gap(mine.name, r) for r in other.ranks if r not in mine.ranks)
 
 
 def _differences(left: Snapshot, right: Snapshot) -> list[Difference]:
@@ -242,20 +242,20 @@ def _untyped_text(value: Any) -> str | None:
     return None if value is None else shown(value)
 
 
-def _not_compared(left: Snapshot, right: Snapshot) -> Iterator[NotCompared]:
+def _gaps(left: Snapshot, right: Snapshot) -> Iterator[Gap]:
     for mine, other in ((left, right), (right, left)):
         for section, its in other.sections.items():
             if section in ("asked", "started"):
                 continue
             if section not in mine.sections:
-                yield NotCompared(mine.name, section)
+                yield Gap(mine.name, section)
             elif section not in ABSENT_IS_UNSET:
                 absent = its.keys() - mine.sections[section].keys()
-                yield from (NotCompared(mine.name, section, key) for key in sorted(absent))
+                yield from (Gap(mine.name, section, key) for key in sorted(absent))
         for section, its in mine.sections.items():
             if section != "started":
                 unknown = sorted(key for key, value in its.items() if is_unknown(value))
-                yield from (NotCompared(mine.name, section, key) for key in unknown)
+                yield from (Gap(mine.name, section, key) for key in unknown)
 
 
 def _follows(
@@ -306,7 +306,7 @@ def _comparison_parts(found: Comparison) -> tuple[Part, ...]:
             f"{each.key}: {_value(each, each.left)} | {_value(each, each.right)}"
             for each in found.having(Impact.STARTED)
         ),
-        *not_compared_lines(found.not_compared),
+        *gap_lines(found.gaps),
     )
 
 
@@ -324,7 +324,7 @@ def change(found: Difference) -> str:
     return f"{_name(found)} ({_value(found, found.left)} -> {_value(found, found.right)})"
 
 
-def not_compared_lines(rows: Iterable[NotCompared]) -> list[str]:
+def gap_lines(rows: Iterable[Gap]) -> list[str]:
     """Return a line for each side that lacks something."""
     lacking: dict[str, list[str]] = {}
     for each in rows:
