@@ -22,7 +22,7 @@ from torchrepro.cli.app import (
 from torchrepro.console import listing, say, table
 from torchrepro.errors import ProfileError
 from torchrepro.messages import Problem, shown
-from torchrepro.profile.resolved import plain
+from torchrepro.profile.composition import plain
 
 if TYPE_CHECKING:
     from torchrepro.console import Part

@@ -61,7 +61,7 @@ from torchrepro.profile.search_path import (
     folders_for,
     is_name,
     is_piece,
-    package,
+    package_folders,
     piece_asked_for,
     piece_named,
     search_path,
@@ -294,7 +294,7 @@ class ReproConfigSource(ConfigSource):
             scheme, _, rest = entry.removeprefix(_APPS_OWN).rpartition("://")
             if scheme == "pkg":
                 name, _, inner = rest.partition("/")
-                roots = [root / inner for root in package(name).folders]
+                roots = [root / inner for root in package_folders(name)[0]]
             else:
                 roots = [Path(rest)] if scheme in ("", "file") and rest else []
             yield from ((root, entry) for root in roots)

@@ -46,13 +46,7 @@ def _policy(  # noqa: PLR0913, PLR0917 - the columns of a row
 ) -> Knob:
     columns = {"target": "policy", "library": "torch", "warn_if_unsupported": True, **more}
     return Knob(
-        name=name,
-        legal=legal,
-        access=access,
-        summary=summary,
-        cost=cost,
-        source=source,
-        **columns,
+        name=name, legal=legal, access=access, summary=summary, cost=cost, source=source, **columns
     )
 
 

@@ -11,9 +11,8 @@ from torchrepro.errors import ProfileError
 from torchrepro.lock.lock_file import read_whole
 from torchrepro.manifest.contents import FILE
 from torchrepro.messages import Problem, some
-from torchrepro.profile.composition import flatten
+from torchrepro.profile.composition import flatten, plain
 from torchrepro.profile.load import resolve
-from torchrepro.profile.resolved import plain
 from torchrepro.profile.search_path import DISTRIBUTION
 from torchrepro.report import Outcome
 from torchrepro.trace.format import SUFFIX

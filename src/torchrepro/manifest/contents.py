@@ -13,7 +13,7 @@ from torchrepro.errors import ProfileError
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.manifest.environment import VARIABLES, hardware, repository, software
 from torchrepro.messages import Problem
-from torchrepro.profile.resolved import plain
+from torchrepro.profile.composition import plain
 from torchrepro.redaction import secret_values, shareable, without_secrets
 from torchrepro.seeding import streams
 from torchrepro.seeding.seeding_calls import seeding_calls

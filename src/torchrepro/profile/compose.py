@@ -14,15 +14,21 @@ from typing import TYPE_CHECKING
 from torchrepro.errors import ProfileError
 from torchrepro.knobs.legal_values import SchemaVersion
 from torchrepro.messages import Problem, shown
-from torchrepro.profile.composition import NOT_INHERITED, Composition, Origin, flatten, versioned
+from torchrepro.profile.composition import (
+    NOT_INHERITED,
+    Composition,
+    Origin,
+    flatten,
+    plain,
+    versioned,
+)
 from torchrepro.profile.document import Document, read_document
 from torchrepro.profile.overrides import Override, parsed
-from torchrepro.profile.resolved import ResolvedProfile, plain
 from torchrepro.profile.search_path import (
     PIECES,
     SHIPPED,
     Folder,
-    Found,
+    ProfileFile,
     find,
     is_piece,
     piece_named,
@@ -31,6 +37,8 @@ from torchrepro.profile.search_path import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
+
+    from torchrepro.profile.resolved import ResolvedProfile
 
 SCHEMA = "schema"
 MAX_DOCUMENTS = 64
@@ -89,7 +97,9 @@ def _finish(
                 chain.add_piece(piece, override.place)
     for override in given:
         if override.key != PIECES:
-            composition.override(override)
+            values = override.nested()
+            places = dict.fromkeys(flatten(values), override.place)
+            composition.add(values, places, "", typed=override.typed)
     if given:
         composition.only_shipped = False
     chain.refuse_what_was_taken_back()
@@ -114,7 +124,7 @@ class _Chain:
     def __init__(self, composition: Composition, folders: tuple[Folder, ...]) -> None:
         self.composition = composition
         self.folders = folders
-        self.open: list[Found] = []
+        self.open: list[ProfileFile] = []
         self.seen: set[Path] = set()
         self.read = 0
         self.keys = 0
@@ -140,7 +150,7 @@ class _Chain:
         with self.composition.keeping_its_name():
             self.add_named(piece_named(name), asked_by)
 
-    def add(self, document: Document, found: Found | None) -> None:
+    def add(self, document: Document, found: ProfileFile | None) -> None:
         self.keys += len(document.lines)
         if self.keys > MAX_KEYS:
             raise ProfileError.about(
@@ -154,7 +164,7 @@ class _Chain:
                 with self.composition.keeping_its_name():
                     self.add_named(entry, document.place("defaults"))
 
-    def _found(self, name: str, asked_by: str) -> Found:
+    def _found(self, name: str, asked_by: str) -> ProfileFile:
         """Return the file that `name` means; one that is being read already is passed by.
 
         So that a profile may inherit from another one of its own name, and only from another.
@@ -170,10 +180,13 @@ class _Chain:
         chain = " -> ".join([*(other.name for other in self.open), again.name])
         raise ProfileError.about("a profile inherits from itself", asked_by, "defaults", chain)
 
-    def _add_values(self, document: Document, found: Found | None) -> None:
+    def _add_values(self, document: Document, found: ProfileFile | None) -> None:
         package = found.folder.package if found else ""
         before = dict(self.composition.origins)
-        self.composition.add(document, package)
+        # The keys of sections have their lines as well, for problems with the section itself.
+        keys = document.lines or flatten(document.values)
+        places = {key: document.place(key) for key in keys}
+        self.composition.add(document.values, places, package, typed=document.typed)
         again = found is not None and found.path in self.seen
         for key, value in flatten(document.values).items():
             # A file that comes twice must not undo what another one has set in between.

@@ -13,9 +13,6 @@ from torchrepro.imports import installed_version
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torchrepro.profile.document import Document
-    from torchrepro.profile.overrides import Override
-
 
 @dataclass(frozen=True, slots=True)
 class Origin:
@@ -85,22 +82,10 @@ class Composition:
     only_shipped: bool = True
     """No file but torchrepro's own took part, and no override."""
 
-    def add(self, document: Document, package: str) -> None:
-        """Lay the values of `document`, which belongs to the distribution `package`, on top."""
-        # The keys of sections have their lines as well, for problems with the section itself.
-        keys = document.lines or flatten(document.values)
-        places = {key: document.place(key) for key in keys}
-        self._lay(document.values, places, package, typed=document.typed)
-
-    def override(self, override: Override) -> None:
-        """Lay the value of `override` on top."""
-        values = override.nested()
-        places = dict.fromkeys(flatten(values), override.place)
-        self._lay(values, places, "", typed=override.typed)
-
-    def _lay(
+    def add(
         self, values: Mapping[str, Any], places: Mapping[str, str], package: str, *, typed: bool
     ) -> None:
+        """Lay `values` on top; `places` says for every dotted key what sets it."""
         before = dict(self.origins)
         leaves = flatten(values)
         _merge(self.values, values)
@@ -161,6 +146,26 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             leaves[dotted] = value
     return leaves
+
+
+def plain(value: Any) -> Any:
+    """Return a value as plain JSON values: a frozen section as a dict, its keys as text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    return value
+
+
+def walk(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield `value` and everything in it, each with its dotted key; an entry has its list's."""
+    yield key, value
+    if isinstance(value, Mapping):
+        for inner, entry in value.items():
+            yield from walk(entry, f"{key}.{inner}" if key else str(inner))
+    elif isinstance(value, list):
+        for entry in value:
+            yield from walk(entry, key)
 
 
 def _merge(onto: dict[str, Any], values: Mapping[str, Any]) -> None:

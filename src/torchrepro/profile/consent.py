@@ -43,15 +43,12 @@ def allowed_by(names: Sequence[str]) -> str:
 def refuse_without_consent(composition: Composition) -> None:
     """Raise `ProfileError` for variables that files set, and nobody has consented to."""
     values = composition.values.get(EXTRA) or {}
-    asking = {
+    wrong = {
         name: str(value)
         for name, value in values.items()
-        if value is not None and f"{EXTRA}.{name}" not in composition.typed
-    }
-    wrong = {
-        name: value
-        for name, value in asking.items()
-        if name not in ALLOWED or ALLOWED[name].legal.complaint(value)
+        if value is not None
+        and f"{EXTRA}.{name}" not in composition.typed
+        and (name not in ALLOWED or ALLOWED[name].legal.complaint(str(value)))
     }
     if not wrong:
         return

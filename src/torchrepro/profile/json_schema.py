@@ -117,10 +117,7 @@ def _described(said: str, knobs: tuple[Knob, ...]) -> dict[str, Any]:
     linked = ", ".join(f"[{number}]({address})" for number, address in enumerate(sources, 1))
     lines = [does, f"Cost: {cost}.", f"Values: {one.legal.words}; null leaves it alone."]
     lines += [f"Sources: {linked}"] * bool(linked)
-    return {
-        "description": f"{does} Cost: {cost}.",
-        "markdownDescription": "\n\n".join(lines),
-    }
+    return {"description": f"{does} Cost: {cost}.", "markdownDescription": "\n\n".join(lines)}
 
 
 def _addresses(source: str) -> list[str]:

@@ -15,7 +15,7 @@ from torchrepro.errors import ProfileError
 from torchrepro.imports import installed_version
 from torchrepro.messages import Problem, shown
 from torchrepro.profile.compose import compose, compose_document, compose_resolved
-from torchrepro.profile.composition import EXTRA, versioned
+from torchrepro.profile.composition import EXTRA, plain, versioned, walk
 from torchrepro.profile.document import Document
 from torchrepro.profile.overrides import check_values
 from torchrepro.profile.resolved import ResolvedProfile
@@ -38,6 +38,28 @@ REFUSED = "_refused_"
 No file can hold such a key. The reason is quoted as in a URL, because it shows what the file says:
 a config would take `${` in it for an interpolation.
 """
+
+NOTHING = "-"
+PROFILE, PIECE = "profile", "piece"
+LONGEST = 200
+"""Characters of a version range."""
+
+_ORDINARY = re.compile(r"[\w.,<>=!~*+\- ]*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileEntry:
+    """One profile, or one piece to lay on top of profiles, on the search path."""
+
+    name: str
+    guarantee: str
+    origin: str
+    description: str
+    kind: str = PROFILE
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry as plain JSON values."""
+        return {key: value for key, value in asdict(self).items() if key != "kind"}
 
 
 def load(profile: str, overrides: Sequence[str] = ()) -> Profile:
@@ -76,15 +98,6 @@ def resolve(source: Any, overrides: Sequence[str] = (), *, typed: bool = True) -
     return validate(composition).resolved
 
 
-def _section(config: Any) -> Any:
-    """Return the profile in the `config` of a program; raises `ProfileError` if there is none."""
-    section = config.get(SECTION)
-    if section is None:
-        todo = f"choose one, +{SECTION}=NAME, or apply one by its name"
-        raise ProfileError.about("this config asks for no profile", key=SECTION, todo=todo)
-    return section
-
-
 def validate(composition: Composition) -> Profile:
     """Validate composed values; raises `ProfileError` that names where each value was set."""
     from pydantic import ValidationError
@@ -112,7 +125,7 @@ def from_mapping(source: Any, overrides: Sequence[str] = (), where: str = "") ->
     must not depend on the machine, and a report must not carry its secrets.
     """
     where = where or ("the DictConfig" if _is_dictconfig(source) else "the dict")
-    values = _plain_config(source, where) if _is_dictconfig(source) else _plain(source)
+    values = _plain_config(source, where) if _is_dictconfig(source) else plain(source)
     check_values(values, where, "")
     defaults = values.pop("defaults", None)
     if defaults is not None and not (
@@ -127,6 +140,47 @@ def from_mapping(source: Any, overrides: Sequence[str] = (), where: str = "") ->
     # A config is composed from files, whoever hands it over.
     typed = not any(map(_is_dictconfig, (source, source.get(EXTRA))))
     return compose_document(Document(where, values, entries, typed=typed), overrides)
+
+
+def listed() -> list[ProfileEntry]:
+    """Return every profile and piece on the search path; a broken one says so."""
+    entries = [_entry(name, folder) for folder in search_path() for name in folder.names()]
+    broken = [
+        ProfileEntry(
+            f"{pack}/" if pack else NOTHING, NOTHING, origin, f"refused: {_first_line(problem)}"
+        )
+        for pack, origin, problem in incomplete_packs()
+    ]
+    return entries + broken
+
+
+def check_requirements(requires: Mapping[str, str], composition: Composition) -> None:
+    """Raise `ProfileError` for every package that is absent or of another version."""
+    problems = []
+    for package, wanted in requires.items():
+        key = f"requires.{package}"
+        place = composition.place(key)
+        specifier, installed = _specifier(wanted), installed_version(package)
+        if specifier is None:
+            legal = '">=2.6"'
+            problems.append(Problem("not a version range", place, key, shown(wanted), legal))
+        elif installed is None:
+            problems.append(Problem("the package is not installed", place, key, wanted))
+        elif not _contains(specifier, installed):
+            what = f"{package} {shown(installed)} is installed"
+            todo = f"install {package}{wanted}, or take a profile made for {installed}"
+            problems.append(Problem(what, place, key, wanted, todo=todo))
+    if problems:
+        raise ProfileError(problems)
+
+
+def _section(config: Any) -> Any:
+    """Return the profile in the `config` of a program; raises `ProfileError` if there is none."""
+    section = config.get(SECTION)
+    if section is None:
+        todo = f"choose one, +{SECTION}=NAME, or apply one by its name"
+        raise ProfileError.about("this config asks for no profile", key=SECTION, todo=todo)
+    return section
 
 
 def _refuse_other_types(source: Any, overrides: Any) -> None:
@@ -146,15 +200,7 @@ def _is_dictconfig(source: Any) -> bool:
     return type(source).__name__ == "DictConfig"
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    return value
-
-
-def _plain_config(config: Any, where: str) -> dict[str, Any]:
+def _plain_config(config: Any, where: str) -> Any:
     from urllib.parse import unquote
 
     from omegaconf import OmegaConf
@@ -163,121 +209,47 @@ def _plain_config(config: Any, where: str) -> dict[str, Any]:
     raw: Any = OmegaConf.to_container(config, resolve=False)
     if REFUSED in raw:
         raise ProfileError.about(unquote(str(raw[REFUSED])))
-    _refuse_resolvers(raw, where, "")
+    for inner, text in walk(raw):
+        if isinstance(text, str) and "${" in text and ":" in text:
+            todo = "write the value itself"
+            raise ProfileError.about("a profile calls no resolver", where, inner, text, todo=todo)
     try:
         values: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         what = str(error).splitlines()[0]
         key = str(getattr(error, "full_key", "") or "")
         raise ProfileError.about(what, where, key) from None
-    plain: dict[str, Any] = _plain(values)
-    return plain
-
-
-def _refuse_resolvers(value: Any, where: str, key: str) -> None:
-    if isinstance(value, Mapping):
-        for inner, entry in value.items():
-            _refuse_resolvers(entry, where, f"{key}.{inner}" if key else str(inner))
-    elif isinstance(value, list):
-        for entry in value:
-            _refuse_resolvers(entry, where, key)
-    elif isinstance(value, str) and "${" in value and ":" in value:
-        raise ProfileError.about(
-            "a profile calls no resolver", where, key, value, todo="write the value itself"
-        )
-
-
-NOTHING = "-"
-PROFILE, PIECE = "profile", "piece"
-
-
-@dataclass(frozen=True, slots=True)
-class ListedProfile:
-    """One profile, or one piece to lay on top of profiles, on the search path."""
-
-    name: str
-    guarantee: str
-    origin: str
-    description: str
-    kind: str = PROFILE
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry as plain JSON values."""
-        return {key: value for key, value in asdict(self).items() if key != "kind"}
-
-
-def listed() -> list[ListedProfile]:
-    """Return every profile and piece on the search path; a broken one says so."""
-    entries = [_listed(name, folder) for folder in search_path() for name in folder.names()]
-    broken = [
-        ListedProfile(
-            f"{pack}/" if pack else NOTHING, NOTHING, origin, f"refused: {_first_line(problem)}"
-        )
-        for pack, origin, problem in incomplete_packs()
-    ]
-    return entries + broken
+    return plain(values)
 
 
 def _first_line(problem: Problem) -> str:
     return str(problem).partition("\n")[0]
 
 
-def _listed(name: str, folder: Folder) -> ListedProfile:
+def _entry(name: str, folder: Folder) -> ProfileEntry:
     origin = f"package {versioned(folder.package)}" if folder.package else folder.origin
     kind = PIECE if is_piece(name) else PROFILE
     try:
         values = compose(name).values
     except ProfileError as error:
-        return ListedProfile(
+        return ProfileEntry(
             name, NOTHING, origin, f"refused: {_first_line(error.problems[0])}", kind
         )
     promised = str(values.get("guarantee", NOTHING if kind == PIECE else "seeded"))
-    return ListedProfile(name, promised, origin, str(values.get("description", "")), kind)
+    return ProfileEntry(name, promised, origin, str(values.get("description", "")), kind)
 
 
-def check_requirements(requires: Mapping[str, str], composition: Composition) -> None:
-    """Raise `ProfileError` for every package that is absent or of another version."""
-    problems = []
-    for package, wanted in requires.items():
-        key = f"requires.{package}"
-        place = composition.place(key)
-        try:
-            specifier = _specifier(wanted)
-        except InvalidSpecifier:
-            problems.append(
-                Problem("not a version range", place, key, shown(wanted), legal='">=2.6"')
-            )
-            continue
-        installed = installed_version(package)
-        if installed is None:
-            problems.append(Problem("the package is not installed", place, key, wanted))
-            continue
-        if not _contains(specifier, installed):
-            problems.append(
-                Problem(
-                    f"{package} {shown(installed)} is installed",
-                    place,
-                    key,
-                    wanted,
-                    todo=f"install {package}{wanted}, or take a profile made for {installed}",
-                )
-            )
-    if problems:
-        raise ProfileError(problems)
-
-
-LONGEST = 200
-_ORDINARY = re.compile(r"[\w.,<>=!~*+\- ]*", re.ASCII)
-
-
-def _specifier(wanted: str) -> SpecifierSet:
-    """Return the version range `wanted`; raises `InvalidSpecifier`.
+def _specifier(wanted: str) -> SpecifierSet | None:
+    """Return the version range `wanted`, or None for a text that is none.
 
     The operator === takes any text, and a number of thousands of digits is none to Python.
     """
     if len(wanted) > LONGEST or not _ORDINARY.fullmatch(wanted):
-        raise InvalidSpecifier(wanted)
-    return SpecifierSet(wanted)
+        return None
+    try:
+        return SpecifierSet(wanted)
+    except InvalidSpecifier:
+        return None
 
 
 def _contains(specifier: SpecifierSet, installed: str) -> bool:

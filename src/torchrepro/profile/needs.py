@@ -18,11 +18,7 @@ ALL = ("seeded", *STRICT)
 REPEATABLE = ("repeatable",)
 ALIGNED = ("aligned",)
 
-WEAKER = {
-    "aligned": ("repeatable", "seeded"),
-    "repeatable": ("seeded",),
-    "seeded": (),
-}
+WEAKER = {"aligned": ("repeatable", "seeded"), "repeatable": ("seeded",), "seeded": ()}
 """What is still promised, the strongest first, where a guarantee itself is not held."""
 
 
@@ -77,8 +73,16 @@ _IN_FULL = _is("ieee", "none")  # torch asks only whether float32 is tf32 or bf1
 
 
 def _precision(
-    knob: str, what: str, kind: str, met_by: Callable[[Any], bool] = _IN_FULL, **more: Any
+    knob: str,
+    what: str,
+    kind: str,
+    met_by: Callable[[Any], bool] = _IN_FULL,
+    lower: Any = None,
+    **more: Any,
 ) -> Need:
+    """Return what `aligned` needs of a precision, and that it does not bear the `lower` one."""
+    if lower is not None:
+        more = {"broken_by": (lower,), "because": LOWERED}
     return Need(ALIGNED, knob, met_by, f"the precision of {what}", (kind,), **more)
 
 
@@ -137,9 +141,9 @@ NEEDS: tuple[Need, ...] = (
         because=TIMING,
     ),
     Need(REPEATABLE, "env.TORCHINDUCTOR_DETERMINISTIC", broken_by=("0",), because=TIMING),
-    Need(REPEATABLE, "env.TORCHINDUCTOR_MAX_AUTOTUNE", broken_by=("1",), because=TIMING),
-    Need(
-        REPEATABLE, "env.TORCHINDUCTOR_COORDINATE_DESCENT_TUNING", broken_by=("1",), because=TIMING
+    *(
+        Need(REPEATABLE, f"env.TORCHINDUCTOR_{option}", broken_by=("1",), because=TIMING)
+        for option in ("MAX_AUTOTUNE", "COORDINATE_DESCENT_TUNING")
     ),
     Need(
         REPEATABLE,
@@ -239,53 +243,21 @@ NEEDS: tuple[Need, ...] = (
     Need(ALIGNED, "device.rng", _is("host"), "random numbers drawn on GPUs", ("cuda",)),
     Need(ALIGNED, "device.rng", _is("host"), "random numbers drawn on NPUs", ("npu",)),
     _precision(
-        "backends.cuda.matmul_fp32_precision",
-        "CUDA's matrix products",
-        "cuda",
-        broken_by=("tf32",),
-        because=LOWERED,
+        "backends.cuda.matmul_fp32_precision", "CUDA's matrix products", "cuda", lower="tf32"
+    ),
+    _precision("backends.cudnn.conv_fp32_precision", "cuDNN's convolutions", "cuda", lower="tf32"),
+    _precision(
+        "backends.cudnn.rnn_fp32_precision", "cuDNN's recurrent layers", "cuda", lower="tf32"
     ),
     _precision(
-        "backends.cudnn.conv_fp32_precision",
-        "cuDNN's convolutions",
-        "cuda",
-        broken_by=("tf32",),
-        because=LOWERED,
+        "backends.cuda.allow_fp16_reduced_precision_reduction", "fp16 sums on CUDA", "cuda", _OFF
     ),
     _precision(
-        "backends.cudnn.rnn_fp32_precision",
-        "cuDNN's recurrent layers",
-        "cuda",
-        broken_by=("tf32",),
-        because=LOWERED,
+        "backends.cuda.allow_bf16_reduced_precision_reduction", "bf16 sums on CUDA", "cuda", _OFF
     ),
+    _precision("backends.npu.conv_allow_hf32", "the NPU's convolutions", "npu", _OFF, lower=True),
     _precision(
-        "backends.cuda.allow_fp16_reduced_precision_reduction",
-        "fp16 sums on CUDA",
-        "cuda",
-        _OFF,
-    ),
-    _precision(
-        "backends.cuda.allow_bf16_reduced_precision_reduction",
-        "bf16 sums on CUDA",
-        "cuda",
-        _OFF,
-    ),
-    _precision(
-        "backends.npu.conv_allow_hf32",
-        "the NPU's convolutions",
-        "npu",
-        _OFF,
-        broken_by=(True,),
-        because=LOWERED,
-    ),
-    _precision(
-        "backends.npu.matmul_allow_hf32",
-        "the NPU's matrix products",
-        "npu",
-        _OFF,
-        broken_by=(True,),
-        because=LOWERED,
+        "backends.npu.matmul_allow_hf32", "the NPU's matrix products", "npu", _OFF, lower=True
     ),
     *(
         _precision(

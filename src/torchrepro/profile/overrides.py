@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrepro.errors import ProfileError
+from torchrepro.profile.composition import plain, walk
 from torchrepro.profile.document import MAX_DEPTH, refuse_instructions, refuse_interpolation
 
 
@@ -49,7 +50,7 @@ def parsed(text: str, *, typed: bool = True) -> Override:
     depth = found.key_or_group.count(".")
     if found.package is not None or not found.key_or_group or depth > MAX_DEPTH:
         raise ProfileError.about("not an override", place, todo=todo)
-    value = None if found.is_delete() else _plain(found.value())
+    value = None if found.is_delete() else plain(found.value())
     key = found.key_or_group.replace("/", ".")
     check_values(value, place, key)
     return Override(text, key, value, typed)
@@ -60,23 +61,9 @@ def key_of(text: str) -> str:
     return text.partition("=")[0].lstrip("+~").replace("/", ".")
 
 
-def _plain(value: Any) -> Any:
-    """Return a parsed override value with Hydra's quoted keys as plain text."""
-    if isinstance(value, dict):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_plain(entry) for entry in value]
-    return str(value) if isinstance(value, str) else value
-
-
 def check_values(value: Any, place: str, key: str) -> None:
     """Raise `ProfileError` for an instruction or an interpolation anywhere in `value`."""
-    refuse_instructions(key.rpartition(".")[2], place, key)
-    if isinstance(value, str):
-        refuse_interpolation(value, place, key)
-    elif isinstance(value, dict):
-        for inner, entry in value.items():
-            check_values(entry, place, f"{key}.{inner}" if key else str(inner))
-    elif isinstance(value, list):
-        for entry in value:
-            check_values(entry, place, key)
+    for inner, entry in walk(value, key):
+        refuse_instructions(inner.rpartition(".")[2], place, inner)
+        if isinstance(entry, str):
+            refuse_interpolation(entry, place, inner)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.catalogue import CATALOGUE, rows_for_key
 from torchrepro.knobs.knob import variable
-from torchrepro.profile.composition import EXTRA, NOT_INHERITED, Origin, flatten
+from torchrepro.profile.composition import EXTRA, NOT_INHERITED, Origin, flatten, plain
 
 if TYPE_CHECKING:
     from torchrepro.knobs.knob import Knob
@@ -100,15 +100,6 @@ class ResolvedProfile:
     def environment(self) -> dict[str, str]:
         """Return the variables that the profile sets, for a process that has not started yet."""
         return {knob.variable: value for knob, value in self.settings() if knob.variable}
-
-
-def plain(value: Any) -> Any:
-    """Return a value of a profile as plain JSON values, frozen sections as dicts."""
-    if isinstance(value, Mapping):
-        return {key: plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(entry) for entry in value]
-    return value
 
 
 def knobs_for_key(key: str) -> tuple[Knob, ...]:

@@ -26,7 +26,7 @@ from torchrepro.knobs.allowed_variables import refusal
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name, other_names
 from torchrepro.knobs.legal_values import ANY_TEXT, SEED, OneOf, SchemaVersion, waits_for_refusal
 from torchrepro.messages import shown
-from torchrepro.profile.composition import Composition, flatten
+from torchrepro.profile.composition import Composition, flatten, plain
 from torchrepro.profile.document import LONGEST_NUMBER
 from torchrepro.profile.needs import NEEDS, folded
 from torchrepro.profile.resolved import STRICT, ResolvedProfile
@@ -96,19 +96,13 @@ def _frozen(value: Any) -> Any:
     return MappingProxyType(kept)
 
 
-def _thawed(value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    return {key: _thawed(inner) for key, inner in value.items()}
-
-
 def _empty_if_null(value: Any) -> Any:
     return {} if value is None else value
 
 
 AS_TEXT = BeforeValidator(_as_text)
 NULL_IS_EMPTY = BeforeValidator(_empty_if_null)
-FROZEN = (AfterValidator(_frozen), PlainSerializer(_thawed))
+FROZEN = (AfterValidator(_frozen), PlainSerializer(plain))
 
 
 class Section(BaseModel):
@@ -167,10 +161,7 @@ _Backends = create_model(
 _Environment = _section("Environment", _ENV_ROWS, "Environment variables of the catalogue.")
 
 TextByName: TypeAlias = Annotated[
-    Mapping[str, StrictStr | None],
-    NULL_IS_EMPTY,
-    AfterValidator(_frozen),
-    PlainSerializer(dict),
+    Mapping[str, StrictStr | None], NULL_IS_EMPTY, AfterValidator(_frozen), PlainSerializer(dict)
 ]
 ExtraVariables: TypeAlias = Annotated[
     Mapping[str, Annotated[Any, AS_TEXT, Values(ANY_TEXT)]],

@@ -1,13 +1,10 @@
-"""Where profiles are: folders, the user's own, installed packs; and which file a name means.
-
-Each distribution is asked by itself: `importlib.metadata.entry_points` fails for all of them where
-one of them is broken. What the files look like:
-https://packaging.python.org/en/latest/specifications/entry-points.
+"""Which file the name of a profile means: folders, the user's own, and those of installed packs.
 
 A pack is a Python package with YAML files and an entry point in the group `torchrepro.profiles`,
 whose name begins the names of its profiles and whose value is the package, as in
 ``team = "acme_profiles"``. It is found by its metadata and never imported:
-https://packaging.python.org/en/latest/specifications/entry-points.
+https://packaging.python.org/en/latest/specifications/entry-points. The distributions are read one
+by one: `importlib.metadata.entry_points` fails for all of them where one of them is broken.
 """
 
 from __future__ import annotations
@@ -17,6 +14,7 @@ import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from filecmp import cmp
 from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distributions
 from importlib.util import find_spec
 from itertools import combinations, islice
@@ -29,17 +27,32 @@ from torchrepro.messages import Problem, near, printable, shown, some
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-
+DISTRIBUTION = "torchrepro"
 SHIPPED = Path(__file__).parent.parent / "conf" / "repro"
+VARIABLE = "TORCHREPRO_PATH"
+"""Variable that names further folders of profiles, separated as in PATH."""
+
+ENTRY_POINTS = "torchrepro.profiles"
+PACKAGE = "pkg://"
 PIECES = "with"
 """Folder of the pieces in a folder of profiles: `with/dropout-zero`."""
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*")
 SUFFIXES = (".yaml", ".yml")
+
 MANY = 1000
 """Files and folders in a folder of profiles that are looked at for a list of names."""
 
 DEEPEST = 8
+MOST = 16
+"""Packs that one distribution may declare."""
+
+LARGEST = 100_000
+"""Characters of entry points that are read; more would take `importlib.metadata` seconds."""
+
+
+class UnknownProfileError(ProfileError):
+    """A name means no file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +108,7 @@ class Folder:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ProfileFile:
     """The file that a name means."""
 
     name: str
@@ -114,20 +127,180 @@ class Found:
             return str(self.path)
 
 
-def _inside(folder: Path) -> Iterator[Path]:
-    """Yield the files in `folder` and the folders in it, links not followed, up to `MANY`."""
-    left = MANY
-    folders = [(folder, 0)]
-    while folders and left > 0:
-        here, depth = folders.pop()
-        with suppress(OSError), os.scandir(here) as entries:  # one that is closed has no names
-            found = sorted(islice(entries, left), key=lambda entry: entry.name)
-            left -= len(found)
-            for entry in found:
-                if entry.is_file():  # no pipe, no device, no link that leads nowhere
-                    yield Path(entry.path)
-                elif entry.is_dir(follow_symlinks=False) and depth < DEEPEST:
-                    folders.append((Path(entry.path), depth + 1))
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """A pack that a distribution declares, or a distribution that cannot be read."""
+
+    owner: str
+    """The distribution, as messages show it."""
+
+    distribution: Distribution
+    name: str = ""
+    """What the names of its profiles begin with; empty where that cannot be read."""
+
+    value: str = ""
+    """The package that holds the profiles, as the entry point names it."""
+
+    complaint: str = ""
+    """Why no pack of the distribution is read, if so."""
+
+    @property
+    def package(self) -> str:
+        """The dotted name of the package, or an empty string for a value that names none."""
+        line = EntryPoint(self.name, self.value, ENTRY_POINTS)
+        try:
+            return ".".join(filter(None, (line.module, line.attr)))
+        except (AttributeError, ValueError):
+            return ""
+
+    def owns(self, folder: Path) -> bool:
+        """Whether `folder`, found as this package, came with the distribution itself.
+
+        A line may name any package that is installed, or a folder that is at hand.
+        """
+        source = _source(self.distribution)
+        root = source or Path(str(self.distribution.locate_file("")))
+        if not folder.resolve().is_relative_to(root.resolve()):
+            return False
+        installed = _text(self.distribution, "RECORD")
+        inside = self.package.replace(".", "/")
+        return (
+            source is not None
+            or not installed
+            or any(line.startswith(f"{inside}/") for line in installed.splitlines())
+        )
+
+    def folders(self) -> list[Folder]:
+        """Return the folders of the pack, each with what its names begin with."""
+        if self.complaint:
+            return []
+        owner, source = self.owner, _source(self.distribution)
+        return [
+            Folder(path, f"package {owner}", f"{self.name}/", owner, source)
+            for path in package_folders(self.package)[0]
+            if self.owns(path)
+        ]
+
+    @property
+    def problem(self) -> Problem:
+        """What is wrong with a pack that has no folders."""
+        where = f"entry point of {self.owner}"
+        if self.complaint:
+            return Problem(self.complaint, where, todo="uninstall it, or tell its author")
+        why = "is no folder that is found here; what lies in a zip file is not read"
+        if package_folders(self.package)[0]:
+            why = "did not come with it: only its own is read"
+        return Problem(
+            f"the pack '{self.name}' names a package that {why}",
+            where,
+            found=self.value,
+            todo="install it again, or tell its author",
+        )
+
+
+def find(
+    name: str,
+    folders: Sequence[Folder] = (),
+    asked_by: str = "",
+    beside: Sequence[Folder] = (),
+    without: Iterable[Path] = (),
+) -> ProfileFile:
+    """Return the file that `name` means, without importing or running anything.
+
+    `name` is a name in one of `folders` or on the search path, a path to a YAML file, or
+    ``pkg://package.path/name``. `asked_by` is the ``file:line`` of a defaults list, in which paths
+    are refused; such a list looks first in the folders `beside` its own file, and past the files
+    `without` it: a profile may inherit from another one of its own name. Raises `ProfileError`
+    for a name that means no file, or two.
+    """
+    try:
+        if name.startswith(PACKAGE):
+            return _in_package(name, asked_by)
+        if name.endswith(SUFFIXES) and not asked_by and Path(name).is_file():
+            return _at_path(name, Path(name))  # a file that is there is meant by its own name
+        found = _by_name(name, folders, beside, set(without)) if is_name(name) else None
+        if found:
+            return found
+        if not asked_by and name:
+            path = Path(name).expanduser()
+            if _looks_like_a_path(name) or path.exists():
+                return _at_path(name, path)
+    except ProfileError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:
+        # Too long for the file system, the home of nobody, an impossible character.
+        what = f"unknown profile '{shown(name)}': no file can have that name ({error})"
+        raise UnknownProfileError.about(what, asked_by) from None
+    raise _unknown(name, (*beside, *folders, *search_path()), asked_by)
+
+
+def search_path() -> tuple[Folder, ...]:
+    """Return every folder in which a bare name is looked up."""
+    return (*_fixed_folders(), *(folder for pack in packs() for folder in pack.folders()))
+
+
+def folders_for(name: str) -> tuple[Folder, ...]:
+    """Return the folders of the search path that may hold `name`.
+
+    Packs are asked only for names that begin with theirs, because finding them means reading the
+    metadata of all that is installed. Raises `ProfileError` for a pack that is not whole.
+    """
+    pack, slash, _ = name.partition("/")
+    may_be_a_pack = slash and pack not in ("", PIECES)
+    meant = [each for each in packs() if each.name == pack] if may_be_a_pack else []
+    problems = [each.problem for each in meant if not each.folders()]
+    if problems:
+        raise ProfileError(problems)
+    return (*_fixed_folders(), *(folder for each in meant for folder in each.folders()))
+
+
+def incomplete_packs() -> list[tuple[str, str, Problem]]:
+    """Return every pack whose package is not there: its name, its origin, and the problem.
+
+    And every distribution whose packs cannot be read, without a name.
+    """
+    return [
+        (each.name, f"package {each.owner}", each.problem) for each in packs() if not each.folders()
+    ]
+
+
+def missing_folders() -> list[str]:
+    """Return what TORCHREPRO_PATH names and is no folder."""
+    return [text for text in _named_folders() if not Path(text).expanduser().is_dir()]
+
+
+def packs() -> list[Pack]:
+    """Return every pack that can be named, and every distribution whose packs cannot be read.
+
+    A distribution that is found twice counts once.
+    """
+    owners: set[str] = set()
+    found: list[Pack] = []
+    for distribution in distributions():
+        text = _text(distribution, "entry_points.txt")
+        if ENTRY_POINTS not in text:
+            continue
+        owner = _owner(distribution)
+        if owner not in owners:
+            found += _packs(len(text), owner, distribution)
+        owners.add(owner)
+    return found
+
+
+def package_folders(name: str) -> tuple[list[Path], bool]:
+    """Return the folders of the package `name`, which is not imported, nor is a parent of it.
+
+    And whether its top was made to be a package, rather than being any folder at hand.
+    """
+    top, *inner = name.replace("/", ".").split(".")
+    try:
+        spec = find_spec(top) if top.isidentifier() else None
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        return [], False
+    roots = (Path(root).joinpath(*inner) for root in spec.submodule_search_locations or ())
+    return [root for root in roots if root.is_dir()], spec.origin is not None
 
 
 def is_name(text: str) -> bool:
@@ -151,83 +324,110 @@ def piece_asked_for(name: str) -> str:
     return "/".join(part for part in name.split("/") if part != PIECES)
 
 
-ENTRY_POINTS = "torchrepro.profiles"
-MOST = 16
-"""Packs that one distribution may declare."""
+def _by_name(
+    name: str, folders: Sequence[Folder], beside: Sequence[Folder], without: set[Path]
+) -> ProfileFile | None:
+    everywhere = (*folders, *folders_for(name))
+    # A folder of the search path answers with all others: its names may be taken there.
+    places = {(folder.path, folder.prefix) for folder in everywhere}
+    own = [folder for folder in beside if (folder.path, folder.prefix) not in places]
+    return _in(own, name, without) or _one_of(everywhere, name, without)
 
-LARGEST = 100_000
-"""Characters of entry points that are read; more would take `importlib.metadata` seconds."""
+
+def _in(folders: Iterable[Folder], name: str, without: set[Path]) -> ProfileFile | None:
+    for folder in folders:
+        file = folder.file(name)
+        if file and file not in without:
+            return ProfileFile(name, file, folder)
+    return None
 
 
-@dataclass(frozen=True, slots=True)
-class DeclaredPack:
-    """A pack that a distribution declares, or a distribution that cannot be read."""
+def _one_of(folders: Sequence[Folder], name: str, without: set[Path]) -> ProfileFile | None:
+    """Return the file that is called `name`; raises `ProfileError` if there are two of them."""
+    found = [one for folder in folders if (one := _in([folder], name, without))]
+    for one, two in combinations(found, 2):
+        if not cmp(one.path, two.path, shallow=False):
+            raise ProfileError.about(
+                f"two profiles are called '{name}'",
+                legal=f"{one.path} ({one.folder.origin}), or {two.path} ({two.folder.origin})",
+                todo="name the one you mean by its path, or rename one of them",
+            )
+    return found[0] if found else None
 
-    owner: str
-    """The distribution, as messages show it."""
 
-    distribution: Distribution
-    pack: str = ""
-    """What the names of its profiles begin with; empty where that cannot be read."""
+def _looks_like_a_path(name: str) -> bool:
+    return name.endswith(SUFFIXES) or name.startswith(("/", "./", "../", "~"))
 
-    value: str = ""
-    """The package that holds the profiles, as the entry point names it."""
 
-    complaint: str = ""
-    """Why no pack of the distribution is read, if so."""
-
-    @property
-    def package(self) -> str:
-        """The dotted name of the package, or an empty string for a value that names none."""
-        line = EntryPoint(self.pack, self.value, ENTRY_POINTS)
-        try:
-            return ".".join(filter(None, (line.module, line.attr)))
-        except (AttributeError, ValueError):
-            return ""
-
-    @property
-    def source(self) -> Path | None:
-        """The project in which the pack is written, if it is installed for editing."""
-        return _source(self.distribution)
-
-    def owns(self, folder: Path) -> bool:
-        """Whether `folder`, found as this package, came with the distribution itself.
-
-        A line may name any package that is installed, or a folder that is at hand.
-        """
-        source = self.source
-        root = source or Path(str(self.distribution.locate_file("")))
-        if not folder.resolve().is_relative_to(root.resolve()):
-            return False
-        installed = _text(self.distribution, "RECORD")
-        inside = self.package.replace(".", "/")
-        return (
-            source is not None
-            or not installed
-            or any(line.startswith(f"{inside}/") for line in installed.splitlines())
+def _at_path(name: str, path: Path) -> ProfileFile:
+    if not path.exists():
+        siblings = path.parent.glob("*") if path.parent.is_dir() else ()
+        close = near(path.name, (entry.name for entry in siblings))
+        raise UnknownProfileError.about(
+            "no such file", found=name, near=str(path.parent / close) if close else ""
         )
+    return ProfileFile(path.stem, path.absolute(), Folder(path.absolute().parent, str(path.parent)))
 
 
-def declared() -> list[DeclaredPack]:
-    """Return every pack that can be named, and every distribution whose packs cannot be read.
-
-    A distribution that is found twice counts once.
-    """
-    owners: set[str] = set()
-    found: list[DeclaredPack] = []
-    for distribution in distributions():
-        text = _text(distribution, "entry_points.txt")
-        if ENTRY_POINTS not in text:
-            continue
-        owner = _owner(distribution)
-        if owner not in owners:
-            found += _packs(len(text), owner, distribution)
-        owners.add(owner)
-    return found
+def _in_package(name: str, asked_by: str) -> ProfileFile:
+    where, _, rest = name.removeprefix(PACKAGE).partition("/")
+    roots, regular = package_folders(where)
+    # A folder of the working directory looks like a package too, and may hold anything.
+    if not roots or (asked_by and not regular):
+        raise UnknownProfileError.about("no such package is installed here", asked_by, found=name)
+    folders = tuple(Folder(root, f"package {where}") for root in roots)
+    found = _in(folders, rest, set()) if is_name(rest) else None
+    if found is None:
+        raise _unknown(name, folders, asked_by)
+    return ProfileFile(found.path.stem, found.path, found.folder)
 
 
-def _packs(size: int, owner: str, distribution: Distribution) -> list[DeclaredPack]:
-    unreadable = DeclaredPack(owner, distribution, complaint="its entry points cannot be read")
+def _unknown(name: str, folders: Sequence[Folder], asked_by: str) -> UnknownProfileError:
+    names = sorted({known for folder in folders for known in folder.names()})
+    missing = [f"{VARIABLE} names {shown(text)}, which is no folder" for text in missing_folders()]
+    missing += [
+        f"{origin}: {problem.what}" for pack, origin, problem in incomplete_packs() if not pack
+    ]
+    todo = "`torchrepro list` shows what is on the search path; a file is named by its path"
+    return UnknownProfileError.about(
+        f"unknown profile '{shown(name)}'",
+        asked_by,
+        legal=some(names),
+        near=near(name, names),
+        todo="; ".join([*missing, todo]),
+    )
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    """Yield the files in `folder` and the folders in it, links not followed, up to `MANY`."""
+    left = MANY
+    folders = [(folder, 0)]
+    while folders and left > 0:
+        here, depth = folders.pop()
+        with suppress(OSError), os.scandir(here) as entries:  # one that is closed has no names
+            found = sorted(islice(entries, left), key=lambda entry: entry.name)
+            left -= len(found)
+            for entry in found:
+                if entry.is_file():  # no pipe, no device, no link that leads nowhere
+                    yield Path(entry.path)
+                elif entry.is_dir(follow_symlinks=False) and depth < DEEPEST:
+                    folders.append((Path(entry.path), depth + 1))
+
+
+def _fixed_folders() -> Iterator[Folder]:
+    yield Folder(SHIPPED, DISTRIBUTION, package=DISTRIBUTION)
+    for text in _named_folders():
+        path = Path(text).expanduser().absolute()
+        if path.is_dir():
+            yield Folder(path, f"{VARIABLE}: {text}")
+
+
+def _named_folders() -> list[str]:
+    return [text for text in os.environ.get(VARIABLE, "").split(os.pathsep) if text]
+
+
+def _packs(size: int, owner: str, distribution: Distribution) -> list[Pack]:
+    unreadable = Pack(owner, distribution, complaint="its entry points cannot be read")
     if size > LARGEST:
         return [unreadable]
     try:
@@ -237,8 +437,8 @@ def _packs(size: int, owner: str, distribution: Distribution) -> list[DeclaredPa
     names = [name for name in values if is_name(name) and "/" not in name and name != PIECES]
     if len(values) > MOST:
         many = f"one distribution declares more than {MOST} packs"
-        return [replace(unreadable, pack=name, complaint=many) for name in names[:1]]
-    return [DeclaredPack(owner, distribution, name, values[name]) for name in names]
+        return [replace(unreadable, name=name, complaint=many) for name in names[:1]]
+    return [Pack(owner, distribution, name, values[name]) for name in names]
 
 
 def _owner(distribution: Distribution) -> str:
@@ -279,233 +479,3 @@ def _text(distribution: Distribution, file: str) -> str:
         return distribution.read_text(file) or ""
     except (UnicodeDecodeError, OSError):
         return ""
-
-
-VARIABLE = "TORCHREPRO_PATH"
-"""Variable that names further folders of profiles, separated as in PATH."""
-
-DISTRIBUTION = "torchrepro"
-
-
-@dataclass(frozen=True, slots=True)
-class Package:
-    """A package that is installed, as the import system sees it without importing it."""
-
-    folders: tuple[Path, ...]
-    regular: bool
-    """Whether its top is a package that was made to be one: not any folder at hand."""
-
-
-def search_path() -> tuple[Folder, ...]:
-    """Return every folder in which a bare name is looked up."""
-    return (*_always(), *(folder for pack in declared() for folder in _folders_of(pack)))
-
-
-def folders_for(name: str) -> tuple[Folder, ...]:
-    """Return the folders of the search path that may hold `name`.
-
-    Packs are asked only for names that begin with theirs, because finding them means reading the
-    metadata of all that is installed. Raises `ProfileError` for a pack that is not whole.
-    """
-    pack, slash, _ = name.partition("/")
-    may_be_a_pack = slash and pack not in ("", PIECES)
-    packs = [each for each in declared() if each.pack == pack] if may_be_a_pack else []
-    problems = [_problem(each) for each in packs if not _folders_of(each)]
-    if problems:
-        raise ProfileError(problems)
-    return (*_always(), *(folder for each in packs for folder in _folders_of(each)))
-
-
-def incomplete_packs() -> list[tuple[str, str, Problem]]:
-    """Return every pack whose package is not there: its name, its origin, and the problem.
-
-    And every distribution whose packs cannot be read, without a name.
-    """
-    return [
-        (each.pack, f"package {each.owner}", _problem(each))
-        for each in declared()
-        if not _folders_of(each)
-    ]
-
-
-def missing_folders() -> list[str]:
-    """Return what TORCHREPRO_PATH names and is no folder."""
-    return [text for text in _named_folders() if not Path(text).expanduser().is_dir()]
-
-
-def package(name: str) -> Package:
-    """Return what is known of the package `name` without importing it or a parent of it."""
-    top, *inner = name.replace("/", ".").split(".")
-    try:
-        spec = find_spec(top) if top.isidentifier() else None
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None:
-        return Package((), regular=False)
-    roots = (Path(root).joinpath(*inner) for root in spec.submodule_search_locations or ())
-    return Package(tuple(r for r in roots if r.is_dir()), regular=spec.origin is not None)
-
-
-def _always() -> Iterator[Folder]:
-    yield Folder(SHIPPED, DISTRIBUTION, package=DISTRIBUTION)
-    for text in _named_folders():
-        path = Path(text).expanduser().absolute()
-        if path.is_dir():
-            yield Folder(path, f"{VARIABLE}: {text}")
-
-
-def _named_folders() -> list[str]:
-    return [text for text in os.environ.get(VARIABLE, "").split(os.pathsep) if text]
-
-
-def _folders_of(pack: DeclaredPack) -> list[Folder]:
-    if pack.complaint:
-        return []
-    return [
-        Folder(path, f"package {pack.owner}", f"{pack.pack}/", pack.owner, pack.source)
-        for path in package(pack.package).folders
-        if pack.owns(path)
-    ]
-
-
-def _problem(pack: DeclaredPack) -> Problem:
-    where = f"entry point of {pack.owner}"
-    if pack.complaint:
-        return Problem(pack.complaint, where, todo="uninstall it, or tell its author")
-    elsewhere = any(package(pack.package).folders)
-    return Problem(
-        f"the pack '{pack.pack}' names a package that "
-        + (
-            "did not come with it: only its own is read"
-            if elsewhere
-            else "is no folder that is found here; what lies in a zip file is not read"
-        ),
-        where,
-        found=pack.value,
-        todo="install it again, or tell its author",
-    )
-
-
-PACKAGE = "pkg://"
-
-
-class UnknownProfileError(ProfileError):
-    """A name means no file."""
-
-
-def find(
-    name: str,
-    folders: Sequence[Folder] = (),
-    asked_by: str = "",
-    beside: Sequence[Folder] = (),
-    without: Iterable[Path] = (),
-) -> Found:
-    """Return the file that `name` means, without importing or running anything.
-
-    `name` is a name in one of `folders` or on the search path, a path to a YAML file, or
-    ``pkg://package.path/name``. `asked_by` is the ``file:line`` of a defaults list, in which paths
-    are refused; such a list looks first in the folders `beside` its own file, and past the files
-    `without` it: a profile may inherit from another one of its own name. Raises `ProfileError`
-    for a name that means no file, or two.
-    """
-    try:
-        if name.startswith(PACKAGE):
-            return _in_package(name, asked_by)
-        if name.endswith(SUFFIXES) and not asked_by and Path(name).is_file():
-            return _at_path(name, Path(name))  # a file that is there is meant by its own name
-        found = _by_name(name, folders, beside, set(without)) if is_name(name) else None
-        if found:
-            return found
-        if not asked_by and name:
-            path = Path(name).expanduser()
-            if _looks_like_a_path(name) or path.exists():
-                return _at_path(name, path)
-    except ProfileError:
-        raise
-    except (OSError, RuntimeError, ValueError) as error:
-        # Too long for the file system, the home of nobody, an impossible character.
-        what = f"unknown profile '{shown(name)}': no file can have that name ({error})"
-        raise UnknownProfileError.about(what, asked_by) from None
-    raise _unknown(name, (*beside, *folders, *search_path()), asked_by)
-
-
-def _by_name(
-    name: str, folders: Sequence[Folder], beside: Sequence[Folder], without: set[Path]
-) -> Found | None:
-    everywhere = (*folders, *folders_for(name))
-    # A folder of the search path answers with all others: its names may be taken there.
-    places = {(folder.path, folder.prefix) for folder in everywhere}
-    own = [folder for folder in beside if (folder.path, folder.prefix) not in places]
-    return _in(own, name, without) or _one_of(everywhere, name, without)
-
-
-def _in(folders: Iterable[Folder], name: str, without: set[Path]) -> Found | None:
-    for folder in folders:
-        file = folder.file(name)
-        if file and file not in without:
-            return Found(name, file, folder)
-    return None
-
-
-def _one_of(folders: Sequence[Folder], name: str, without: set[Path]) -> Found | None:
-    """Return the file that is called `name`; raises `ProfileError` if there are two of them."""
-    found = [one for folder in folders if (one := _in([folder], name, without))]
-    for one, two in combinations(found, 2):
-        if not _are_the_same(one.path, two.path):
-            raise ProfileError.about(
-                f"two profiles are called '{name}'",
-                legal=f"{one.path} ({one.folder.origin}), or {two.path} ({two.folder.origin})",
-                todo="name the one you mean by its path, or rename one of them",
-            )
-    return found[0] if found else None
-
-
-def _are_the_same(one: Path, two: Path) -> bool:
-    """Whether two files are one, or a copy of each other."""
-    return one.samefile(two) or (
-        one.stat().st_size == two.stat().st_size and one.read_bytes() == two.read_bytes()
-    )
-
-
-def _looks_like_a_path(name: str) -> bool:
-    return name.endswith(SUFFIXES) or name.startswith(("/", "./", "../", "~"))
-
-
-def _at_path(name: str, path: Path) -> Found:
-    if not path.exists():
-        siblings = path.parent.glob("*") if path.parent.is_dir() else ()
-        close = near(path.name, (entry.name for entry in siblings))
-        raise UnknownProfileError.about(
-            "no such file", found=name, near=str(path.parent / close) if close else ""
-        )
-    return Found(path.stem, path.absolute(), Folder(path.absolute().parent, str(path.parent)))
-
-
-def _in_package(name: str, asked_by: str) -> Found:
-    where, _, rest = name.removeprefix(PACKAGE).partition("/")
-    its = package(where)
-    # A folder of the working directory looks like a package too, and may hold anything.
-    may_be_read = its.regular or not asked_by
-    if not its.folders or not may_be_read:
-        raise UnknownProfileError.about("no such package is installed here", asked_by, found=name)
-    folders = tuple(Folder(root, f"package {where}") for root in its.folders)
-    found = _in(folders, rest, set()) if is_name(rest) else None
-    if found is None:
-        raise _unknown(name, folders, asked_by)
-    return Found(found.path.stem, found.path, found.folder)
-
-
-def _unknown(name: str, folders: Sequence[Folder], asked_by: str) -> UnknownProfileError:
-    names = sorted({known for folder in folders for known in folder.names()})
-    missing = [f"{VARIABLE} names {shown(text)}, which is no folder" for text in missing_folders()]
-    missing += [
-        f"{origin}: {problem.what}" for pack, origin, problem in incomplete_packs() if not pack
-    ]
-    todo = "`torchrepro list` shows what is on the search path; a file is named by its path"
-    return UnknownProfileError.about(
-        f"unknown profile '{shown(name)}'",
-        asked_by,
-        legal=some(names),
-        near=near(name, names),
-        todo="; ".join([*missing, todo]),
-    )
