@@ -1,6 +1,7 @@
 """The shape of the package: imports run one way, start-up is light, names say what is there."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -192,3 +193,45 @@ def test_the_public_names_are_those_documented() -> None:
         assert getattr(torchrepro, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = torchrepro.nonsense
+
+
+IMPORTS_IN_ANY_ORDER = """
+import importlib, json, os, random, sys, types
+import torch, numpy, pydantic, hydra, typer, rich, pytest  # each order is a fork that has them
+import torchrepro
+
+modules = json.loads(sys.argv[1])
+for seed in range(5):
+    if not os.fork():
+        steps = [*modules, *random.Random(seed).sample(torchrepro.__all__, 10)]
+        random.Random(seed).shuffle(steps)
+        for step in steps:  # modules are imported, public names are used
+            try:
+                importlib.import_module(step) if step in modules else getattr(torchrepro, step)
+            except ModuleNotFoundError as error:  # Triton is there with CUDA alone
+                assert not error.name.startswith("torchrepro")
+        wrong = [
+            name
+            for name, home in torchrepro._MODULE.items()
+            if getattr(torchrepro, name) is not getattr(sys.modules[home], name)
+            or isinstance(getattr(torchrepro, name), types.ModuleType)
+        ]
+        os.write(1, f"{seed}: {wrong} {callable(torchrepro.verify)}\\n".encode())
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_public_names_stay_what_they_are_whatever_is_imported() -> None:
+    """In any order of all imports, no module takes the place of a public name such as `verify`."""
+    every = [name for name in MODULES if not name.startswith(ENTRANCES)]
+
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS_IN_ANY_ORDER, json.dumps(every)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+
+    assert done.stdout.splitlines() == [f"{seed}: [] True" for seed in range(5)]

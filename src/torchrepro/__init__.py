@@ -53,51 +53,43 @@ if TYPE_CHECKING:
     from torchrepro.verification.result import Verification as Verification
     from torchrepro.verification.verifier import verify as verify
 
-_HOME = {
-    "Applied": "torchrepro.applier",
-    "ApplyError": "torchrepro.errors",
-    "Checkpoint": "torchrepro.seeding.checkpoint",
-    "DriftError": "torchrepro.errors",
-    "LateError": "torchrepro.errors",
-    "Logged": "torchrepro.integrations.destinations",
-    "Outcome": "torchrepro.report",
-    "Plan": "torchrepro.planner",
-    "Profile": "torchrepro.profile.schema",
-    "ProfileError": "torchrepro.errors",
-    "Report": "torchrepro.report",
-    "SeedingError": "torchrepro.errors",
-    "Stream": "torchrepro.seeding.streams",
-    "TorchreproError": "torchrepro.errors",
-    "TraceError": "torchrepro.errors",
-    "Verdict": "torchrepro.verdict.value",
-    "Verification": "torchrepro.verification.result",
-    "apply": "torchrepro.applier",
-    "dataloader_kwargs": "torchrepro.seeding.loader_hook",
-    "compare": "torchrepro.verdict.comparison",
-    "end_step": "torchrepro.trace.recorder",
-    "isolated_rng": "torchrepro.seeding.generators",
-    "load": "torchrepro.profile.load",
-    "log_to": "torchrepro.integrations.destinations",
-    "place_modules": "torchrepro.policies.placement",
-    "plan": "torchrepro.planner",
-    "record": "torchrepro.trace.recorder",
-    "register_generator": "torchrepro.seeding.generators",
-    "register_replacement": "torchrepro.policies.fallback",
-    "register_seeder": "torchrepro.seeding.libraries",
-    "rng_state": "torchrepro.seeding.state",
-    "sample_rng": "torchrepro.seeding.loader_worker",
-    "save_rng_state": "torchrepro.seeding.state",
-    "seeded": "torchrepro.seeding.generators",
-    "set_epoch": "torchrepro.seeding.loader_hook",
-    "set_rng_state": "torchrepro.seeding.state",
-    "stream": "torchrepro.seeding.streams",
-    "unregister_generator": "torchrepro.seeding.generators",
-    "unregister_replacement": "torchrepro.policies.fallback",
-    "use_mesh": "torchrepro.seeding.global_seeds",
-    "verify": "torchrepro.verification.verifier",
+_PUBLIC = {
+    "applier": ("Applied", "apply"),
+    "errors": (
+        "ApplyError",
+        "DriftError",
+        "LateError",
+        "ProfileError",
+        "SeedingError",
+        "TorchreproError",
+        "TraceError",
+    ),
+    "integrations.destinations": ("Logged", "log_to"),
+    "planner": ("Plan", "plan"),
+    "policies.fallback": ("register_replacement", "unregister_replacement"),
+    "policies.placement": ("place_modules",),
+    "profile.load": ("load",),
+    "profile.schema": ("Profile",),
+    "report": ("Outcome", "Report"),
+    "seeding.checkpoint": ("Checkpoint",),
+    "seeding.generators": ("isolated_rng", "register_generator", "seeded", "unregister_generator"),
+    "seeding.libraries": ("register_seeder",),
+    "seeding.loader_hook": ("dataloader_kwargs", "set_epoch"),
+    "seeding.loader_worker": ("sample_rng",),
+    "seeding.global_seeds": ("use_mesh",),
+    "seeding.state": ("rng_state", "save_rng_state", "set_rng_state"),
+    "seeding.streams": ("Stream", "stream"),
+    "trace.recorder": ("end_step", "record"),
+    "verdict.comparison": ("compare",),
+    "verdict.value": ("Verdict",),
+    "verification.result": ("Verification",),
+    "verification.verifier": ("verify",),
 }
+"""The public names of each module; importing one of them imports its module."""
 
-__all__ = sorted(_HOME)  # noqa: PLE0605 - the table above is the one list of public names
+_MODULE = {name: f"torchrepro.{module}" for module, names in _PUBLIC.items() for name in names}
+
+__all__ = sorted(_MODULE)  # noqa: PLE0605 - the table above is the one list of public names
 
 
 def __getattr__(name: str) -> object:
@@ -105,9 +97,9 @@ def __getattr__(name: str) -> object:
         from importlib.metadata import version
 
         return version("torchrepro")
-    if name not in _HOME:
+    if name not in _MODULE:
         raise AttributeError(f"module 'torchrepro' has no attribute {name!r}")
-    value = getattr(_loaded(_HOME[name]), name)
+    value = getattr(_loaded(_MODULE[name]), name)
     globals()[name] = value
     return value
 

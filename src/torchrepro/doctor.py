@@ -47,11 +47,6 @@ class Context:
     plan: Plan
     torch: Any
 
-    @property
-    def asked(self) -> dict[str, Any]:
-        """What the profile asks for, by the name of the knob."""
-        return {step.knob.name: step.value for step in self.plan.steps}
-
     def wants(self, key: str, *values: Any) -> bool:
         """Whether the profile sets `key`, to one of `values` if any are given."""
         value = flatten(self.resolved.values).get(key)
@@ -65,8 +60,8 @@ def examine(resolved: ResolvedProfile) -> list[Finding]:
     if failure:
         return [failure]
     plan = make_plan(resolved, closed=closed)
-    patient = Context(resolved, plan, torch)
-    return [finding for check in CHECKS for finding in check(patient)]
+    context = Context(resolved, plan, torch)
+    return [finding for check in CHECKS for finding in check(context)]
 
 
 def _import_torch() -> tuple[Any, Finding | None]:
@@ -81,7 +76,7 @@ def _import_torch() -> tuple[Any, Finding | None]:
         return None, Finding(f"torch cannot be imported: {words}", todo)
 
 
-def _exported_values(patient: Context) -> Iterator[Finding]:
+def _exported_values(context: Context) -> Iterator[Finding]:
     for knob in CATALOGUE:
         name = knob.name.removeprefix("env.")
         value = os.environ.get(name) if name != knob.name else None
@@ -93,55 +88,51 @@ def _exported_values(patient: Context) -> Iterator[Finding]:
             )
 
 
-def _exported_without_effect(patient: Context) -> Iterator[Finding]:
+def _exported_without_effect(context: Context) -> Iterator[Finding]:
     for name, why in WITHOUT_EFFECT.items():
         if name in os.environ:
             yield Finding(f"{name} is exported and does nothing: {why}", serious=False)
 
 
-def _conflicts(patient: Context) -> Iterator[Finding]:
-    for row in patient.plan.report.having(Outcome.CONFLICT):
-        yield Finding(f"{row.knob}: {row.why}", serious=True)
+def _not_in_force(context: Context) -> Iterator[Finding]:
+    for outcome in (Outcome.CONFLICT, Outcome.INEFFECTIVE):
+        for row in context.plan.report.having(outcome):
+            yield Finding(f"{row.knob}: {row.why}")
 
 
-def _ineffective(patient: Context) -> Iterator[Finding]:
-    for row in patient.plan.report.having(Outcome.INEFFECTIVE):
-        yield Finding(f"{row.knob}: {row.why}")
-
-
-def _too_late(patient: Context) -> Iterator[Finding]:
-    late = [row.knob for row in patient.plan.late]
+def _too_late(context: Context) -> Iterator[Finding]:
+    late = [row.knob for row in context.plan.late]
     if late:
         yield Finding(
             f"takes effect only before Python starts: {', '.join(late)}",
-            f"start programs with `torchrepro run {patient.resolved.name} -- ...`",
+            f"start programs with `torchrepro run {context.resolved.name} -- ...`",
             serious=False,
         )
 
 
-def _not_acted_on(patient: Context) -> Iterator[Finding]:
-    for step in patient.plan.steps:
+def _not_acted_on(context: Context) -> Iterator[Finding]:
+    for step in context.plan.steps:
         if step.knob.warn_if_unsupported and step.expected.outcome is Outcome.UNSUPPORTED:
             yield Finding(f"{step.knob.name}: {step.expected.why}")
 
 
-def _absent(patient: Context) -> Iterator[Finding]:
-    absent = [row for row in patient.plan.report.having(Outcome.UNSUPPORTED) if "." in row.knob]
+def _absent(context: Context) -> Iterator[Finding]:
+    absent = [row for row in context.plan.report.having(Outcome.UNSUPPORTED) if "." in row.knob]
     names = ", ".join(row.knob for row in absent if not row.knob.startswith("device."))
     if names:
         yield Finding(f"not in this process, so not set: {names}", serious=False)
 
 
-def _without_seed(patient: Context) -> Iterator[Finding]:
-    if not patient.wants("seed"):
+def _without_seed(context: Context) -> Iterator[Finding]:
+    if not context.wants("seed"):
         yield Finding("no seed: every run draws other random numbers", "set `seed`")
 
 
-def _cublas(patient: Context) -> Iterator[Finding]:
-    algorithms = patient.wants("backends.torch.deterministic_algorithms", "error")
-    workspace = patient.wants("env.CUBLAS_WORKSPACE_CONFIG")
+def _cublas(context: Context) -> Iterator[Finding]:
+    algorithms = context.wants("backends.torch.deterministic_algorithms", "error")
+    workspace = context.wants("env.CUBLAS_WORKSPACE_CONFIG")
     exported = "CUBLAS_WORKSPACE_CONFIG" in os.environ
-    if patient.torch.version.cuda and algorithms and not workspace and not exported:
+    if context.torch.version.cuda and algorithms and not workspace and not exported:
         yield Finding(
             "deterministic algorithms without a fixed cuBLAS workspace: torch raises at the "
             "first matrix product on a GPU",
@@ -149,13 +140,13 @@ def _cublas(patient: Context) -> Iterator[Finding]:
         )
 
 
-def _collectives(patient: Context) -> Iterator[Finding]:
-    distributed = patient.torch.distributed
-    if not patient.resolved.strict or not distributed.is_available():
+def _collectives(context: Context) -> Iterator[Finding]:
+    distributed = context.torch.distributed
+    if not context.resolved.strict or not distributed.is_available():
         return
     for backend, variables in ORDER_OF_SUMS.items():
         left = [
-            name for name in variables if not (patient.wants(f"env.{name}") or name in os.environ)
+            name for name in variables if not (context.wants(f"env.{name}") or name in os.environ)
         ]
         if left and distributed.is_backend_available(backend):
             yield Finding(
@@ -166,7 +157,7 @@ def _collectives(patient: Context) -> Iterator[Finding]:
             )
 
 
-def _hydra_plugin(patient: Context) -> Iterator[Finding]:
+def _hydra_plugin(context: Context) -> Iterator[Finding]:
     spec = find_spec("hydra_plugins")
     shadow = spec.origin if spec else None
     if shadow:
@@ -186,17 +177,17 @@ def _hydra_plugin(patient: Context) -> Iterator[Finding]:
         )
 
 
-def _npu(patient: Context) -> Iterator[Finding]:
+def _npu(context: Context) -> Iterator[Finding]:
     if "torch_npu" not in sys.modules:
         return
-    npu = patient.torch.npu
+    npu = context.torch.npu
     if not npu.is_available():
         yield Finding(
             "torch_npu finds no NPU: to ask one for its seed or its state raises",
             serious=False,
         )
-        yield from _determinism_without_device(patient)
-    if patient.resolved.guarantee == "aligned" and not patient.wants(
+        yield from _determinism_without_device(context)
+    if context.resolved.guarantee == "aligned" and not context.wants(
         "backends.npu.conv_allow_hf32"
     ):
         yield Finding(
@@ -214,17 +205,18 @@ def _npu(patient: Context) -> Iterator[Finding]:
         yield Finding("transfer_to_npu is active: what asks for CUDA gets an NPU", serious=False)
 
 
-def _determinism_without_device(patient: Context) -> Iterator[Finding]:
+def _determinism_without_device(context: Context) -> Iterator[Finding]:
     """Say for jobs on other machines with this software what no knob here is affected by."""
-    deterministic = patient.wants("backends.torch.deterministic_algorithms", "error", "warn")
-    why = cann_too_old() or compiled_ops_unheard(patient.asked)
+    deterministic = context.wants("backends.torch.deterministic_algorithms", "error", "warn")
+    why = cann_too_old() or compiled_ops_unheard(
+        {step.knob.name: step.value for step in context.plan.steps}
+    )
     if deterministic and why:
         yield Finding(why)
 
 
 CHECKS: tuple[Callable[[Context], Iterator[Finding]], ...] = (
-    _conflicts,
-    _ineffective,
+    _not_in_force,
     _exported_values,
     _not_acted_on,
     _cublas,

@@ -1,6 +1,6 @@
 """Locks that a forked child finds free, whatever other threads of its parent were doing.
 
-It is there as soon as the package is, and imports nothing that is not there already.
+The package imports this module at once, so it imports nothing that is not loaded already.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from weakref import WeakSet
 if TYPE_CHECKING:
     from threading import RLock as Lock
 
-
 loading = RLock()
 """Held while a public name is loaded: a child would wait for a half imported module for ever."""
 
@@ -22,6 +21,20 @@ applying = RLock()
 """Held while a profile is put in force or taken back."""
 
 _SECONDS = 0.05
+"""How long a fork waits for the second of the two with the first one in hand."""
+
+_locks: WeakSet[Lock] = WeakSet()
+
+
+def fork_safe_lock() -> Lock:
+    """Return a re-entrant lock that is free in a child that is forked while a thread holds it.
+
+    Only the thread that forks lives on in the child: a lock that another one held would never be
+    released there (https://docs.python.org/3/library/os.html#os.register_at_fork).
+    """
+    lock = threading.RLock()
+    _locks.add(lock)
+    return lock
 
 
 def _wait() -> None:
@@ -38,30 +51,13 @@ def _go_on() -> None:
     loading.release()
 
 
-if hasattr(os, "register_at_fork"):  # POSIX alone has forks
-    os.register_at_fork(before=_wait, after_in_parent=_go_on, after_in_child=_go_on)
-
-
-_locks: WeakSet[Lock] = WeakSet()
-
-
-def fork_safe_lock() -> Lock:
-    """Return a re-entrant lock that is free in a child that is forked while a thread holds it.
-
-    Only the thread that forks lives on in the child: a lock that another one held would never be
-    released there (https://docs.python.org/3/library/os.html#os.register_at_fork).
-    """
-    lock = threading.RLock()
-    _locks.add(lock)
-    return lock
-
-
-def _free_all() -> None:
+def _go_on_in_child() -> None:
     """Free what other threads of the parent held; the thread that lives on keeps its own locks.
 
     Private (``_at_fork_reinit``), as Python's own modules do it. Where it is gone, a child that is
     forked while another thread holds a lock waits for it for ever, as with any other lock.
     """
+    _go_on()
     for lock in _locks:
         if lock.acquire(blocking=False):
             lock.release()
@@ -72,4 +68,4 @@ def _free_all() -> None:
 
 
 if hasattr(os, "register_at_fork"):  # POSIX alone has forks
-    os.register_at_fork(after_in_child=_free_all)
+    os.register_at_fork(before=_wait, after_in_parent=_go_on, after_in_child=_go_on_in_child)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.redaction import HIDDEN, sounds_secret
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -39,8 +41,6 @@ class Problem:
     """What to do about it."""
 
     def __str__(self) -> str:
-        from torchrepro.redaction import HIDDEN, sounds_secret
-
         where, found = self.where, self.found
         if sounds_secret(self.key.rpartition(".")[2]):
             where, found = where.partition("=")[0], found and HIDDEN
@@ -77,9 +77,12 @@ def some(words: Iterable[str]) -> str:
 
 def shown(value: Any) -> str:
     """Return `value` as a reader of YAML would write it, cut to a line."""
-    text = {None: "null", True: "true", False: "false"}.get(value) if _plain(value) else None
-    if text is None:
-        text = value if isinstance(value, str) else _written(value)
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except ValueError:  # Python writes no integer of more than some thousand digits
+        text = "a number of thousands of digits"
     text = printable(text) or "''"
     return text if len(text) <= WIDE else text[: WIDE - 3] + "..."
 
@@ -87,14 +90,3 @@ def shown(value: Any) -> str:
 def printable(text: str) -> str:
     """Return `text` with every control character escaped: a file must not steer a terminal."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
-def _written(value: Any) -> str:
-    try:
-        return repr(value)
-    except ValueError:  # Python writes no integer of more than some thousand digits
-        return "a number of thousands of digits"
-
-
-def _plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool)
