@@ -1,4 +1,4 @@
-"""What must never be written down: secrets in text and in command lines."""
+"""Leaves secrets out of texts, values and command lines that are shown or written down."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-
 
 HIDDEN = "(hidden)"
 """Stands where something was left out."""
@@ -48,12 +47,28 @@ _ORDINARY_TOKEN = re.compile(
     r"|\d{1,8}[A-Za-z]{0,3}"  # 512, 7b, 10ms
     r"|\d{1,3}[eE]\d{1,3}"  # 1e4
 )
+
 _ORDINARY_CHARACTERS = re.compile(r"[A-Za-z0-9_./:+,\[\]\-]{0,200}")
-_LONG = 8  # letters from which on a word that is one has vowels
+_LONG = 8  # a word of so many letters has vowels
 _UNREADABLE = 6  # one vowel among so many letters is no word
 _SHORT = 6  # characters below which a value is too common to be looked for in other text
 _WHOLE = 12  # below it a value is looked for as a word of its own
 _EVERYDAY = re.compile(r"[a-z]{1,10}|\d{1,5}|[Tt]rue|[Ff]alse|/[^\n]*")
+
+_PRIVATE = frozenset(
+    (
+        *("access", "account", "api", "cert", "certificate", "client", "conn", "connection"),
+        *("email", "env", "header", "headers", "license", "login", "mfa", "nonce", "passcode"),
+        *("passwd", "pin", "salt", "session", "tok", "totp", "uri", "url", "user", "username"),
+        "webhook",
+    )
+)
+"""Parts of an option's name after which nothing is shown, besides those that sound secret."""
+
+_LONGEST_FLAG = 3
+"""Characters of an option with one dash; a longer one may have its value written to it."""
+
+_NUMBER = re.compile(r"[+-]?(\d{1,12}(\.\d{0,12})?|\.\d{1,12})([eE][+-]?\d{1,3})?")
 
 
 def sounds_secret(name: str) -> bool:
@@ -76,24 +91,10 @@ def secret_values(variables: Mapping[str, str]) -> tuple[str, ...]:
     found: set[str] = set()
     for name, value in variables.items():
         if sounds_secret(name):
-            found |= {value, value.strip(), *filter(_is_key, _PIECES.split(value))}
+            keys = {piece for piece in _PIECES.split(value) if not ordinary(piece)}
+            found |= {value, value.strip(), *(key for key in keys if len(key) >= _LONG)}
         found |= set(_logins(value))
     return tuple(sorted((value for value in found if value), key=lambda one: (-len(one), one)))
-
-
-def _is_key(piece: str) -> bool:
-    return len(piece) >= _LONG and not ordinary(piece)
-
-
-def _logins(text: str) -> Iterator[str]:
-    """Yield the names, passwords and tokens that the URLs in `text` carry before their host."""
-    if "://" not in text:
-        return
-    for url in _URL.findall(text):
-        login, at, _ = url.partition("://")[2].partition("/")[0].rpartition("@")
-        if at:
-            name, _, password = login.partition(":")
-            yield password or name
 
 
 def ordinary(text: str) -> bool:
@@ -102,12 +103,6 @@ def ordinary(text: str) -> bool:
         return False
     tokens = [token for token in re.split(r"[^A-Za-z0-9]+", text) if token]
     return all(_ORDINARY_TOKEN.fullmatch(token) and _readable(token) for token in tokens)
-
-
-def _readable(token: str) -> bool:
-    letters = [letter for letter in token.lower() if letter.isalpha()]
-    vowels = sum(letter in "aeiouy" for letter in letters)
-    return len(letters) < _LONG or vowels * _UNREADABLE >= len(letters)
 
 
 def url_without_login(url: str) -> str:
@@ -131,72 +126,8 @@ def without_secrets(value: Any, secrets: Iterable[str]) -> Any:
 
 def cleaner(secrets: Iterable[str]) -> Callable[[Any], Any]:
     """Return `without_secrets` for these secrets, prepared for many values."""
-    patterns = [
-        re.compile(_edged("|".join(map(re.escape, _spellings(secret))), secret))
-        for secret in secrets
-        if _to_look_for(secret)
-    ]
+    patterns = [_pattern(secret) for secret in secrets if _worth_hiding(secret)]
     return lambda value: _cleaned(value, patterns)
-
-
-def _spellings(secret: str) -> Iterable[str]:
-    """Return a secret as it is, and as Python writes it within quotes, where it escapes some."""
-    quoted = repr(secret)[1:-1]
-    among_quotes = repr(f"{secret}\"'")[1:-4]
-    return dict.fromkeys((secret, quoted, among_quotes))
-
-
-def _to_look_for(secret: str) -> bool:
-    """Whether `secret` is not so common that leaving it out would spoil other text."""
-    return len(secret) >= _SHORT and not (
-        _EVERYDAY.fullmatch(secret) and (secret[0] != "/" or os.path.exists(secret))  # noqa: PTH110 - a value may be no path at all, and this never raises
-    )
-
-
-def _edged(pattern: str, secret: str) -> str:
-    return pattern if len(secret) >= _WHOLE else rf"(?<![A-Za-z0-9])(?:{pattern})(?![A-Za-z0-9])"
-
-
-def _cleaned(value: Any, patterns: list[re.Pattern[str]]) -> Any:
-    if isinstance(value, str):
-        return _text(value, patterns)
-    if isinstance(value, Mapping):
-        return {_text(str(key), patterns): _cleaned(its, patterns) for key, its in value.items()}
-    if isinstance(value, list | tuple):
-        return [_cleaned(entry, patterns) for entry in value]
-    return value
-
-
-def _text(text: str, patterns: list[re.Pattern[str]]) -> str:
-    for pattern in patterns:
-        text = pattern.sub(HIDDEN, text)
-    if "://" in text:
-        text = _URL.sub(_shown_url, text)
-    text = _TOKEN_SHAPES.sub(HIDDEN, text)
-    return _AFTER_SCHEME.sub(rf"\1 {HIDDEN}", text)
-
-
-def _shown_url(match: re.Match[str]) -> str:
-    url = match.group()
-    login = "@" in url.partition("://")[2].partition("/")[0]
-    return url_without_login(url) if login or "?" in url else url
-
-
-_PRIVATE = frozenset(
-    (
-        *("access", "account", "api", "cert", "certificate", "client", "conn", "connection"),
-        *("email", "env", "header", "headers", "license", "login", "mfa", "nonce", "passcode"),
-        *("passwd", "pin", "salt", "session", "tok", "totp", "uri", "url", "user", "username"),
-        "webhook",
-    )
-)
-"""Parts of an option's name after which nothing is shown, besides those that sound secret."""
-
-_SPLIT = re.compile(r"[^a-z0-9]+")
-_LONGEST_FLAG = 3
-"""Characters of an option with one dash; a longer one may have its value written to it."""
-
-_NUMBER = re.compile(r"[+-]?(\d{1,12}(\.\d{0,12})?|\.\d{1,12})([eE][+-]?\d{1,3})?")
 
 
 def shareable(words: Sequence[str], secrets: Iterable[str]) -> list[str]:
@@ -207,18 +138,19 @@ def shareable(words: Sequence[str], secrets: Iterable[str]) -> list[str]:
     JSON, if it looks like a key, or if one of `secrets` is in it; a URL loses its login and query.
     """
     secrets = tuple(secrets)
-    shown = [_first(word) for word in words[:1]]
+    # The first word is the program: a file that is there.
+    shown = [word if _is_file(word) or ordinary(word) else HIDDEN for word in words[:1]]
     hiding, right_after, before = False, False, ""
     for word in words[1:]:
         is_option = word.startswith("-") and not _NUMBER.fullmatch(word)
         if right_after or (hiding and not is_option):
             shown.append(HIDDEN)
         else:
-            shown.append(_shown(word, before))
+            shown.append(_shareable_word(word, before))
         right_after = "=" not in word and _hides_what_follows(word)
         hiding = right_after or (hiding and not is_option)
         before = word
-    return [_without(text, secrets) for text in shown]
+    return [_without_known(text, secrets) for text in shown]
 
 
 def shell_line(words: Sequence[str]) -> str:
@@ -226,17 +158,71 @@ def shell_line(words: Sequence[str]) -> str:
     return " ".join(word if HIDDEN in word else quote(word) for word in words)
 
 
-def _without(text: str, secrets: tuple[str, ...]) -> str:
+def _logins(text: str) -> Iterator[str]:
+    """Yield the names, passwords and tokens that the URLs in `text` carry before their host."""
+    if "://" not in text:
+        return
+    for url in _URL.findall(text):
+        login, at, _ = url.partition("://")[2].partition("/")[0].rpartition("@")
+        if at:
+            name, _, password = login.partition(":")
+            yield password or name
+
+
+def _readable(token: str) -> bool:
+    letters = [letter for letter in token.lower() if letter.isalpha()]
+    vowels = sum(letter in "aeiouy" for letter in letters)
+    return len(letters) < _LONG or vowels * _UNREADABLE >= len(letters)
+
+
+def _worth_hiding(secret: str) -> bool:
+    """Whether `secret` is not so common that leaving it out would spoil other text."""
+    return len(secret) >= _SHORT and not (
+        _EVERYDAY.fullmatch(secret) and (secret[0] != "/" or os.path.exists(secret))  # noqa: PTH110 - a value may be no path at all, and this never raises
+    )
+
+
+def _pattern(secret: str) -> re.Pattern[str]:
+    """Match a secret as it is, and as Python writes it within quotes, where it escapes some."""
+    quoted, among_quotes = repr(secret)[1:-1], repr(f"{secret}\"'")[1:-4]
+    spellings = "|".join(map(re.escape, dict.fromkeys((secret, quoted, among_quotes))))
+    if len(secret) >= _WHOLE:
+        return re.compile(spellings)
+    return re.compile(rf"(?<![A-Za-z0-9])(?:{spellings})(?![A-Za-z0-9])")
+
+
+def _cleaned(value: Any, patterns: list[re.Pattern[str]]) -> Any:
+    if isinstance(value, str):
+        return _cleaned_text(value, patterns)
+    if isinstance(value, Mapping):
+        return {
+            _cleaned_text(str(key), patterns): _cleaned(its, patterns) for key, its in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_cleaned(entry, patterns) for entry in value]
+    return value
+
+
+def _cleaned_text(text: str, patterns: list[re.Pattern[str]]) -> str:
+    for pattern in patterns:
+        text = pattern.sub(HIDDEN, text)
+    if "://" in text:
+        text = _URL.sub(_redacted_url, text)
+    text = _TOKEN_SHAPES.sub(HIDDEN, text)
+    return _AFTER_SCHEME.sub(rf"\1 {HIDDEN}", text)
+
+
+def _redacted_url(match: re.Match[str]) -> str:
+    url = match.group()
+    login = "@" in url.partition("://")[2].partition("/")[0]
+    return url_without_login(url) if login or "?" in url else url
+
+
+def _without_known(text: str, secrets: tuple[str, ...]) -> str:
     value = text.partition("=")[2]
     if text in secrets or (value and value in secrets):
         return HIDDEN
-    cleaned: str = without_secrets(text, secrets)
-    return cleaned
-
-
-def _first(word: str) -> str:
-    """Return the program: a file that is there."""
-    return word if _is_file(word) or ordinary(word) else HIDDEN
+    return str(without_secrets(text, secrets))
 
 
 def _hides_what_follows(word: str) -> bool:
@@ -247,16 +233,18 @@ def _hides_what_follows(word: str) -> bool:
 
 
 def _is_private(name: str) -> bool:
-    return sounds_secret(name) or any(part in _PRIVATE for part in _SPLIT.split(name.lower()))
+    return sounds_secret(name) or any(
+        part in _PRIVATE for part in _NOT_IN_NAMES.split(name.lower())
+    )
 
 
-def _shown(word: str, before: str) -> str:
+def _shareable_word(word: str, before: str) -> str:
     """Return one word, which follows the word `before`, as it may be shown."""
     name, equals, value = word.partition("=")
     if "://" in name:
         return url_without_login(word)
     if equals:
-        return _assignment(name, value)
+        return _shareable_assignment(name, value)
     return word if _harmless(word, before) else HIDDEN
 
 
@@ -270,15 +258,15 @@ def _harmless(word: str, before: str) -> bool:
     return _is_file(word) or ordinary(word)
 
 
-def _assignment(name: str, value: str) -> str:
+def _shareable_assignment(name: str, value: str) -> str:
     if not ordinary(name.lstrip("-+~@")):
         return HIDDEN
     if _is_private(name):
         return f"{name}={HIDDEN}"
     if "=" in value:  # an assignment within one, as in --set key=value
         inner, _, last = value.partition("=")
-        return f"{name}={_assignment(inner, last)}"
-    return f"{name}={_shown(value, '')}"
+        return f"{name}={_shareable_assignment(inner, last)}"
+    return f"{name}={_shareable_word(value, '')}"
 
 
 def _one_letter(word: str) -> bool:
