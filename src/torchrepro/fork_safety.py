@@ -6,13 +6,8 @@ The package imports this module at once, so it imports nothing that is not loade
 from __future__ import annotations
 
 import os
-import threading
 from _thread import RLock
-from typing import TYPE_CHECKING
-from weakref import WeakSet
-
-if TYPE_CHECKING:
-    from threading import RLock as Lock
+from _weakref import ref
 
 loading = RLock()
 """Held while a public name is loaded: a child would wait for a half imported module for ever."""
@@ -23,17 +18,17 @@ applying = RLock()
 _SECONDS = 0.05
 """How long a fork waits for the second of the two with the first one in hand."""
 
-_locks: WeakSet[Lock] = WeakSet()
+_locks: set[ref[RLock]] = set()
 
 
-def fork_safe_lock() -> Lock:
+def fork_safe_lock() -> RLock:
     """Return a re-entrant lock that is free in a child that is forked while a thread holds it.
 
     Only the thread that forks lives on in the child: a lock that another one held would never be
     released there (https://docs.python.org/3/library/os.html#os.register_at_fork).
     """
-    lock = threading.RLock()
-    _locks.add(lock)
+    lock = RLock()
+    _locks.add(ref(lock, _locks.discard))
     return lock
 
 
@@ -58,7 +53,7 @@ def _go_on_in_child() -> None:
     forked while another thread holds a lock waits for it for ever, as with any other lock.
     """
     _go_on()
-    for lock in _locks:
+    for lock in filter(None, [reference() for reference in tuple(_locks)]):
         if lock.acquire(blocking=False):
             lock.release()
             continue
