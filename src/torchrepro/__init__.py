@@ -73,10 +73,10 @@ _PUBLIC = {
     "report": ("Outcome", "Report"),
     "seeding.checkpoint": ("Checkpoint",),
     "seeding.generators": ("isolated_rng", "register_generator", "seeded", "unregister_generator"),
+    "seeding.global_seeds": ("use_mesh",),
     "seeding.libraries": ("register_seeder",),
     "seeding.loader_hook": ("dataloader_kwargs", "set_epoch"),
     "seeding.loader_worker": ("sample_rng",),
-    "seeding.global_seeds": ("use_mesh",),
     "seeding.state": ("rng_state", "save_rng_state", "set_rng_state"),
     "seeding.streams": ("Stream", "stream"),
     "trace.recorder": ("end_step", "record"),
@@ -85,7 +85,7 @@ _PUBLIC = {
     "verification.result": ("Verification",),
     "verification.verifier": ("verify",),
 }
-"""The public names of each module; importing one of them imports its module."""
+"""The public names of each module; the first use of a name imports its module."""
 
 _MODULE = {name: f"torchrepro.{module}" for module, names in _PUBLIC.items() for name in names}
 
