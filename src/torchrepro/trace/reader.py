@@ -224,7 +224,7 @@ def _connected(path: Path) -> Iterator[sqlite3.Connection]:
     """
     for each in (path, *(path.with_name(path.name + end) for end in ("-wal", "-shm", "-journal"))):
         if (each is path or each.exists()) and not each.is_file():
-            raise ValueError(f"{each.name} is no regular file")
+            raise ValueError(f"{each.name} is not a regular file")
     size = sum(
         each.stat().st_size for each in (path, path.with_name(f"{path.name}-wal")) if each.exists()
     )
@@ -256,7 +256,7 @@ def _bounded(connection: sqlite3.Connection, size: int) -> Iterator[None]:
         yield
     except sqlite3.OperationalError:
         if left < 0:
-            raise ValueError("there is no end to its rows") from None
+            raise ValueError("it has more rows than a file of its size can hold") from None
         raise
     finally:
         connection.set_progress_handler(None, 0)
@@ -280,14 +280,14 @@ def _format_of(connection: sqlite3.Connection) -> int | None:
     """
     tables = _tables(connection)
     if tables.get("meta") != _schema(WITHOUT_SEALS)[0]["meta"]:
-        raise ValueError("it has not the tables of a trace")
+        raise ValueError("its tables are not those of a trace")
     row = connection.execute("select value from meta where key = 'format'").fetchone()
     if row is None or not isinstance(row[0], str) or not row[0].isdecimal():
-        raise ValueError("its format is lost")
+        raise ValueError("its format is missing")
     if row[0] not in map(str, SCHEMAS):
         return None
     if tables != _schema(int(row[0]))[0]:
-        raise ValueError("it has not the tables of a trace")
+        raise ValueError("its tables are not those of a trace")
     return int(row[0])
 
 
@@ -297,15 +297,15 @@ def _meta_of(connection: sqlite3.Connection) -> dict[str, Any]:
     for key, value in connection.execute("select key, value from meta"):
         size += len(key) + len(value)
         if size > META:
-            raise ValueError("it says too much of its run")
+            raise ValueError("its facts about the run are too large")
         texts[key] = value
     try:
         meta = {key: json.loads(text) for key, text in texts.items()}
     except RecursionError:
-        raise ValueError("what it says of its run is nested too deeply") from None
+        raise ValueError("its facts about the run are nested too deeply") from None
     for key, is_right in _META.items():
         if not is_right(meta.get(key)):
-            raise ValueError(f"what it says of `{key}` is not right")
+            raise ValueError(f"its value of `{key}` is not valid")
     return meta
 
 
@@ -343,7 +343,7 @@ def _check_tables(connection: sqlite3.Connection, version: int, *, records: bool
     sealed = version != WITHOUT_SEALS
     seals = dict(connection.execute("select name, digest from seal")) if sealed else {}
     if sealed and seals.keys() != set(SEALED):
-        raise ValueError("not all of its tables have a seal")
+        raise ValueError("not all of its tables have a digest")
     for name in SEALED:
         if name in OF_RECORDS and not records:
             continue
@@ -353,7 +353,7 @@ def _check_tables(connection: sqlite3.Connection, version: int, *, records: bool
         for rows in _rows(connection, name, _schema(version)[1][name], at_once):
             digest.update(as_bytes(rows))
         if sealed and seals[name] != digest.digest():
-            raise ValueError(f"its table `{name}` is not what was written")
+            raise ValueError(f"its table `{name}` was changed after it was written")
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, ANY_LENGTH)
 
 
@@ -366,7 +366,9 @@ def _rows(
     while rows := cursor.fetchmany(at_once):
         for (column, types), cells in zip(columns.items(), zip(*rows, strict=True), strict=True):
             if not types.issuperset(map(type, cells)):
-                raise ValueError(f"`{column}` of its table `{table}` is not right")
+                raise ValueError(
+                    f"column `{column}` of its table `{table}` has a value of another type"
+                )
         yield rows
 
 
@@ -386,7 +388,7 @@ def _steps_of(connection: sqlite3.Connection, meta: Mapping[str, Any]) -> dict[i
         if number != following:
             raise ValueError(f"step {following} is missing")
         if first != after or records < 0:
-            raise ValueError(f"the records of step {number} are not where they ought to be")
+            raise ValueError(f"the records of step {number} are in the wrong place")
         steps[number] = StepRow(
             *(number, first, records, size, parameters, gradients, generators),
             finished=bool(finished),
@@ -402,7 +404,7 @@ def _generators(text: str) -> Mapping[str, str]:
     except RecursionError:
         found = None
     if not isinstance(found, dict) or not _is_mapping_of_words(found):
-        raise ValueError("the states of generators are not right")
+        raise ValueError("the states of generators are not valid")
     return found
 
 
@@ -433,10 +435,10 @@ def _check_records(
                 all(its.issuperset(column) for its, column in zip(known, numbers, strict=True))
                 and {bytes}.issuperset(map(type, (*inputs, *outputs)))
             ):
-                raise ValueError(f"a record of step {row.step} is not right")
+                raise ValueError(f"a record of step {row.step} is not valid")
             digest.update(as_bytes(rows))
         if found != row.records or (sealed and digest.digest() != row.digest):
-            raise ValueError(f"the records of step {row.step} are not what was written")
+            raise ValueError(f"the records of step {row.step} were changed after they were written")
 
 
 def _tables(connection: sqlite3.Connection) -> Tables:

@@ -210,7 +210,7 @@ class Recording:
             first, last = request.steps
             sentences.append(f"none of the steps {first} to {last} was reached")
         if self._store is not None:
-            sentences += [f"no module fits `{pattern}`" for pattern in self.level.unmatched()]
+            sentences += [f"no module matches `{pattern}`" for pattern in self.level.unmatched()]
         say(*(f"{request.folder}: {sentence}" for sentence in sentences))
 
 

@@ -48,7 +48,7 @@ class Request:
         if self.steps is not None and not is_range(self.steps):
             raise TraceError(
                 Problem(
-                    "names no steps",
+                    "not a range of steps",
                     key="steps",
                     found=str(self.steps),
                     legal="the first and the last, counted from 0, as in (5, 8)",
