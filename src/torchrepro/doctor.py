@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.knobs.allowed_variables import WITHOUT_EFFECT
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.env_rows import ORDER_OF_SUMS
-from torchrepro.knobs.npu_state import cann_too_old, compiled_ops_unheard
+from torchrepro.knobs.npu_state import cann_too_old, compiled_ops_blocked
 from torchrepro.planner import Plan, make_plan
 from torchrepro.process_state import closed_doors
 from torchrepro.profile.composition import flatten
@@ -208,7 +208,7 @@ def _npu(context: Context) -> Iterator[Finding]:
 def _determinism_without_device(context: Context) -> Iterator[Finding]:
     """Say for jobs on other machines with this software what no knob here is affected by."""
     deterministic = context.wants("backends.torch.deterministic_algorithms", "error", "warn")
-    why = cann_too_old() or compiled_ops_unheard(
+    why = cann_too_old() or compiled_ops_blocked(
         {step.knob.name: step.value for step in context.plan.steps}
     )
     if deterministic and why:

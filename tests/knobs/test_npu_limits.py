@@ -55,7 +55,7 @@ def test_determinism_is_unheard_below_cann_8_5(has_npu: Has, cann: str, heard: b
     """Exactly the runtimes below 8.5 that are known keep determinism from the NPU."""
     has_npu(cann=cann)
 
-    assert (npu_limits.determinism_unheard({}) == "") == heard
+    assert (npu_limits.determinism_blocked({}) == "") == heard
 
 
 def test_an_older_torch_npu_told_every_cann(has_npu: Has) -> None:
@@ -63,14 +63,14 @@ def test_an_older_torch_npu_told_every_cann(has_npu: Has) -> None:
     has_npu(cann="8.3.0")
     del torch.npu._sync_deterministic_level
 
-    assert npu_limits.determinism_unheard({}) == ""
+    assert npu_limits.determinism_blocked({}) == ""
 
 
 def test_without_a_device_nothing_is_unheard(has_npu: Has) -> None:
     """A machine without an NPU computes on the CPU, which torch's flag reaches."""
     has_npu(cann="8.3.0", devices=0)
 
-    assert npu_limits.determinism_unheard({}) == ""
+    assert npu_limits.determinism_blocked({}) == ""
     assert "8.3" in npu_limits.cann_too_old()
 
 
@@ -101,7 +101,7 @@ def test_compiled_ops_behind_the_queue_are_unheard(
     """What the profile asks for counts first, then what is in use, then the variables."""
     has_npu(**answers)
 
-    assert (npu_limits.determinism_unheard(asked) == "") == heard
+    assert (npu_limits.determinism_blocked(asked) == "") == heard
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_another_back_end_called_npu_is_believed(monkeypatch: pytest.MonkeyPatch
     npu = SimpleNamespace(is_available=lambda: True)
     monkeypatch.setattr(torch, "npu", npu, raising=False)
 
-    assert npu_limits.determinism_unheard({}) == ""
+    assert npu_limits.determinism_blocked({}) == ""
     assert npu_limits.matmul_decided_elsewhere(False, {}) == ""
 
 

@@ -62,8 +62,8 @@ from torchrepro.profile.search_path import (
     is_name,
     is_piece,
     package_folders,
-    piece_asked_for,
     piece_named,
+    piece_short_name,
     search_path,
 )
 
@@ -279,7 +279,7 @@ class ReproConfigSource(ConfigSource):
         if group == GROUP:
             return sorted(name for name in names if not is_piece(name))
         if group == f"{GROUP}/{PIECES}":
-            return sorted(piece_asked_for(name) for name in names if is_piece(name))
+            return sorted(piece_short_name(name) for name in names if is_piece(name))
         inner = f"{group.removeprefix(f'{GROUP}/')}/"
         return sorted(name.removeprefix(inner) for name in names if name.startswith(inner))
 

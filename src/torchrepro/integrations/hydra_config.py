@@ -80,7 +80,7 @@ class Choice:
             return compose(self.profiles[0], self.overrides, self._folders)
         if self._pieces:
             composition = compose(self._pieces[0], _as_override(self._pieces[1:]), self._folders)
-            composition.call(", ".join(self._pieces), Origin(f"+{GROUP}/{PIECES}"))
+            composition.name_it(", ".join(self._pieces), Origin(f"+{GROUP}/{PIECES}"))
             return composition
         return Composition()
 
@@ -123,7 +123,7 @@ def resolved_profile(config: DictConfig) -> ResolvedProfile | None:
     if EXTRA in composition.values:
         composition.typed |= _typed(composition, config)
     if not chosen and _choices(config):  # a file of the app that is a profile because it was chosen
-        composition.call(_choices(config)[0], Origin(APP))
+        composition.name_it(_choices(config)[0], Origin(APP))
     try:
         return validate(composition).resolved
     except ProfileError as error:

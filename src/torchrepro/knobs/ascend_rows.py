@@ -13,7 +13,7 @@ from torchrepro.knobs.knob import Calls, Knob, MissingState
 from torchrepro.knobs.legal_values import OneOf, Switch, Text, Whole
 from torchrepro.knobs.npu_state import (
     CUBE_MATH_LOWERS,
-    determinism_unheard,
+    determinism_blocked,
     matmul_decided_elsewhere,
     native,
     npu,
@@ -93,8 +93,8 @@ class JitCompile(NpuOption):
 class MatmulHf32(NpuOption):
     """The older switch for matrix products, over which cube_math_type wins once it is set."""
 
-    def inert(self, value: Any, asked: Mapping[str, Any]) -> str:
-        return matmul_decided_elsewhere(value, asked)
+    def inert(self, value: Any, wanted: Mapping[str, Any]) -> str:
+        return matmul_decided_elsewhere(value, wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +124,8 @@ class DeterministicLevel:
         self.write(level)
         DETERMINISTIC_ALGORITHMS.restore(algorithms)
 
-    def inert(self, value: Any, asked: Mapping[str, Any]) -> str:
-        return determinism_unheard(asked) if value else ""
+    def inert(self, value: Any, wanted: Mapping[str, Any]) -> str:
+        return determinism_blocked(wanted) if value else ""
 
 
 _npu = partial(Knob, target="npu", library="torch", source=DOCS)

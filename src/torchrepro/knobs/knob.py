@@ -67,23 +67,23 @@ class Access(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What a library made of an environment variable when it read it, as far as that shows."""
+    """How to find out what a library made of an environment variable that it has read."""
 
     read: Callable[[], Any]
-    """Return what the library goes by; raises `MissingState` where it does not show."""
+    """Return the value in effect; raises `MissingState` where the library does not show it."""
 
     means: Callable[[str], Any]
-    """Return what a text of the variable comes to; raises `MissingState` if that is unknown."""
+    """Return the value that a text of the variable means; raises `MissingState` if unknown."""
 
     words: str
-    """What the library does, with a place for what was read: ``torch computes with {} threads``."""
+    """What the library does, with a place for the value: ``torch computes with {} threads``."""
 
     def look(self, text: str) -> tuple[bool | None, str]:
-        """Return whether `text` is in effect, None where nobody can tell, and what is instead."""
+        """Return whether `text` is in effect, None if unknown, and what is in effect in words."""
         try:
             now = self.read()
             return bool(now == self.means(text)), self.words.format(now)
-        except (MissingState, ValueError):  # a text that the library may read in a way of its own
+        except (MissingState, ValueError):  # the library may read this text in its own way
             return None, ""
 
 
@@ -113,7 +113,7 @@ class Knob:
 
     scope: Scope = Scope.PROCESS
     since: str = ""
-    """First version that has it, as documented; whether it is there is found out by looking."""
+    """First version that has it, as documented; whether it exists is detected."""
 
     library: str = ""
     """The module that has to be loaded before the state can be read or written."""
@@ -133,13 +133,13 @@ class Knob:
     needing: tuple[Any, ...] = ()
 
     needed: tuple[Any, ...] = ()
-    """The values of the knob `needs` that will do; any value, if none is named."""
+    """The values of the knob `needs` that suffice; any value, if this is empty."""
 
     enough: Callable[[str], bool] | None = None
-    """For a variable: whether a value that the user exported is as good as the one asked for."""
+    """For a variable: whether a value that the user exported is as good as the profile's."""
 
     effect: Effect | None = None
-    """For a variable: how to see what its library made of it, if that shows."""
+    """For a variable: how to see what its library made of it, if it shows that."""
 
     moves_on: bool = False
     """Whether use changes the state in ways that reading does not show, as with a generator.
@@ -175,29 +175,29 @@ class Knob:
         return bool(check(value)) if check else bool(self.access.read() == value)
 
     def refusal(self, value: Any) -> str:
-        """Why `value` cannot be set in this process although the state is there, if so."""
+        """Return why `value` cannot be set here although the state exists, or an empty string."""
         refuses = getattr(self.access, "refuses", None)
         return str(refuses(value)) if refuses else ""
 
-    def inert(self, value: Any, asked: Mapping[str, Any]) -> str:
-        """Why `value`, although it can be set and read back, would act on nothing here, if so.
+    def inert(self, value: Any, wanted: Mapping[str, Any]) -> str:
+        """Return why `value` would have no effect here although it can be set, or an empty string.
 
-        `asked` holds what the whole profile asks for, by the name of the knob.
+        `wanted` holds the values of the whole profile, by the name of the knob.
         """
         judge = getattr(self.access, "inert", None)
-        return str(judge(value, asked)) if judge and self.can_be_inert else ""
+        return str(judge(value, wanted)) if judge and self.can_be_inert else ""
 
     @property
     def can_be_inert(self) -> bool:
-        """Whether there are processes in which the knob holds a value that acts on nothing."""
+        """Whether the knob can hold a value without effect in some processes."""
         return self.loaded and hasattr(self.access, "inert")
 
 
 def unfrozen() -> AbstractContextManager[None]:
     """Let the flags of ``torch.backends`` be put back although the program has frozen them.
 
-    torch's own ``flags()`` managers leave that way, through a function of no public name. Where it
-    is gone, undoing after ``torch.backends.disable_global_flags`` raises what torch raises.
+    torch's own ``flags()`` managers use the same private function on exit. Where it is gone,
+    undoing after ``torch.backends.disable_global_flags`` raises what torch raises.
     """
     backends = sys.modules.get("torch.backends")
     manager = getattr(backends, "__allow_nonbracketed_mutation", nullcontext)
@@ -244,7 +244,7 @@ class Attribute:
 
 @dataclass(frozen=True, slots=True)
 class OptionalAttribute(Attribute):
-    """An attribute that holds None where the hardware it is for is absent."""
+    """An attribute that is None where its hardware is absent."""
 
     def read(self) -> Any:
         value = Attribute.read(self)
@@ -288,23 +288,23 @@ class Calls:
 
 _ALWAYS_ACTIVE = object()
 _HAND_ON = "seeding.loader_hook:hand_on"
-"""What is told of the values that data-loading workers inherit."""
+"""The function that passes a value on to data-loading workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class LazyAccess:
-    """The access behind `path`, which start-up pays for only if a profile uses it."""
+    """The access behind `path`, which is imported when a profile first uses it."""
 
     path: str
     """Module and object, relative to torchrepro: ``seeding.loader_hook:seeding_policy``."""
 
     at_rest: Any = _ALWAYS_ACTIVE
-    """The value with which nothing is installed; while it holds, nothing is imported either."""
+    """The value that needs nothing installed; while it holds, nothing is imported."""
 
     inherited: bool = False
     """Whether data-loading workers get the value however they are started.
 
-    A worker that is forked has it in any case; one that is spawned starts from nothing.
+    A forked worker has it in any case; a spawned one starts afresh.
     """
 
     def read(self) -> Any:
@@ -330,7 +330,7 @@ class LazyAccess:
         return str(refuses(value)) if refuses else ""
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else the access can tell, such as `holds`; one at rest tells nothing."""
+        """Return an optional method of the access, such as `holds`; at rest there is none."""
         if name.startswith("__") or self._resting:
             raise AttributeError(name)
         return getattr(self._access(), name)
@@ -345,7 +345,7 @@ class LazyAccess:
         return access
 
     def _hand_on(self) -> None:
-        """Have workers that are started afresh put the present value in force, if it is any."""
+        """Have spawned workers apply the present value, unless it is the one at rest."""
         if self.inherited:
             value = self.read()
             named(_HAND_ON)(self.path, None if value == self.at_rest else value)
@@ -378,7 +378,7 @@ def put_back(name: str, text: str | None) -> None:
 
 
 def variable(name: str) -> Knob:
-    """Return a row for a variable that the catalogue does not know, as `env_extra` names it."""
+    """Return a row for a variable outside the catalogue, as `env_extra` names it."""
     return Knob(
         name=f"env_extra.{name}",
         target="env",

@@ -128,10 +128,10 @@ def _readable(older: str) -> bool:
 
 
 def _older(read: Callable[[], Any], fits: Mapping[Any, Mapping[str, str]]) -> Any:
-    """Return what an older name holds, also where torch refuses to say.
+    """Return the value of an older name, even where torch raises instead.
 
-    It answers again as soon as the finer settings fit, so they are made to fit each possible
-    value for a moment.
+    torch answers once the finer settings agree, so they are set to fit each possible value for
+    a moment.
     """
     with suppress(RuntimeError):
         return read()
@@ -148,7 +148,7 @@ def _older(read: Callable[[], Any], fits: Mapping[Any, Mapping[str, str]]) -> An
 
 
 _CONFIGS = ("torch.compiler.config", "torch._inductor.config")
-"""Where options live; a newer torch keeps some in the first, for all compilers."""
+"""The modules with the options; a newer torch keeps some in the first, for all compilers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,18 +225,18 @@ _START = ("default", "env_value_default", "env_value_force")
 
 
 def _start(config: Any, option: str) -> dict[str, Any]:
-    """Return what every thread starts from with `option`, as torch took it from the variable.
+    """Return the values of `option` from which every thread starts.
 
-    Private, because what is assigned to an option reaches the present thread only, and an option
-    that its variable forces ignores assignments. Where torch keeps this elsewhere, other threads
-    go on with what was there at the import, and a forced option is seen to be ineffective.
+    Private, because an assignment to an option reaches the present thread only, and an option
+    that its variable forces ignores assignments. Where torch keeps these values elsewhere, other
+    threads keep those of the import, and a forced option is reported as ineffective.
     """
     entry = getattr(config, "_config", {}).get(option)
     return {name: vars(entry)[name] for name in _START if name in getattr(entry, "__dict__", ())}
 
 
 def _start_from(config: Any, option: str, start: Mapping[str, Any]) -> None:
-    """Have every thread start from `start`, as `_start` returns it."""
+    """Set the values from which every thread starts, as `_start` returns them."""
     entry = getattr(config, "_config", {}).get(option)
     if hasattr(entry, "__dict__"):
         for name in _START:

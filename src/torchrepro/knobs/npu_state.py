@@ -1,7 +1,7 @@
-"""What torch_npu can be asked without using a device, and which settings the device never hears of.
+"""The state of torch_npu that can be read without a device, and settings that never reach one.
 
-Each function answers why a value would be in force and yet change nothing, or with an empty
-string. `asked` holds what the profile asks for, by the name of the knob.
+The latter functions return why a value would have no effect, or an empty string. `wanted` holds
+the values of the profile, by the name of the knob.
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ CUBE_MATH_LOWERS = {  # by number: whether the matrix unit may drop mantissa bit
 }
 
 
-def determinism_unheard(asked: Mapping[str, Any]) -> str:
-    """Why this process's NPUs would not hear that algorithms have to be deterministic."""
+def determinism_blocked(wanted: Mapping[str, Any]) -> str:
+    """Return why determinism would not reach this process's NPUs, or an empty string."""
     if npu_with_devices() is None:
         return ""
-    return cann_too_old() or compiled_ops_unheard(asked)
+    return cann_too_old() or compiled_ops_blocked(wanted)
 
 
 def cann_too_old() -> str:
-    """Why determinism never reaches a device with this CANN, whether or not one is here.
+    """Return why determinism never reaches a device with this CANN, or an empty string.
 
     https://github.com/Ascend/pytorch, torch_npu/csrc/framework/OpParamMaker.cpp: below 8.5 a
     torch_npu that knows level 3 sends "off" with every op.
@@ -93,7 +93,7 @@ def cann_too_old() -> str:
 
 
 def _knows_level_3() -> bool:
-    """Whether this torch_npu is of the generation that asks for CANN 8.5.
+    """Whether this torch_npu requires CANN 8.5 for determinism.
 
     Private (``_sync_deterministic_level``): the function came with that change, and what it is
     for has no public name. Where it is gone, determinism is taken to be forwarded, as before.
@@ -101,9 +101,9 @@ def _knows_level_3() -> bool:
     return hasattr(npu(), "_sync_deterministic_level")
 
 
-def compiled_ops_unheard(asked: Mapping[str, Any]) -> str:
-    """Why ops that are compiled when first called would not be deterministic."""
-    if not _jit_compile(asked) or _task_queue(asked) == 0:
+def compiled_ops_blocked(wanted: Mapping[str, Any]) -> str:
+    """Return why ops that are compiled when first called would not be deterministic."""
+    if not _jit_compile(wanted) or _task_queue(wanted) == 0:
         return ""
     return (
         "with jit_compile on and the task queue on, ops do not forward determinism to the NPU; "
@@ -111,8 +111,8 @@ def compiled_ops_unheard(asked: Mapping[str, Any]) -> str:
     )
 
 
-def _jit_compile(asked: Mapping[str, Any]) -> bool:
-    value = asked.get("backends.npu.jit_compile")
+def _jit_compile(wanted: Mapping[str, Any]) -> bool:
+    value = wanted.get("backends.npu.jit_compile")
     reader = getattr(npu(), "is_jit_compile_false", None)
     if value is None and reader and npu().is_initialized():
         value = not reader()
@@ -126,28 +126,28 @@ def _option(name: str) -> str:
         return ""
 
 
-def _task_queue(asked: Mapping[str, Any]) -> int:
-    mode = asked.get("backends.npu.task_queue")
+def _task_queue(wanted: Mapping[str, Any]) -> int:
+    mode = wanted.get("backends.npu.task_queue")
     reader = getattr(npu(), "get_task_queue_enable", None)
     if mode is None and reader and npu().is_initialized():
         mode = reader()
     # Before device init the reader itself would be what reads the variable for good.
-    return _task_queue_of_variables(asked) if mode is None else int(mode)
+    return _task_queue_of_variables(wanted) if mode is None else int(mode)
 
 
-def _task_queue_of_variables(asked: Mapping[str, Any]) -> int:
+def _task_queue_of_variables(wanted: Mapping[str, Any]) -> int:
     def value(name: str, default: str) -> str:
-        return str(asked.get(f"env.{name}", os.environ.get(name, default)))
+        return str(wanted.get(f"env.{name}", os.environ.get(name, default)))
 
     blocking = value("ASCEND_LAUNCH_BLOCKING", "0") not in ("", "0")
     return 0 if blocking or value("TASK_QUEUE_ENABLE", "1") == "0" else 1
 
 
-def matmul_decided_elsewhere(allow_hf32: Any, asked: Mapping[str, Any]) -> str:
-    """Why `allow_hf32` would not decide about matrix products: cube_math_type wins once set."""
+def matmul_decided_elsewhere(allow_hf32: Any, wanted: Mapping[str, Any]) -> str:
+    """Return why `allow_hf32` has no effect on matrix products: cube_math_type wins once set."""
     names = {str(number): name for number, name in enumerate(CUBE_MATH_LOWERS)}
     text = _option("CUBE_MATH_TYPE")
-    cube = asked.get("backends.npu.cube_math_type") or names.get(text, text)
+    cube = wanted.get("backends.npu.cube_math_type") or names.get(text, text)
     if not cube or CUBE_MATH_LOWERS.get(cube, allow_hf32) == allow_hf32:
         return ""
     return f"cube_math_type is {cube}, which wins; set backends.npu.cube_math_type as well"

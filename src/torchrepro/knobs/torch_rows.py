@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.knobs.knob import Attribute, Calls, Knob, MissingState, OptionalAttribute, Scope
 from torchrepro.knobs.legal_values import OneOf, Switch, Whole
 from torchrepro.knobs.linked_state import Fp32Precision, InductorSwitch
-from torchrepro.knobs.npu_state import determinism_unheard, native
+from torchrepro.knobs.npu_state import determinism_blocked, native
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,7 +26,7 @@ _MODES = ("none", "warn", "error")
 
 @dataclass(frozen=True, slots=True)
 class DeterministicAlgorithms(Calls):
-    """torch's flag, which an NPU hears of only where torch_npu forwards it."""
+    """torch's flag, which reaches an NPU only if torch_npu forwards it."""
 
     def save(self) -> Any:
         warns_only = import_module("torch").is_deterministic_algorithms_warn_only_enabled()
@@ -38,15 +38,15 @@ class DeterministicAlgorithms(Calls):
         if not mode and warns_only:
             _warn_only_while_off()
 
-    def inert(self, value: Any, asked: Mapping[str, Any]) -> str:
-        return determinism_unheard(asked) if value != "none" else ""
+    def inert(self, value: Any, wanted: Mapping[str, Any]) -> str:
+        return determinism_blocked(wanted) if value != "none" else ""
 
 
 def _warn_only_while_off() -> None:
-    """Keep in mind for a flag that is off that it would only warn.
+    """Restore the mark that a flag, which is off, would only warn.
 
     Private, because the public setter imports inductor, 0.7 s, and moves its flag along. Where it
-    is gone the flag stays off, and is only said to be one that would raise.
+    is gone the flag stays off without that mark.
     """
     setter = getattr(import_module("torch")._C, "_set_deterministic_algorithms", None)  # noqa: SLF001
     if setter:
@@ -55,7 +55,7 @@ def _warn_only_while_off() -> None:
 
 @dataclass(frozen=True, slots=True)
 class FillUninitializedMemory(Attribute):
-    """torch's switch, and the copy of it by which torch_npu goes.
+    """torch's switch, and the copy of it that torch_npu reads.
 
     The copy is off at the start and follows only when the switch is written, so on an NPU the
     switch does nothing until then, although it reads true

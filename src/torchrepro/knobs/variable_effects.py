@@ -35,9 +35,9 @@ def _of_torch(read: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _hash_secret() -> bytes:
-    """Return what Python mixes into the hash of every text: a private variable of CPython's.
+    """Return the secret of Python's hashes of text, from a private variable of CPython.
 
-    The flags of `sys` tell a seed of 0 only. Without that variable nobody can tell.
+    `sys.flags` shows only whether the seed is 0.
     """
     import ctypes
 
@@ -66,20 +66,20 @@ def openmp_loaded() -> bool:
 def _openmp_of_torch() -> set[str]:
     """Return the paths of the loaded OpenMP runtimes that torch computes with, or will.
 
-    A library brings a runtime of its own under another name, or shares the one that is there
-    under the name it asks for: so what counts are the names that torch brings.
+    A library brings its own runtime under another name, or shares the one that is loaded. So the
+    runtimes of torch are those with the names of the files that torch installs.
     """
     try:
         mapped = {line.split(maxsplit=5)[-1] for line in _MAPPED.read_text().splitlines()}
     except OSError:
         return set()
     loaded = {path for path in mapped if _OPENMP.match(Path(path).name)}
-    own = _names_that_torch_brings() if loaded else frozenset()
+    own = _runtimes_of_torch() if loaded else frozenset()
     return {path for path in loaded if not own or _stem(path) in own}
 
 
 @cache
-def _names_that_torch_brings() -> frozenset[str]:
+def _runtimes_of_torch() -> frozenset[str]:
     """Return the names of torch's own OpenMP runtimes; none where the system's is used."""
     spec = find_spec("torch")
     folders = [Path(each) for each in (spec.submodule_search_locations or ())] if spec else []

@@ -1,9 +1,9 @@
-"""Lay a profile's defaults list, its own values, pieces and overrides on top of each other.
+"""Compose a profile: its defaults list, its own values, pieces and overrides, in this order.
 
 The rules are Hydra's (https://hydra.cc/docs/advanced/defaults_list): the entries of a defaults
-list in order, the file itself where `_self_` stands, sections merged key by key. They are applied
-here rather than by Hydra because each value has to keep the line that set it, and because a
-profile in force from code must not pay for importing Hydra.
+list are laid on top of each other in order, the file itself where `_self_` stands, and sections
+are merged key by key. They are applied here and not by Hydra for two reasons: each value keeps
+the line that set it, and code that applies a profile does not pay for importing Hydra.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def compose(
 ) -> Composition:
     """Compose the profile `name` with `overrides` such as ``backends.cudnn.benchmark=true``.
 
-    Bare names are looked up in `folders` and on the search path. `typed` says whether whoever
+    Bare names are looked up in `folders` and on the search path. `typed` says whether the user who
     starts the run wrote the overrides. Raises `ProfileError`.
     """
     composition = Composition()
-    chain = _Chain(composition, folders)
+    chain = _Layers(composition, folders)
     chain.add_named(name)
     _finish(composition, chain, overrides, typed=typed)
     return composition
@@ -70,7 +70,7 @@ def compose_document(
 ) -> Composition:
     """Compose values that were not read from a file of the search path."""
     composition = Composition(only_shipped=False)
-    chain = _Chain(composition, folders)
+    chain = _Layers(composition, folders)
     chain.add(document, None)
     _finish(composition, chain, overrides)
     return composition
@@ -82,14 +82,14 @@ def compose_resolved(resolved: ResolvedProfile, overrides: Sequence[str]) -> Com
     values = plain(resolved.values)
     composition = Composition(values, origins, only_shipped=False)
     composition.typed |= flatten(values).keys()  # judged when they were resolved
-    _finish(composition, _Chain(composition, ()), overrides)
+    _finish(composition, _Layers(composition, ()), overrides)
     return composition
 
 
 def _finish(
-    composition: Composition, chain: _Chain, overrides: Sequence[str], *, typed: bool = True
+    composition: Composition, chain: _Layers, overrides: Sequence[str], *, typed: bool = True
 ) -> None:
-    """Lay the pieces among `overrides` on top, then all others, as they are written."""
+    """Lay the pieces among `overrides` on top, then the other overrides in their order."""
     given = [parsed(text, typed=typed) for text in overrides]
     for override in given:
         if override.key == PIECES:
@@ -102,7 +102,7 @@ def _finish(
             composition.add(values, places, "", typed=override.typed)
     if given:
         composition.only_shipped = False
-    chain.refuse_what_was_taken_back()
+    chain.refuse_undone()
 
 
 def _pieces(override: Override) -> Iterable[str]:
@@ -118,37 +118,37 @@ def _pieces(override: Override) -> Iterable[str]:
     return named
 
 
-class _Chain:
+class _Layers:
     """Follows defaults lists, depth first, and refuses one that leads back to itself."""
 
     def __init__(self, composition: Composition, folders: tuple[Folder, ...]) -> None:
         self.composition = composition
         self.folders = folders
-        self.open: list[ProfileFile] = []
-        self.seen: set[Path] = set()
-        self.read = 0
+        self.being_read: list[ProfileFile] = []
+        self.read_before: set[Path] = set()
+        self.documents = 0
         self.keys = 0
-        self.taken_back: dict[str, Problem] = {}
+        self.undone: dict[str, Problem] = {}
 
-    def add_named(self, name: str, asked_by: str = "") -> None:
-        found = self._found(name, asked_by)
-        self.read += 1
-        if self.read > MAX_DOCUMENTS:
+    def add_named(self, name: str, named_at: str = "") -> None:
+        found = self._found(name, named_at)
+        self.documents += 1
+        if self.documents > MAX_DOCUMENTS:
             raise ProfileError.about(
-                f"more than {MAX_DOCUMENTS} files in one defaults list", asked_by
+                f"more than {MAX_DOCUMENTS} files in one defaults list", named_at
             )
         if not found.path.is_relative_to(SHIPPED):
             self.composition.only_shipped = False
-        self.open.append(found)
+        self.being_read.append(found)
         self.add(read_document(found.path, found.where), found)
-        self.open.pop()
-        if not self.open and not is_piece(found.name):
-            self.composition.call(found.name, Origin(found.where, found.folder.package))
+        self.being_read.pop()
+        if not self.being_read and not is_piece(found.name):
+            self.composition.name_it(found.name, Origin(found.where, found.folder.package))
 
-    def add_piece(self, name: str, asked_by: str) -> None:
+    def add_piece(self, name: str, named_at: str) -> None:
         """Lay the piece `name` on top."""
-        with self.composition.keeping_its_name():
-            self.add_named(piece_named(name), asked_by)
+        with self.composition.without_names():
+            self.add_named(piece_named(name), named_at)
 
     def add(self, document: Document, found: ProfileFile | None) -> None:
         self.keys += len(document.lines)
@@ -161,24 +161,24 @@ class _Chain:
             if entry == "_self_":
                 self._add_values(document, found)
             else:
-                with self.composition.keeping_its_name():
+                with self.composition.without_names():
                     self.add_named(entry, document.place("defaults"))
 
-    def _found(self, name: str, asked_by: str) -> ProfileFile:
-        """Return the file that `name` means; one that is being read already is passed by.
+    def _found(self, name: str, named_at: str) -> ProfileFile:
+        """Return the file that `name` means, other than those that are being read.
 
-        So that a profile may inherit from another one of its own name, and only from another.
+        So a profile may inherit from another one of the same name, but not from itself.
         """
-        beside = [replace(one.folder, prefix="") for one in self.open[-1:]]
-        being_read = [other.path for other in self.open]
+        beside = [replace(one.folder, prefix="") for one in self.being_read[-1:]]
+        being_read = [other.path for other in self.being_read]
         try:
-            return find(name, self.folders, asked_by, beside, being_read)
+            return find(name, self.folders, named_at, beside, being_read)
         except ProfileError:
-            again = find(name, self.folders, asked_by, beside) if being_read else None
+            again = find(name, self.folders, named_at, beside) if being_read else None
             if again is None or again.path not in being_read:
                 raise
-        chain = " -> ".join([*(other.name for other in self.open), again.name])
-        raise ProfileError.about("a profile inherits from itself", asked_by, "defaults", chain)
+        chain = " -> ".join([*(other.name for other in self.being_read), again.name])
+        raise ProfileError.about("a profile inherits from itself", named_at, "defaults", chain)
 
     def _add_values(self, document: Document, found: ProfileFile | None) -> None:
         package = found.folder.package if found else ""
@@ -187,27 +187,27 @@ class _Chain:
         keys = document.lines or flatten(document.values)
         places = {key: document.place(key) for key in keys}
         self.composition.add(document.values, places, package, typed=document.typed)
-        again = found is not None and found.path in self.seen
+        again = found is not None and found.path in self.read_before
         for key, value in flatten(document.values).items():
-            # A file that comes twice must not undo what another one has set in between.
-            self.taken_back.pop(key, None)
+            # A file that is inherited twice must not undo what another file has set in between.
+            self.undone.pop(key, None)
             earlier = before.get(key)
             if again and earlier and earlier.value != value and key not in NOT_INHERITED:
-                self.taken_back[key] = _taken_back(key, earlier, self.composition.origins[key])
+                self.undone[key] = _undone(key, earlier, self.composition.origins[key])
         if found is not None:
-            self.seen.add(found.path)
+            self.read_before.add(found.path)
 
-    def refuse_what_was_taken_back(self) -> None:
-        for key, problem in self.taken_back.items():
+    def refuse_undone(self) -> None:
+        for key, problem in self.undone.items():
             present = self.composition.origins.get(key)  # gone with its section, perhaps
             if present is not None and present.set_by == problem.where:
                 raise ProfileError(problem)
 
 
 def _refuse_newer_schema(document: Document) -> None:
-    """Raise one `ProfileError` for a document of a later torchrepro, whose keys may be new.
+    """Raise one `ProfileError` for a document of a later schema, whose keys may be unknown here.
 
-    Any other wrong version is judged with all other values.
+    Any other wrong version is reported together with all other wrong values.
     """
     schema, newest = document.values.get(SCHEMA), SchemaVersion().newest
     if isinstance(schema, int) and schema > newest:
@@ -221,7 +221,7 @@ def _refuse_newer_schema(document: Document) -> None:
         )
 
 
-def _taken_back(key: str, earlier: Origin, later: Origin) -> Problem:
+def _undone(key: str, earlier: Origin, later: Origin) -> Problem:
     return Problem(
         f"{earlier.set_by} sets {key} to {shown(earlier.value)}, and is undone by a file that was "
         "there before it and is inherited once more",

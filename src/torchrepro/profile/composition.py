@@ -22,7 +22,7 @@ class Origin:
     """``file:line``, the override, or the argument."""
 
     package: str = ""
-    """The distribution that the file belongs to; with its version, if it comes from elsewhere."""
+    """The distribution of the file; with its version, if another process wrote the origin."""
 
     value: Any = None
     replaced: Origin | None = None
@@ -62,12 +62,15 @@ def versioned(distribution: str) -> str:
     return f"{distribution} {version}" if version else distribution
 
 
-NOT_INHERITED = ("name", "description")  # what a file calls itself, not what it asks for
+NOT_INHERITED = (
+    "name",
+    "description",
+)  # they describe the file itself and change nothing in a process
 EXTRA = "env_extra"
-"""The section of variables that the catalogue does not know."""
+"""The section of variables that are not in the catalogue."""
 
 WHOLE = ("device.fallback", "device.modules", "streams", "ranks")
-"""One value each: their keys are not a profile's."""
+"""Keys whose value is a mapping of the user's own words, and so one value."""
 
 
 @dataclass(slots=True)
@@ -77,10 +80,10 @@ class Composition:
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, Origin] = field(default_factory=dict)
     typed: set[str] = field(default_factory=set)
-    """Dotted keys whose value whoever starts the run wrote: an override, or a dict in code."""
+    """Dotted keys whose value the user who starts the run wrote: an override, a dict in code."""
 
     only_shipped: bool = True
-    """No file but torchrepro's own took part, and no override."""
+    """Whether only torchrepro's own files were composed, without overrides."""
 
     def add(
         self, values: Mapping[str, Any], places: Mapping[str, str], package: str, *, typed: bool
@@ -96,24 +99,24 @@ class Composition:
         for key, place in places.items():
             self.origins[key] = Origin(place, package, leaves.get(key), before.get(key))
 
-    def call(self, name: str, origin: Origin) -> None:
+    def name_it(self, name: str, origin: Origin) -> None:
         """Give the profile a name, unless it has one."""
         if "name" not in self.values:
             self.values["name"] = name
             self.origins["name"] = replace(origin, value=name)
 
     @contextmanager
-    def keeping_its_name(self) -> Iterator[None]:
-        """Within the block, lay files on top that do not say what the profile is called."""
-        own = self._take_names()
+    def without_names(self) -> Iterator[None]:
+        """Within the block, ignore the names and descriptions of the files laid on top."""
+        own = self._pop_names()
         yield
-        self._take_names()
+        self._pop_names()
         for key, (value, origin) in own.items():
             self.values[key] = value
             if origin is not None:
                 self.origins[key] = origin
 
-    def _take_names(self) -> dict[str, tuple[Any, Origin | None]]:
+    def _pop_names(self) -> dict[str, tuple[Any, Origin | None]]:
         values, origins = self.values, self.origins
         named = [key for key in NOT_INHERITED if key in values]
         return {key: (values.pop(key), origins.pop(key, None)) for key in named}
@@ -128,7 +131,7 @@ class Composition:
         return self.origins[key].set_by if key else ""
 
     def _forget(self, key: str) -> None:
-        """Drop the origins of what `key` lies in, and of what lay in it: that is gone."""
+        """Drop the origins of the sections around `key` and of the keys inside it."""
         for name in [name for name in self.origins if name.startswith(f"{key}.")]:
             del self.origins[name]
         while "." in key:

@@ -1,8 +1,8 @@
 """Which environment variables a profile may set by itself, and which need somebody's consent.
 
-A profile is data from others. The variables of the catalogue and of the allow list steer neither
-code nor hosts; any other one is set only if whoever starts the run consents, by name or by writing
-the value themselves. A dangerous variable is refused all the same, by the schema.
+A profile is data from others. The variables of the catalogue and of the allow list cannot choose
+code or hosts. Any other one is set only with the consent of the user who starts the run, given by
+its name or by an override that sets it. The schema refuses dangerous variables in any case.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from torchrepro.profile.composition import Composition
 
 VARIABLE = "TORCHREPRO_ALLOW_ENV"
-"""Variable with the names, separated by commas, that whoever starts the run consents to.
+"""Variable with the names, separated by commas, that the user who starts the run consents to.
 
-No profile can set it, as none whose name begins so.
+No profile can set it, nor any other variable of torchrepro.
 """
 
 OPTION = "--allow-env"
@@ -33,7 +33,7 @@ OPTION = "--allow-env"
 def allowed_by(names: Sequence[str]) -> str:
     """Return the value of `VARIABLE` that consents to `names` besides those it holds already.
 
-    Raises `ProfileError` for a name that no consent helps.
+    Raises `ProfileError` for a dangerous variable, or a text that is no variable's name.
     """
     given = [*_names(os.environ.get(VARIABLE, "")), *_names(",".join(names))]
     _refuse_dangerous(given, OPTION)
@@ -41,7 +41,7 @@ def allowed_by(names: Sequence[str]) -> str:
 
 
 def refuse_without_consent(composition: Composition) -> None:
-    """Raise `ProfileError` for variables that files set, and nobody has consented to."""
+    """Raise `ProfileError` for variables that files set without the user's consent."""
     values = composition.values.get(EXTRA) or {}
     wrong = {
         name: str(value)

@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 MAX_TEXT = 4096  # characters of one key or value
 
-_STEERING = re.compile(
+_INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-"""Characters that steer what shows them: control, direction of writing, half a character."""
+"""Invisible characters: control, direction of writing, half of a surrogate pair."""
 
 
 def refuse_characters(text: str, where: str, key: str) -> None:
-    """Raise `ProfileError` for a text that no table, terminal or pattern should meet."""
+    """Raise `ProfileError` for a text that is too long or holds an invisible character."""
     if len(text) > MAX_TEXT:
         what = f"a text of {len(text):,} characters"
         raise ProfileError.about(
             what, where, key, shown(text), legal=f"at most {MAX_TEXT:,} characters"
         )
-    if _STEERING.search(text):
+    if _INVISIBLE.search(text):
         raise ProfileError.about(
             "a character that cannot be seen and steers what shows it", where, key, shown(text)
         )
@@ -51,7 +51,7 @@ def refuse_instructions(word: str, where: str, key: str) -> None:
 
 
 def refuse_interpolation(text: str, where: str, key: str) -> None:
-    """Raise `ProfileError` if `text` asks for something outside the profile."""
+    """Raise `ProfileError` if `text` refers to something outside the profile."""
     if "${" in text:
         raise ProfileError.about(
             "a profile is data: it interpolates nothing and calls no resolver",
@@ -74,9 +74,9 @@ LONGEST_NUMBER = 64  # characters; nothing that a profile sets needs more
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is optional in PyYAML's builds
 _PACKAGE_HEADER = re.compile(r"^\s*#\s*@(\w+)")
 _WHOLE = re.compile(r"[-+]?([0-9]|[1-9][0-9_]*|0x[0-9a-fA-F_]+)")
-"""Whole numbers that everybody reads alike: 010 and 1:30 are others in YAML 1.1 than in 1.2."""
+"""Whole numbers that mean the same in YAML 1.1 and 1.2, unlike 010 and 1:30."""
 
-_SCALARS = {  # every other tag, a date say, stays the text that was written
+_SCALARS = {  # a value of any other tag, such as a date, stays text
     "tag:yaml.org,2002:null",
     "tag:yaml.org,2002:bool",
     "tag:yaml.org,2002:int",
@@ -86,7 +86,7 @@ _SCALARS = {  # every other tag, a date say, stays the text that was written
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What one file says: its values, its defaults list, and the line of every key."""
+    """The content of one file: its values, its defaults list, and the line of every key."""
 
     where: str
     values: Mapping[str, Any]
@@ -95,7 +95,7 @@ class Document:
     """Dotted key to line number, counted from 1."""
 
     typed: bool = False
-    """Whether whoever starts the run wrote it: a dict in code, never a file."""
+    """Whether the user who starts the run wrote it: true for a dict in code, never for a file."""
 
     def place(self, key: str) -> str:
         """Return ``file:line`` of `key`, or of the nearest section that holds it."""

@@ -1,8 +1,8 @@
 """The JSON Schema of a profile file, for completion and hints in editors.
 
-It is written the way the widest range of editors reads it: draft 7, without references (beside a
-`$ref` that draft ignores descriptions), and with `markdownDescription`, which editors on VS Code's
-YAML language server show as a formatted hint: https://github.com/redhat-developer/vscode-yaml.
+It is written for as many editors as possible: draft 7, without references (that draft ignores
+a description beside a `$ref`), and with `markdownDescription`, which editors on VS Code's YAML
+language server show as a formatted hint: https://github.com/redhat-developer/vscode-yaml.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _entry(entry: dict[str, Any], definitions: dict[str, Any], key: str) -> dict
 
 
 def _allowed() -> dict[str, Any]:
-    """Return the variables that a file may set by itself; an editor lets others be, with a hint."""
+    """Return the variables that a file may set without consent."""
     return {
         name: {
             "description": f"{row.why}. Values: {row.legal.words}; null leaves it alone.",
@@ -97,9 +97,9 @@ def _allowed() -> dict[str, Any]:
 
 
 def _or_null(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return one schema that takes null as well, where alternatives are not needed to say so.
+    """Return a schema that also takes null, without alternatives where that is possible.
 
-    Among alternatives, an editor shows the hint of one of them.
+    An editor shows the hint of only one alternative.
     """
     one, *others = entry.get("anyOf", [entry, NULL])
     if others != [NULL] or not isinstance(one.get("type"), str):
@@ -109,7 +109,7 @@ def _or_null(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _described(said: str, knobs: tuple[Knob, ...]) -> dict[str, Any]:
-    """Return the hint about a key: what it does, what it costs, what it takes, who says so."""
+    """Return the hint about a key: what it does and costs, its values, and sources."""
     one = knobs[0]
     does = said.partition(" Cost: ")[0]
     cost = "; ".join(dict.fromkeys(knob.cost for knob in knobs))
@@ -125,7 +125,7 @@ def _addresses(source: str) -> list[str]:
 
 
 def _texts(legal: Legal) -> list[dict[str, Any]]:
-    """Return what a variable takes: the words to choose from, other text, digits without quotes."""
+    """Return the schemas of a variable: words to choose from, other text, unquoted digits."""
     words = [word.strip('"') for word in legal.choices()]
     numbers = [number for number in _TRIED if not legal.complaint(str(number))]
     branches: list[dict[str, Any]] = [

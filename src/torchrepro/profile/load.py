@@ -35,8 +35,8 @@ SECTION = "repro"
 REFUSED = "_refused_"
 """Key under which a config carries the reason why its profile was refused while Hydra composed.
 
-No file can hold such a key. The reason is quoted as in a URL, because it shows what the file says:
-a config would take `${` in it for an interpolation.
+No file can hold such a key. The reason is quoted as in a URL, because it may show `${` from the
+file, which a config would take for an interpolation.
 """
 
 NOTHING = "-"
@@ -76,11 +76,11 @@ def load(profile: str, overrides: Sequence[str] = ()) -> Profile:
 def resolve(source: Any, overrides: Sequence[str] = (), *, typed: bool = True) -> ResolvedProfile:
     """Return the plain values of `source`: a name, a path, a `Profile`, a DictConfig or a dict.
 
-    Of the config of a whole program, its section `repro`.
-    `typed` says whether whoever starts the run wrote the overrides, rather than a file.
+    Of the config of a whole program, the section `repro` is resolved.
+    `typed` says whether the user who starts the run wrote the overrides, rather than a file.
 
-    The shipped profiles skip pydantic, whose import costs more than putting one in force: the
-    tests hold their files to exactly the values that validation gives.
+    The shipped profiles skip pydantic, whose import costs more than applying one. Tests prove that
+    validation would give exactly the same values.
     """
     _refuse_other_types(source, overrides)
     given = getattr(source, "resolved", source)  # a Profile is valid already
@@ -137,7 +137,7 @@ def from_mapping(source: Any, overrides: Sequence[str] = (), where: str = "") ->
     entries = tuple(defaults or ())
     if "_self_" not in entries:
         entries = (*entries, "_self_")
-    # A config is composed from files, whoever hands it over.
+    # A config is composed from files, even if code passes it on.
     typed = not any(map(_is_dictconfig, (source, source.get(EXTRA))))
     return compose_document(Document(where, values, entries, typed=typed), overrides)
 
@@ -253,7 +253,7 @@ def _specifier(wanted: str) -> SpecifierSet | None:
 
 
 def _contains(specifier: SpecifierSet, installed: str) -> bool:
-    """Whether a version lies in the range; one that is none, as metadata may hold, does not."""
+    """Whether a version is in the range; metadata may hold a text that is no version."""
     try:
         return specifier.contains(installed, prereleases=True)
     except InvalidVersion:

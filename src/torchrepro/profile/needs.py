@@ -1,4 +1,4 @@
-"""What each guarantee needs: one row per knob, the kind of device that needs it, and what is open.
+"""What each guarantee needs: one row per knob, with the devices that need it.
 
 A value that breaks a guarantee is refused; a need that is not met lowers the guarantee in name.
 """
@@ -19,23 +19,23 @@ REPEATABLE = ("repeatable",)
 ALIGNED = ("aligned",)
 
 WEAKER = {"aligned": ("repeatable", "seeded"), "repeatable": ("seeded",), "seeded": ()}
-"""What is still promised, the strongest first, where a guarantee itself is not held."""
+"""The guarantees that may still hold where one is lost, the strongest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What guarantees need of a knob, or do not bear."""
+    """What guarantees need of a knob, and the values that contradict them."""
 
     guarantees: tuple[str, ...]
     knob: str
     met_by: Callable[[Any], bool] | None = None
-    """Whether a value will do; None where nothing is needed but the absence of `broken_by`."""
+    """Whether a value meets the need; None if any value does that is not in `broken_by`."""
 
     left_open: str = ""
     """What may differ between two runs where this is not met."""
 
     kinds: tuple[str, ...] = ()
-    """The kinds of device that are all present where this is needed; none: everywhere."""
+    """The need applies where all of these kinds of device are present; none: everywhere."""
 
     broken_by: tuple[Any, ...] = ()
     """The values that contradict the guarantee."""
@@ -47,7 +47,7 @@ class Need:
     """Whether nothing is open where the state does not exist."""
 
     calls: tuple[str, ...] = ()
-    """The functions with which a program sees to it by itself."""
+    """The functions with which a program can meet the need by itself."""
 
 
 def _is(*values: Any) -> Callable[[Any], bool]:
@@ -59,7 +59,7 @@ def _any(_: Any) -> bool:
 
 
 def folded(value: Any) -> Any:
-    """Return a value as it is compared: the case of a word does not count."""
+    """Return a value for comparison, in which the case of a word does not count."""
     return value.lower() if isinstance(value, str) and value.isalpha() else value
 
 
@@ -80,7 +80,7 @@ def _precision(
     lower: Any = None,
     **more: Any,
 ) -> Need:
-    """Return what `aligned` needs of a precision, and that it does not bear the `lower` one."""
+    """Return what `aligned` needs of a precision; the value `lower` contradicts it."""
     if lower is not None:
         more = {"broken_by": (lower,), "because": LOWERED}
     return Need(ALIGNED, knob, met_by, f"the precision of {what}", (kind,), **more)

@@ -18,11 +18,11 @@ class Override:
     key: str
     value: Any
     typed: bool = True
-    """Whether whoever starts the run wrote it; one that is kept in a file is not."""
+    """Whether the user who starts the run wrote it, rather than a file."""
 
     @property
     def place(self) -> str:
-        """How messages call it."""
+        """The place that messages name."""
         return f"override {self.text}"
 
     def nested(self) -> dict[str, Any]:

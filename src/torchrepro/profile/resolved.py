@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torchrepro.profile.composition import Composition
 
 STRICT = ("repeatable", "aligned")
-NOT_ASKED = (*NOT_INHERITED, "schema")
-NOT_A_KNOB = (*NOT_ASKED, "guarantee", "on_late", "requires")
+WITHOUT_EFFECT = (*NOT_INHERITED, "schema")
+NOT_A_KNOB = (*WITHOUT_EFFECT, "guarantee", "on_late", "requires")
 _POSITION = {knob.name: position for position, knob in enumerate(CATALOGUE)}
 
 
@@ -73,7 +73,7 @@ class ResolvedProfile:
 
     @property
     def on_late(self) -> str:
-        """What a knob past its phase leads to: relaunch, relaunch_or_warn, error or warn."""
+        """What happens with a knob past its phase: relaunch, relaunch_or_warn, error or warn."""
         return str(self.values.get("on_late", "warn"))
 
     @property
@@ -82,20 +82,20 @@ class ResolvedProfile:
 
         It is that of the values as JSON with sorted keys, without spaces, in ASCII (the canonical
         form of https://www.rfc-editor.org/rfc/rfc8785 for the integers and texts of a profile).
-        Name, description and schema take no part: they change nothing in a process.
+        Name, description and schema are left out: they change nothing in a process.
         """
-        asked = {key: value for key, value in self.values.items() if key not in NOT_ASKED}
-        text = json.dumps(asked, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        effective = {key: value for key, value in self.values.items() if key not in WITHOUT_EFFECT}
+        text = json.dumps(effective, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
     def settings(self) -> list[tuple[Knob, Any]]:
         """Return every knob that the profile names with its value, in the catalogue's order."""
-        asked: list[tuple[Knob, Any]] = []
+        settings: list[tuple[Knob, Any]] = []
         for key, value in flatten(
             {k: v for k, v in self.values.items() if k not in NOT_A_KNOB}
         ).items():
-            asked += [(knob, value) for knob in knobs_for_key(key)]
-        return sorted(asked, key=lambda pair: _POSITION.get(pair[0].name, -1))
+            settings += [(knob, value) for knob in knobs_for_key(key)]
+        return sorted(settings, key=lambda pair: _POSITION.get(pair[0].name, -1))
 
     def environment(self) -> dict[str, str]:
         """Return the variables that the profile sets, for a process that has not started yet."""

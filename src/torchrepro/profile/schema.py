@@ -204,7 +204,7 @@ else:
 
 
 def contradictions(resolved: ResolvedProfile) -> list[tuple[str, str, str]]:
-    """Return (key, value, reason) for everything in `resolved` that cannot hold together."""
+    """Return (key, value, reason) for every contradiction in `resolved`."""
     leaves = flatten(resolved.values)
     found = [
         (key, shown(leaves[key]), f"contradicts guarantee: {resolved.guarantee}; {row.because}")
@@ -221,7 +221,7 @@ def contradictions(resolved: ResolvedProfile) -> list[tuple[str, str, str]]:
 
 
 def _two_names(leaves: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the keys of `leaves` that name a piece of state which another key names too."""
+    """Return the keys of `leaves` that name the same state as another key."""
     found = []
     for key in leaves:
         knob = knobs_by_name().get(key)
@@ -233,7 +233,7 @@ def _two_names(leaves: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _idle_fallback(leaves: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the fallback if the profile sees to it that no op ever falls back."""
+    """Return the fallback if no op can ever fall back under the profile's other values."""
     fallback = leaves.get("device.fallback")
     algorithms = leaves.get("backends.torch.deterministic_algorithms")
     if fallback is None or algorithms not in ("none", "warn") or not waits_for_refusal(fallback):
@@ -337,7 +337,7 @@ class Profile(BaseModel):
 
     def __reduce__(self) -> tuple[Any, ...]:
         values = self.model_dump(by_alias=True, mode="json", exclude_none=True)
-        return _as_it_was, (type(self), values, self._composition)
+        return _unpickled, (type(self), values, self._composition)
 
     def __deepcopy__(self, memo: Any = None) -> Profile:
         return self  # frozen all the way down
@@ -355,7 +355,7 @@ class Profile(BaseModel):
         return ResolvedProfile.of(values, self._composition)
 
     def remember(self, composition: Composition) -> None:
-        """Keep where each value comes from; equality and digest take no notice of it."""
+        """Keep where each value comes from; equality and digest ignore it."""
         self._composition = composition
 
     @property
@@ -364,7 +364,7 @@ class Profile(BaseModel):
         return self.resolved.digest
 
 
-def _as_it_was(kind: type[Profile], values: Any, composition: Composition | None) -> Profile:
+def _unpickled(kind: type[Profile], values: Any, composition: Composition | None) -> Profile:
     profile = kind.model_validate(values)
     if composition is not None:
         profile.remember(composition)

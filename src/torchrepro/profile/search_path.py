@@ -52,7 +52,7 @@ LARGEST = 100_000
 
 
 class UnknownProfileError(ProfileError):
-    """A name means no file."""
+    """A name that means no file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class ProfileFile:
 
     @property
     def where(self) -> str:
-        """The file as messages show it: by its package, or relative to the working directory."""
+        """The file as messages show it: in its distribution, or from the working directory."""
         if self.folder.package:
             inside = self.path.relative_to(self.folder.path)
             return f"{self.folder.package}:{inside}"
@@ -156,7 +156,7 @@ class Pack:
     def owns(self, folder: Path) -> bool:
         """Whether `folder`, found as this package, came with the distribution itself.
 
-        A line may name any package that is installed, or a folder that is at hand.
+        An entry point may name any installed package, or a folder of the working directory.
         """
         source = _source(self.distribution)
         root = source or Path(str(self.distribution.locate_file("")))
@@ -201,37 +201,37 @@ class Pack:
 def find(
     name: str,
     folders: Sequence[Folder] = (),
-    asked_by: str = "",
+    named_at: str = "",
     beside: Sequence[Folder] = (),
     without: Iterable[Path] = (),
 ) -> ProfileFile:
     """Return the file that `name` means, without importing or running anything.
 
     `name` is a name in one of `folders` or on the search path, a path to a YAML file, or
-    ``pkg://package.path/name``. `asked_by` is the ``file:line`` of a defaults list, in which paths
-    are refused; such a list looks first in the folders `beside` its own file, and past the files
-    `without` it: a profile may inherit from another one of its own name. Raises `ProfileError`
-    for a name that means no file, or two.
+    ``pkg://package.path/name``. `named_at` is the ``file:line`` of the defaults list that names it,
+    where paths are refused; the folders `beside` that file are searched first, and the files in
+    `without` are ignored: a profile may inherit from another one of the same name. Raises
+    `ProfileError` for a name that means no file, or two.
     """
     try:
         if name.startswith(PACKAGE):
-            return _in_package(name, asked_by)
-        if name.endswith(SUFFIXES) and not asked_by and Path(name).is_file():
+            return _in_package(name, named_at)
+        if name.endswith(SUFFIXES) and not named_at and Path(name).is_file():
             return _at_path(name, Path(name))  # a file that is there is meant by its own name
         found = _by_name(name, folders, beside, set(without)) if is_name(name) else None
         if found:
             return found
-        if not asked_by and name:
+        if not named_at and name:
             path = Path(name).expanduser()
             if _looks_like_a_path(name) or path.exists():
                 return _at_path(name, path)
     except ProfileError:
         raise
     except (OSError, RuntimeError, ValueError) as error:
-        # Too long for the file system, the home of nobody, an impossible character.
+        # Too long for the file system, the home of an unknown user, an impossible character.
         what = f"unknown profile '{shown(name)}': no file can have that name ({error})"
-        raise UnknownProfileError.about(what, asked_by) from None
-    raise _unknown(name, (*beside, *folders, *search_path()), asked_by)
+        raise UnknownProfileError.about(what, named_at) from None
+    raise _unknown(name, (*beside, *folders, *search_path()), named_at)
 
 
 def search_path() -> tuple[Folder, ...]:
@@ -243,7 +243,7 @@ def folders_for(name: str) -> tuple[Folder, ...]:
     """Return the folders of the search path that may hold `name`.
 
     Packs are asked only for names that begin with theirs, because finding them means reading the
-    metadata of all that is installed. Raises `ProfileError` for a pack that is not whole.
+    metadata of all that is installed. Raises `ProfileError` for a pack that is incomplete.
     """
     pack, slash, _ = name.partition("/")
     may_be_a_pack = slash and pack not in ("", PIECES)
@@ -290,7 +290,7 @@ def packs() -> list[Pack]:
 def package_folders(name: str) -> tuple[list[Path], bool]:
     """Return the folders of the package `name`, which is not imported, nor is a parent of it.
 
-    And whether its top was made to be a package, rather than being any folder at hand.
+    And whether its top is a regular package rather than any folder that is importable.
     """
     top, *inner = name.replace("/", ".").split(".")
     try:
@@ -304,7 +304,7 @@ def package_folders(name: str) -> tuple[list[Path], bool]:
 
 
 def is_name(text: str) -> bool:
-    """Whether `text` has the form of a profile's name: words and slashes, nothing that climbs."""
+    """Whether `text` has the form of a profile's name: words and slashes, no `..`."""
     return bool(NAME.fullmatch(text)) and ".." not in text
 
 
@@ -319,7 +319,7 @@ def piece_named(name: str) -> str:
     return name if is_piece(name) else "/".join(filter(None, (pack, PIECES, last)))
 
 
-def piece_asked_for(name: str) -> str:
+def piece_short_name(name: str) -> str:
     """Return what `with=[...]` calls a piece: ``team/zero`` for team/with/zero."""
     return "/".join(part for part in name.split("/") if part != PIECES)
 
@@ -369,20 +369,20 @@ def _at_path(name: str, path: Path) -> ProfileFile:
     return ProfileFile(path.stem, path.absolute(), Folder(path.absolute().parent, str(path.parent)))
 
 
-def _in_package(name: str, asked_by: str) -> ProfileFile:
+def _in_package(name: str, named_at: str) -> ProfileFile:
     where, _, rest = name.removeprefix(PACKAGE).partition("/")
     roots, regular = package_folders(where)
-    # A folder of the working directory looks like a package too, and may hold anything.
-    if not roots or (asked_by and not regular):
-        raise UnknownProfileError.about("no such package is installed here", asked_by, found=name)
+    # Any folder of the working directory is importable too, and may hold anything.
+    if not roots or (named_at and not regular):
+        raise UnknownProfileError.about("no such package is installed here", named_at, found=name)
     folders = tuple(Folder(root, f"package {where}") for root in roots)
     found = _in(folders, rest, set()) if is_name(rest) else None
     if found is None:
-        raise _unknown(name, folders, asked_by)
+        raise _unknown(name, folders, named_at)
     return ProfileFile(found.path.stem, found.path, found.folder)
 
 
-def _unknown(name: str, folders: Sequence[Folder], asked_by: str) -> UnknownProfileError:
+def _unknown(name: str, folders: Sequence[Folder], named_at: str) -> UnknownProfileError:
     names = sorted({known for folder in folders for known in folder.names()})
     missing = [f"{VARIABLE} names {shown(text)}, which is no folder" for text in missing_folders()]
     missing += [
@@ -391,7 +391,7 @@ def _unknown(name: str, folders: Sequence[Folder], asked_by: str) -> UnknownProf
     todo = "`torchrepro list` shows what is on the search path; a file is named by its path"
     return UnknownProfileError.about(
         f"unknown profile '{shown(name)}'",
-        asked_by,
+        named_at,
         legal=some(names),
         near=near(name, names),
         todo="; ".join([*missing, todo]),
@@ -404,11 +404,14 @@ def _inside(folder: Path) -> Iterator[Path]:
     folders = [(folder, 0)]
     while folders and left > 0:
         here, depth = folders.pop()
-        with suppress(OSError), os.scandir(here) as entries:  # one that is closed has no names
+        with (
+            suppress(OSError),
+            os.scandir(here) as entries,
+        ):  # a folder that cannot be read has no names
             found = sorted(islice(entries, left), key=lambda entry: entry.name)
             left -= len(found)
             for entry in found:
-                if entry.is_file():  # no pipe, no device, no link that leads nowhere
+                if entry.is_file():  # not a pipe, a device or a broken link
                     yield Path(entry.path)
                 elif entry.is_dir(follow_symlinks=False) and depth < DEEPEST:
                     folders.append((Path(entry.path), depth + 1))
@@ -432,7 +435,7 @@ def _packs(size: int, owner: str, distribution: Distribution) -> list[Pack]:
         return [unreadable]
     try:
         values = {e.name: e.value for e in distribution.entry_points.select(group=ENTRY_POINTS)}
-    except (TypeError, ValueError, AttributeError):  # a line that has not the form of one
+    except (TypeError, ValueError, AttributeError):  # a line that is no entry point
         return [unreadable]
     names = [name for name in values if is_name(name) and "/" not in name and name != PIECES]
     if len(values) > MOST:
@@ -442,7 +445,7 @@ def _packs(size: int, owner: str, distribution: Distribution) -> list[Pack]:
 
 
 def _owner(distribution: Distribution) -> str:
-    """Return the name in the metadata, which may hold anything."""
+    """Return the distribution's name; its metadata may hold anything."""
     try:
         name = distribution.metadata["Name"]
     except (TypeError, ValueError, PackageNotFoundError):
@@ -451,10 +454,10 @@ def _owner(distribution: Distribution) -> str:
 
 
 def _source(distribution: Distribution) -> Path | None:
-    """Return the folder in which a pack that is installed for editing is written, if it is one.
+    """Return the project folder of a distribution that is installed for editing, if it is.
 
-    Whoever publishes a distribution can also write that it is to be edited, so the folder has to
-    declare packs itself. https://packaging.python.org/en/latest/specifications/direct-url
+    Any published distribution can claim to be editable, so the folder has to declare packs
+    itself. https://packaging.python.org/en/latest/specifications/direct-url
     """
     text = _text(distribution, "direct_url.json")
     if "editable" not in text:
@@ -469,12 +472,12 @@ def _source(distribution: Distribution) -> Path | None:
         project = (folder / "pyproject.toml", folder / "setup.cfg", folder / "setup.py")
         texts = [file.read_text("utf-8") for file in project if editable and file.is_file()]
     except (ValueError, KeyError, TypeError, AttributeError, OSError):
-        return None  # no such folder: what it declares is judged like any other installation
+        return None  # judged like any other installation
     return folder if any(ENTRY_POINTS in written for written in texts) else None
 
 
 def _text(distribution: Distribution, file: str) -> str:
-    """Return a file of the metadata; what is no text says nothing."""
+    """Return a file of the metadata; an empty text if it is not readable as text."""
     try:
         return distribution.read_text(file) or ""
     except (UnicodeDecodeError, OSError):

@@ -1,4 +1,4 @@
-"""Turn what pydantic found into problems that name the file, the value and what is legal."""
+"""Turn pydantic's errors into problems that name the file, the value and the legal values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torchrepro.profile.composition import Composition
 
 
-MAPPINGS = {  # keys whose value is a mapping of the profile's own words
+MAPPINGS = {  # keys whose value is a mapping of the user's own words
     "device.modules": knobs_by_name()["device.modules"].legal.words,
     "streams": knobs_by_name()["streams"].legal.words,
     "ranks": knobs_by_name()["ranks"].legal.words,
@@ -62,7 +62,7 @@ def _problems(details: ErrorDetails, composition: Composition) -> list[Problem]:
         legal = context["legal"]
         close = near(found, legal.choices())
         return [Problem(context["complaint"], place, key, found, legal.words, close)]
-    what = context.get("why") or _plainly(details)
+    what = context.get("why") or _reworded(details)
     legal = next((words for name, words in MAPPINGS.items() if key.startswith(name)), "")
     return [Problem(what, place, key, found, legal, todo=context.get("todo", ""))]
 
@@ -82,8 +82,8 @@ def _found(value: Any, name: str | None) -> str:
     return shown(value)
 
 
-def _plainly(details: ErrorDetails) -> str:
-    """Say in a reader's words what pydantic says in a programmer's."""
+def _reworded(details: ErrorDetails) -> str:
+    """Return pydantic's message in the words of a profile's author."""
     return {
         "string_type": "not text",
         "model_type": "a section of keys belongs here",
@@ -127,7 +127,7 @@ def _unknown_variable(key: str, name: str, found: str, place: str, known: list[s
 
 
 def _anywhere(word: str) -> str:
-    """Return the full key of a knob that ends in `word`, for one put into the wrong section."""
+    """Return the full key of a knob that ends in `word`, for a key in the wrong section."""
     keys = [knob.profile_key for knob in CATALOGUE if knob.profile_key.rpartition(".")[2] == word]
     return keys[0] if keys else ""
 
