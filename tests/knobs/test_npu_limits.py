@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torchrepro.doctor import examine
-from torchrepro.knobs import npu_state as npu_limits
+from torchrepro.knobs import npu_state
 from torchrepro.profile.load import resolve
 
 Has = Callable[..., None]
@@ -55,7 +55,7 @@ def test_determinism_is_unheard_below_cann_8_5(has_npu: Has, cann: str, heard: b
     """Exactly the runtimes below 8.5 that are known keep determinism from the NPU."""
     has_npu(cann=cann)
 
-    assert (npu_limits.determinism_blocked({}) == "") == heard
+    assert (npu_state.determinism_blocked({}) == "") == heard
 
 
 def test_an_older_torch_npu_told_every_cann(has_npu: Has) -> None:
@@ -63,15 +63,15 @@ def test_an_older_torch_npu_told_every_cann(has_npu: Has) -> None:
     has_npu(cann="8.3.0")
     del torch.npu._sync_deterministic_level
 
-    assert npu_limits.determinism_blocked({}) == ""
+    assert npu_state.determinism_blocked({}) == ""
 
 
 def test_without_a_device_nothing_is_unheard(has_npu: Has) -> None:
     """A machine without an NPU computes on the CPU, which torch's flag reaches."""
     has_npu(cann="8.3.0", devices=0)
 
-    assert npu_limits.determinism_blocked({}) == ""
-    assert "8.3" in npu_limits.cann_too_old()
+    assert npu_state.determinism_blocked({}) == ""
+    assert "8.3" in npu_state.cann_too_old()
 
 
 JIT = "backends.npu.jit_compile"
@@ -101,7 +101,7 @@ def test_compiled_ops_behind_the_queue_are_unheard(
     """What the profile asks for counts first, then what is in use, then the variables."""
     has_npu(**answers)
 
-    assert (npu_limits.determinism_blocked(asked) == "") == heard
+    assert (npu_state.determinism_blocked(asked) == "") == heard
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_cube_math_type_wins_over_the_hf32_switch(
     has_npu(CUBE_MATH_TYPE=set_before)
     wanted = {} if asked is None else {"backends.npu.cube_math_type": asked}
 
-    assert (npu_limits.matmul_decided_elsewhere(allow, wanted) == "") == decides
+    assert (npu_state.matmul_decided_elsewhere(allow, wanted) == "") == decides
 
 
 def test_another_back_end_called_npu_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,8 +133,8 @@ def test_another_back_end_called_npu_is_believed(monkeypatch: pytest.MonkeyPatch
     npu = SimpleNamespace(is_available=lambda: True)
     monkeypatch.setattr(torch, "npu", npu, raising=False)
 
-    assert npu_limits.determinism_blocked({}) == ""
-    assert npu_limits.matmul_decided_elsewhere(False, {}) == ""
+    assert npu_state.determinism_blocked({}) == ""
+    assert npu_state.matmul_decided_elsewhere(False, {}) == ""
 
 
 @pytest.mark.parametrize("devices", [0, 2])

@@ -45,10 +45,16 @@ def _policy(  # noqa: PLR0913, PLR0917 - the columns of a row
     **more: Any,
 ) -> Knob:
     columns = {"target": "policy", "library": "torch", "warn_if_unsupported": True, **more}
-    return Knob(
-        name=name, legal=legal, access=access, summary=summary, cost=cost, source=source, **columns
-    )
+    return Knob(name, columns.pop("target"), legal, access, summary, cost, source, **columns)
 
+
+_SEED_PLAN: dict[str, Any] = {
+    "source": RANDOMNESS,
+    "target": "seed plan",
+    "library": "",
+    "set_on_import": "",
+    "warn_if_unsupported": False,
+}
 
 POLICIES = (
     _policy(
@@ -106,11 +112,7 @@ POLICIES = (
         SEEDS_OF_STREAMS,
         LazyAccess("seeding.global_seeds:streams_field"),
         "Streams with a seed of their own, so that one source of variation can be swept alone.",
-        source=RANDOMNESS,
-        target="seed plan",
-        library="",
-        set_on_import="",
-        warn_if_unsupported=False,
+        **_SEED_PLAN,
     ),
     _policy(
         "ranks",
@@ -119,11 +121,7 @@ POLICIES = (
         "Whether the ranks of a distributed run draw the same numbers or each its own. Left "
         "alone, named streams and samples differ and the global generators start from one seed. "
         "The order of samples is the same on all ranks: a DistributedSampler divides it.",
-        source=RANDOMNESS,
-        target="seed plan",
-        library="",
-        set_on_import="",
-        warn_if_unsupported=False,
+        **_SEED_PLAN,
     ),
     _policy(
         "dataloader.seeding",
