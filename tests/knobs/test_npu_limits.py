@@ -51,7 +51,7 @@ def has_npu(monkeypatch: pytest.MonkeyPatch) -> Has:
         ("", True),
     ],
 )
-def test_determinism_is_unheard_below_cann_8_5(has_npu: Has, cann: str, heard: bool) -> None:
+def test_determinism_is_blocked_below_cann_8_5(has_npu: Has, cann: str, heard: bool) -> None:
     """Exactly the runtimes below 8.5 that are known keep determinism from the NPU."""
     has_npu(cann=cann)
 
@@ -66,7 +66,7 @@ def test_an_older_torch_npu_told_every_cann(has_npu: Has) -> None:
     assert npu_state.determinism_blocked({}) == ""
 
 
-def test_without_a_device_nothing_is_unheard(has_npu: Has) -> None:
+def test_without_a_device_nothing_is_blocked(has_npu: Has) -> None:
     """A machine without an NPU computes on the CPU, which torch's flag reaches."""
     has_npu(cann="8.3.0", devices=0)
 
@@ -95,7 +95,7 @@ QUEUE = "backends.npu.task_queue"
         ({}, {JIT: True, "env.ASCEND_LAUNCH_BLOCKING": "0"}, False),
     ],
 )
-def test_compiled_ops_behind_the_queue_are_unheard(
+def test_compiled_ops_behind_the_queue_are_blocked(
     has_npu: Has, answers: dict[str, Any], asked: dict[str, Any], heard: bool
 ) -> None:
     """What the profile asks for counts first, then what is in use, then the variables."""
