@@ -62,7 +62,7 @@ LAUGHS = "a: &a [x, x]\n" + "".join(
 )
 EDITED = '{"url": "file:///", "dir_info": {"editable": true}}'
 GROUP = "[torchrepro.profiles]\n"
-NOT_FOUND = "is no folder that is found here"
+NOT_FOUND = "is not a folder here"
 NOT_ITS_OWN = "did not come with it"
 UNREADABLE = ("unknown profile", "package acme-pack: its entry points cannot be read")
 
@@ -168,7 +168,7 @@ PATHS = {
 BOMBS = {
     "a billion laughs": bad(LAUGHS, "anchors and aliases"),
     "an anchor that holds itself": bad("a: &a [*a]\n", "anchors and aliases"),
-    "a merge key": bad("a: {seed: 1}\n<<: {seed: 2}\n", "a key is a word"),
+    "a merge key": bad("a: {seed: 1}\n<<: {seed: 2}\n", "a key must be a word"),
     "lists in lists": bad(f"seed: {'[' * 9000}\n", "nested deeper"),
     "braces in braces": bad("{a: " * 9000, "nested deeper"),
     "a list of lists, in lines": bad("- " * 9000 + "x\n", "nested deeper"),
@@ -229,8 +229,8 @@ VALUES = {
     "a time of day": bad("seed: 1:30:00\n", "seed = 1:30:00", "not a whole number"),
     "a date": bad("seed: 2026-11-20\n", "seed = 2026-11-20", "not a whole number"),
     "yes": bad("seed: yes\n", "seed = true"),
-    "a key twice": bad("seed: 1\nseed: 2\n", "stands twice"),
-    "a key twice by escapes": bad('seed: 1\n"\\x73eed": 2\n', "stands twice"),
+    "a key twice": bad("seed: 1\nseed: 2\n", "duplicate key"),
+    "a key twice by escapes": bad('seed: 1\n"\\x73eed": 2\n', "duplicate key"),
     "a look-alike of a key": bad("s\u0435ed: 1\n", "unknown key"),  # a Cyrillic letter
     "a look-alike of a section": bad("b\u0430ckends: {}\n", "unknown key"),
     "a key in wide letters": bad("\uff53\uff45\uff45\uff44: 1\n", "unknown key"),

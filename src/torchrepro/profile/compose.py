@@ -224,7 +224,7 @@ def _refuse_newer_schema(document: Document) -> None:
 def _undone(key: str, earlier: Origin, later: Origin) -> Problem:
     return Problem(
         f"{earlier.set_by} sets {key} to {shown(earlier.value)}, and is undone by a file that was "
-        "there before it and is inherited once more",
+        "inherited before it and is inherited again",
         later.set_by,
         key,
         shown(later.value),

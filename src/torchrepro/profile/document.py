@@ -37,9 +37,7 @@ def refuse_characters(text: str, where: str, key: str) -> None:
             what, where, key, shown(text), legal=f"at most {MAX_TEXT:,} characters"
         )
     if _INVISIBLE.search(text):
-        raise ProfileError.about(
-            "a character that cannot be seen and steers what shows it", where, key, shown(text)
-        )
+        raise ProfileError.about("invisible control character", where, key, shown(text))
 
 
 def refuse_instructions(word: str, where: str, key: str) -> None:
@@ -148,7 +146,7 @@ def _text(path: Path, where: str) -> str:
             )
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise ProfileError.about("is no ordinary file", where)
+            raise ProfileError.about("not a regular file", where)
         size = status.st_size
         if size > MAX_BYTES:
             raise ProfileError.about(
@@ -244,7 +242,7 @@ def _defaults(entries: Any, where: str) -> tuple[str, ...]:
             legal="a list such as [debug-strict, _self_]",
         )
     if entries.count("_self_") > 1:
-        raise ProfileError.about("`_self_` stands twice", where, "defaults", shown(entries))
+        raise ProfileError.about("`_self_` is listed twice", where, "defaults", shown(entries))
     # Hydra's rule since 1.1: without `_self_` the file itself comes last.
     return tuple(entries) if "_self_" in entries else (*entries, "_self_")
 
@@ -263,7 +261,7 @@ class _Builder:
             dotted = f"{prefix}.{key}" if prefix else key
             if key in values:
                 raise ProfileError.about(
-                    f"the key stands twice (first in line {self.lines[dotted]})",
+                    f"duplicate key (first in line {self.lines[dotted]})",
                     self._place(key_node),
                     dotted,
                 )
@@ -277,7 +275,7 @@ class _Builder:
     def _key(self, node: yaml.Node) -> str:
         if not isinstance(node, yaml.ScalarNode) or node.tag != "tag:yaml.org,2002:str":
             found = node.value if isinstance(node, yaml.ScalarNode) else "a list or mapping"
-            raise ProfileError.about("a key is a word", self._place(node), found=shown(found))
+            raise ProfileError.about("a key must be a word", self._place(node), found=shown(found))
         key: str = node.value
         refuse_characters(key, self._place(node), "")
         refuse_instructions(key, self._place(node), key)

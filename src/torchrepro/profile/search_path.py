@@ -88,7 +88,7 @@ class Folder:
         home = (self.source or self.path).resolve()  # editing may mean links into the project
         if found is not None and not found.resolve().is_relative_to(home):
             raise ProfileError.about(
-                "a link leads out of the folder of profiles",
+                "a link points outside the folder of profiles",
                 str(found),
                 todo="put the profile itself there: what lies outside is not read",
             )
@@ -187,7 +187,7 @@ class Pack:
         where = f"entry point of {self.owner}"
         if self.complaint:
             return Problem(self.complaint, where, todo="uninstall it, or tell its author")
-        why = "is no folder that is found here; what lies in a zip file is not read"
+        why = "is not a folder here; packages in zip files are not read"
         if package_folders(self.package)[0]:
             why = "did not come with it: only its own is read"
         return Problem(

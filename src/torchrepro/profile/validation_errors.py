@@ -107,7 +107,7 @@ def _unknown_key(path: list[str], found: str, place: str) -> Problem:
         what = "unknown key: another name of the state behind the one below"
     todo = "write it nested, a section per line" if "." in word else ""
     if key == PIECES:
-        what, todo = "unknown key: pieces are no value of a profile", _HOW_TO_LAY_PIECES
+        what, todo = "unknown key: pieces are not values of a profile", _HOW_TO_LAY_PIECES
     return Problem(what, place, key, found, some(legal), meant, todo)
 
 
