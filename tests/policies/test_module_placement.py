@@ -129,7 +129,7 @@ def test_where_a_part_is_already_nothing_changes() -> None:
 
 
 def test_a_pattern_that_matches_nothing_stops_the_first_step() -> None:
-    """At the first step of an optimizer the pattern, what was called and a near name are told."""
+    """At the first optimizer step an error names the pattern, what was called and a near name."""
     model = Model()
     with _apply(**{"encoder.layers.1": "cpu"}):
         nn.MSELoss()(model(X), torch.zeros(4, 2))
@@ -154,17 +154,17 @@ def test_parts_of_several_models_are_found_before_the_first_step() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["encoder", "nothing"])
-def test_without_a_step_it_is_told_at_the_end(pattern: str, capsys: Any) -> None:
-    """A program without optimizer is told when the profile is taken back, and only if need be."""
+def test_without_a_step_it_is_reported_at_the_end(pattern: str, capsys: Any) -> None:
+    """Without an optimizer the message comes when the profile is taken back, and only if needed."""
     with _apply(**{pattern: "cpu"}):
         Model()(X)
-    told = capsys.readouterr().err
+    message = capsys.readouterr().err
 
-    assert ("torchrepro: device.modules = nothing" in told) == (pattern == "nothing")
+    assert ("torchrepro: device.modules = nothing" in message) == (pattern == "nothing")
 
 
 def test_a_process_that_calls_no_module_says_nothing(capsys: Any) -> None:
-    """A launcher, which calls no module, is not told that it called none."""
+    """A launcher, which calls no module, gets no message that it called none."""
     with _apply(nothing="cpu"):
         pass
 
@@ -172,12 +172,12 @@ def test_a_process_that_calls_no_module_says_nothing(capsys: Any) -> None:
 
 
 def test_a_part_that_is_never_called_is_named(capsys: Any) -> None:
-    """A part whose weights another module uses without calling it is told to have run in place."""
+    """A part whose weights another module uses without calling it is reported as never called."""
     with _apply(**{"*out_proj": "cpu"}):
         nn.Sequential(nn.TransformerEncoderLayer(8, 2, 8))(X)
 
-    assert "never called" in (told := capsys.readouterr().err)
-    assert "0.self_attn.out_proj" in told
+    assert "never called" in (message := capsys.readouterr().err)
+    assert "0.self_attn.out_proj" in message
 
 
 def test_a_part_of_a_part_that_ran_is_not_named(capsys: Any) -> None:
@@ -261,15 +261,15 @@ def test_names_with_dots_and_numbers_can_be_written(way: str, tmp_path: Path) ->
 
 def test_the_profile_in_force_decides_what_a_refusal_does() -> None:
     """What policies refuse goes to the innermost handler, and is raised where there is none."""
-    heard: list[torchrepro.ApplyError] = []
-    way_back = handle_with(heard.append)
+    refused: list[torchrepro.ApplyError] = []
+    undo = handle_with(refused.append)
     with _apply(nothing="cpu"):
-        way_back_inside = handle_with(heard.append)
+        undo_inside = handle_with(refused.append)
         _step(Model())
-        way_back_inside()
-    way_back()
+        undo_inside()
+    undo()
 
-    assert [str(error).partition(":")[0] for error in heard] == ["device.modules = nothing"]
+    assert [str(error).partition(":")[0] for error in refused] == ["device.modules = nothing"]
 
 
 WRONG: dict[str, tuple[Any, str]] = {
@@ -299,7 +299,7 @@ def test_a_device_that_is_not_here_is_unsupported(device: str) -> None:
 
 
 def test_a_near_device_is_named() -> None:
-    """A device written wrongly is told with the one that was meant."""
+    """A device written wrongly is refused with the one that was meant."""
     with _apply(encoder="cpuu") as applied:
         assert "did you mean cpu?" in applied.report[POLICY].why
 

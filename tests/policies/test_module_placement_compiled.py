@@ -1,4 +1,4 @@
-"""`device.modules` and torch.compile: a placed part runs uncompiled, or the program is told."""
+"""`device.modules` and torch.compile: a placed part runs uncompiled, or a message says so."""
 
 import os
 import subprocess
@@ -82,7 +82,7 @@ with torchrepro.apply(PROFILE):
 
 
 def test_what_compiled_code_hides_is_told_at_the_end() -> None:
-    """A program whose calls are all in compiled code is told that nothing was found, and why."""
+    """Where all calls are in compiled code, a message says that nothing was found, and why."""
     done = _run(UNSEEN.replace("STEP", "pass"))
 
     assert done.returncode == 0, done.stderr

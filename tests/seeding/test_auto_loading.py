@@ -176,10 +176,10 @@ def test_an_epoch_is_the_same_however_it_is_reached(
         torchrepro.set_epoch(running, 0)
         again = _epoch(running)
     with torchrepro.apply(AUTO):
-        told = _loader(**options)
-        torchrepro.set_epoch(told, epoch)
+        direct = _loader(**options)
+        torchrepro.set_epoch(direct, epoch)
 
-        assert _epoch(told) == run[epoch]
+        assert _epoch(direct) == run[epoch]
     assert again == run[0]
 
 

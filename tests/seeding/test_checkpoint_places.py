@@ -1,4 +1,4 @@
-"""Where a run may stop, what `Checkpoint` refuses to keep, and what it tells."""
+"""Where a run may stop, what `Checkpoint` refuses to keep, and what it says."""
 
 import resource
 from collections import deque

@@ -168,23 +168,23 @@ def test_an_epoch_is_the_same_however_it_is_reached(
 ) -> None:
     """Running to an epoch, naming it, going back to it and starting with it give its samples."""
     options = {"num_workers": workers, "persistent_workers": live_on and workers > 0}
-    running, told = _loader(**options), _loader(**options)
+    running, direct = _loader(**options), _loader(**options)
     run = [_epoch(running) for _ in range(epoch + 1)][-1]
-    torchrepro.set_epoch(told, epoch)
-    named = _epoch(told)
+    torchrepro.set_epoch(direct, epoch)
+    named = _epoch(direct)
     torchrepro.set_epoch(running, epoch)
 
     assert run == named == _epoch(running) == _epoch(_loader(epoch=epoch, **options))
-    assert _epoch(running) == _epoch(told)
+    assert _epoch(running) == _epoch(direct)
 
 
 def test_what_a_worker_knows_as_its_seed_depends_on_the_epoch_alone() -> None:
     """`get_worker_info().seed` is one number per epoch and worker, however that was reached."""
-    running, told = (_loader(Initialised(), num_workers=2) for _ in range(2))
+    running, direct = (_loader(Initialised(), num_workers=2) for _ in range(2))
     run = [_epoch(running) for _ in range(3)]
-    torchrepro.set_epoch(told, 2)
+    torchrepro.set_epoch(direct, 2)
 
-    assert run[2] == _epoch(told)
+    assert run[2] == _epoch(direct)
     assert run[0] != run[1]
 
 

@@ -116,10 +116,10 @@ def test_an_epoch_is_the_same_however_it_is_reached(
 ) -> None:
     """Running to an epoch, naming it and starting with it give its items."""
     options = {"num_workers": workers, "persistent_workers": live_on and workers > 0}
-    running, told = _loader(**options), _loader(**options)
+    running, direct = _loader(**options), _loader(**options)
     run = [_epoch(running) for _ in range(epoch + 1)][-1]
-    torchrepro.set_epoch(told, epoch)
-    named = _epoch(told)
+    torchrepro.set_epoch(direct, epoch)
+    named = _epoch(direct)
     torchrepro.set_epoch(running, epoch)
 
     assert run == named == _epoch(running) == _epoch(_loader(epoch=epoch, **options))
@@ -237,9 +237,9 @@ def test_an_epoch_is_a_whole_number(bad: Any) -> None:
 
 def test_a_pipe_shuffles_by_its_epoch_however_that_is_reached() -> None:
     """A pipe's own shuffling depends on (seed, name, epoch), as the order of samples does."""
-    running, told = (_loader(IterableWrapper(range(20)).shuffle()) for _ in range(2))
+    running, direct = (_loader(IterableWrapper(range(20)).shuffle()) for _ in range(2))
     run = [_epoch(running) for _ in range(3)]
-    torchrepro.set_epoch(told, 2)
+    torchrepro.set_epoch(direct, 2)
 
-    assert run[2] == _epoch(told)
+    assert run[2] == _epoch(direct)
     assert len({tuple(order) for order in run}) == 3

@@ -54,7 +54,7 @@ def loader(dataset, workers=2, live_on=True, **options):
         multiprocessing_context=CONTEXT, **options
     )
 
-def told(dataset, epoch):
+def at_epoch(dataset, epoch):
     kwargs = torchrepro.dataloader_kwargs("train")
     made = loader(dataset, live_on=False, shuffle=True, **kwargs)
     torchrepro.set_epoch(made, epoch)
@@ -74,7 +74,7 @@ def load(found):
     kwargs = torchrepro.dataloader_kwargs
     made = loader(Noisy(), shuffle=True, **kwargs("train"))
     found["explicit"] = [list(made) for _ in range(3)]
-    found["named epoch"] = told(Noisy(), 2)
+    found["named epoch"] = at_epoch(Noisy(), 2)
     made = loader(Noisy(), shuffle=True)
     found["auto"] = [list(made) for _ in range(2)]
     items = loader(Items(), 1, **kwargs("items"))

@@ -89,13 +89,13 @@ def test_a_loader_in_another_thread_loads_as_without_a_profile() -> None:
 
 def test_a_loader_in_another_thread_is_told_once() -> None:
     """One iteration outside the main thread warns once, with a `UserWarning` that says why."""
-    with torchrepro.apply(AUTO), warnings.catch_warnings(record=True) as told:
+    with torchrepro.apply(AUTO), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         _in_threads(lambda: _epoch(_shuffled()))
 
-    assert [warning.category for warning in told] == [UserWarning]
-    assert "outside of the main thread" in str(told[0].message)
-    assert "dataloader_kwargs" in str(told[0].message)
+    assert [warning.category for warning in warned] == [UserWarning]
+    assert "outside of the main thread" in str(warned[0].message)
+    assert "dataloader_kwargs" in str(warned[0].message)
 
 
 def test_a_loader_in_the_main_thread_is_not_told() -> None:

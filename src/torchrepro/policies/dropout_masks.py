@@ -208,7 +208,7 @@ def _tree(module: ModuleType) -> ast.Module:
         source: str | None = get_source(module.__name__) if get_source is not None else None
         if source is None:
             raise SourceMissingError(f"{module.__name__} is there without its source")
-        with _other_peoples_warnings():
+        with _quiet_compiler():
             return ast.parse(source)
     except (ImportError, SyntaxError) as error:
         raise SourceMissingError(
@@ -227,19 +227,19 @@ def _codes_by_place(
     as_written = _compiled(tree, file)
     for place, function in _places(tree):
         if place in rows:
-            _Replacing(rows[place]).visit(function)
+            _NameReplacer(rows[place]).visit(function)
     zeroed = _compiled(tree, file)
     return {place: (as_written[place], zeroed[place]) for place in rows if place in as_written}
 
 
 def _compiled(tree: ast.Module, file: str) -> dict[_Place, CodeType]:
-    with _other_peoples_warnings():
+    with _quiet_compiler():
         return dict(_codes(compile(tree, file, "exec", dont_inherit=True)))
 
 
 @contextmanager
-def _other_peoples_warnings() -> Iterator[None]:
-    """Keep quiet what the compiler has to say about a library's source."""
+def _quiet_compiler() -> Iterator[None]:
+    """Suppress warnings of the compiler about a library's source."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -262,8 +262,8 @@ def _codes(code: CodeType) -> Iterator[tuple[_Place, CodeType]]:
             yield from _codes(constant)
 
 
-class _Replacing(ast.NodeTransformer):
-    """Puts the value that a row gives a name wherever that name is read."""
+class _NameReplacer(ast.NodeTransformer):
+    """Replaces each read of a name by the value that its row gives."""
 
     def __init__(self, rows: list[WrittenMask]) -> None:
         self.rows = rows

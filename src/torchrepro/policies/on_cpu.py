@@ -39,13 +39,13 @@ def on_cpu(
 
 
 def is_on_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call with these arguments computes elsewhere than on the CPU."""
+    """Whether a call with these arguments computes on another device than the CPU."""
     place = _place([*leaves(args), *leaves(kwargs)])
     return place is not None and place.type != "cpu"
 
 
 class _Call:
-    """The arguments of one call on the CPU, and the way back."""
+    """The arguments of one call, copied to the CPU, and the return of its results."""
 
     def __init__(
         self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], generator: Change
@@ -69,7 +69,7 @@ class _Call:
             return
         (tensor,) = group
         if id(tensor) in self._outputs and _is_plain(tensor):
-            # Whatever it holds is about to be overwritten.
+            # Its content is about to be overwritten.
             copy = self._torch.empty_strided(
                 tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
             )
@@ -97,7 +97,7 @@ class _Call:
         return value
 
     def handed_back(self, result: Any) -> Any:
-        """Copy what the op has written to where it was meant for, and move what it returned."""
+        """Copy what the op has written back to the originals, and move what it returned."""
         for key in self._written & self._copies.keys():
             self._write_back(*self._copies[key])
         originals = {id(copy): original for original, copy in self._copies.values()}
@@ -233,10 +233,9 @@ def _bytes(tensor: Any) -> int:
 
 
 def _place(values: list[Any]) -> Any:
-    """Return the device for which a call with these arguments computes, None for the CPU alone.
+    """Return the device on which a call with these arguments computes, None for the CPU alone.
 
-    A `device=` decides; else it is where the tensors are that are not on the CPU, else where a
-    generator is.
+    A `device=` decides. Without one, a tensor that is not on the CPU decides, then a generator.
     """
     torch = import_module("torch")
     named = [value for value in values if isinstance(value, torch.device)]

@@ -61,7 +61,7 @@ class _State:
     seed: int | None = None
     finder: AfterImport | None = None
     seeded: dict[str, Any] = field(default_factory=dict)
-    """Library -> what brings its own state back."""
+    """Library -> its own state before it was seeded."""
 
 
 _state = _State()
@@ -160,7 +160,7 @@ def _seed(module: str) -> None:
     if _state.seed is None:
         return
     seeder = _seeders()[module]
-    if _state.seeded.get(module) is None:  # what a seeder before this one saved is what comes back
+    if _state.seeded.get(module) is None:  # the state that an earlier seeder saved is kept
         _state.seeded[module] = seeder.save() if seeder.save is not None else None
     seeder.seed(_state.seed)
 

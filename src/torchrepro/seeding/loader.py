@@ -45,11 +45,11 @@ class Loading:
     """What is asked of the process that loads a batch."""
 
     def __init__(
-        self, name: str, epoch: int = 0, theirs: Callable[[int], Any] | None = None
+        self, name: str, epoch: int = 0, author_init: Callable[[int], Any] | None = None
     ) -> None:
         plan = streams.current_plan()
         self.name = name
-        self.theirs = theirs
+        self.author_init = author_init
         self.root = plan.root(name)
         streams.note_drawn(name)
         self.plan = replace(plan, rank=plan.coordinate())
@@ -79,8 +79,8 @@ class Loading:
         if get_worker_info() is not None:
             streams.put_plan(self.plan)
             seed_readers_of_worker(worker, self.stream)
-        if self.theirs is not None:
-            self.theirs(worker)
+        if self.author_init is not None:
+            self.author_init(worker)
 
     def _enter(self, epoch: int) -> None:
         rank = self.plan.rank or 0

@@ -1,4 +1,4 @@
-"""Later calls that seed a global generator: honoured, and recorded with their line."""
+"""Calls of the program that seed a global generator: honoured, and recorded with their line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FUNCTIONS = (
 DEVICES = ("torch.cuda", "torch.npu", "torch.xpu", "torch.mps")
 """Modules whose functions seed nothing but generators of a device."""
 
-_OWN = ("torchrepro", "torch")  # what these call inside is no call of the program
+_OWN = ("torchrepro", "torch")  # their calls are not calls of the program
 _MANY = 1000
 
 
@@ -66,7 +66,7 @@ _originals: dict[tuple[str, str], Any] = {}
 
 @dataclass(frozen=True, slots=True)
 class SeedingCalls:
-    """Whether later seeding calls are recorded: the seed they depart from, or None."""
+    """The knob under which seeding calls of the program are recorded, until its undo."""
 
     def read(self) -> Any:
         return None
@@ -98,7 +98,7 @@ def seeding_calls() -> tuple[SeedingCall, ...]:
 
 
 def note_calls() -> Callable[[], None]:
-    """Record seeding calls of the program from now on; what is returned takes that back."""
+    """Record seeding calls of the program from now on; return the undo."""
     access = SeedingCalls()
     saved = access.save()
     access.write(None)
@@ -106,13 +106,13 @@ def note_calls() -> Callable[[], None]:
 
 
 def note_calls_of_new_modules() -> None:
-    """Record seeding calls to libraries that were loaded since, too."""
+    """Record seeding calls to libraries that were loaded since as well."""
     for module, name in FUNCTIONS:
         _wrap(module, name)
 
 
 def given_by_program() -> frozenset[str]:
-    """Return the functions to which the program has given a seed: one of chance is none."""
+    """Return the functions to which the program has given a seed; one left to chance is no seed."""
     of_chance = ("", shown(None))
     return frozenset(call.function for call in _calls.values() if call.value not in of_chance)
 
@@ -144,7 +144,7 @@ def _recording(module: str, name: str, original: Callable[..., Any]) -> Callable
 
 
 def _compiling_check(module: str) -> Callable[[], bool]:
-    """Return what tells that torch.compile is tracing, which cannot follow a look at the stack."""
+    """Return the check for torch.compile tracing, which cannot follow a look at the stack."""
     if module.partition(".")[0] != "torch":
         return bool
     check: Callable[[], bool] = sys.modules["torch"].compiler.is_compiling
@@ -152,7 +152,7 @@ def _compiling_check(module: str) -> Callable[[], bool]:
 
 
 def _module(name: str) -> Any:
-    """Return the module, or what a loaded package shows under that name, without a new library."""
+    """Return the module `name` if its package is loaded; never imports another library."""
     package, _, rest = name.partition(".")
     if package not in sys.modules:
         return None
@@ -170,7 +170,7 @@ def _note(function: str, values: tuple[Any, ...], frame: FrameType) -> None:
         call = _calls.setdefault((function, where), SeedingCall(function, "", where))
         call.value, call.times = seeds, call.times + 1
         if call.times == 1 and present_worker() == 0:
-            # What a worker records stays in the worker: one of them tells.
+            # What a worker records stays in the worker, so the first of them says it.
             say(f"seeded by the program itself, in workers: {call}")
 
 

@@ -172,8 +172,8 @@ def checked_name(name: Any) -> str:
     return name
 
 
-def whole(argument: str, value: Any, largest: int = LARGEST) -> int:
-    """Return `value` as an int from 0 to `largest`; raises `SeedingError` for anything else.
+def whole(argument: str, value: Any) -> int:
+    """Return `value` as an int from 0 to `LARGEST`; raises `SeedingError` for anything else.
 
     Integers of numpy and torch are taken. A bool or a float is not, even a whole one.
     """
@@ -182,13 +182,13 @@ def whole(argument: str, value: Any, largest: int = LARGEST) -> int:
         number = None if is_bool else index(value)
     except (TypeError, ValueError, RuntimeError):  # torch raises the last for other dtypes
         number = None
-    if number is None or not 0 <= number <= largest:
+    if number is None or not 0 <= number <= LARGEST:
         raise SeedingError(
             Problem(
                 "not a whole number" if number is None else "out of range",
                 key=argument,
                 found=shown(repr(value) if isinstance(value, str) else value),
-                legal=f"a whole number, 0 to {largest}",
+                legal=f"a whole number, 0 to {LARGEST}",
             )
         )
     return number
