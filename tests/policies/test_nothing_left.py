@@ -166,7 +166,7 @@ def test_a_profile_without_policies_loads_none() -> None:
     )
     loaded = {name.split(".")[2] for name in json.loads(done.stdout) if name.count(".") > 1}
 
-    assert loaded <= {"effects", "refusals", "fallback"}
+    assert loaded <= {"policy"}
     assert "torchrepro.policies.fallback" not in done.stdout
 
 
