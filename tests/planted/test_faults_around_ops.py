@@ -28,7 +28,7 @@ TORCHREPRO = str(Path(sysconfig.get_path("scripts")) / "torchrepro")
 
 
 def _parted(folder: Path, program: Callable[[int], Any]) -> tuple[Verdict, Divergence]:
-    """Record a program until two runs of it give another result; return where they part."""
+    """Record a program until two runs of it give another result; return where they diverge."""
     results = []
     for run in range(TRIES):
         with torchrepro.record(folder / str(run)):

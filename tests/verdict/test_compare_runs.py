@@ -136,6 +136,24 @@ def test_a_run_that_ended_earlier_is_not_the_same(tmp_path: Path, finished: obje
         assert verdict.compared.steps == 3
 
 
+@pytest.mark.parametrize("steps", [2, 5])
+def test_two_runs_that_were_cut_off_are_told_as_such(tmp_path: Path, steps: int) -> None:
+    """Where both were cut off, whatever their lengths, neither is called the shorter one."""
+    left, right = (
+        write(tmp_path / name, _run(number), {"finished": None})
+        for name, number in (("a", 5), ("b", steps))
+    )
+    verdict = compare(left, right)
+
+    assert verdict.first is not None
+    assert verdict.advice is not None
+    assert verdict.first.kind is Kind.ENDED
+    assert verdict.first.what.startswith("both runs were cut off (killed")
+    assert f"A after step 4 and B after step {steps - 1}" in verdict.first.what
+    assert verdict.advice.cause.startswith("Both runs were cut off")
+    assert str(verdict).startswith("not the same: both runs were cut off, at step")
+
+
 def test_a_run_that_ended_within_a_step_is_told(tmp_path: Path) -> None:
     """An exception in the middle of a step is the end of the run, not an op that others have."""
     run = _run()
@@ -198,8 +216,8 @@ def test_a_divergence_comes_with_advice(tmp_path: Path) -> None:
     assert compare(a, a).advice is None
 
 
-def test_the_next_rung_is_the_first_that_the_recorded_knobs_are_not_on(tmp_path: Path) -> None:
-    """Knobs in a trace tell which rungs hold; one of no effect where it ran counts as tried."""
+def test_the_next_level_is_the_first_that_the_recorded_knobs_are_not_on(tmp_path: Path) -> None:
+    """Knobs in a trace tell which levels hold; one of no effect where it ran counts as tried."""
     other = [Step(chain(4, weights="v"))]
     seeded = {"seed.torch": "7", "seed.cuda": "null", "dataloader.seeding": "auto"}
     for knobs, name, overrides in (
@@ -209,11 +227,11 @@ def test_the_next_rung_is_the_first_that_the_recorded_knobs_are_not_on(tmp_path:
     ):
         folder = tmp_path / str(len(knobs))
         a = write(folder / "a", _run(1), {"knobs": knobs})
-        rung = next_level(compare(a, write(folder / "b", other)))
+        level = next_level(compare(a, write(folder / "b", other)))
 
-        assert rung is not None
-        assert rung.name == name
-        assert overrides in (None, rung.overrides)
+        assert level is not None
+        assert level.name == name
+        assert overrides in (None, level.overrides)
     assert next_level(compare(a, a)) is None
 
 

@@ -17,7 +17,7 @@ from torchrepro.trace.format import UNINITIALISED
 from torchrepro.verdict.diagnosis import advice, evidence_of
 from torchrepro.verdict.evidence import DRAWING, DROPPING, DROPPING_INSIDE
 from torchrepro.verdict.rules import RULES
-from torchrepro.verdict.value import Kind, Setting, Verdict
+from torchrepro.verdict.value import BOTH_CUT, Kind, Setting, Verdict
 
 from .verdicts import divergence, equal, parted, side
 
@@ -36,11 +36,12 @@ def both(**values: Any) -> dict[str, Any]:
     return {"left": side(**values), "right": side(**values)}
 
 
-# What parts, the settings in which the runs differ, what one trace's meta says, and then the
+# What diverges, the settings in which the runs differ, what one trace's meta says, and then the
 # override that is proposed and a word of the cause.
 CASES = {
     "shorter": (divergence("", Kind.ENDED), (), CPU, "", "shorter"),
-    "not comparable": (divergence("", Kind.INCOMPARABLE), (), CPU, "", "nobody can tell"),
+    "both cut off": (divergence("", Kind.ENDED, what=BOTH_CUT), (), CPU, "", "Both runs"),
+    "not comparable": (divergence("", Kind.INCOMPARABLE), (), CPU, "", "cannot be compared"),
     "other seeds": (
         *(divergence("", Kind.RANDOM), (Setting("seed.torch", "1", "2"),), CPU),
         *("seed=1", "seeded alike"),
@@ -212,7 +213,7 @@ TOLERANCE = {
 
 
 def verdict_on(first: Any, settings: tuple[Setting, ...], **values: Any) -> Verdict:
-    """Return the verdict of two runs that part at `first`."""
+    """Return the verdict of two runs that diverge at `first`."""
     return parted(first, settings=settings, advice=None, **values)
 
 
@@ -285,7 +286,7 @@ def test_a_knob_that_is_in_force_already_is_not_proposed_but_named() -> None:
 
     assert found is not None
     assert not found.setting
-    assert "Already in force" in found.cause
+    assert "Already set, without effect" in found.cause
 
 
 def test_a_knob_with_two_values_is_in_force_in_neither_run() -> None:
@@ -315,7 +316,7 @@ def test_runs_that_are_the_same_need_no_advice() -> None:
 def test_every_divergence_gets_an_advice_that_a_shell_takes(  # noqa: PLR0913, PLR0917 - what varies
     op: str, kind: Kind, phase: str, module: str, step: int, profile: str
 ) -> None:
-    """Whatever parts, a cause is told, and the command to look closer names what it is about."""
+    """Whatever diverges, a cause is told, and the command to look closer names what it is about."""
     first = divergence(op, kind, phase=phase, module=module, step=step)
 
     found = advice(verdict_on(first, ()), {"profile": profile}, "python train.py --lr 1")

@@ -1,4 +1,4 @@
-"""Laws of the ladder: it is climbed rung by rung, and ends."""
+"""Laws of escalation: it goes level by level, and ends."""
 
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -23,33 +23,33 @@ def values(profile: str, *overrides: str) -> Any:
 
 @pytest.mark.parametrize("profile", ["seed-only", "train-fast", "debug-strict", "npu-align"])
 @pytest.mark.parametrize("accelerator", ["", "cuda"])
-def test_a_climb_ends_at_the_top_and_never_comes_back_to_a_rung(
+def test_escalation_ends_at_the_top_and_never_comes_back_to_a_level(
     profile: str, accelerator: str
 ) -> None:
-    """With a rung's overrides in the profile, the next one is the next higher that acts here."""
+    """With a level's overrides in the profile, the next one is the next higher that acts here."""
     first = divergence(module="layers.2.mlp")
-    climbed: list[str] = []
+    passed: list[str] = []
     overrides: tuple[str, ...] = ()
-    while rung := next_level(values(profile, *overrides), first, accelerator):
-        climbed.append(rung.name)
-        overrides += rung.overrides
+    while level := next_level(values(profile, *overrides), first, accelerator):
+        passed.append(level.name)
+        overrides += level.overrides
 
-    assert climbed == [name for name in NAMES if name in climbed]
-    assert len(set(climbed)) == len(climbed)
+    assert passed == [name for name in NAMES if name in passed]
+    assert len(set(passed)) == len(passed)
     on_cpu = NAMES[2:4] if profile != "npu-align" else NAMES[2:3]
-    assert set(on_cpu) <= set(climbed)
-    assert ("the suspect module on the CPU" in climbed) == bool(accelerator)
+    assert set(on_cpu) <= set(passed)
+    assert ("the suspect module on the CPU" in passed) == bool(accelerator)
 
 
-def test_the_rungs_of_a_program_without_a_profile_are_all_there_are() -> None:
-    """Nothing declared, every rung is above, the lowest first."""
+def test_the_levels_of_a_program_without_a_profile_are_all_there_are() -> None:
+    """Nothing declared, every level is above, the lowest first."""
     found = list(levels_above({}, divergence(), "npu"))
 
-    assert [rung.name for rung in found] == NAMES
+    assert [level.name for level in found] == NAMES
 
 
-def test_each_rung_holds_all_below_it() -> None:
-    """The overrides of a rung begin with those of the rung below."""
+def test_each_level_holds_all_below_it() -> None:
+    """The overrides of a level begin with those of the level below."""
     found = list(levels_above({}, divergence(), "cuda"))
 
     for below, above in pairwise(found):
@@ -59,7 +59,7 @@ def test_each_rung_holds_all_below_it() -> None:
 @given(
     module=st.text(min_size=1, max_size=12) | st.sampled_from(["0", "1.5", "1e5", "null", "_a_"])
 )
-def test_whatever_a_module_is_called_its_rung_is_a_legal_override(module: str) -> None:
+def test_whatever_a_module_is_called_its_level_is_a_legal_override(module: str) -> None:
     """Names that the grammar of overrides has no place for become patterns that mean them."""
     *_, top = levels_above({"seed": 1}, divergence(module=module), "cuda")
     found = load("seed-only", top.overrides).resolved.values.get("device", {}).get("modules", {})
@@ -69,7 +69,7 @@ def test_whatever_a_module_is_called_its_rung_is_a_legal_override(module: str) -
 
 
 def test_the_model_as_a_whole_and_what_is_outside_of_modules_are_not_placed() -> None:
-    """Without a module's path within the model there is no such rung."""
+    """Without a module's path within the model there is no such level."""
     for module in ("", "Net"):
         assert list(levels_above({}, divergence(module=module), "cuda"))[-1].name == NAMES[-2]
 

@@ -2,6 +2,9 @@
 
 import json
 import math
+import pickle
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -21,9 +24,9 @@ LONGEST = 25
 
 
 def told(verdict: Verdict) -> str:
-    """Return a verdict as a pipe shows it, with the rung that comes next."""
-    rung = next_level({}, verdict.first) if verdict.first else None
-    return as_text(*verdict_parts(verdict, rung))
+    """Return a verdict as a pipe shows it, with the level that comes next."""
+    level = next_level({}, verdict.first) if verdict.first else None
+    return as_text(*verdict_parts(verdict, level))
 
 
 def test_the_same_is_one_line_that_says_how_much_was_compared() -> None:
@@ -53,7 +56,7 @@ def test_what_differs_though_the_runs_are_the_same_is_said() -> None:
 
 
 def test_all_that_is_known_of_a_divergence_is_told_in_a_screen() -> None:
-    """Place, op, source, shapes, fingerprints, elements, spread, cause, knob, rung, command."""
+    """Place, op, source, shapes, fingerprints, elements, spread, cause, knob, level, command."""
     verdict = parted()
     text = told(verdict)
 
@@ -149,6 +152,17 @@ def test_the_line_of_the_source_is_shown_if_it_can_be_read() -> None:
 def test_sizes_are_readable(number: int, text: str) -> None:
     """Bytes are told in the unit that leaves few digits."""
     assert size(number) == text
+
+
+def test_a_verdict_is_shown_the_same_wherever_it_comes_from() -> None:
+    """A process that only unpickles a verdict shows it as the one that made it does."""
+    verdict = parted()
+    code = "import pickle, sys; print(pickle.load(sys.stdin.buffer))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps(verdict), capture_output=True, check=True
+    )
+
+    assert done.stdout.decode().rstrip("\n") == str(verdict).rstrip("\n")
 
 
 def test_the_json_is_valid_and_has_the_documented_keys() -> None:

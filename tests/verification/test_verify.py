@@ -239,7 +239,7 @@ def test_where_no_level_helps_that_is_said(training, verified):
     assert answer["equal_on"] is None
     assert len(answer["tried"]) > 2
     assert not any(tried["same"] for tried in answer["tried"])
-    assert "no rung of the ladder" in as_text(*verification_parts(found))
+    assert "no level of escalation" in as_text(*verification_parts(found))
 
 
 @pytest.mark.usefixtures("forked")

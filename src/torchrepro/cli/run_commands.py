@@ -292,6 +292,8 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
 
     command = _given_command(context, f"verify {profile}".rstrip())
     _check_page(report)
+    if climb:
+        say("--climb is called --escalate now; the next version has the new name alone")
     if profile:
         resolved_profile(profile, overrides)  # refuses a wrong one before anything starts
     try:

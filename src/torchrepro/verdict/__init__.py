@@ -1,4 +1,4 @@
-"""Whether two recorded runs were the same, and where they parted if not."""
+"""Whether two recorded runs were the same, and where they diverge if not."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def advice(
     fixes = (*_common_values(rule, evidence), *rule.fixes)
     open_fixes = [fix for fix in fixes if not _in_force(fix, evidence)]
     if fixes and not open_fixes:
-        cause += f" Already in force, yet no help: {', '.join(fix.key for fix in fixes)}."
+        cause += f" Already set, without effect: {', '.join(fix.key for fix in fixes)}."
     fix = open_fixes[0] if open_fixes else None
     return Advice(
         cause=cause,
@@ -73,7 +73,7 @@ def _promise(verdict: Verdict, meta: Mapping[str, Any]) -> str:
     unequal = {each.name: each.right for each in verdict.settings}
     for its in (left, {name: unequal.get(name, value) for name, value in left.items()}):
         if its["guarantee"] is None:
-            return f"no profile was in force, so nobody promised this; {_STRICT}"
+            return f"no profile was in force, so nothing was promised; {_STRICT}"
         if its["guarantee"] == "seeded" or (
             its["guarantee"] == "aligned" and verdict.tolerance is None
         ):

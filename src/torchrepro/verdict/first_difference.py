@@ -299,7 +299,10 @@ def _explain_by_step_before(this: Input) -> Explanation | None:
     before = this.in_step_before()
     kept = [value == now for value, now in zip(before, this.values, strict=True)]
     if all(kept):
-        return Kind.DATA, f"{this.name} has differed since before this step, to no effect until now"
+        return (
+            Kind.DATA,
+            f"{this.name} has differed since before this step, without effect until now",
+        )
     if any(kept):
         keeps, changed = NAMES if kept[0] else NAMES[::-1]
         return (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.verdict.columns import MAIN, NAMES, StepComparison
 from torchrepro.verdict.evidence import NO_VALUE
 from torchrepro.verdict.render import are, counted
-from torchrepro.verdict.value import Divergence, Kind, Setting, Side
+from torchrepro.verdict.value import BOTH_CUT, Divergence, Kind, Setting, Side
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -133,7 +133,7 @@ def _digests(trace: Trace) -> Mapping[int, Mapping[str, bytes]]:
     return found
 
 
-CUT = " (killed, ended by os._exit, or it still runs)"
+CUT = " (killed, ended by os._exit, or still running)"
 
 
 def truncation(pair: Pair) -> Divergence | None:
@@ -150,13 +150,21 @@ def truncation(pair: Pair) -> Divergence | None:
         shorter, longer = NAMES[short], NAMES[1 - short]
         killed = CUT if pair.traces[short].is_truncated else ""
         what = f"{shorter} ended after step {last[short]}{killed}; {longer} goes on to {max(last)}"
-        return at_step(pair, last[short] + 1, Kind.ENDED, what)
+        return at_step(pair, last[short] + 1, Kind.ENDED, _both_cut(pair, last) or what)
     cut = [side for side, trace in enumerate(pair.traces) if trace.is_truncated]
     if not cut:
         return None  # more of it was not to be recorded
-    names = " and ".join(NAMES[side] for side in cut)
     step = min(last[side] for side in cut)
-    return at_step(pair, step + 1, Kind.ENDED, f"{names} ended after step {step}{CUT}")
+    what = f"{NAMES[cut[0]]} ended after step {step}{CUT}"
+    return at_step(pair, step + 1, Kind.ENDED, _both_cut(pair, last) or what)
+
+
+def _both_cut(pair: Pair, last: Sequence[int]) -> str:
+    """Return a sentence on two runs that were both cut off, or nothing."""
+    if not all(trace.is_truncated for trace in pair.traces):
+        return ""
+    ends = [f"{name} after step {step}" for name, step in zip(NAMES, last, strict=True)]
+    return f"{BOTH_CUT}{CUT}: {' and '.join(ends)}"
 
 
 def _last_step(trace: Trace) -> int:

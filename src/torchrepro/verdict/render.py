@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.console import listing
 from torchrepro.messages import printable, shown
 from torchrepro.trace.format import UNINITIALISED
-from torchrepro.verdict.value import Kind
+from torchrepro.verdict.value import BOTH_CUT, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -138,7 +138,7 @@ def _advice(verdict: Verdict, level: EscalationLevel | None) -> Rows:
             rows += [("try", f"{quote(found.setting)}   ({explain})")]
     if level:
         overrides = " ".join(map(quote, level.overrides))
-        rows += [("next rung", f"{level.name}: {overrides}")]
+        rows += [("next level", f"{level.name}: {overrides}")]
     if found and found.closer:
         rows += [("look closer", found.closer), ("", SAME_FOR_B)]
     return rows
@@ -170,8 +170,9 @@ def headline(verdict: Verdict) -> str:
     if verdict.first.kind is Kind.INCOMPARABLE:
         return f"not known to be the same: {Kind.INCOMPARABLE}"
     if verdict.first.kind is Kind.ENDED:
-        return f"not the same: {Kind.ENDED}, {place(verdict.first)}"
-    return f"not the same: they part {place(verdict.first)}"
+        what = BOTH_CUT if verdict.first.both_were_cut else Kind.ENDED
+        return f"not the same: {what}, {place(verdict.first)}"
+    return f"not the same: diverged {place(verdict.first)}"
 
 
 def place(first: Divergence) -> str:
@@ -280,7 +281,7 @@ def aftermath(verdict: Verdict) -> str:
     if not verdict.propagated and not verdict.independent:
         return "nothing later differs"
     parts = [f"{counted(verdict.propagated, 'record')} only pass it on"] * bool(verdict.propagated)
-    alone = f"{counted(verdict.independent, 'record')} part on their own, from equal inputs"
+    alone = f"{counted(verdict.independent, 'record')} differ on their own, from equal inputs"
     return "; ".join([*parts, *([alone] if verdict.independent else [])])
 
 

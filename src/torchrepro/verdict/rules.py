@@ -153,8 +153,8 @@ KERNEL_RULES: tuple[Rule, ...] = (
         knobs=("backends.*", "device.*", "env.*", "dropout"),
     ),
     Rule(
-        "{op} lies further apart than the tolerance: a faster, less exact precision on one "
-        "device, or a wrong kernel.",
+        "{op} is out of tolerance: a faster, less exact precision on one device, or a wrong "
+        "kernel.",
         COMPUTED,
         lambda e: e.tolerance and e.accelerator == "cuda",
         (
@@ -163,8 +163,8 @@ KERNEL_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        "{op} lies further apart than the tolerance: a faster, less exact precision on one "
-        "device, or a wrong kernel.",
+        "{op} is out of tolerance: a faster, less exact precision on one device, or a wrong "
+        "kernel.",
         COMPUTED,
         lambda e: e.tolerance and e.accelerator == "npu",
         (
@@ -190,8 +190,8 @@ KERNEL_RULES: tuple[Rule, ...] = (
         (DETERMINISTIC, ON_CPU),
     ),
     Rule(
-        "{op} adds with atomics, in whatever order its threads come, unless torch is asked for "
-        "deterministic kernels.",
+        "{op} adds with atomics, in the order in which its threads arrive, unless torch is asked "
+        "for deterministic kernels.",
         COMPUTED,
         lambda e: e.op in FIXED_BY_THE_FLAG,
         (DETERMINISTIC,),
@@ -241,7 +241,7 @@ KERNEL_RULES: tuple[Rule, ...] = (
         (Fix("backends.cpu.mkldnn_deterministic", "true"), ONE_THREAD),
     ),
     Rule(
-        "MKL rounds by the alignment of memory and the number of threads that it finds.",
+        "The rounding of MKL depends on the alignment of memory and on the number of threads.",
         COMPUTED,
         _on("", MATMUL),
         (MKL_PATH, ONE_THREAD),
@@ -253,7 +253,7 @@ KERNEL_RULES: tuple[Rule, ...] = (
         (ONE_THREAD, Fix("env.OMP_DYNAMIC", '"false"', ("false",))),
     ),
     Rule(
-        "{op} is a custom kernel, which torch's deterministic flag cannot see: look into it.",
+        "{op} is a custom kernel, which torch's deterministic flag does not reach: check its code.",
         COMPUTED,
         lambda e: e.namespace not in ("", "aten", "prims"),
     ),
@@ -265,8 +265,8 @@ KERNEL_RULES: tuple[Rule, ...] = (
         (DETERMINISTIC,),
     ),
     Rule(
-        "No known cause fits: {op} gave two results for the same inputs. Left are a race in the "
-        "program, memory written from outside, and faulty hardware.",
+        "No known cause fits: {op} gave two results for the same inputs. What remains is a race "
+        "in the program, memory written from outside, or faulty hardware.",
         COMPUTED,
     ),
 )
@@ -278,12 +278,18 @@ def _is_collective(e: Evidence) -> bool:
 
 RULES: tuple[Rule, ...] = (
     Rule(
+        "Both runs were cut off; as far as both go they are the same.",
+        (Kind.ENDED,),
+        lambda e: e.first.both_were_cut,
+        rerecord=False,
+    ),
+    Rule(
         "One run is shorter than the other; as far as both go they are the same.",
         (Kind.ENDED,),
         rerecord=False,
     ),
     Rule(
-        "What can be compared agrees; of the rest nobody can tell.",
+        "All that can be compared agrees. The rest cannot be compared.",
         (Kind.INCOMPARABLE,),
         rerecord=False,
     ),
@@ -299,8 +305,8 @@ RULES: tuple[Rule, ...] = (
         fixes=(SEED, LOADER, NO_WORKERS),
     ),
     Rule(
-        "What the recordings hold of a step says that {op} differ, not which op computed them; "
-        "recorded op by op, the runs name it.",
+        "The recordings show that {op} differ, but not which op computed them. Runs that are "
+        "recorded op by op show it.",
         fits=lambda e: e.first.op in COARSE,
     ),
     Rule(
@@ -346,7 +352,7 @@ RULES: tuple[Rule, ...] = (
         (SEED, LOADER, NO_WORKERS),
     ),
     Rule(
-        "The ranks were given other data by another rank, or took part in another order.",
+        "Another rank sent other data, or the ranks took part in another order.",
         (Kind.DATA,),
         _is_collective,
     ),
@@ -358,7 +364,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "A race: {op} writes in place on thread {thread}, and several threads reach one tensor in "
-        "whatever order they come. Guard it with a lock, or give each thread its own.",
+        "varying order. Guard it with a lock, or give each thread its own.",
         (Kind.OUTPUTS, Kind.INPUT),
         lambda e: e.writes_in_place and e.on_another_thread,
     ),

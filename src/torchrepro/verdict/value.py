@@ -9,9 +9,12 @@ from typing import Any
 
 from torchrepro.console import Displayed
 
+BOTH_CUT = "both runs were cut off"
+"""Begins the sentence of a divergence that is the end of two recordings that were cut off."""
+
 
 class Kind(StrEnum):
-    """How two runs can part."""
+    """How two runs can diverge."""
 
     OUTPUTS = "equal inputs, unequal outputs"
     ARGUMENT = "another argument"
@@ -25,7 +28,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What one of two runs has at the place where they part."""
+    """What one of two runs has at the place where they diverge."""
 
     run: str
     """The folder of the recording."""
@@ -41,7 +44,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """One element in which a kept tensor differs."""
+    """An element in which kept tensors differ."""
 
     tensor: str
     """``output 0`` or ``input 1``."""
@@ -63,7 +66,7 @@ class Distance:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where two runs part: the first record in which they differ."""
+    """Where two runs diverge: the first record in which they differ."""
 
     rank: int
     step: int
@@ -84,15 +87,20 @@ class Divergence:
     what: str = ""
     """One more sentence, where there is more to say: which input, which generator."""
 
+    @property
+    def both_were_cut(self) -> bool:
+        """Whether both recordings were cut off, so that neither is known to be shorter."""
+        return self.kind is Kind.ENDED and self.what.startswith(BOTH_CUT)
+
     @classmethod
     def without_op(cls, rank: int, step: int, kind: Kind, what: str) -> Divergence:
-        """Return one that no op of either run stands for."""
+        """Return a divergence that has no op."""
         return cls(rank, step, "", "", "", "", kind, "", None, None, what=what)
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """How much a verdict rests on."""
+    """How much was compared."""
 
     ranks: int
     steps: int
@@ -104,7 +112,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Agreement of one module in one step: how many of its records are the same, and are not."""
+    """How many records of one module in one step are the same, and how many differ."""
 
     step: int
     module: str
@@ -123,7 +131,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What to make of a divergence."""
+    """The likely cause of a divergence and what to try."""
 
     cause: str
     """The likely cause, in words."""
@@ -132,9 +140,9 @@ class Advice:
     setting: str
     """The override that sets it, as in ``backends.torch.deterministic_algorithms=error``."""
     closer: str
-    """The exact command to look closer; empty where nothing more is to be seen."""
+    """The exact command that records more detail; empty if there is no more to see."""
     promise: str = ""
-    """Who promises what the runs lack, where the profiles in force do not; else empty."""
+    """Which profile promises equal runs, if one in force does not; else empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +168,7 @@ class Verdict(Displayed):
     """Step, loss of the left run, loss of the right one; None where a run has no such step."""
     settings: tuple[Setting, ...] = ()
     across_ranks: tuple[str, ...] = ()
-    """What ranks of one run do not share although replicas should, one sentence each."""
+    """Ranks of one run that should be replicas and are not, one sentence each."""
     notes: tuple[str, ...] = ()
     """What a reader has to know of the comparison itself, one sentence each."""
     advice: Advice | None = None

@@ -54,11 +54,11 @@ def rerecord(
     if _spot(closer.first) != _spot(first):
         return _with_note(
             verdict,
-            f"two more runs, recorded in detail, part {place(closer.first)}: it varies from run "
+            f"two more runs, recorded in detail, diverge {place(closer.first)}: it varies from run "
             "to run",
         )
     merged = replace(verdict, first=closer.first, advice=closer.advice)
-    return _with_note(merged, "where they part is shown as two more runs have it, in detail")
+    return _with_note(merged, "the divergence is shown as two more runs recorded it, in detail")
 
 
 def _spot(first: Divergence) -> tuple[object, ...]:
@@ -87,9 +87,9 @@ def bisect_perturbations(
 
     stressed = StressResult(plan.names, plan.skipped)
     if diverges(()):
-        return replace(stressed, what="they part without any perturbation as well")
+        return replace(stressed, what="the runs diverge without any perturbation as well")
     found = bisect(plan.names, diverges)
-    alone = f"perturbing the {found[0]} alone makes them part"
+    alone = f"perturbing the {found[0]} alone makes the runs diverge"
     several = f"it takes several perturbations together: {', '.join(found)}"
     return replace(stressed, culprits=found, what=several if found[1:] else alone)
 
@@ -163,7 +163,7 @@ def _try(
     runs = []
     for position, environment in enumerate(environments, start=1):
         runner.say(f"with {level.name}, run {position} of {len(environments)} ...")
-        runs.append(runner.run(stricter, f"rung-{number}-run-{position}", environment))
+        runs.append(runner.run(stricter, f"level-{number}-run-{position}", environment))
     if all_failed(runs):
         return False, f"it ended with {status_in_words(runs[0].status)}: see {runs[0].log}"
     if not any(run.steps for run in runs):

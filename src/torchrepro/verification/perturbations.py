@@ -168,7 +168,7 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
     Perturbation(
         "memory contents",
         "glibc fills fresh and freed memory with another byte",
-        "memory is read that nothing has written",
+        "the program reads memory that nothing has written",
         _other_memory,
         obstacle=_not_of_glibc,
         fix="backends.torch.fill_uninitialized_memory=true",
@@ -176,7 +176,7 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
     Perturbation(
         "hash seed",
         "another PYTHONHASHSEED",
-        "the order of a set of strings, or a hash of text, decides something",
+        "the result depends on the order of a set of strings, or on a hash of text",
         lambda number: RunEnvironment({"PYTHONHASHSEED": str(number * 7919)}),
         unperturbed=RunEnvironment({"PYTHONHASHSEED": "0"}),
         fix='env.PYTHONHASHSEED="0"',
@@ -184,8 +184,8 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
     Perturbation(
         "allocation",
         "other sizes of malloc's arenas, and a heap with other things in it",
-        "an address decides something: the id of an object, the alignment of memory, memory that "
-        "is read beyond its end",
+        "the result depends on an address: the id of an object, the alignment of memory, or memory "
+        "that is read beyond its end",
         _other_allocation,
     ),
     Perturbation(
@@ -197,7 +197,7 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
     Perturbation(
         "affinity",
         "half of the CPUs, with as many threads as before",
-        "threads race, or the number of usable CPUs decides something",
+        "threads race, or the result depends on the number of usable CPUs",
         _some_cpus,
         obstacle=_no_choice_of_cpus,
     ),
@@ -211,20 +211,20 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
     Perturbation(
         "clock",
         "Python's `time` tells another day",
-        "the time of day decides something: a seed, a name, a limit",
+        "the result depends on the time of day: a seed, a name, a limit",
         _another_day,
     ),
     Perturbation(
         "time zone",
         "local time is that of another day",
-        "the local date or hour decides something, as `datetime.now` tells it",
+        "the result depends on the local date or hour, as `datetime.now` tells it",
         _another_zone,
     ),
     Perturbation(
         "working directory",
         "the same files, at another path",
-        "the path of the working directory decides something, or the order in which files are "
-        "listed",
+        "the result depends on the path of the working directory, or on the order in which files "
+        "are listed",
         lambda number: RunEnvironment(mirror=True),
         obstacle=lambda: too_large(Path.cwd()),
     ),

@@ -112,7 +112,7 @@ def _counts(found: Verification) -> str:
     other = [run.name for run, verdict in pairs if not verdict.same]
     if not other:
         return f"{runs}, all the same"
-    return f"{runs}: unlike {found.runs[0].name} {'are' if other[1:] else 'is'} {some(other)}"
+    return f"{runs}: {some(other)} differ{'' if other[1:] else 's'} from {found.runs[0].name}"
 
 
 def _lines(found: Verification) -> Iterator[str]:
@@ -127,7 +127,7 @@ def _lines(found: Verification) -> Iterator[str]:
     if found.escalation is not None:
         yield from _escalation(found.escalation, found.equal_on)
     elif found.own_profile and not found.same:
-        yield "a climb adds settings to a profile that `torchrepro verify PROFILE` puts in force"
+        yield "escalation adds settings to a profile that `torchrepro verify PROFILE` puts in force"
     if found.folder:
         yield f"recordings and logs are in {found.folder}"
 
@@ -136,7 +136,7 @@ def _escalation(
     trials: Sequence[EscalationTrial], equal_on: EscalationLevel | None
 ) -> Iterator[str]:
     if equal_on is None:
-        yield "no rung of the ladder makes the runs the same:"
+        yield "no level of escalation makes the runs the same:"
     else:
         yield f"with {equal_on.name} the runs are the same: {equal_on.why}"
         yield f"    {' '.join(map(quote, equal_on.overrides))}"
