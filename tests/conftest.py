@@ -3,7 +3,9 @@
 import json
 import os
 import random
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,39 @@ def clean_process(clean_environment: dict[str, str], monkeypatch: pytest.MonkeyP
     for name in os.environ.keys() - clean_environment.keys():
         if not name.startswith(OF_THE_RUN):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def fork() -> Iterator[Callable[..., int]]:
+    """Run programs in forks of one Python that has torch; returns the exit status of each.
+
+    For laws about what a program computes and says; how a Python starts has tests of its own.
+    """
+    ours = ("TORCHREPRO_", "MALLOC_", "TZ", "PYTHON")
+    with subprocess.Popen(
+        [sys.executable, Path(__file__).with_name("forked_python.py")],
+        env={
+            **{name: value for name, value in os.environ.items() if not name.startswith(ours)},
+            "PYTHONHASHSEED": "0",
+        },
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+
+        def fork(
+            words: Sequence[object],
+            environment: dict[str, str],
+            folder: Path,
+            streams: Sequence[str | Path],
+        ) -> int:
+            line = [[*map(str, words)], environment, str(folder), [*map(str, streams)]]
+            process.stdin.write(json.dumps(line) + "\n")
+            process.stdin.flush()
+            return int(process.stdout.readline())
+
+        yield fork
+        process.stdin.close()
 
 
 @pytest.fixture

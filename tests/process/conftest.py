@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -140,11 +141,30 @@ def run_python(execute):
 
 
 @pytest.fixture
+def fork_python(fork, tmp_path, clean_environment):
+    """Run Python with these arguments as `run_python` does, in a fork of one that has torch.
+
+    Its PYTHONHASHSEED was 0 when it started, whatever its environment says.
+    """
+
+    def fork_python(*arguments, env=None, stdin=""):
+        with tempfile.TemporaryDirectory() as folder:
+            streams = [Path(folder, name) for name in ("in", "out", "err")]
+            for path in streams:
+                path.write_text(stdin if path.name == "in" else "", encoding="utf-8")
+            status = fork(arguments, {**clean_environment, **(env or {})}, tmp_path, streams)
+            texts = [path.read_text(encoding="utf-8") for path in streams[1:]]
+        return subprocess.CompletedProcess(arguments, status, *texts)
+
+    return fork_python
+
+
+@pytest.fixture
 def answer_of(run_python):
     """Run Python and return the JSON value in the last line that it prints; its status is 0."""
 
-    def answer_of(*arguments, **options):
-        result = run_python(*arguments, **options)
+    def answer_of(*arguments, run=run_python, **options):
+        result = run(*arguments, **options)
 
         assert result.returncode == 0, result.stderr
         return json.loads(result.stdout.splitlines()[-1])
@@ -203,10 +223,10 @@ class Ended:
 
 
 @pytest.fixture
-def app(hydra_app, run_python):
+def app(hydra_app, fork_python):
     """Run the app that prints its state before, in and after its task."""
 
-    def app(*overrides, env=None, config=None, run=run_python):
+    def app(*overrides, env=None, config=None, run=fork_python):
         hydra_app(APP, config)
         env = {**DEPRECATED, **(env or {})}
         return Ended(run("app.py", *overrides, env=env, stdin=json.dumps(RECORDED)))
@@ -215,12 +235,15 @@ def app(hydra_app, run_python):
 
 
 @pytest.fixture
-def little(hydra_app, run_python):
-    """Run a small app; the lines that its tasks print are in `tasks` of the result."""
+def little(hydra_app, fork_python):
+    """Run a small app; the lines that its tasks print are in `tasks` of the result.
 
-    def little(*overrides, env=None, config=None, run=run_python):
+    Its PYTHONHASHSEED is exported, so that no strict profile has it begin again.
+    """
+
+    def little(*overrides, env=None, config=None, run=fork_python):
         hydra_app(LITTLE, config)
-        result = run("app.py", *overrides, env=env)
+        result = run("app.py", *overrides, env={"PYTHONHASHSEED": "0", **(env or {})})
         result.tasks = [line for line in result.stdout.splitlines() if line.startswith("task")]
         return result
 

@@ -64,10 +64,11 @@ def test_without_a_profile_nothing_changes(app, tmp_path):
     assert not (tmp_path / "out" / ".hydra" / "repro.json").exists()
 
 
-def test_applied_before_the_task_and_undone_after_it(app):
+def test_applied_before_the_task_and_undone_after_it(app, run_python):
     """The task runs under the profile and its overrides, and afterwards all is as before."""
     ended = app(
-        "+repro=debug-strict", "repro.seed=7", "repro.backends.cpu.mkldnn_deterministic=null"
+        *("+repro=debug-strict", "repro.seed=7", "repro.backends.cpu.mkldnn_deterministic=null"),
+        run=run_python,
     )
     (task,) = ended.tasks
 
@@ -112,22 +113,25 @@ def test_a_failing_job_is_undone(app):
     assert ended.before == ended.after
 
 
-def test_a_job_that_leaves_the_program_leaves_nothing_to_the_next(write, answer_of):
+def test_a_job_that_leaves_the_program_leaves_nothing_to_the_next(write, answer_of, fork_python):
     """A job that ends by sys.exit, which Hydra lets through, is undone before the next one."""
     write({"twice.py": TWICE})
 
-    assert answer_of("twice.py") == [[True, "Ring"], [False, None]]
+    assert answer_of("twice.py", run=fork_python, env={"PYTHONHASHSEED": "0"}) == [
+        [True, "Ring"],
+        [False, None],
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(
     not find_spec("hydra_plugins.hydra_joblib_launcher"), reason="hydra-joblib-launcher is missing"
 )
-def test_jobs_in_other_processes(little, write):
+def test_jobs_in_other_processes(little, run_python):
     """Jobs that joblib starts are each under their profile, and a refused one is status 3."""
     launcher = ("-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
-    good = little(*launcher, "+repro=debug-strict,train-fast", "repro.seed=1,2")
-    bad = little(*launcher, "+repro=debug-strict", "repro.seed=1,-1")
+    good = little(*launcher, "+repro=debug-strict,train-fast", "repro.seed=1,2", run=run_python)
+    bad = little(*launcher, "+repro=debug-strict", "repro.seed=1,-1", run=run_python)
 
     assert good.returncode == 0, good.stderr
     assert sorted(good.tasks) == ["task False 1", "task False 2", "task True 1", "task True 2"]
@@ -163,12 +167,13 @@ def test_a_profile_of_ones_own(little, write):
     assert "Traceback" not in bad.stderr
 
 
-def test_a_closed_dataclass_with_the_field(write, run_python):
+def test_a_closed_dataclass_with_the_field(write, fork_python):
     """An app whose config is a closed dataclass takes a profile in a field `repro: Any = None`."""
     write({"closed.py": CLOSED})
-    without = run_python("closed.py", env=DEPRECATED)
-    below = run_python("closed.py", "+repro=debug-strict", "repro.seed=5", "size=4")
-    plain = run_python("closed.py", "repro=debug-strict")
+    without = fork_python("closed.py", env=DEPRECATED)
+    words = ("+repro=debug-strict", "repro.seed=5", "size=4")
+    below = fork_python("closed.py", *words, env={"PYTHONHASHSEED": "0"})
+    plain = fork_python("closed.py", "repro=debug-strict")
 
     assert (without.stdout, without.stderr) == ("task 3 False\n", "")
     assert below.stdout == "task 4 True\n", below.stderr
@@ -230,7 +235,7 @@ def test_variables_that_hydra_sets(app):
     assert bad.before == bad.after
 
 
-def test_a_composed_profile_can_be_applied_by_hand(write, answer_of):
+def test_a_composed_profile_can_be_applied_by_hand(write, answer_of, fork_python):
     """apply takes the profile of a composed config, the whole or its part, or refuses it."""
     bad = write({"bad.yaml": "seed: 1\n_target_: os.system\n"})
     source = """
@@ -247,7 +252,7 @@ try:
 except torchrepro.ProfileError as error:
     print(json.dumps([*seen, torch.are_deterministic_algorithms_enabled(), str(error)]))
 """
-    *seen, message = answer_of("-c", source, bad)
+    *seen, message = answer_of("-c", source, bad, run=fork_python)
 
     assert [7, True, load("debug-strict", ["seed=7"]).digest, False] == seen
     assert "_target_" in message

@@ -204,7 +204,7 @@ def test_an_app_is_composed_as_without_us(write, answer_of):
     assert env_set["hydra/env/default before Hydra's"] == {"FOO": "theirs"}
 
 
-def test_other_callbacks_are_under_the_profile(write, hydra_app, run_python):
+def test_other_callbacks_are_under_the_profile(write, hydra_app, fork_python):
     """The profile is in force before any other callback starts, and until the last one has ended.
 
     Where Hydra has a whitelist of what a config may run, an app that has one is no exception.
@@ -212,8 +212,8 @@ def test_other_callbacks_are_under_the_profile(write, hydra_app, run_python):
     write(FILES)
     write({"others.py": CALLBACK})
     hydra_app(APP, FILES["conf/grouped.yaml"])
-    single = run_python("app.py", "+repro=debug-strict")
-    swept = run_python("app.py", "-m", "+repro=debug-strict,seed-only", "hydra.sweep.dir=out")
+    single = fork_python("app.py", "+repro=debug-strict", env={"PYTHONHASHSEED": "0"})
+    swept = fork_python("app.py", "-m", "+repro=debug-strict,seed-only", "hydra.sweep.dir=out")
     seen = ["start True"] * 2 + ["task True"] + ["end True"] * 2
 
     assert single.stdout.splitlines() == seen, single.stderr
@@ -249,11 +249,13 @@ with open("config.pickle", "rb") as file:
 """
 
 
-def test_the_config_of_a_job_without_a_profile_is_read_anywhere(write, hydra_app, run_python):
+def test_the_config_of_a_job_without_a_profile_is_read_anywhere(
+    write, hydra_app, run_python, fork_python
+):
     """What an app pickles of a job without a profile can be read without torchrepro."""
     hydra_app(PICKLES, "hydra: {job: {chdir: false}}\n")
     write({"read.py": READS})
-    pickled = run_python("app.py")
+    pickled = fork_python("app.py")
     read = run_python("read.py")
 
     assert pickled.returncode == 0, pickled.stderr

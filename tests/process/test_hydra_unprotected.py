@@ -27,10 +27,10 @@ sys.exit(5 if FAILS else 0)
 
 
 @pytest.fixture
-def composed(write, run_python):
+def composed(write, fork_python):
     """Run a program that composes a config, asked for by itself or by its command line."""
 
-    def composed(*words, asked=(), applied=False, fails=False, run=run_python):
+    def composed(*words, asked=(), applied=False, fails=False, run=fork_python):
         head = f"ASKED, APPLIED, FAILS = {list(asked)}, {applied}, {fails}\n"
         return run(write({"composed.py": head + COMPOSED}), *words)
 
@@ -68,7 +68,7 @@ def test_no_job_of_a_sweep_is_unprotected(little, write, config):
     ), result.stderr
 
 
-def test_a_job_of_a_sweep_may_compose_for_itself(write, run_python):
+def test_a_job_of_a_sweep_may_compose_for_itself(write, fork_python):
     """What one job of a sweep composes stops none of the jobs after it."""
     app = """
 import hydra, torch
@@ -81,7 +81,7 @@ def main(config):
 main()
 """
     write({"conf/config.yaml": "defaults: [{repro: seed-only}, _self_]\nsize: 0\n"})
-    result = run_python(write({"app.py": app}), "-m", "size=1,2")
+    result = fork_python(write({"app.py": app}), "-m", "size=1,2")
     tasks = [line for line in result.stdout.splitlines() if line.startswith("task")]
 
     assert (result.returncode, tasks) == (0, ["task 1234 1 9", "task 1234 2 9"]), result.stderr

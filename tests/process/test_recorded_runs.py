@@ -33,15 +33,21 @@ print("trained")
 
 
 @pytest.fixture
-def run(tmp_path: Path, clean_environment: dict[str, str]) -> Callable[..., Ended]:
-    """Run the console script in a folder that holds a program and a plain profile."""
+def folder(tmp_path: Path) -> Path:
+    """A folder that holds a program and a plain profile."""
     (tmp_path / "plain.yaml").write_text(PROFILE, encoding="utf-8")
     (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def run(folder: Path, clean_environment: dict[str, str]) -> Callable[..., Ended]:
+    """Run the console script in that folder."""
 
     def start(*words: str) -> Ended:
         return subprocess.run(
             [CONSOLE_SCRIPT, *words],
-            cwd=tmp_path,
+            cwd=folder,
             env=clean_environment,
             capture_output=True,
             text=True,
@@ -140,16 +146,22 @@ WRONG = {
 }
 
 
+@pytest.mark.usefixtures("clean_process")
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_request_is_told_without_a_traceback(run: Callable[..., Ended], what: str) -> None:
+def test_a_wrong_request_is_told_without_a_traceback(
+    folder: Path,
+    command: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+) -> None:
     """What is wrong with a request is said on standard error, with status 2."""
     words, said = WRONG[what]
-    done = run(*words)
+    monkeypatch.chdir(folder)
+    status, out, err = command(*words)
 
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+    assert (status, out) == (2, "")
+    assert said in err
+    assert "Traceback" not in err
 
 
 def test_recording_needs_no_profile_in_the_program(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +13,7 @@ from torchrepro.verification import runner
 from torchrepro.verification.verifier import verify
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torchrepro.verification.result import Verification
 
@@ -51,34 +49,16 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-@pytest.fixture(scope="session")
-def forking() -> Iterator[subprocess.Popen[str]]:
-    """A Python that has torch and runs programs in forks of itself."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(_OURS)}
-    with subprocess.Popen(
-        [sys.executable, Path(__file__).with_name("forked_python.py")],
-        env={**environment, "PYTHONHASHSEED": "0"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        yield process
-        process.stdin.close()
-
-
 @pytest.fixture
-def forked(forking: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def forked(fork: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the programs that are verified in forks: each is recorded, none imports torch anew."""
 
     def run(
         program: str, command: list[str], environment: dict[str, str], folder: Path, log: Path
     ) -> int:
         assert command[0] == sys.executable
-        log.touch()
-        words = [command[1:], environment, str(folder), str(log)]
-        forking.stdin.write(json.dumps(words) + "\n")
-        forking.stdin.flush()
-        return int(forking.stdout.readline())
+        log.write_bytes(b"")
+        return fork(command[1:], environment, folder, (os.devnull, log, log))
 
     monkeypatch.setattr(runner, "run_to_end", run)
 

@@ -1,31 +1,35 @@
 """Stands in for `python PROGRAM`: runs each program in a fork of one process that has torch.
 
 Importing torch is most of what a short run takes. A line on standard input is a run as JSON: the
-words after `python`, the environment, the folder and the file for its output. A line on standard
-output is its exit status. What Python reads of its environment before it starts (PYTHONHASHSEED,
-what malloc goes by) is that of this process.
+words after `python`, the environment, the folder, and the files that are its standard input,
+output and error. A line on standard output is its exit status. What Python reads of its
+environment before it starts (PYTHONHASHSEED, what malloc goes by) is that of this process.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib.machinery
 import json
 import os
 import random
 import runpy
+import signal
 import sys
 import threading
 import time
 import traceback
 from pathlib import Path
 
+import hydra  # noqa: F401 - loaded for the programs that are Hydra apps
 import numpy.random
 import torch
 import torch._dynamo
 
 BOOT = "sitecustomize"
+TIMEOUT = 120
 WAITED_FOR = ("random", "numpy.random", "torch")
 """What torchrepro acts on the import of: a fork has them, and they are imported once more."""
 
@@ -50,16 +54,16 @@ class Kept:
         pass
 
 
-def become(words, environment, folder, log):
+def become(words, environment, folder, streams):
     """Turn this fork into what `python WORDS...` would be once it has started."""
     os.setsid()
+    signal.alarm(TIMEOUT)
     os.environ.clear()
     os.environ.update(environment)
     time.tzset()
     os.chdir(folder)
-    streams = (os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_TRUNC))
-    for stream, descriptor in ((0, streams[0]), (1, streams[1]), (2, streams[1])):
-        os.dup2(descriptor, stream)
+    for descriptor, path in enumerate(streams):
+        os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), descriptor)
     sys.orig_argv[1:] = words
     sys.argv[:] = words[1:] if words[0] == "-c" else words
     sys.argv[0] = words[0]
@@ -69,7 +73,8 @@ def become(words, environment, folder, log):
         seed()  # as they are in a new process, no two alike
     sys.modules.pop(BOOT, None)
     sys.meta_path.insert(0, Kept())
-    __import__(BOOT)
+    with contextlib.suppress(ModuleNotFoundError):  # only `torchrepro run` brings one
+        __import__(BOOT)
 
 
 def run(words):
@@ -97,12 +102,13 @@ def leave(status):
 
 
 def main():
+    del sys.path[0]  # the folder of this file
     gc.freeze()
     for line in sys.stdin:
-        words, *surroundings = json.loads(line)
+        words, *settings = json.loads(line)
         child = os.fork()
         if not child:
-            become(words, *surroundings)
+            become(words, *settings)
             leave(run(words))
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
