@@ -25,25 +25,7 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
     if "template" not in path.parts
 }
-LAYERS = (  # from the bottom upward
-    ("redaction", "fork_safety", "exit_status", "callers"),
-    ("messages",),
-    ("console",),
-    ("errors",),
-    ("imports",),
-    ("knobs",),
-    ("policies", "seeding"),
-    ("profile",),
-    ("report", "process_state"),
-    ("relaunch", "planner", "manifest"),
-    ("rank_agreement", "guard"),
-    ("applier", "launch", "new_pack", "doctor"),
-    ("trace",),
-    ("bootstrap", "lock"),
-    ("verdict",),
-    ("verification",),
-    ("integrations", "cli"),
-)
+PAGE = Path(__file__).parent.parent / "ARCHITECTURE.md"
 BANNED = {"utils", "util", "core", "common", "helpers", "misc", "base", "manager"}
 ENTRANCES = ("torchrepro.__main__", "torchrepro.boot")
 """Modules that hand over to others, and that nothing in the package imports."""
@@ -93,9 +75,18 @@ def _graph(*kinds: type[ast.AST]) -> dict[str, set[str]]:
     }
 
 
+def _layers() -> dict[str, int]:
+    """Return the level of each part of the package, as the page draws them, the lowest 0."""
+    lines = (
+        PAGE.read_text(encoding="utf-8").partition("## Layers")[2].partition("\n## ")[0].split("\n")
+    )
+    rows = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in lines if line.startswith("| `")]
+    return {part: level for level, parts in enumerate(reversed(rows)) for part in parts}
+
+
 def test_imports_run_one_way() -> None:
-    """A module imports only from its own layer or one below it."""
-    layer = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+    """A module imports only from its own layer or one below it, as ARCHITECTURE.md draws them."""
+    layer = _layers()
 
     upward = [
         f"{module} -> {used}"
