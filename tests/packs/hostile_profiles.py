@@ -143,8 +143,8 @@ PATHS = {
     "a package without files": base("'pkg://os/..'", "no such package"),
     "a way up from a package": base("'pkg://acme_pack/../../x'", "unknown profile"),
     "a package with a root": base("'pkg:///etc/hostname'", "no such package"),
-    "a NUL in a base": base('"a\\0b"', "cannot be seen"),
-    "a link to a file": Hostile({"bad.yaml": Link("/etc/hostname")}, ("link leads out",)),
+    "a NUL in a base": base('"a\\0b"', "invisible control character"),
+    "a link to a file": Hostile({"bad.yaml": Link("/etc/hostname")}, ("link points outside",)),
     "a link to a secret": Hostile(
         {"bad.yaml": Link("{folder}/secrets_here/creds.yaml")}, ("link",)
     ),
@@ -152,7 +152,7 @@ PATHS = {
         {"away": Link("/etc")}, ("unknown profile",), "team/away/hostname", 1
     ),
     "a secret behind a folder": Hostile(
-        {"away": Link("{folder}/secrets_here")}, ("link leads out",), "team/away/creds"
+        {"away": Link("{folder}/secrets_here")}, ("link points outside",), "team/away/creds"
     ),
     "a link in a base": base(
         "other", "link", **{"other.yaml": Link("{folder}/secrets_here/creds.yaml")}
@@ -188,7 +188,7 @@ BOMBS = {
         f"requires: {{torch: '>={'9' * 4000}'}}\n", "version range"
     ),
     "a thousand ranges": bad(f"requires: {{torch: '{'>=1,' * 1000}'}}\n", "version range"),
-    "a version of escapes": bad('requires: {torch: "===\\e[31m"}\n', "cannot be seen"),
+    "a version of escapes": bad('requires: {torch: "===\\e[31m"}\n', "invisible control character"),
     "a base of itself": base("bad", "inherits from itself"),
     "a cycle": base("other", "inherits from itself", **{"other.yaml": "defaults: [bad]\n"}),
     "64 files": Hostile(
@@ -240,11 +240,11 @@ VALUES = {
     "a number in other digits": bad("env: {OMP_NUM_THREADS: '\u0663'}\n", "not a legal value"),
     "a dotted key": bad("env.LD_PRELOAD: x\n", "unknown key"),
     "half a character": bad('name: "\\ud800"\n', "invalid Unicode"),
-    "a terminal's colours": bad('description: "\\e[31mred"\n', "cannot be seen"),
-    "a terminal's link": bad('name: "\\e]8;;http://x\\e\\\\y"\n', "cannot be seen"),
-    "a colour in a key": bad('"\\e[2Jseed": 1\n', "cannot be seen"),
-    "text written backwards": bad('description: "\\u202egnp.exe"\n', "cannot be seen"),
-    "a carriage return": bad('name: "good\\rbad"\n', "cannot be seen"),
+    "a terminal's colours": bad('description: "\\e[31mred"\n', "invisible control character"),
+    "a terminal's link": bad('name: "\\e]8;;http://x\\e\\\\y"\n', "invisible control character"),
+    "a colour in a key": bad('"\\e[2Jseed": 1\n', "invisible control character"),
+    "text written backwards": bad('description: "\\u202egnp.exe"\n', "invisible control character"),
+    "a carriage return": bad('name: "good\\rbad"\n', "invisible control character"),
     "NUL": bad("seed: 1\0\n", "NUL bytes"),
     "UTF-16": bad("seed: 1\n".encode("utf-16"), "not UTF-8"),
     "a tab": bad("env:\n\tA: b\n", "YAML syntax error"),

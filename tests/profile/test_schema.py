@@ -182,7 +182,7 @@ ILLEGAL = {
     "unknown to the catalogue": ("env: {OMP_NUM_THREAD: 1}", "did you mean: OMP_NUM_THREADS"),
     "no name": ("env_extra: {'A B': x}", "not the name of a variable"),
     "no name either": ("env_extra: {'A[0]': x}", "env_extra.A[0] = x: not the name"),
-    "a zero byte": ('env_extra: {A: "a\\0b"}', "cannot be seen"),
+    "a zero byte": ('env_extra: {A: "a\\0b"}', "invisible control character"),
     "a newer schema": ("schema: 2", "newer torchrepro"),
     "an absent package": ("requires: {no-such-package: '>=1'}", "not installed"),
     "a package without a name": ("requires: {'': '>=1'}", ">=1"),
