@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,29 @@ def fork() -> Iterator[Callable[..., int]]:
 
         yield fork
         process.stdin.close()
+
+
+@pytest.fixture
+def fork_python(
+    fork: Callable[..., int], tmp_path: Path, clean_environment: dict[str, str]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run Python with these arguments in `tmp_path`, in a fork of one that has torch.
+
+    Its PYTHONHASHSEED was 0 when it started, whatever its environment says.
+    """
+
+    def fork_python(
+        *arguments: object, env: dict[str, str] | None = None, stdin: str = ""
+    ) -> subprocess.CompletedProcess[str]:
+        with tempfile.TemporaryDirectory() as folder:
+            streams = [Path(folder, name) for name in ("in", "out", "err")]
+            for path in streams:
+                path.write_text(stdin if path.name == "in" else "", encoding="utf-8")
+            status = fork(arguments, {**clean_environment, **(env or {})}, tmp_path, streams)
+            texts = [path.read_text(encoding="utf-8") for path in streams[1:]]
+        return subprocess.CompletedProcess(arguments, status, *texts)
+
+    return fork_python
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """`device.fallback`: what becomes of an op of which torch has no deterministic kernel."""
 
-import os
 import re
 import subprocess
 import sys
@@ -407,18 +406,12 @@ with torchrepro.apply({"backends": flags, "device": {"fallback": "cpu"}}):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_compiled_code_computes_what_eager_code_computes_or_refuses(
-    backend: str, tmp_path: Path
+    fork_python: Callable[..., subprocess.CompletedProcess[str]], backend: str, tmp_path: Path
 ) -> None:
     """torch.compile's kernels are deterministic as well; what it cannot trace so, it refuses."""
     # In a process of its own: torch.compile leaves flags and variables behind.
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMPILED, backend],
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    program = f"import warnings; warnings.simplefilter('ignore'){COMPILED}"
+    done = fork_python("-c", program, backend, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     put_into, scattered, unpooled = done.stdout.splitlines()
 

@@ -1,12 +1,13 @@
 """`device.modules` and torch.compile: a placed part runs uncompiled, or a message says so."""
 
-import os
 import subprocess
-import sys
+from collections.abc import Callable
 
 import pytest
 
 pytestmark = pytest.mark.slow
+
+Run = Callable[[str], subprocess.CompletedProcess[str]]
 
 HEAD = """
 import torch, torchrepro
@@ -29,16 +30,12 @@ def check(compiled):
 """
 
 
-def _run(program: str) -> subprocess.CompletedProcess[str]:
-    # A process of its own: what torch.compile remembers stays in the process.
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", HEAD + program],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+@pytest.fixture
+def run(
+    fork_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> Run:
+    """Run a program in a process of its own: what torch.compile remembers stays there."""
+    return lambda program: fork_python("-c", HEAD + program, env={"OMP_NUM_THREADS": "1"})
 
 
 PROGRAMS = {
@@ -66,9 +63,9 @@ assert check(compiled) == 0
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_placed_part_of_compiled_code_runs_uncompiled(name: str) -> None:
+def test_a_placed_part_of_compiled_code_runs_uncompiled(run: Run, name: str) -> None:
     """Compiled before or after, code reaches the placed part while, and only while, in force."""
-    done = _run(PROGRAMS[name])
+    done = run(PROGRAMS[name])
 
     assert done.returncode == 0, done.stderr
 
@@ -81,18 +78,18 @@ with torchrepro.apply(PROFILE):
 """
 
 
-def test_what_compiled_code_hides_is_told_at_the_end() -> None:
+def test_what_compiled_code_hides_is_told_at_the_end(run: Run) -> None:
     """Where all calls are in compiled code, a message says that nothing was found, and why."""
-    done = _run(UNSEEN.replace("STEP", "pass"))
+    done = run(UNSEEN.replace("STEP", "pass"))
 
     assert done.returncode == 0, done.stderr
     assert "matches no module; called so far: only compiled code" in done.stderr
     assert "torchrepro.place_modules(model)" in done.stderr
 
 
-def test_what_compiled_code_hides_stops_the_first_step() -> None:
+def test_what_compiled_code_hides_stops_the_first_step(run: Run) -> None:
     """Such a program ends at the first step of its optimizer."""
-    done = _run(UNSEEN.replace("STEP", "torch.optim.SGD(model.parameters()).step()"))
+    done = run(UNSEEN.replace("STEP", "torch.optim.SGD(model.parameters()).step()"))
 
     assert done.returncode != 0
     assert "ApplyError: device.modules = 1: matches no module" in done.stderr

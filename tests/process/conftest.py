@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -138,25 +137,6 @@ def run_python(execute):
         return execute(sys.executable, *arguments, **options)
 
     return run_python
-
-
-@pytest.fixture
-def fork_python(fork, tmp_path, clean_environment):
-    """Run Python with these arguments as `run_python` does, in a fork of one that has torch.
-
-    Its PYTHONHASHSEED was 0 when it started, whatever its environment says.
-    """
-
-    def fork_python(*arguments, env=None, stdin=""):
-        with tempfile.TemporaryDirectory() as folder:
-            streams = [Path(folder, name) for name in ("in", "out", "err")]
-            for path in streams:
-                path.write_text(stdin if path.name == "in" else "", encoding="utf-8")
-            status = fork(arguments, {**clean_environment, **(env or {})}, tmp_path, streams)
-            texts = [path.read_text(encoding="utf-8") for path in streams[1:]]
-        return subprocess.CompletedProcess(arguments, status, *texts)
-
-    return fork_python
 
 
 @pytest.fixture
