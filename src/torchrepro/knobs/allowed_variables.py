@@ -160,7 +160,6 @@ LOKY_MAX_CPU_COUNT               count     The most processes of joblib
 RAYON_NUM_THREADS                count     Threads of libraries in Rust, tokenizers among them
 POLARS_MAX_THREADS               count     Threads of polars
 OPENCV_FOR_THREADS_NUM           count     Threads of OpenCV
-ONEDNN_MAX_CPU_ISA               isa       oneDNN takes no kernels above this instruction set
 DNNL_MAX_CPU_ISA                 isa       oneDNN takes no kernels above it; an older name
 ONEDNN_CPU_ISA_HINTS             ~no_hints|prefer_ymm The width of vectors that oneDNN prefers
 ONEDNN_VERBOSE                   own       oneDNN prints its calls

@@ -61,6 +61,14 @@ PHASES = {
     "transformer_engine": Phase.MODULE_CONSTRUCTION,
 }
 
+ONEDNN_ISA = Text(
+    "DEFAULT|SSE41|AVX|AVX2(_VNNI(_2)?)?"
+    "|AVX512_CORE(_VNNI|_BF16|_FP16|_AMX(_FP16)?)?|AVX10_1_512(_AMX(_FP16)?)?",
+    "DEFAULT, SSE41, AVX, AVX2, AVX2_VNNI, AVX2_VNNI_2, AVX512_CORE, also with _VNNI, _BF16, "
+    "_FP16, _AMX or _AMX_FP16, AVX10_1_512, also with _AMX or _AMX_FP16",
+    ignore_case=True,
+)
+
 
 def row(  # noqa: PLR0913 - the columns of the tables below
     name: str,
@@ -216,6 +224,15 @@ ENV = (
         TORCH_ENV,
         cost="default uses no wide vectors and is slow",
         effect=CAPABILITY,
+    ),
+    row(
+        "ONEDNN_MAX_CPU_ISA",
+        "torch",
+        ONEDNN_ISA,
+        "oneDNN takes no kernels above this instruction set, so that convolutions are the same on "
+        "CPU models that all have it. Whatever oneDNN does not know, it ignores.",
+        "https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html",
+        cost="AVX2: slower convolutions on a CPU with AVX-512 or AMX",
     ),
     row(
         "ONEDNN_DEFAULT_FPMATH_MODE",

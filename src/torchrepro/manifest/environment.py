@@ -37,15 +37,13 @@ class Variable:
 
 
 _MKL = "https://www.intel.com/content/www/us/en/docs/onemkl/developer-guide-linux/current/"
-_LIMIT = "oneDNN takes no kernels above this instruction set"
 _WIDTH = "oneDNN prefers kernels of this vector width"
 _BOUND = "Bound threads, and processes below them, may see fewer CPUs and so be fewer"
 _DEVICES = "Which devices there are, and which of several models comes first"
 
 _VARIABLES_BY_SOURCE: Mapping[str, Mapping[str, str]] = {
     "https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html": {
-        "ONEDNN_MAX_CPU_ISA": _LIMIT,
-        "DNNL_MAX_CPU_ISA": f"{_LIMIT}; its older name",
+        "DNNL_MAX_CPU_ISA": "oneDNN takes no kernels above it; ONEDNN_MAX_CPU_ISA's older name",
     },
     "https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_isa_hints.html": {
         "ONEDNN_CPU_ISA_HINTS": _WIDTH,
