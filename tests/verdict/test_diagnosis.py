@@ -137,6 +137,16 @@ CASES = {
         *(divergence("aten::sum"), (Setting("hardware: instruction set", "AVX2", "AVX512"),), CPU),
         *("env.ATEN_CPU_CAPABILITY=default", "AVX512"),
     ),
+    "convolution on another processor": (
+        divergence("aten::convolution"),
+        (Setting("hardware: instruction set", "AVX2", "AVX512"),),
+        *(CPU, "env.ONEDNN_MAX_CPU_ISA=AVX2", "oneDNN"),
+    ),
+    "convolution with other instructions": (
+        divergence("aten::convolution"),
+        (Setting("env.ONEDNN_MAX_CPU_ISA", "AVX2", "DEFAULT"),),
+        *(CPU, 'env.ONEDNN_MAX_CPU_ISA="AVX2"', "processor"),
+    ),
     "another model of the same instruction set": (
         *(divergence("aten::sum"), (Setting("hardware: cpu", "A 7313", "A 7763"),), CPU),
         *("", "may add up in another order"),

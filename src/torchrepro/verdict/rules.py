@@ -102,7 +102,14 @@ PRECISION = (
     *("*fp32_precision", "*hf32", "*cube_math_type", "*reduced_precision_reduction"),
     *("*fp16_accumulation", "*TF32*", "*FPMATH_MODE", "*float32_matmul_precision"),
 )
-CPU_PATH = ("*num_threads", "*NUM_THREADS", "*_DYNAMIC", "*MKL_CBWR", "*ATEN_CPU_CAPABILITY")
+CPU_PATH = (
+    "*num_threads",
+    "*NUM_THREADS",
+    "*_DYNAMIC",
+    "*MKL_CBWR",
+    "*ATEN_CPU_CAPABILITY",
+    "*MAX_CPU_ISA",
+)
 RANDOM_NUMBERS = ("seed", "seed.*", "streams", "ranks", "dataloader.*", "env.PYTHONHASHSEED")
 PATHS = (
     *(*RANDOM_NUMBERS, "dropout", "device.*", "backends.torch.*", "*enabled", "*_sdp"),
@@ -171,6 +178,12 @@ KERNEL_RULES: tuple[Rule, ...] = (
             Fix("backends.npu.cube_math_type", "KEEP_DTYPE"),
             Fix("backends.npu.conv_allow_hf32", "false"),
         ),
+    ),
+    Rule(
+        "oneDNN takes another kernel for {op} on another processor ({settings}).",
+        COMPUTED,
+        lambda e: _on("", CONVOLUTION)(e) and e.differs_in(*PROCESSOR),
+        (Fix("env.ONEDNN_MAX_CPU_ISA", "AVX2"),),
     ),
     Rule(
         "{op} adds up in an order that depends on the processor ({settings}).",
