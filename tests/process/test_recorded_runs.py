@@ -138,7 +138,7 @@ WRONG = {
     "no command to record": (("run", "./plain.yaml", "--record", "x"), "write it after `--`"),
     "no command to verify": (("verify", "./plain.yaml"), "torchrepro verify ./plain.yaml -- "),
     "nothing to verify": (("verify",), "torchrepro verify -- "),
-    "an override alone": (("verify", "seed=7", "--", "true"), "no profile before it"),
+    "an override alone": (("verify", "seed=7", "--", "true"), "an override without a profile"),
     "an unknown profile": (("verify", "debug-strickt", "--", "true"), "did you mean"),
     "a command that is not there": (("verify", "./plain.yaml", "--", "no-such"), "no such command"),
     "a command that computes nothing": (("verify", "./plain.yaml", "--", "true"), "recorded"),
