@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -53,7 +54,10 @@ def test_recording_without_a_profile_changes_nothing_else(training, tmp_path, mo
     """A recorded program draws the numbers, and has the flags and variables, of a plain run."""
     monkeypatch.setenv("PYTHONHASHSEED", "5")
     command = program(training, STATE)
-    plain = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    # Given as Python knows it: readline tells C libraries of COLUMNS, and Python nothing of it.
+    plain = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=os.environ
+    ).stdout
     found = verify(None, command, folder=tmp_path / "out")
     answer = verification_json(found)
 
