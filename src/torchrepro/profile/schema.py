@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -38,6 +39,14 @@ if TYPE_CHECKING:
 
 SECTIONS = ("torch", "cuda", "cudnn", "cpu", "npu", "distributed")
 CONFIG = ConfigDict(extra="forbid", frozen=True)
+
+# pydantic looks for plugins in every installed distribution when the first model is made, and
+# raises there if the entry points of one cannot be read. It looks once: later models are made.
+# Which distribution it is, the search path says.
+with suppress(
+    ValueError
+):  # what is raised for bytes that are no text, and for lines that are no ini
+    create_model("First")
 
 
 class Values:
