@@ -148,11 +148,11 @@ def test_a_variable_that_is_exported_against_the_profile_breaks_the_lock(lock, a
 
 
 NO_KNOBS = (
-    *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "DNNL_DEFAULT_FPMATH_MODE"),
+    *("DNNL_MAX_CPU_ISA", "DNNL_DEFAULT_FPMATH_MODE"),
     *("MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE", "OMP_THREAD_LIMIT", "KMP_AFFINITY"),
 )
 OF_KNOBS = (
-    *("ONEDNN_DEFAULT_FPMATH_MODE", "OMP_DYNAMIC", "ATEN_CPU_CAPABILITY"),
+    *("ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA", "OMP_DYNAMIC", "ATEN_CPU_CAPABILITY"),
     *("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"),
 )
 
@@ -177,8 +177,8 @@ def test_a_variable_that_the_profile_sets_is_no_difference_when_it_is_exported(
 ):
     """A run under the lock exports what the profile sets, which is what the lock holds."""
     path = tmp_path / "repro.lock"
-    command("lock", "seed-only", "env_extra.ONEDNN_MAX_CPU_ISA=AVX2", "-o", path)
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    command("lock", "seed-only", "env_extra.DNNL_MAX_CPU_ISA=AVX2", "-o", path)
+    monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")
 
     assert command("check", path)[0] == 0
 

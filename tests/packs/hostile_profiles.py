@@ -178,7 +178,7 @@ BOMBS = {
     "a thousand unknown keys": bad("".join(f"k{n}: 1\n" for n in range(990)), "978 more problems"),
     "streams without end": bad(_wide("streams", "s{}: 1"), "more than 2,000"),
     "variables without end": bad(_wide("env_extra", "V{}: a"), "more than 2,000"),
-    "patterns without end": bad(_wide("device", "modules: {{p{}: cpu}}", 3), "twice"),
+    "patterns without end": bad(_wide("device", "modules: {{p{}: cpu}}", 3), "duplicate key"),
     "ops without end": bad(
         "device: {fallback: {ops: {" + "a, " * 2100 + "}}}\n", "more than 2,000"
     ),
