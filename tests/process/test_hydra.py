@@ -54,9 +54,9 @@ if __name__ == "__main__":
 """
 
 
-def test_without_a_profile_nothing_changes(app, tmp_path):
+def test_without_a_profile_nothing_changes(app, tmp_path, run_python):
     """An app that asks for no profile hears nothing, and its task sees the state from before."""
-    ended = app("hydra.run.dir=out")
+    ended = app("hydra.run.dir=out", run=run_python)  # a start that reads PYTHONWARNINGS
 
     assert (ended.status, ended.stderr) == (0, "")
     assert [ended.before] == ended.tasks
@@ -167,10 +167,10 @@ def test_a_profile_of_ones_own(little, write):
     assert "Traceback" not in bad.stderr
 
 
-def test_a_closed_dataclass_with_the_field(write, fork_python):
+def test_a_closed_dataclass_with_the_field(write, fork_python, run_python):
     """An app whose config is a closed dataclass takes a profile in a field `repro: Any = None`."""
     write({"closed.py": CLOSED})
-    without = fork_python("closed.py", env=DEPRECATED)
+    without = run_python("closed.py", env=DEPRECATED)
     words = ("+repro=debug-strict", "repro.seed=5", "size=4")
     below = fork_python("closed.py", *words, env={"PYTHONHASHSEED": "0"})
     plain = fork_python("closed.py", "repro=debug-strict")
