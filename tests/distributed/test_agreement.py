@@ -1,5 +1,7 @@
 """Ranks compare what they have in force before the first step, and stop where it differs."""
 
+import sys
+
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -112,7 +114,7 @@ print("went on", flush=True)
 dist.destroy_process_group()
 time.sleep(1)
 """
-    ended = on_two_ranks(program, before=("torchrepro", "run", "debug-strict", "--"))
+    ended = on_two_ranks(program, before=(sys.executable, "-m", "torchrepro", "run", "debug-strict", "--"))
 
     assert (ended.status, ended.went_on) == (0, 2), ended.err
 
