@@ -11,7 +11,7 @@ import torch
 
 import torchrepro
 from torchrepro.console import as_text, table
-from torchrepro.guard import baseline as held
+from torchrepro.guard import baseline
 
 from .paired import compare, require
 from .workloads import Step, convolutional, transformer
@@ -68,10 +68,10 @@ def test_reading_all_knobs_takes_as_long_as_a_few_ops() -> None:
     """
     tensor = torch.ones(64, 64)
     with torchrepro.apply("debug-strict", ["guard=error"]):
-        knobs = [each for each, _ in held._watched]
-        check = _seconds(lambda: held.look(held.guards))
+        knobs = [each for each, _ in baseline._watched]
+        check = _seconds(lambda: baseline.look(baseline.guards))
         slowest = max(
-            (_seconds(partial(held.reading, each.knob)), each.knob.name) for each in knobs
+            (_seconds(partial(baseline.reading, each.knob)), each.knob.name) for each in knobs
         )
         op = _seconds(lambda: tensor + tensor)
         write = _seconds(lambda: setattr(torch.backends.cudnn, "benchmark", False))

@@ -114,7 +114,9 @@ print("went on", flush=True)
 dist.destroy_process_group()
 time.sleep(1)
 """
-    ended = on_two_ranks(program, before=(sys.executable, "-m", "torchrepro", "run", "debug-strict", "--"))
+    ended = on_two_ranks(
+        program, before=(sys.executable, "-m", "torchrepro", "run", "debug-strict", "--")
+    )
 
     assert (ended.status, ended.went_on) == (0, 2), ended.err
 

@@ -14,7 +14,7 @@ import torch
 from torch.optim import optimizer as optimizers
 
 import torchrepro
-from torchrepro.guard import baseline as held
+from torchrepro.guard import baseline
 from torchrepro.guard import writers
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ def _doors() -> list[Any]:
     settings = [vars(owner).get(name) for owner, name in writers._setting_setters()]
     environment = [vars(type(os.environ))[name] for name in writers._ENVIRONMENT]
     hooks = list(optimizers._global_optimizer_pre_hooks.values())
-    kept = [*held.guards, *held._watched]
+    kept = [*baseline.guards, *baseline._watched]
     return [*flags, *c, *settings, *environment, os.putenv, os.unsetenv, *hooks, *kept]
 
 

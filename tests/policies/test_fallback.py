@@ -153,9 +153,10 @@ def test_native_calls_in_many_threads_leave_the_mode_as_it_was() -> None:
 
 
 @pytest.fixture
-def composed() -> Iterator[None]:
-    """Have an op that calls two others which torch refuses, `put_` first."""
-    library = torch.library.Library("torchrepro_composed", "DEF")
+def composed(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Name an op of its own for a test, which calls two others that torch refuses, `put_` first."""
+    namespace = f"composed_for_{request.node.name}"
+    library = torch.library.Library(namespace, "DEF")
     library.define("again(Tensor x) -> Tensor")
 
     def again(x: torch.Tensor) -> torch.Tensor:
@@ -163,30 +164,40 @@ def composed() -> Iterator[None]:
         return torch.ops.aten.max_unpool2d(x.view(1, 2, 2), torch.zeros(1, 2, 2).long(), [2, 2])
 
     library.impl("again", again, "CompositeExplicitAutograd")
-    yield
+    yield namespace
     library._destroy()
 
 
-@pytest.mark.usefixtures("composed")
-def test_a_native_op_within_a_native_op_does_not_end_it() -> None:
+def test_a_native_op_within_a_native_op_does_not_end_it(composed: str) -> None:
     """Until the outermost call is over torch refuses nothing, whatever ends within it."""
-    with deciding({"ops": {"torchrepro_composed::again": "native", "put_": "native"}}):
-        result = torch.ops.torchrepro_composed.again(torch.zeros(4))
+    with deciding({"ops": {f"{composed}::again": "native", "put_": "native"}}):
+        result = getattr(torch.ops, composed).again(torch.zeros(4))
         mode = torch.get_deterministic_debug_mode()
 
     assert result.shape == (1, 2, 2)
     assert mode == 2
 
 
-@pytest.mark.usefixtures("composed")
-def test_advice_is_given_once() -> None:
+def test_advice_is_given_once(composed: str) -> None:
     """Where an op that is decided about calls another, the inner one speaks."""
-    ops = {"torchrepro_composed::again": "cpu", "put_": "native"}
+    ops = {f"{composed}::again": "cpu", "put_": "native"}
     with deciding({"ops": ops}), pytest.raises(RuntimeError, match=REFUSED) as caught:
-        torch.ops.torchrepro_composed.again(torch.zeros(4))
+        getattr(torch.ops, composed).again(torch.zeros(4))
 
     assert str(caught.value).count("torchrepro:") == 1
     assert "aten::max_unpool2d" in str(caught.value)
+
+
+def test_where_torch_refuses_one_op_nothing_is_put_in_front_of_any(composed: str) -> None:
+    """An op that has a kernel of another library at the same key fails the knob and leaves none."""
+    before = interposed_ops()
+    theirs = torch.library.Library(composed, "IMPL")
+    theirs.impl("again", lambda keys, x: x, "BackendSelect", with_keyset=True)
+    with deciding({"ops": {f"{composed}::again": "cpu"}}) as applied:
+        row = next(row for row in applied.report if row.knob == "device.fallback")
+
+        assert (row.outcome, interposed_ops()) == ("failed", before)
+    theirs._destroy()
 
 
 @pytest.fixture

@@ -23,12 +23,12 @@ STUBBORN = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n" + SLE
 DRIVER = """
 import sys
 from torchrepro.verification import runner
-from torchrepro.verification.runner import Interrupted as Stopped
+from torchrepro.verification.runner import Interrupted
 from torchrepro.verification.verifier import verify
 try:
     runner.GRACE = 600  # who waits for it is late, however slow the machine
     verify(sys.argv[1], sys.argv[2:], say=sys.stderr.write, folder="recorded")
-except Stopped as stopped:
+except Interrupted as stopped:
     sys.exit(stopped.exit_status)
 """
 

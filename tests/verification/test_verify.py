@@ -16,6 +16,13 @@ from torchrepro.verification.result import verification_json, verification_parts
 from torchrepro.verification.verifier import verify
 
 ANOTHER_EACH_TIME = "batch[0, 0] = __import__('random').SystemRandom().random() if step == 1 else 1"
+WORKERS_THAT_VARY = """import os, torch
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 3
+    def __getitem__(self, at):
+        inside = torch.utils.data.get_worker_info()
+        return torch.full((16, 4), float(os.getpid() if inside else 1))
+batches = iter(torch.utils.data.DataLoader(Data(), batch_size=None, num_workers=2))"""
 
 
 def test_a_reproducible_program_is_the_same_and_leaves_nothing_behind(
@@ -213,16 +220,7 @@ def test_only_a_tolerance_that_was_asked_for_is_granted(training, plain, tmp_pat
 @pytest.mark.usefixtures("forked")
 def test_escalation_starts_from_what_a_guarantee_leaves_open(training, tmp_path):
     """`seed-only` over a program that needs more escalates to the level that makes runs equal."""
-    before = (
-        "import os, torch\n"
-        "class Data(torch.utils.data.Dataset):\n"
-        "    def __len__(self): return 3\n"
-        "    def __getitem__(self, at):\n"
-        "        inside = torch.utils.data.get_worker_info()\n"
-        "        return torch.full((16, 4), float(os.getpid() if inside else 1))\n"
-        "batches = iter(torch.utils.data.DataLoader(Data(), batch_size=None, num_workers=2))"
-    )
-    command = training("batch = next(batches)", before)
+    command = training("batch = next(batches)", WORKERS_THAT_VARY)
     found = verify("seed-only", command, escalate=True, closer=False, folder=tmp_path / "out")
 
     assert not found.same
@@ -256,16 +254,9 @@ def test_an_unseeded_program_is_the_same_on_the_level_of_seeds(training, tmp_pat
 @pytest.mark.usefixtures("forked")
 def test_loader_workers_that_vary_are_found_on_their_level(training, verified):
     """Workers that give other data each time are equal on the level without workers."""
-    before = (
-        "import os, torch\n"
-        "class Data(torch.utils.data.Dataset):\n"
-        "    def __len__(self): return 3\n"
-        "    def __getitem__(self, at):\n"
-        "        inside = torch.utils.data.get_worker_info()\n"
-        "        return torch.full((16, 4), float(os.getpid() if inside else 1))\n"
-        "batches = iter(torch.utils.data.DataLoader(Data(), batch_size=None, num_workers=2))"
+    found = verified(
+        training("batch = next(batches)", WORKERS_THAT_VARY), escalate=True, closer=False
     )
-    found = verified(training("batch = next(batches)", before), escalate=True, closer=False)
 
     assert not found.same
     assert found.equal_on.name == "no loader workers"

@@ -106,7 +106,7 @@ class Knob:
 
     phase: Phase = Phase.ANY_TIME
     door: str = ""
-    """The name of the one-way door (see `process.DOORS`) that closes the phase."""
+    """The name of the one-way door (see `process_state.DOORS`) that closes the phase."""
 
     set_on_import: str = "torch"
     """The module with whose import `torchrepro run` sets the knob; empty: before all others."""

@@ -129,12 +129,19 @@ def unregister_replacement(op: Any) -> None:
 def install(value: Value) -> None:
     """Put `value` in force in place of the present one; None takes everything back.
 
-    Raises `ProfileError`, with nothing changed, for an op that this torch does not have.
+    Raises `ProfileError` for an op that this torch does not have, and what torch raises where it
+    refuses a kernel; nothing is changed then.
     """
     with _lock:
         actions, named = ({}, frozenset()) if value is None else _decided(value)
+        before = _in_force.value, _in_force.actions, _in_force.named
         _in_force.value, _in_force.actions, _in_force.named = value, actions, named
-        _interpose_all()
+        try:
+            _interpose_all()
+        except BaseException:
+            _in_force.value, _in_force.actions, _in_force.named = before
+            _interpose_all()
+            raise
 
 
 def _interpose_all() -> None:
@@ -148,6 +155,7 @@ def _interpose_all() -> None:
             )
         for op in _in_force.interposed - actions.keys():
             withdraw(op, Priority.FALLBACK)
+        _in_force.interposed |= actions.keys()  # what is half done can be taken back
         for op, action in actions.items():
             interpose(op, Priority.FALLBACK, action)
         _in_force.interposed = frozenset(actions)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.messages import printable
-from torchrepro.verdict import render as words
+from torchrepro.verdict import render
 from torchrepro.verdict.value import Kind
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ def page(verdict: Verdict, title: str = "torchrepro", level: EscalationLevel | N
         ended=verdict.first is not None and verdict.first.kind is Kind.ENDED,
         title=title,
         level=level,
-        words=words,
+        words=render,
         map=agreement_map(verdict.map, verdict.first),
         curves=curves,
         difference=difference,

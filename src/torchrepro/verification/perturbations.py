@@ -65,7 +65,7 @@ def mirrored(folder: Path) -> Iterator[Path]:
     (https://man7.org/linux/man-pages/man2/getcwd.2.html). Raises `TraceError` if a folder cannot be
     read or a link cannot be made.
     """
-    with TemporaryDirectory(prefix="torchrepro-elsewhere-", ignore_cleanup_errors=True) as top:
+    with TemporaryDirectory(prefix="torchrepro-other-folder-", ignore_cleanup_errors=True) as top:
         mirror, original = Path(top), Path(folder.anchor)
         for part in folder.parts[1:]:
             _link(original, mirror, besides=(part, Path(top).name))
