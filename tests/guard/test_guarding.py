@@ -14,8 +14,7 @@ import torch
 from torch.optim import optimizer as optimizers
 
 import torchrepro
-from torchrepro.guard import baseline
-from torchrepro.guard import writers
+from torchrepro.guard import baseline, writers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
