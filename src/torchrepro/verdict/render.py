@@ -136,6 +136,7 @@ def _advice(verdict: Verdict, level: EscalationLevel | None) -> Rows:
         if found.setting:
             explain = f"torchrepro explain {quote(found.knob)}"
             rows += [("try", f"{quote(found.setting)}   ({explain})")]
+        rows += [("edit", found.edit)] if found.edit else []
     if level:
         overrides = " ".join(map(quote, level.overrides))
         rows += [("next level", f"{level.name}: {overrides}")]

@@ -143,6 +143,8 @@ class Advice:
     """The exact command that records more detail; empty if there is no more to see."""
     promise: str = ""
     """Which profile promises equal runs, if one in force does not; else empty."""
+    edit: str = ""
+    """One change of the program that helps, in words; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
