@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,10 @@ from torchrepro.trace.fingerprint import fingerprint
 from torchrepro.trace.format import UNINITIALISED
 
 from .conftest import Net, Recorder, seen, train
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
 
 
 def test_outputs_are_fingerprints_of_results(recorded: Recorder) -> None:
@@ -237,3 +243,124 @@ def test_a_step_that_did_not_end_is_kept_and_said_to_be_open(recorded: Recorder)
     trace = recorded(lambda: torch.ones(2).sin())
 
     assert [(step.records, step.finished) for step in trace.steps.values()] == [(2, False)]
+    assert trace.ended_steps == 0
+
+
+def _loss(net: torch.nn.Module) -> torch.Tensor:
+    loss: torch.Tensor = net(torch.ones(2, 4)).square().mean()
+    return loss
+
+
+def _accumulation() -> None:
+    net = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        for _ in range(4):
+            _loss(net).backward()
+        optimizer.step()
+
+
+def _two_optimizers() -> None:
+    nets = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    for _ in range(3):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            _loss(net).backward()
+            optimizer.step()
+
+
+def _closure() -> None:
+    net = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=5)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = _loss(net)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+
+
+def _skipped_by_the_scaler() -> None:
+    net = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = _loss(net) * (float("inf") if step == 1 else 1)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def _scheduled() -> None:
+    net = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    schedulers = [
+        torch.optim.lr_scheduler.LinearLR(optimizer),
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+    ]
+    for _ in range(3):
+        _loss(net).backward()
+        optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
+
+
+STEPS = {
+    "gradients accumulated over four backward passes": (_accumulation, 3),
+    "two optimizers in each of three iterations": (_two_optimizers, 6),
+    "a closure that runs several times": (_closure, 3),
+    "one of four steps is skipped for its infinities": (_skipped_by_the_scaler, 3),
+    "two schedulers": (_scheduled, 3),
+    "no optimizer": (lambda: _loss(torch.nn.Linear(4, 1)).backward(), 0),
+}
+
+
+@pytest.mark.parametrize("program", STEPS)
+@pytest.mark.parametrize("after", [False, True])
+def test_a_step_is_one_call_of_an_optimizers_step(
+    recorded: Recorder, program: str, *, after: bool
+) -> None:
+    """However a program trains, so many steps are counted; what comes after them is none."""
+    train, steps = STEPS[program]
+
+    def run() -> None:
+        train()
+        if after:
+            torch.ones(2).sin()
+
+    trace = recorded(run)
+
+    assert trace.ended_steps == steps
+    ended = [step for step, row in trace.steps.items() if row.finished]
+    assert ended == list(range(steps))
+    if after:
+        assert list(trace.steps) == [*ended, steps]
+
+
+def test_what_comes_after_the_last_step_can_be_asked_for(recorded: Recorder) -> None:
+    """It is recorded where the step that would come next is asked for."""
+
+    def run() -> None:
+        _accumulation()
+        torch.ones(2).sin()
+
+    assert [row.finished for row in recorded(run, steps=(2, 9)).steps.values()] == [True, False]
+    assert [row.finished for row in recorded(run, steps=(3, 9)).steps.values()] == [False]
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [(_accumulation, "3 ended"), (lambda: torch.ones(2).sin(), "the program has no steps")],
+)
+def test_steps_that_a_program_never_reaches_are_said(
+    program: Callable[[], object], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing recorded for want of such steps is no silence."""
+    with torchrepro.record(tmp_path / "run", steps=(7, 9)):
+        program()
+
+    assert f"none of the steps 7 to 9 was reached: {said}" in capsys.readouterr().err

@@ -184,7 +184,7 @@ def test_nothing_recorded_is_not_the_same(tmp_path: Path, left: int, right: int)
 
     assert verdict.first is not None
     assert verdict.first.kind is Kind.ENDED
-    assert "no step was recorded in A" in verdict.first.what
+    assert "nothing was recorded in A" in verdict.first.what
     assert verdict.compared.steps == 0
 
 
@@ -420,3 +420,86 @@ def test_a_folder_without_a_trace_is_refused(tmp_path: Path) -> None:
     for folder in ("absent", "empty"):
         with pytest.raises(TraceError, match=folder):
             compare(run, tmp_path / folder)
+
+
+def _with_end(steps: int, weights: object = "w", ops: int = 4) -> Run:
+    """Return so many steps and what a program computes after them."""
+    return [*_run(steps), Step(chain(4, step=steps, weights=weights)[:ops], finished=False)]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 20])
+@pytest.mark.parametrize("level", ["op", "step"])
+def test_what_comes_after_the_last_step_is_compared_and_is_no_step(
+    tmp_path: Path, steps: int, level: str
+) -> None:
+    """Steps are those that ended; a difference after them, or without any, is told as such."""
+    a = write(tmp_path / "a", _with_end(steps), {"level": level})
+    same = compare(a, write(tmp_path / "b", _with_end(steps), {"level": level}))
+    verdict = compare(a, write(tmp_path / "c", _with_end(steps, "v"), {"level": level}))
+
+    assert same.same
+    assert verdict.first is not None
+    for each in (same, verdict):
+        assert (each.compared.steps, each.compared.after_last) == (steps, True)
+        assert ("outside of any step" in str(each)) == (steps == 0)
+        assert " 0 steps" not in str(each)
+    assert (verdict.first.step, verdict.first.after_last) == (steps, True)
+    place = "after the last step, in" if steps else "in"
+    assert str(verdict).startswith(f"not the same: diverged {place} the forward pass of layers.0")
+
+
+def test_what_only_one_run_does_after_its_last_step_is_told(tmp_path: Path) -> None:
+    """A run that computes less at its end, nothing at all, or was killed, ended earlier."""
+    whole = write(tmp_path / "whole", _with_end(3))
+    for name, run, meta, what in (
+        ("less", _with_end(3, ops=2), {}, "ended before this op"),
+        ("none", _run(3), {}, "ended after step 2; A goes on after it"),
+        ("killed", _run(3), {"finished": None}, "ended after step 2 (killed"),
+    ):
+        verdict = compare(whole, write(tmp_path / name, run, meta))
+
+        assert verdict.first is not None
+        assert (verdict.first.kind, verdict.first.after_last) == (Kind.ENDED, True)
+        assert f"B {what}" in verdict.first.what
+        assert str(verdict).startswith("not the same: one run ended earlier, after the last step")
+        assert verdict.compared.steps == 3
+
+
+def test_a_step_that_one_run_ended_is_a_step(tmp_path: Path) -> None:
+    """What a run was doing in mid-step when it ended is not after its last step."""
+    longer = write(tmp_path / "longer", _run(4))
+    verdict = compare(longer, write(tmp_path / "cut", _with_end(2, ops=3)))
+
+    assert verdict.first is not None
+    assert (verdict.first.step, verdict.first.after_last) == (2, False)
+    assert "at step 2" in str(verdict)
+    assert verdict.compared.steps == 2
+
+
+def test_generators_that_differ_after_the_last_step_are_told_for_the_end(tmp_path: Path) -> None:
+    """Their states at the end of a run belong to no step."""
+    a, b = (
+        write(
+            tmp_path / name,
+            [*_run(2), Step(chain(4, step=2), random={"torch": name}, finished=False)],
+            {"knobs": {"seed.torch": "1"}},
+        )
+        for name in ("a", "b")
+    )
+    verdict = compare(a, b)
+
+    assert verdict.first is not None
+    assert (verdict.first.kind, verdict.first.after_last) == (Kind.RANDOM, True)
+    assert verdict.first.what == "the states of torch differ when the runs end"
+    assert verdict.notes == ("the states of torch differ when the runs end",)
+
+
+def test_what_one_recording_leaves_out_after_the_last_step_is_no_step(tmp_path: Path) -> None:
+    """A recording of some steps beside a whole one: the rest of it is told by what it is."""
+    whole = write(tmp_path / "whole", _with_end(5))
+    part = write(tmp_path / "part", _run(2), {"steps": (0, 1)})
+
+    assert compare(whole, part).notes == (
+        "3 steps are recorded in A only, from step 2 on",
+        "what comes after the last step is recorded in A only",
+    )

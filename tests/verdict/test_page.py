@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from torchrepro.verdict.diagnosis import next_level
 from torchrepro.verdict.page import COLUMNS, ROWS, WIDTH, agreement_map, chart, page, ticks
-from torchrepro.verdict.value import Advice, Cell, Element, Kind, Setting, Verdict
+from torchrepro.verdict.value import Advice, Cell, Compared, Element, Kind, Setting, Verdict
 
 from .browser import PROGRAM, Tab, tab
 from .verdicts import MODULES, agreement, divergence, equal, parted, side
@@ -375,3 +375,16 @@ CONTRASTS = """(() => {
   }
   return poor;
 })()"""
+
+
+@pytest.mark.parametrize("steps", [0, 12])
+def test_what_comes_after_the_last_step_is_named_on_the_page(steps: int) -> None:
+    """Its column of the map, and a divergence in it, are no step of that number."""
+    first = divergence(step=steps, after_last=True)
+    compared = Compared(1, steps, 100, 100, "op", after_last=True)
+    text = page(parted(first, compared=compared, map=agreement(MODULES, steps + 1, steps, 5)))
+    name = "after the last step" if steps else "outside of any step"
+
+    assert f"<dd>{name}</dd>" in text
+    assert f"<span>{name}</span>" in text
+    assert f"step {steps}<" not in text

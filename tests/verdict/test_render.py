@@ -31,7 +31,9 @@ def told(verdict: Verdict) -> str:
 
 def test_the_same_is_one_line_that_says_how_much_was_compared() -> None:
     """Nothing is to be read where nothing differs."""
-    assert told(equal()) == "the same: 2 ranks, 100 steps, 95,300 ops, 118 GB, bit for bit"
+    assert told(equal()) == (
+        "the same: 2 ranks, 100 steps, 95,300 ops, 118 GB of tensors read, bit for bit"
+    )
 
 
 def test_the_certainty_is_that_of_the_comparison() -> None:
@@ -41,7 +43,9 @@ def test_the_certainty_is_that_of_the_comparison() -> None:
 
     assert "within rtol=0.001, atol=1e-05" in tolerant
     assert "bit for bit" not in tolerant
-    assert coarse == "the same: 1 step, 40 records, 1.5 kB (recorded at level step), bit for bit"
+    assert coarse == (
+        "the same: 1 step, 40 records, 1.5 kB of tensors read (recorded at level step), bit for bit"
+    )
 
 
 def test_what_differs_though_the_runs_are_the_same_is_said() -> None:

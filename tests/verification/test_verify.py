@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -131,7 +132,7 @@ def test_a_run_that_ends_before_its_first_step_is_not_the_same(training, verifie
     found = verified(training(before=before))
 
     assert not found.same
-    assert "run-2 ended before its first step" in found.verdict.first.what
+    assert "run-2 ended before anything was recorded of it" in found.verdict.first.what
     assert "exit status 4" in found.verdict.first.what
 
 
@@ -262,3 +263,36 @@ def test_loader_workers_that_vary_are_found_on_their_level(training, verified):
     assert found.equal_on.name == "no loader workers"
     assert [tried.same for tried in found.escalation][-1:] == [True]
     assert len(found.escalation) > 1
+
+
+@pytest.mark.usefixtures("forked")
+def test_what_follows_the_last_step_is_looked_at_more_closely(training, verified):
+    """Steps are counted as the program counts them, and the closer look finds what follows them."""
+    command = training()
+    with open("train.py", "a", encoding="utf-8") as file:  # noqa: PTH123
+        file.write("model(torch.full((2, 4), __import__('random').SystemRandom().random()))\n")
+    said = []
+    found = verified(command, say=said.append)
+    first, told = found.verdict.first, "".join(said)
+
+    assert told.count(" 3 steps\n") == 2
+    assert told.count("a closer look after the last step, run") == 2
+    assert [run.steps for run in found.runs] == [3, 3]
+    assert (first.step, first.after_last, found.verdict.compared.steps) == (3, True, 3)
+    assert first.elements
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_program_without_steps_is_verified(verified):
+    """All that it computes is outside of any step, and nothing tells of a number of steps."""
+    program = "import random, torch; torch.full((2,), random.SystemRandom().random()).sin()"
+    said = []
+    found = verified([sys.executable, "-c", program], say=said.append)
+    told = "".join(said) + as_text(*verification_parts(found))
+
+    assert not found.same
+    assert found.verdict.first.elements
+    assert all(run.recorded and not run.steps for run in found.runs)
+    assert "2 records outside of any step" in told
+    assert "2 ops outside of any step" in told
+    assert not re.search(r"\d steps?\b|step \d", told)

@@ -51,7 +51,11 @@ Record = Annotated[
     str, typer.Option(metavar="DIR", help="Record what is computed into a new or empty folder.")
 ]
 Steps = Annotated[
-    str, typer.Option(metavar="FIRST:LAST", help="Record only these steps, counted from 0.")
+    str,
+    typer.Option(
+        metavar="FIRST:LAST",
+        help="Record only these steps, counted from 0 by calls of an optimizer's step().",
+    ),
 ]
 Keep = Annotated[
     list[str] | None,

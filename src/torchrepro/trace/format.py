@@ -136,7 +136,11 @@ class StepRow:
     gradients: Fingerprint
     random: Mapping[str, str]
     finished: bool
-    """Whether an optimizer, or the program itself, has ended the step."""
+    """Whether an optimizer, or the program itself, has ended the step.
+
+    The last row of a trace is unfinished where the program did anything after its last step. That
+    part is no step. Its number is the one that the next step would have had.
+    """
     digest: Fingerprint = b""
     """Of its records; the store fills it in."""
 

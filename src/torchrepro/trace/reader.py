@@ -117,6 +117,21 @@ class Trace:
         """Whether the process ended before it had written the end of the trace."""
         return not self.meta.get("finished")
 
+    @property
+    def ended_steps(self) -> int:
+        """How many steps of the program are in it: what came after the last one is none."""
+        return sum(row.finished for row in self.steps.values())
+
+    def ends_before(self, number: int) -> bool:
+        """Whether it shows that the program ended no step of this number."""
+        asked = self.meta.get("steps")
+        row = self.steps.get(number)
+        return not (
+            self.is_truncated
+            or (row and row.finished)
+            or (asked and not asked[0] <= number <= asked[1])
+        )
+
     @cached_property
     def sites(self) -> Mapping[int, Site]:
         """Every site by its id."""
@@ -191,7 +206,7 @@ def read_run(folder: Path | str, *, records: bool = True) -> list[Trace]:
                 "holds no trace",
                 found=str(folder),
                 todo="record one: torchrepro run PROFILE --record DIR -- COMMAND; "
-                "a run that ended before its first step leaves none",
+                "a run that was killed before its first step ended leaves none",
             )
         )
     return [Trace(path, records=records) for path in files]

@@ -38,10 +38,15 @@ def record(  # noqa: PLR0913 - one for each option of a recording
     Takes records on this thread and on those started within the block. `level` is ``op``,
     ``module`` or ``step``; `steps` are the first and last step to record; `keep` are patterns of
     modules whose tensors are kept whole; `statistics` adds what ``compare`` needs for tolerances;
-    `detail` reads every input again. A step ends with the optimizer's step; a program without an
-    optimizer calls ``end_step`` of the returned recording, or `torchrepro.end_step`. Imports
-    torch. Raises `TraceError` for a folder that is not empty, and where the trace cannot be
-    written, unless `on_unwritable` is ``warn``.
+    `detail` reads every input again.
+
+    A step is one call of an optimizer's ``step()``, or of `torchrepro.end_step` (``end_step`` of
+    the returned recording), with all that led to it, and is numbered from 0: several backward
+    passes before the call belong to it, and two optimizers end two steps in one iteration. What
+    comes after the last step is recorded too, with the number that the next step would have had.
+    So is a program that has no steps, with the number 0. Imports torch. Raises `TraceError` for a
+    folder that is not empty, and where the trace cannot be written, unless `on_unwritable` is
+    ``warn``.
     """
     request = Request(
         *(os.fspath(folder), level, steps, tuple(keep), statistics, detail, on_unwritable)

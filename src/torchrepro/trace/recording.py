@@ -47,6 +47,7 @@ class Recording:
         self._gradients: list[Any] = []
         self._lock = threading.RLock()
         self._failed = False
+        self._left_out = False
         self.ended = False
         self.refuse: Callable[[TraceError], None] = _raise
         """Called where the trace cannot be written and the program is not to go on."""
@@ -152,6 +153,7 @@ class Recording:
         """Whether the running step is not to be written; its records are dropped."""
         if self._failed or not self.state.wants_step:
             self.state.buffer.rows.clear()
+            self._left_out = True
             return True
         return False
 
@@ -206,9 +208,10 @@ class Recording:
     def _warn_of_unmatched_requests(self) -> None:
         """Name a module to keep that is misspelt, and steps to record that were never reached."""
         request, sentences = self.request, []
-        if request.steps is not None and self._store is None and self.state.step:
+        if request.steps is not None and self._store is None and self._left_out:
             first, last = request.steps
-            sentences.append(f"none of the steps {first} to {last} was reached")
+            ended = f"{self.state.step:,} ended" if self.state.step else "the program has no steps"
+            sentences.append(f"none of the steps {first} to {last} was reached: {ended}")
         if self._store is not None:
             sentences += [f"no module matches `{pattern}`" for pattern in self.level.unmatched()]
         say(*(f"{request.folder}: {sentence}" for sentence in sentences))

@@ -76,6 +76,23 @@ class Pair:
         """Both traces."""
         return self.left, self.right
 
+    @cached_property
+    def ended_steps(self) -> Sequence[int]:
+        """The steps that have ended in both."""
+        return [
+            step for step in self.steps if all(trace.steps[step].finished for trace in self.traces)
+        ]
+
+    def is_after_last(self, number: int) -> bool:
+        """Whether what has this number comes after the last step of both runs.
+
+        A run that was cut off does not show which step was its last: the other one has to.
+        """
+        rows = (trace.steps.get(number) for trace in self.traces)
+        return not any(row is not None and row.finished for row in rows) and any(
+            trace.ends_before(number) for trace in self.traces
+        )
+
 
 @dataclass(slots=True)
 class StepComparison:

@@ -289,12 +289,16 @@ def _cells(found: Sequence[PairComparison]) -> Iterable[Cell]:
 
 def _compared(pairs: Sequence[Pair]) -> Compared:
     rows = [pair.left.steps[step] for pair in pairs for step in pair.steps]
+    last = max((row.step for row in rows), default=0)
+    ended = {step for pair in pairs for step in pair.ended_steps}
     return Compared(
         ranks=len({pair.left.rank for pair in pairs}),
-        steps=len({row.step for row in rows}),
+        steps=len(ended),
         ops=sum(row.records for row in rows),
         bytes=sum(row.bytes for row in rows),
         level=min(chain(*map(levels, pairs)), key=LEVELS.index, default=LEVELS[0]),
+        after_last=last not in ended
+        and any(last in pair.steps and pair.is_after_last(last) for pair in pairs),
     )
 
 

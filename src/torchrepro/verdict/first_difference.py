@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torchrepro.trace.format import INPUT, OUTPUT, UNINITIALISED, Record, Site
 from torchrepro.verdict.columns import MAIN, NAMES
 from torchrepro.verdict.evidence import DRAWING, OVERWRITING
-from torchrepro.verdict.render import counted
+from torchrepro.verdict.render import counted, moment
 from torchrepro.verdict.value import Distance, Divergence, Element, Kind, Side
 
 if TYPE_CHECKING:
@@ -137,6 +137,7 @@ def divergence(
         elements=elements,
         distances=distances,
         what=what,
+        after_last=pair.is_after_last(shown.step),
     )
 
 
@@ -173,7 +174,8 @@ def _explain_lone(
     row = other.steps[shown.step] if shown else None
     on_main = shown is not None and shown.record.thread == MAIN  # other threads may end at any time
     if row is not None and not row.finished and difference.instead is None and on_main:
-        return Kind.ENDED, f"{lacks} ended in the middle of step {row.step}, before this op"
+        within = "" if pair.is_after_last(row.step) else f" in the middle of step {row.step},"
+        return Kind.ENDED, f"{lacks} ended{within} before this op"
     if difference.instead is None:
         return Kind.ONLY_ONE, f"only {has} has it"
     instead = RecordView.read(other, difference.instead).site
@@ -283,13 +285,13 @@ def _explain_by_writers(
     if left is not None and right is not None:
         return (
             Kind.ARGUMENT,
-            f"{this.name} is another tensor: written by {_op(left)} in {NAMES[0]}, "
-            f"by {_op(right)} in {NAMES[1]}",
+            f"{this.name} is another tensor: written by {_op(this.pair, left)} in {NAMES[0]}, "
+            f"by {_op(this.pair, right)} in {NAMES[1]}",
         )
     writer, keeps, changed = (left, *NAMES) if left else (right, *NAMES[::-1])
     return (
         Kind.INPUT,
-        f"{this.name} is in {keeps} what {_op(writer)} wrote; "
+        f"{this.name} is in {keeps} what {_op(this.pair, writer)} wrote; "
         f"in {changed} something other than torch has changed it since",
     )
 
@@ -324,11 +326,12 @@ def _explain_by_step_before(this: Input) -> Explanation | None:
     )
 
 
-def _op(one: RecordView | None) -> str:
+def _op(pair: Pair, one: RecordView | None) -> str:
     if one is None:
         return "nothing"
     where = f" in {one.site.module}" if one.site.module else ""
-    return f"{one.site.op}{where} at step {one.step} ({one.site.phase})"
+    when = moment(one.step, after_last=pair.is_after_last(one.step))
+    return f"{one.site.op}{where}{when and f' {when}'} ({one.site.phase})"
 
 
 def _last_writers(

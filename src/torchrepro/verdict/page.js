@@ -9,13 +9,19 @@
   const height = map.rows.length;
   let [column, row] = map.marked || [0, 0];
 
+  const nameOf = (first, last) => {
+    if (first === map.after) return map.ends[1] || map.ends[0];
+    const before = last === map.after ? last - 1 : last;
+    const steps = first === before ? `step ${first}` : `steps ${first} to ${before}`;
+    return before === last ? steps : `${steps}, and ${map.ends[1]}`;
+  };
   const show = () => {
     cursor.setAttribute("x", column);
     cursor.setAttribute("y", row);
     const [first, last] = map.columns[column];
     const at = 2 * (row * width + column);
     const [same, differing] = map.counts.slice(at, at + 2);
-    const steps = first === last ? `step ${first}` : `steps ${first} to ${last}`;
+    const steps = nameOf(first, last);
     const what = same + differing === 0 ? "no records"
       : differing === 0 ? `all ${same} records are the same`
       : `${differing} of ${same + differing} records differ`;

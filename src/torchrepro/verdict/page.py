@@ -46,6 +46,18 @@ class AgreementMap:
     marked: tuple[int, int] | None = None
     """Column and row of the first divergence."""
 
+    after: int | None = None
+    """The number of what comes after the last step, if there is a cell of it."""
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """What the first column is called, and the last one."""
+        first, last = self.columns[0][0], self.columns[-1][1]
+        one, other = (
+            render.step_name(step, after_last=step == self.after) for step in (first, last)
+        )
+        return one, "" if first == last else other
+
     def outlines(self) -> list[str]:
         """Return an SVG path for each shade, one unit wide and high per cell."""
         paths: dict[int, list[str]] = defaultdict(list)
@@ -59,8 +71,10 @@ class AgreementMap:
         return [number for row in self.counts for cell in row for number in cell]
 
 
-def agreement_map(cells: Sequence[Cell], first: Divergence | None = None) -> AgreementMap | None:
-    """Return the map of `cells`; None where there are none."""
+def agreement_map(
+    cells: Sequence[Cell], first: Divergence | None = None, *, after_last: bool = False
+) -> AgreementMap | None:
+    """Return the map of `cells`, the last of which may be after all steps; None without cells."""
     if not cells:
         return None
     names = list(dict.fromkeys(cell.module for cell in cells))
@@ -82,6 +96,7 @@ def agreement_map(cells: Sequence[Cell], first: Divergence | None = None) -> Agr
         tuple(rows),
         tuple(tuple((same, differing) for same, differing in row) for row in counts),
         marked,
+        columns[-1][-1] if after_last else None,
     )
 
 
@@ -257,7 +272,7 @@ def page(verdict: Verdict, title: str = "torchrepro", level: EscalationLevel | N
         title=title,
         level=level,
         words=render,
-        map=agreement_map(verdict.map, verdict.first),
+        map=agreement_map(verdict.map, verdict.first, after_last=verdict.compared.after_last),
         curves=curves,
         difference=difference,
         losses_agree=all(_alike(left, right) for _, left, right in verdict.losses),

@@ -97,7 +97,8 @@ def _unequal_seeded_generator(pair: Pair) -> Divergence | None:
     for number in pair.steps:
         names = [name for name in _unequal_generators(pair, number) if _is_seeded(pair, name)]
         if names:
-            what = f"the states of {', '.join(names)} differ when the step ends"
+            end = "the runs end" if pair.is_after_last(number) else "the step ends"
+            what = f"the states of {', '.join(names)} differ when {end}"
             return at_step(pair, number, Kind.RANDOM, what)
     return None
 
@@ -118,7 +119,8 @@ def at_step(  # noqa: PLR0913, PLR0917 - the parts of a divergence
 ) -> Divergence:
     """Return a divergence of a step as a whole."""
     left, right = sides
-    whole = Divergence.without_op(pair.left.rank, number, kind, what)
+    after_last = pair.is_after_last(number)
+    whole = Divergence.without_op(pair.left.rank, number, kind, what, after_last=after_last)
     return replace(whole, phase=phase, op=op, left=left, right=right)
 
 
@@ -149,14 +151,27 @@ def truncation(pair: Pair) -> Divergence | None:
     if last[0] != last[1] and not (asked and last[short] >= asked[1]):
         shorter, longer = NAMES[short], NAMES[1 - short]
         killed = CUT if pair.traces[short].is_truncated else ""
-        what = f"{shorter} ended after step {last[short]}{killed}; {longer} goes on to {max(last)}"
+        end = _ended(pair.traces[short], last[short])
+        what = f"{shorter} {end}{killed}; {_goes_on(pair, longer, last)}"
         return at_step(pair, last[short] + 1, Kind.ENDED, _both_cut(pair, last) or what)
     cut = [side for side, trace in enumerate(pair.traces) if trace.is_truncated]
     if not cut:
         return None  # more of it was not to be recorded
     step = min(last[side] for side in cut)
-    what = f"{NAMES[cut[0]]} ended after step {step}{CUT}"
+    what = f"{NAMES[cut[0]]} {_ended(pair.traces[cut[0]], step)}{CUT}"
     return at_step(pair, step + 1, Kind.ENDED, _both_cut(pair, last) or what)
+
+
+def _ended(trace: Trace, last: int) -> str:
+    """Return where a trace ended, by the number of the last thing in it."""
+    return f"ended {'after' if trace.steps[last].finished else 'in the middle of'} step {last}"
+
+
+def _goes_on(pair: Pair, longer: str, last: Sequence[int]) -> str:
+    """Return how far the longer of two runs goes on."""
+    final = pair.traces[NAMES.index(longer)].steps[max(last)]
+    step = final.step if final.finished else final.step - 1
+    return f"{longer} goes on to step {step}" if step > min(last) else f"{longer} goes on after it"
 
 
 def _both_cut(pair: Pair, last: Sequence[int]) -> str:
@@ -186,7 +201,7 @@ def _last_step(trace: Trace) -> int:
 def _nothing_in_common(pair: Pair, last: list[int]) -> str:
     empty = [name for name, step in zip(NAMES, last, strict=True) if step < 0]
     if empty:
-        return f"no step was recorded in {' and '.join(empty)}"
+        return f"nothing was recorded in {' and '.join(empty)}"
     return "no step was recorded in both runs"
 
 
@@ -268,13 +283,19 @@ def notes(pair: Pair) -> Iterator[str]:
         steps = [step for step in mine.steps if step not in theirs.steps]
         asked, last = theirs.meta.get("steps"), max(theirs.steps, default=0)
         left_out = [step for step in steps if step < last or (asked and step > asked[1])]
-        if left_out:
-            steps_are = f"{counted(len(left_out), 'step')} {are(len(left_out))}"
-            yield f"{steps_are} recorded in {name} only, from step {left_out[0]} on"
+        ended = [step for step in left_out if mine.steps[step].finished]
+        if ended:
+            steps_are = f"{counted(len(ended), 'step')} {are(len(ended))}"
+            yield f"{steps_are} recorded in {name} only, from step {ended[0]} on"
+        if len(left_out) > len(ended):
+            yield f"what comes after the last step is recorded in {name} only"
     first = next((step for step in pair.steps if _unequal_generators(pair, step)), None)
     if first is not None:
         generators = ", ".join(_unequal_generators(pair, first))
-        yield f"the states of {generators} differ from the end of step {first} on"
+        since = (
+            "when the runs end" if pair.is_after_last(first) else f"from the end of step {first} on"
+        )
+        yield f"the states of {generators} differ {since}"
 
 
 def unequal_replicas(name: str, traces: Sequence[Trace]) -> Iterator[str]:

@@ -23,6 +23,9 @@ _WIDE = 96  # characters of a line of source that are shown
 SAME_FOR_B = "then the same for B into a folder of its own, and `torchrepro compare` the two"
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
+OUTSIDE = "outside of any step"
+"""Where all is that a program without an optimizer does."""
+
 _PHASES = {
     "forward": "in the forward pass",
     "backward": "in the backward pass",
@@ -181,7 +184,20 @@ def place(first: Divergence) -> str:
     phase = _PHASES.get(first.phase, f"in {first.phase}" if first.phase else "")
     of = f" of {printable(first.module)}" if first.module and first.phase in _PHASES else ""
     rank = f" on rank {first.rank}" if first.rank else ""
-    return f"at step {first.step}{', ' * bool(phase)}{phase}{of}{rank}"
+    when = moment(first.step, after_last=first.after_last)
+    return f"{', '.join(filter(None, (when, phase + of))) or OUTSIDE}{rank}"
+
+
+def moment(step: int, *, after_last: bool) -> str:
+    """Return when something happened; empty where a program has no steps."""
+    if not after_last:
+        return f"at step {step}"
+    return "after the last step" if step else ""
+
+
+def step_name(step: int, *, after_last: bool) -> str:
+    """Return what a part of a run is called: a step, or what lies outside of all."""
+    return (moment(step, after_last=after_last) or OUTSIDE).removeprefix("at ")
 
 
 def certainty(verdict: Verdict) -> str:
@@ -198,8 +214,10 @@ def amount(compared: Compared) -> str:
     ranks = [counted(compared.ranks, "rank")] if compared.ranks != 1 else []
     level = "" if compared.level == "op" else f" (recorded at level {compared.level})"
     what = "op" if compared.level == "op" else "record"
-    parts = [*ranks, counted(compared.steps, "step"), counted(compared.ops, what)]
-    return ", ".join([*parts, size(compared.bytes)]) + level
+    steps = [counted(compared.steps, "step")] if compared.steps else []
+    where = "" if steps or not compared.ops else f" {OUTSIDE}"
+    parts = [*ranks, *steps, f"{counted(compared.ops, what)}{where}"]
+    return ", ".join([*parts, f"{size(compared.bytes)} of tensors read"]) + level
 
 
 def counted(number: int, thing: str) -> str:

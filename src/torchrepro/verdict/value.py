@@ -86,6 +86,11 @@ class Divergence:
     distances: tuple[Distance, ...] = ()
     what: str = ""
     """One more sentence, where there is more to say: which input, which generator."""
+    after_last: bool = False
+    """Whether it comes after the last step of both runs; `step` is then the number of their steps.
+
+    Where that is 0, the programs have no steps.
+    """
 
     @property
     def both_were_cut(self) -> bool:
@@ -93,9 +98,13 @@ class Divergence:
         return self.kind is Kind.ENDED and self.what.startswith(BOTH_CUT)
 
     @classmethod
-    def without_op(cls, rank: int, step: int, kind: Kind, what: str) -> Divergence:
+    def without_op(
+        cls, rank: int, step: int, kind: Kind, what: str, *, after_last: bool = False
+    ) -> Divergence:
         """Return a divergence that has no op."""
-        return cls(rank, step, "", "", "", "", kind, "", None, None, what=what)
+        return cls(
+            *(rank, step, "", "", "", "", kind, "", None, None), what=what, after_last=after_last
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +113,13 @@ class Compared:
 
     ranks: int
     steps: int
+    """Steps that ended in both runs; 0 where all is outside of any step."""
     ops: int
     bytes: int
     level: str
     """``step``, ``module`` or ``op``, the coarser of the two recordings."""
+    after_last: bool = False
+    """Whether what comes after the last step was compared as well."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from torchrepro.errors import ProfileError
 from torchrepro.profile.composition import flatten
 from torchrepro.profile.load import resolve
 from torchrepro.verdict.diagnosis import levels_above
-from torchrepro.verdict.render import headline, place
+from torchrepro.verdict.render import headline, moment, place
 from torchrepro.verification.result import EscalationTrial, Run, StressResult
 from torchrepro.verification.runner import all_failed, status_in_words
 
@@ -34,17 +34,21 @@ def rerecord(
     The verdict stays, with a note, if these runs diverge at another place or not at all.
     """
     first = verdict.first
-    if first is None or not first.op or not verdict.compared.steps:
+    if first is None or not first.op:
         return verdict  # there is no op to look at
     steps = max(first.step - 1, 0), first.step + 1
     keep = (*runner.request.keep, first.module)
     detailed = replace(runner, request=replace(runner.request, steps=steps, keep=keep, detail=True))
     runs = []
+    when = moment(first.step, after_last=first.after_last)
+    look = f"a closer look {when}".rstrip()
     for number, environment in enumerate(environments, start=1):
-        runner.say(f"a closer look at step {first.step}, run {number} of {len(environments)} ...")
+        runner.say(f"{look}, run {number} of {len(environments)} ...")
         runs.append(detailed.run(resolved, f"closer-{number}", environment))
-    if not all(run.steps for run in runs):
-        return _with_note(verdict, "a closer look showed nothing: its runs ended before that step")
+    if not all(run.recorded for run in runs):
+        return _with_note(
+            verdict, "a closer look showed nothing: its runs ended before they got there"
+        )
     closer = runner.compare(*runs)
     if closer.first is None:
         return _with_note(
@@ -166,7 +170,7 @@ def _try(
         runs.append(runner.run(stricter, f"level-{number}-run-{position}", environment))
     if all_failed(runs):
         return False, f"it ended with {status_in_words(runs[0].status)}: see {runs[0].log}"
-    if not any(run.steps for run in runs):
+    if not any(run.recorded for run in runs):
         return False, "nothing was recorded"
     verdicts = [runner.compare(runs[0], run) for run in runs[1:]]
     shown = next((verdict for verdict in verdicts if not verdict.same), verdicts[0])

@@ -31,7 +31,9 @@ class Run:
     """Its exit status; negative where a signal ended it."""
     seconds: float
     steps: int
-    """Steps that were recorded of its first process; 0 if nothing was recorded."""
+    """Steps of its first process that were recorded; 0 for a program that has none."""
+    recorded: bool
+    """Whether anything was recorded of it."""
     perturbed: tuple[str, ...] = ()
     """The perturbations that acted on it."""
 

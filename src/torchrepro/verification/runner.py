@@ -24,6 +24,7 @@ from torchrepro.trace.reader import read_run
 from torchrepro.trace.request import VARIABLE, Request
 from torchrepro.verdict.comparison import compare_within
 from torchrepro.verdict.diagnosis import advice
+from torchrepro.verdict.render import counted
 from torchrepro.verdict.value import Compared, Divergence, Kind, Verdict
 from torchrepro.verification.perturbations import RunEnvironment, mirrored
 from torchrepro.verification.result import Run
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from torchrepro.profile.resolved import ResolvedProfile
+    from torchrepro.trace.reader import Trace
 
 GRACE = 20.0
 """Seconds that a command has to end after it was asked to, before it is killed."""
@@ -97,24 +99,28 @@ class Runner:
             begun = time.monotonic()
             status = run_to_end(program, self.command, variables, place, log)
         seconds = time.monotonic() - begun
-        steps = _recorded_steps(traces)
+        trace = _first_trace(traces)
         ended = f", exit status {status}" if status else ""
-        self.say(f" {seconds:.1f} s, {steps:,} step{'s' * (steps != 1)}{ended}\n")
-        return Run(name, str(traces), str(log), status, seconds, steps, perturbed)
+        self.say(f" {seconds:.1f} s, {_amount(trace)}{ended}\n")
+        steps = trace.ended_steps if trace else 0
+        recorded = trace is not None
+        return Run(name, str(traces), str(log), status, seconds, steps, recorded, perturbed)
 
     def compare(self, first: Run, other: Run) -> Verdict:
         """Compare two runs, of which one at least was recorded.
 
         Runs that end with another exit status are not the same, whatever was recorded of them.
         """
-        empty = next((run for run in (first, other) if not run.steps), None)
+        empty = next((run for run in (first, other) if not run.recorded), None)
         if empty is not None:
-            return _different(first, other, f"{empty.name} ended before its first step", 0)
+            what = f"{empty.name} ended before anything was recorded of it"
+            return _different(first, other, what, 0, after_last=not (first.steps or other.steps))
         found = compare_within(first.folder, other.folder, self.tolerance, one_program=True)
         if first.status != other.status:
             if found.same:
                 what = "all that was recorded is the same"
-                different = _different(first, other, what, found.compared.steps)
+                steps = found.compared.steps
+                different = _different(first, other, what, steps, after_last=True)
                 return replace(
                     different, compared=found.compared, losses=found.losses, map=found.map
                 )
@@ -180,7 +186,7 @@ def run_to_end(
 
 def refuse_without_recording(run: Run, command: Sequence[str]) -> None:
     """Raise `TraceError` for a command that succeeded and of which nothing was recorded."""
-    if run.status == 0 and not run.steps:
+    if run.status == 0 and not run.recorded:
         raise TraceError(
             Problem(
                 "nothing was recorded of it, so nothing can be said of its runs",
@@ -220,21 +226,36 @@ def _exits(*runs: Run) -> str:
     return f"they ended: {' and '.join(exits)}"
 
 
-def _different(first: Run, other: Run, what: str, step: int) -> Verdict:
+def _different(first: Run, other: Run, what: str, step: int, *, after_last: bool) -> Verdict:
+    what = f"{what}; {_exits(first, other)}"
     return Verdict(
         same=False,
         left=first.folder,
         right=other.folder,
         compared=Compared(ranks=0, steps=0, ops=0, bytes=0, level="op"),
-        first=Divergence.without_op(0, step, Kind.ENDED, f"{what}; {_exits(first, other)}"),
+        first=Divergence.without_op(0, step, Kind.ENDED, what, after_last=after_last),
     )
 
 
-def _recorded_steps(traces: Path) -> int:
+def _first_trace(traces: Path) -> Trace | None:
+    """Return the trace of the first process of a run; None if nothing was recorded."""
     try:
-        return len(read_run(traces, records=False)[0].steps)
+        first, *others = read_run(traces, records=False)
     except TraceError:
-        return 0
+        return None
+    for trace in (first, *others):
+        trace.close()
+    return first if first.steps else None
+
+
+def _amount(trace: Trace | None) -> str:
+    """Return how much was recorded of a process."""
+    if trace is None:
+        return "nothing recorded"
+    if trace.ended_steps:
+        return counted(trace.ended_steps, "step")
+    records = sum(row.records for row in trace.steps.values())
+    return f"{counted(records, 'record')} outside of any step"
 
 
 def _end(process: subprocess.Popen[bytes], number: int) -> None:

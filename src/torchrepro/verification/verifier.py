@@ -211,5 +211,5 @@ class _Verifier:
 
 
 def _meta(done: Sequence[Run]) -> Mapping[str, Any]:
-    recorded = next((run for run in done if run.steps), None)
+    recorded = next((run for run in done if run.recorded), None)
     return read_run(recorded.folder, records=False)[0].meta if recorded else {}
