@@ -8,8 +8,13 @@ from hypothesis import strategies as st
 
 from torchrepro.errors import ProfileError
 from torchrepro.profile.load import resolve
-from torchrepro.verification.follow_up import bisect
-from torchrepro.verification.perturbations import EVERYTHING, PERTURBATIONS, StressPlan
+from torchrepro.verification.follow_up import bisect, overridden
+from torchrepro.verification.perturbations import (
+    EVERYTHING,
+    PERTURBATIONS,
+    RunEnvironment,
+    StressPlan,
+)
 from torchrepro.verification.result import verification_json
 
 DEPENDENT = {
@@ -71,12 +76,60 @@ def test_what_varies_by_itself_is_not_blamed_on_a_perturbation(training, verifie
 
 
 def test_what_the_profile_sets_is_left_alone():
-    """A perturbation of a variable that the profile sets is skipped, and the reason is said."""
-    plan = StressPlan.of(EVERYTHING, resolve("seed-only"))
+    """A perturbation of a variable that the profile sets is skipped, and the reason is said; the
+    hash seed has a run of its own instead.
+    """
+    plan = StressPlan.of(EVERYTHING, resolve("seed-only", ["env_extra.TZ=UTC"]))
+    apart = tuple(row.name for row in plan.overriding)
 
-    assert dict(plan.skipped)["hash seed"] == "the profile sets PYTHONHASHSEED"
+    assert dict(plan.skipped)["time zone"] == "the profile sets TZ"
+    assert apart == ("hash seed",)
     assert "PYTHONHASHSEED" not in plan.environment(1, plan.names).variables
-    assert set(plan.names) | set(dict(plan.skipped)) == set(EVERYTHING)
+    assert {*plan.names, *dict(plan.skipped), *apart} == set(EVERYTHING)
+
+
+@given(st.integers(0, 4294967295).map(str))
+def test_the_hash_seed_is_overridden_by_another(present):
+    """Whatever hash seed a profile sets, its own run has another one."""
+    profile = resolve("seed-only", [f'env.PYTHONHASHSEED="{present}"'])
+    plan = StressPlan.of(["hash seed"], profile)
+    overriding = plan.overriding[0].overriding
+    other, environment = overridden((profile, RunEnvironment()), overriding)
+
+    assert other.environment()["PYTHONHASHSEED"] != present
+    assert environment == RunEnvironment()
+
+
+@pytest.mark.slow
+def test_a_hash_seed_that_the_profile_sets_is_perturbed_apart(training, verified):
+    """Where only another hash seed than the profile's makes runs diverge, that is said, with what
+    helps; a program that does not depend on it is the same, and the hash seed counts as perturbed.
+    """
+    set_it = {"overrides": ['env.PYTHONHASHSEED="0"'], "stress": ["hash seed"], "closer": False}
+    found = verified(training("batch[0, 0] = hash('word') % 1009"), **set_it)
+    other = verified(training(), **set_it | {"folder": ""})
+
+    assert not found.same
+    assert [verdict.same for verdict in found.verdicts] == [True, False]
+    assert found.stressed.culprits == found.runs[-1].perturbed == ("hash seed",)
+    assert "`+repro=` alone does not" in found.stressed.what
+    assert found.verdict.notes[0] == found.stressed.what
+    assert "sorted(...)" in found.verdict.advice.edit
+    assert verification_json(found)["stress"]["culprits"] == ["hash seed"]
+    assert other.same
+    assert other.stressed.perturbed == ("hash seed",)
+    assert (other.stressed.culprits, other.stressed.skipped) == ((), ())
+
+
+@pytest.mark.usefixtures("forked")
+def test_runs_that_differ_already_leave_the_hash_seed_of_the_profile_alone(training, verified):
+    """Where runs differ for another reason no run has another hash seed, and that is said."""
+    line = "batch[0, 0] = __import__('random').SystemRandom().random()"
+    asked = {"overrides": ['env.PYTHONHASHSEED="0"'], "stress": ["hash seed"]}
+    found = verified(training(line), closer=False, **asked)
+
+    assert len(found.runs) == 2
+    assert dict(found.stressed.skipped)["hash seed"].startswith("the profile sets it")
 
 
 def test_an_unknown_perturbation_is_refused_with_a_near_one():

@@ -93,6 +93,13 @@ seeding_policy = SeedingPolicy()
 workers_policy = WorkersPolicy()
 
 
+def author_worker_init(init: Any) -> Any:
+    """Return the author's part of what a loader calls as its `worker_init_fn`, or None."""
+    if isinstance(init, _PreparedWorker):
+        init = init.then
+    return init.author_init if isinstance(init, Loading) else init
+
+
 def hand_on(policy: str, value: Any) -> None:
     """Have workers that are started afresh put `value` of `policy` in force before all else.
 

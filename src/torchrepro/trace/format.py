@@ -73,6 +73,15 @@ PARTLY = b"part"
 """Begins the fingerprint of memory that ops had written in part. The rest of it is of what was
 written and where, not of the bytes."""
 
+RETURNED = "()"
+"""Ends the op of a record that says what a function of the program returned."""
+
+SAMPLE = "sample "
+"""Begins the argument of such a record where it is known which sample was loaded."""
+
+BETWEEN = "; "
+"""Stands between the sample and the numbers that the function was given."""
+
 
 @dataclass(frozen=True, slots=True)
 class Site:

@@ -84,6 +84,12 @@ def _kind(code: CodeType) -> int:
     return kind
 
 
+def is_of_program(code: CodeType) -> bool:
+    """Whether `code` is the program's own, and not a library's."""
+    kind = _kinds.get(id(code), -1)
+    return (kind if kind >= 0 else _kind(code)) == _USER
+
+
 class ModuleNames:
     """Names of modules and their parameters, learnt from the model that is being called."""
 

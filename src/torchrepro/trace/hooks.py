@@ -43,8 +43,8 @@ def watch_training(listener: Any) -> ExitStack:
     """Call `listener` at each backward pass, optimizer step and batch, until the stack is closed.
 
     Its methods are `backward_begins` (losses), `backward_ends`, `optimizer_begins` (optimizer,
-    whether with a closure), `optimizer_ends` (optimizer), `batch_begins` (number of worker
-    processes) and `batch_ends` (batch, None if there was none).
+    whether with a closure), `optimizer_ends` (optimizer), `batch_begins` (the loader's iterator)
+    and `batch_ends` (the iterator, and its batch, None if there was none).
     """
     stack = ExitStack()
     before = register_optimizer_step_pre_hook(
@@ -70,12 +70,12 @@ def watch_training(listener: Any) -> ExitStack:
 
     def watched_next(following: Any) -> Any:
         def watched(iterator: Any) -> Any:
-            listener.batch_begins(getattr(iterator, "_num_workers", 0))
+            listener.batch_begins(iterator)
             batch = None
             try:
                 batch = following(iterator)
             finally:
-                listener.batch_ends(batch)
+                listener.batch_ends(iterator, batch)
             return batch
 
         return watched

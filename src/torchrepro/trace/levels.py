@@ -25,6 +25,7 @@ from torchrepro.trace.op_facts import (
     tensors_in,
     value_text,
 )
+from torchrepro.trace.samples import parts_of
 from torchrepro.trace.statistics import DetailRecorder
 
 if TYPE_CHECKING:
@@ -102,16 +103,32 @@ class Level:
         self, phase: str, place: Place, op: str, tensors: Sequence[Any], text: str = ""
     ) -> None:
         """Take a record of tensors that belong to no single op."""
-        buffer = self.state.buffer
         with self.paused():
             digests = [fingerprint_of(tensor) for tensor in tensors]
         for tensor, digest in zip(tensors, digests, strict=True):
             self.state.cache.add(tensor, digest)
         shapes = [shape_of(tensor) for tensor in tensors]
+        self._take((phase, place, op), shapes, digests, text)
+
+    def take_returned(self, place: Place, function: str, value: Any, text: str) -> None:
+        """Take a record of what a function of the program returned while it loaded a batch."""
+        with self.paused():
+            parts = parts_of(value)
+        if parts:
+            shapes = [(part.shape, part.kind) for part in parts]
+            digests = [part.digest for part in parts]
+            self._take(("data", place, function), shapes, digests, text)
+
+    def _take(
+        self, origin: tuple[str, Place, str], shapes: Any, digests: Sequence[Any], text: str
+    ) -> None:
+        buffer = self.state.buffer
+        phase, place, op = origin
         key = (op, phase, place, *shapes)
         site = buffer.sites.get(key) or buffer.new_site(key, phase, place, op, shapes)
         argument = buffer.arguments.get(text) or buffer.new_argument(text, text)
-        buffer.take(0, site, argument, (), digests)
+        if buffer.take(0, site, argument, (), digests) >= MANY:
+            self.state.spill()
 
 
 class StepLevel(Level):

@@ -25,6 +25,8 @@ from torchrepro.trace.format import INPUT, OUTPUT, StepRow
 from torchrepro.trace.frames import place_of_user, source_of
 from torchrepro.trace.hooks import watch_training
 from torchrepro.trace.levels import LEVELS, parameters_of
+from torchrepro.trace.loaders import IteratedLoaders, workers_of
+from torchrepro.trace.samples import SampleRecorder
 from torchrepro.trace.store import open_store
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ class Recording:
         self._open = ExitStack()
         self._losses: list[tuple[Any, Any, str]] = []  # tensor, fingerprint, source
         self._gradients: list[Any] = []
+        self._loaders = IteratedLoaders()
+        self._samples = SampleRecorder(self.level.take_returned)
         self._lock = threading.RLock()
         self._failed = False
         self._left_out = False
@@ -80,7 +84,7 @@ class Recording:
         self._warn_of_unmatched_requests()
         if self._store is not None:
             with self._unwritable_handled():
-                self._store.write_meta({"finished": True})
+                self._store.write_meta({**self._loaders.meta(), "finished": True})
                 self._store.close()
                 self._store.must_exist()
 
@@ -141,11 +145,17 @@ class Recording:
         self.level.optimizer_ends(optimizer)
         self.end_step(parameters_of(optimizer))
 
-    def batch_begins(self, workers: int) -> None:
+    def batch_begins(self, iterator: Any) -> None:
+        workers = workers_of(iterator)
         self.level.batch_begins(workers)
+        if self.request.samples and not workers and self.state.wants_step:
+            self._samples.begin()
 
-    def batch_ends(self, batch: Any) -> None:
-        self.level.batch_ends(batch, place_of_user())
+    def batch_ends(self, iterator: Any, batch: Any) -> None:
+        self._samples.end()
+        place = place_of_user()
+        self._loaders.see(iterator, place)
+        self.level.batch_ends(batch, place)
 
     # Writing.
 

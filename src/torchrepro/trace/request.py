@@ -39,6 +39,8 @@ class Request:
     """Whether every input is read again, so that changes from outside torch are seen at once."""
     on_unwritable: str = "stop"
     """Whether a program stops, or goes on unrecorded, where its trace cannot be written."""
+    samples: bool = False
+    """Whether it is recorded what the program's functions return while they load a batch."""
 
     def __post_init__(self) -> None:
         # The program may go to another directory before the first step is written.

@@ -9,6 +9,7 @@ from torchrepro.trace.format import INPUT, OUTPUT, UNINITIALISED, Record, Site
 from torchrepro.verdict.columns import MAIN, NAMES
 from torchrepro.verdict.evidence import DRAWING, OVERWRITING
 from torchrepro.verdict.render import counted, moment
+from torchrepro.verdict.samples import explain_returned, is_returned
 from torchrepro.verdict.value import Distance, Divergence, Element, Kind, Side
 
 if TYPE_CHECKING:
@@ -186,6 +187,8 @@ def _explain_lone(
 def _explain(
     pair: Pair, left: RecordView, right: RecordView, read: Sequence[tuple[int, int]]
 ) -> Explanation:
+    if is_returned(left.site.op):
+        return explain_returned(left.site.op, left.argument, right.argument)
     if left.argument != right.argument:
         return Kind.ARGUMENT, f"{left.argument or 'none'} and {right.argument or 'none'}"
     if left.site.op == "DataLoader":

@@ -10,6 +10,12 @@ from torchrepro.profile.composition import flatten
 from torchrepro.profile.load import resolve
 from torchrepro.verdict.diagnosis import levels_above
 from torchrepro.verdict.render import headline, moment, place
+from torchrepro.verdict.value import Advice
+from torchrepro.verification.loading import (
+    follow_into_dataset,
+    loader_with_workers,
+    with_note,
+)
 from torchrepro.verification.result import EscalationTrial, Run, StressResult
 from torchrepro.verification.runner import all_failed, status_in_words
 
@@ -19,58 +25,67 @@ if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.verdict.diagnosis import EscalationLevel
     from torchrepro.verdict.value import Divergence, Verdict
-    from torchrepro.verification.perturbations import RunEnvironment, StressPlan
-    from torchrepro.verification.runner import Runner
+    from torchrepro.verification.perturbations import (
+        OverridingRun,
+        RunEnvironment,
+        StressPlan,
+    )
+    from torchrepro.verification.runner import Runner, Setup
 
 
-def rerecord(
-    runner: Runner,
-    resolved: ResolvedProfile | None,
-    verdict: Verdict,
-    environments: tuple[RunEnvironment, RunEnvironment],
+def look_closer(runner: Runner, verdict: Verdict, setups: tuple[Setup, Setup]) -> Verdict:
+    """Return a verdict with what two more runs, one in each of `setups`, show of its divergence.
+
+    Where the batches of worker processes differ these runs load in the main process. Any other
+    divergence they record in detail.
+    """
+    first = verdict.first
+    if first is None or not first.op:
+        return verdict  # there is no op to look at
+    loader = loader_with_workers(verdict)
+    if loader is not None:
+        return follow_into_dataset(runner, verdict, setups, loader)
+    return _rerecord(runner, verdict, first, setups)
+
+
+def _rerecord(
+    runner: Runner, verdict: Verdict, first: Divergence, setups: tuple[Setup, Setup]
 ) -> Verdict:
     """Return a verdict with what two more runs, recorded in detail, show of its divergence.
 
     The verdict stays, with a note, if these runs diverge at another place or not at all.
     """
-    first = verdict.first
-    if first is None or not first.op:
-        return verdict  # there is no op to look at
     steps = max(first.step - 1, 0), first.step + 1
     keep = (*runner.request.keep, first.module)
     detailed = replace(runner, request=replace(runner.request, steps=steps, keep=keep, detail=True))
     runs = []
     when = moment(first.step, after_last=first.after_last)
     look = f"a closer look {when}".rstrip()
-    for number, environment in enumerate(environments, start=1):
-        runner.say(f"{look}, run {number} of {len(environments)} ...")
+    for number, (resolved, environment) in enumerate(setups, start=1):
+        runner.say(f"{look}, run {number} of {len(setups)} ...")
         runs.append(detailed.run(resolved, f"closer-{number}", environment))
     if not all(run.recorded for run in runs):
-        return _with_note(
+        return with_note(
             verdict, "a closer look showed nothing: its runs ended before they got there"
         )
     closer = runner.compare(*runs)
     if closer.first is None:
-        return _with_note(
+        return with_note(
             verdict,
             "two more runs, recorded in detail, were the same there: it varies from run to run",
         )
     if _spot(closer.first) != _spot(first):
-        return _with_note(
+        return with_note(
             verdict,
             f"two more runs, recorded in detail, diverge {place(closer.first)}: it varies from run "
             "to run",
         )
     merged = replace(verdict, first=closer.first, advice=closer.advice)
-    return _with_note(merged, "the divergence is shown as two more runs recorded it, in detail")
+    return with_note(merged, "the divergence is shown as two more runs recorded it, in detail")
 
 
 def _spot(first: Divergence) -> tuple[object, ...]:
     return first.rank, first.step, first.phase, first.module, first.op
-
-
-def _with_note(verdict: Verdict, note: str) -> Verdict:
-    return replace(verdict, notes=(note, *verdict.notes))
 
 
 def bisect_perturbations(
@@ -117,7 +132,7 @@ def with_perturbation(
     verdict: Verdict, stressed: StressResult, plan: StressPlan, resolved: ResolvedProfile | None
 ) -> Verdict:
     """Return a verdict that names the perturbation behind it, and what helps against it."""
-    verdict = _with_note(verdict, stressed.what)
+    verdict = with_note(verdict, stressed.what)
     if len(stressed.culprits) != 1 or verdict.advice is None:
         return verdict
     row = next(row for row in plan.rows if row.name in stressed.culprits)
@@ -131,6 +146,27 @@ def with_perturbation(
         setting=row.fix if helps else "",
     )
     return replace(verdict, advice=advice)
+
+
+def overridden(setup: Setup, overriding: OverridingRun) -> Setup:
+    """Return a setup whose profile, which it has, sets something else as `overriding` asks."""
+    resolved, environment = setup
+    if resolved is None:
+        raise ValueError("without a profile there is nothing to override")
+    return resolve(resolved, overriding.overrides(resolved.environment())), environment
+
+
+def with_overridden(verdict: Verdict, overriding: OverridingRun) -> Verdict:
+    """Return the verdict of a run that differs under an override, with what that means."""
+    advice = replace(
+        verdict.advice or Advice("", "", "", ""),
+        cause=overriding.cause,
+        knob="",
+        setting="",
+        closer="",
+        edit=overriding.edit,
+    )
+    return with_note(replace(verdict, advice=advice), overriding.what)
 
 
 def escalate(

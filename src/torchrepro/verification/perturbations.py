@@ -99,6 +99,21 @@ _DAYS = 9 + 0.143  # another date, another day of the week, another hour and min
 _NOON = 12
 _SWITCH = 1e-5  # seconds that a thread may run; Python's own are 5e-3
 _BYTES = 255
+_HASH_SEEDS = ("7919", "15838")
+
+
+@dataclass(frozen=True, slots=True)
+class OverridingRun:
+    """A run of its own, for a perturbation of what the profile sets: it overrides the profile."""
+
+    overrides: Callable[[Mapping[str, str]], tuple[str, ...]]
+    """Returns the overrides, given the variables that the profile sets."""
+    what: str
+    """What it means if this run differs, in one sentence."""
+    cause: str
+    """The likely cause, if it does."""
+    edit: str
+    """The change of the program that helps then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +133,17 @@ class Perturbation:
     """Returns why it cannot be done here, or nothing."""
     fix: str = ""
     """The override that helps, if there is one."""
+    overriding: OverridingRun | None = None
+    """What is done where the profile sets what this row changes; None if it is skipped then."""
+
+    def settled_by(self, profile: Mapping[str, str]) -> str:
+        """Return the variables of this row that are among those that a profile sets."""
+        return ", ".join(name for name in self.environment(1).variables if name in profile)
 
     def reason_to_skip(self, set_by_profile: Mapping[str, str]) -> str:
         """Return why it is skipped, or an empty string."""
-        settled = [name for name in self.environment(1).variables if name in set_by_profile]
-        return f"the profile sets {', '.join(settled)}" if settled else self.obstacle()
+        settled = self.settled_by(set_by_profile)
+        return f"the profile sets {settled}" if settled else self.obstacle()
 
 
 def _not_of_glibc() -> str:
@@ -141,6 +162,11 @@ def _other_allocation(number: int) -> RunEnvironment:
         "MALLOC_TOP_PAD_": str(number * 7919 * 4096 % (1 << 24)),
     }
     return RunEnvironment(settings, {"allocation": number})
+
+
+def _another_hash_seed(set_by_profile: Mapping[str, str]) -> tuple[str, ...]:
+    other = next(seed for seed in _HASH_SEEDS if seed != set_by_profile["PYTHONHASHSEED"])
+    return (f'env.PYTHONHASHSEED="{other}"',)
 
 
 def _some_cpus(number: int) -> RunEnvironment:
@@ -180,6 +206,13 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         lambda number: RunEnvironment({"PYTHONHASHSEED": str(number * 7919)}),
         unperturbed=RunEnvironment({"PYTHONHASHSEED": "0"}),
         fix='env.PYTHONHASHSEED="0"',
+        overriding=OverridingRun(
+            _another_hash_seed,
+            "it differs when Python's hash seed does: `torchrepro run` and `verify` fix it, "
+            "`+repro=` alone does not",
+            "the order of a set of strings, or a hash of text, decides the result",
+            "sort it before it is used: sorted(...)",
+        ),
     ),
     Perturbation(
         "allocation",
@@ -259,6 +292,8 @@ class StressPlan:
 
     rows: tuple[Perturbation, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
+    overriding: tuple[Perturbation, ...] = ()
+    """Those that change what the profile sets, each in a run of its own."""
 
     @classmethod
     def of(cls, names: Iterable[str], resolved: ResolvedProfile | None) -> StressPlan:
@@ -268,10 +303,13 @@ class StressPlan:
         """
         rows = [_row(name) for name in dict.fromkeys(names)]
         set_by_profile = resolved.environment() if resolved is not None else {}
-        reasons = [(row, row.reason_to_skip(set_by_profile)) for row in rows]
+        overriding = [row for row in rows if row.overriding and row.settled_by(set_by_profile)]
+        others = [row for row in rows if row not in overriding]
+        reasons = [(row, row.reason_to_skip(set_by_profile)) for row in others]
         return cls(
             tuple(row for row, reason in reasons if not reason),
             tuple((row.name, reason) for row, reason in reasons if reason),
+            tuple(overriding),
         )
 
     @property
@@ -282,7 +320,8 @@ class StressPlan:
     @property
     def summary(self) -> StressResult | None:
         """Initial stress summary; None if no perturbation was requested."""
-        return StressResult(self.names, self.skipped) if self.rows or self.skipped else None
+        asked = self.rows or self.skipped or self.overriding
+        return StressResult(self.names, self.skipped) if asked else None
 
     def environment(self, number: int, names: Sequence[str]) -> RunEnvironment:
         """Return the environment of run `number` if only these perturbations act on it."""

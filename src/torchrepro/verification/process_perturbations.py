@@ -23,6 +23,7 @@ VARIABLE = "TORCHREPRO_STRESS"
 _LONGEST = 0.02
 """The most seconds that a worker of a loader waits before it hands over a batch."""
 
+_LOADERS = "torch.utils.data"
 _kept: list[Any] = []
 _calls = count()
 
@@ -121,11 +122,30 @@ def _of_today(original: Callable[..., Any], required: int) -> Callable[..., Any]
     return shifted
 
 
+def _load_in_the_main_process(_: Any) -> None:
+    """Have every DataLoader load without worker processes."""
+    from torchrepro.imports import AfterImport
+
+    def load_here(_module: str) -> None:
+        from torchrepro.seeding.loader_hook import workers_policy
+
+        workers_policy.write(0)  # what a profile says later is the same, or nothing
+
+    if _LOADERS in sys.modules:
+        load_here(_LOADERS)
+    else:
+        AfterImport([_LOADERS], load_here).watch()
+
+
+LOADING = "loading in the main process"
+"""What a run does in order to find out where a batch of worker processes differs."""
+
 IN_PROCESS: Mapping[str, Callable[[Any], None]] = {
     "allocation": _litter_the_heap,
     "thread scheduling": sys.setswitchinterval,
     "affinity": _leave_some_cpus_alone,
     "loader timing": _delay_batches,
     "clock": _move_the_clock,
+    LOADING: _load_in_the_main_process,
 }
 """How a perturbation is applied within a process, by its name."""

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.trace.reader import Trace
 
+    Setup = tuple[ResolvedProfile | None, RunEnvironment]
+    """The profile under which a run is started, if any, and what else it is started in."""
+
 GRACE = 20.0
 """Seconds that a command has to end after it was asked to, before it is killed."""
 

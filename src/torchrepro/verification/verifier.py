@@ -19,7 +19,7 @@ from torchrepro.verdict.criteria import ALIGNED
 from torchrepro.verdict.diagnosis import accelerator, next_level, next_level_of_recording
 from torchrepro.verification import follow_up
 from torchrepro.verification.perturbations import StressPlan
-from torchrepro.verification.result import Run, Verification
+from torchrepro.verification.result import Run, StressResult, Verification
 from torchrepro.verification.runner import (
     Runner,
     all_failed,
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 SETS_NOTHING = {"schema": 1, "name": "nothing", "guarantee": "seeded"}
 """The profile from which a command without one escalates."""
+
+_DIFFER_ALREADY = "the profile sets it, and the runs differ without another one already"
 
 FEWEST = 2
 """Runs that it takes to compare anything."""
@@ -161,11 +163,11 @@ class _Verifier:
         )
         number = next((at for at, run in enumerate(verdicts, start=1) if not run.same), None)
         if number is None:
-            return found
+            return self._overridden(found, environments[0], closer=closer)
         verdict = verdicts[number - 1]
         if closer:
-            pair = environments[0], environments[number]
-            verdict = follow_up.rerecord(self.runner, self.resolved, verdict, pair)
+            setups = (self.resolved, environments[0]), (self.resolved, environments[number])
+            verdict = follow_up.look_closer(self.runner, verdict, setups)
         if self.plan.names:
             stressed = follow_up.bisect_perturbations(
                 self.runner, self.resolved, self.plan, done[0], number
@@ -173,8 +175,41 @@ class _Verifier:
             found = replace(found, stressed=stressed)
             verdict = follow_up.with_perturbation(verdict, stressed, self.plan, self.resolved)
         verdicts[number - 1] = verdict
-        found = replace(found, verdicts=tuple(verdicts))
+        found = replace(found, verdicts=tuple(verdicts), stressed=self._not_overridden(found))
         return self._escalated(found, meta, environments[: number + 1], escalate=escalate)
+
+    def _overridden(
+        self, found: Verification, environment: RunEnvironment, *, closer: bool
+    ) -> Verification:
+        """Perturb what the profile sets as well, now that all runs are the same."""
+        setup = self.resolved, environment
+        for row in self.plan.overriding:
+            if row.overriding is None or found.stressed is None or not found.same:
+                break
+            self.runner.say(f"with another {row.name} than that of the profile ...")
+            other = follow_up.overridden(setup, row.overriding)
+            run = self.runner.run(other[0], row.name.replace(" ", "-"), environment, (row.name,))
+            verdict = self.runner.compare(found.runs[0], run)
+            stressed = replace(found.stressed, perturbed=(*found.stressed.perturbed, row.name))
+            if not verdict.same:
+                stressed = replace(stressed, culprits=(row.name,), what=row.overriding.what)
+                if closer:
+                    verdict = follow_up.look_closer(self.runner, verdict, (setup, other))
+                verdict = follow_up.with_overridden(verdict, row.overriding)
+            found = replace(
+                found,
+                runs=(*found.runs, run),
+                verdicts=(*found.verdicts, verdict),
+                stressed=stressed,
+            )
+        return found
+
+    def _not_overridden(self, found: Verification) -> StressResult | None:
+        """Return the stress result of runs that differ, with what was therefore not perturbed."""
+        left_out = tuple((row.name, _DIFFER_ALREADY) for row in self.plan.overriding)
+        if found.stressed is None:
+            return None
+        return replace(found.stressed, skipped=(*found.stressed.skipped, *left_out))
 
     def _runs(self, environments: Sequence[RunEnvironment]) -> tuple[Run, ...]:
         """Run the command in each environment; only the first one is not perturbed."""

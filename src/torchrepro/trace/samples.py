@@ -1,0 +1,198 @@
+"""What the program's own functions return while a loader prepares a batch.
+
+Only a batch that is loaded in the main process, and only for a request that asks for samples: the
+profile function that sees every call costs more than the rest of a recording.
+"""
+
+from __future__ import annotations
+
+import marshal
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from numbers import Number
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+
+from torchrepro.trace.fingerprint_cache import fingerprint_of, size_of
+from torchrepro.trace.format import BETWEEN, RETURNED, SAMPLE
+from torchrepro.trace.frames import is_of_program, place_at
+from torchrepro.trace.op_facts import shape_of, value_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import CodeType, FrameType
+
+    from torchrepro.trace.frames import Place
+
+_MOST = 64  # parts of one value
+_DEEPEST = 4
+_LARGEST = 1 << 26  # bytes: a whole dataset that a function hands on is not read again and again
+_PLAIN = frozenset({bool, int, float, complex, str, bytes})
+_ASKS_FOR_A_SAMPLE = ("__getitem__", "__getitems__")
+_GENERATOR = 0x20  # the flag of a generator's code, see the documentation of `inspect`
+_digest = xxhash.xxh3_128_digest
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a value, by its fingerprint."""
+
+    shape: tuple[Any, ...]
+    kind: Any
+    """Its dtype, or the name of its type."""
+    digest: Any
+
+
+def parts_of(value: Any) -> list[Part]:
+    """Return the parts of `value` that can be compared between runs; a few of very many.
+
+    These are tensors, arrays, numbers, texts, and what has `tobytes` as an image does, alone and
+    in lists, tuples and mappings.
+    """
+    try:
+        return list(islice(_parts(value, 0), _MOST))
+    except Exception:  # noqa: BLE001 - a class of the program's may raise what it likes
+        return []
+
+
+def _parts(value: Any, depth: int) -> Iterator[Part]:
+    if isinstance(value, torch.Tensor):
+        yield from _of_tensor(value)
+    elif type(value) in _PLAIN:
+        yield Part((), type(value).__name__, _digest(marshal.dumps(value, 2)))
+    elif isinstance(value, Mapping):
+        yield from _parts(list(value), depth)
+        yield from _parts(list(value.values()), depth)
+    elif isinstance(value, list | tuple):
+        yield from _of_several(list(value), depth)
+    elif callable(getattr(value, "tobytes", None)):
+        yield from _of_bytes(value)
+
+
+def _of_tensor(value: Any) -> Iterator[Part]:
+    if size_of(value) <= _LARGEST:
+        shape, *kind = shape_of(value)
+        yield Part(shape, " ".join(map(str, kind)), fingerprint_of(value))
+
+
+def _of_several(values: list[Any], depth: int) -> Iterator[Part]:
+    """Yield a list of plain values as one part, and any other by what is in it."""
+    if values and all(type(each) in _PLAIN for each in values):
+        yield Part((len(values),), "list", _digest(marshal.dumps(values, 2)))
+    elif depth < _DEEPEST:
+        for each in values:
+            yield from _parts(each, depth + 1)
+
+
+def _of_bytes(value: Any) -> Iterator[Part]:
+    """Yield an array or an image as one part, unless it is large or holds references."""
+    dtype = getattr(value, "dtype", None)
+    if getattr(dtype, "hasobject", False) or getattr(value, "nbytes", 0) > _LARGEST:
+        return
+    data = value.tobytes()
+    shape = getattr(value, "shape", None) or getattr(value, "size", ())
+    kind = type(value).__name__ if dtype is None else str(dtype)
+    yield Part(tuple(shape) if isinstance(shape, tuple) else (), kind, _digest(data))
+
+
+class _Calls(threading.local):
+    """The calls of the program's functions that are under way on one thread."""
+
+    def __init__(self) -> None:
+        self.loading = 0
+        self.before: Any = None
+        self.ours: Any = None
+        self.stack: list[tuple[FrameType, str, bool]] = []
+        self.sample = ""
+
+
+class SampleRecorder:
+    """Hands on what each function of the program returns between `begin` and `end`.
+
+    `take` is called with the place of the return, the function, the value and what is known of the
+    call. A generator's `yield` counts as a return.
+    """
+
+    def __init__(self, take: Callable[[Place, str, Any, str], None]) -> None:
+        self._take = take
+        self._calls = _Calls()
+
+    def begin(self) -> None:
+        """Begin to look at the calls of this thread; a profile function that is set goes on."""
+        calls = self._calls
+        calls.loading += 1
+        before = sys.getprofile()
+        if calls.loading > 1 or (before is not None and not callable(before)):
+            return  # a loader within a loader; or a profiler written in C, which gives no way
+        calls.before, calls.ours = before, self._on_event
+        sys.setprofile(calls.ours)
+
+    def end(self) -> None:
+        """Stop looking; does nothing on a thread that has not begun."""
+        calls = self._calls
+        if not calls.loading:
+            return
+        calls.loading -= 1
+        if not calls.loading:
+            if calls.ours is not None and sys.getprofile() == calls.ours:
+                sys.setprofile(calls.before)
+            calls.before = calls.ours = None
+            calls.stack.clear()
+            calls.sample = ""
+
+    def _on_event(self, frame: FrameType, event: str, value: Any) -> None:
+        if self._calls.before is not None:
+            self._calls.before(frame, event, value)
+        if event == "call" and is_of_program(frame.f_code):
+            self._called(frame)
+        elif event == "return" and is_of_program(frame.f_code):
+            self._returned(frame, value)
+
+    def _called(self, frame: FrameType) -> None:
+        calls, code = self._calls, frame.f_code
+        if not calls.sample and code.co_name in _ASKS_FOR_A_SAMPLE and code.co_argcount > 1:
+            calls.sample = f"{SAMPLE}{_index_text(frame.f_locals[code.co_varnames[1]])}"
+            calls.stack.append((frame, calls.sample, True))
+        else:
+            known = filter(None, (calls.sample, _numbers_given(frame)))
+            calls.stack.append((frame, BETWEEN.join(known), False))
+
+    def _returned(self, frame: FrameType, value: Any) -> None:
+        calls, code = self._calls, frame.f_code
+        while calls.stack:
+            called, text, is_sample = calls.stack.pop()
+            if is_sample:
+                calls.sample = ""
+            if called is frame:
+                place = place_at("", code, frame.f_lasti)
+                self._take(place, f"{_name(code)}{RETURNED}", value, text)
+                return
+
+
+@cache
+def _name(code: CodeType) -> str:
+    return code.co_qualname.replace("<locals>.", "")
+
+
+def _index_text(index: Any) -> str:
+    return value_text(index.tolist() if hasattr(index, "tolist") else index)
+
+
+def _numbers_given(frame: FrameType) -> str:
+    """Return the numbers among the arguments of a call that begins, as in ``angle=3.2``."""
+    code = frame.f_code
+    if code.co_flags & _GENERATOR:
+        return ""  # it may only go on, with other values in its arguments
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    given = ((name, frame.f_locals.get(name)) for name in names)
+    return ", ".join(
+        f"{name}={value_text(value.item() if hasattr(value, 'item') else value)}"
+        for name, value in given
+        if isinstance(value, Number)
+    )

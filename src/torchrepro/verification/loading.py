@@ -1,0 +1,131 @@
+"""Following a divergence in a loader's batch into the dataset.
+
+Worker processes are not recorded, so their batch says no more than that it differs. Two more runs
+load in the main process, where every function of the program that has a part in it is recorded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torchrepro.trace.reader import read_run
+from torchrepro.verdict.render import place
+from torchrepro.verdict.value import Advice, Kind
+from torchrepro.verification.perturbations import RunEnvironment, combined
+from torchrepro.verification.process_perturbations import LOADING
+
+if TYPE_CHECKING:
+    from torchrepro.verdict.value import Divergence, Verdict
+    from torchrepro.verification.result import Run
+    from torchrepro.verification.runner import Runner, Setup
+
+IN_MAIN = RunEnvironment(in_process={LOADING: True})
+"""What has a run load in the main process."""
+
+NO_WORKERS = "dataloader.num_workers"
+
+_ONLY_IN_WORKERS = "The batches differ only when worker processes load them."
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """A loader whose batches differ, as the trace of a run tells of it."""
+
+    worker_init_fn: str
+    """Name and place of the author's; empty without one."""
+    seeded: bool
+    """Whether torchrepro seeds loaders whose author seeded nothing."""
+
+    @property
+    def advice(self) -> Advice:
+        """What to do where the batches differ only when workers load them."""
+        return Advice(
+            cause=f"{_ONLY_IN_WORKERS} {self._why}",
+            knob=NO_WORKERS,
+            setting=f"{NO_WORKERS}=0",
+            closer="",
+            edit=self._edit,
+        )
+
+    @property
+    def _why(self) -> str:
+        if not self.worker_init_fn:
+            return (
+                "Something depends on the worker: its id, its pid, or the order in which workers "
+                "finish."
+            )
+        left = ", so torchrepro leaves the workers' seeds to it" if self.seeded else ""
+        return f"{self.worker_init_fn} is its worker_init_fn{left}."
+
+    @property
+    def _edit(self) -> str:
+        if not self.worker_init_fn:
+            return ""
+        seeds = "torchrepro then seeds the workers" if self.seeded else "torch seeds the workers"
+        return (
+            f"remove `worker_init_fn=` from the loader ({seeds}), or have it seed from "
+            "torch.initial_seed()"
+        )
+
+
+def loader_with_workers(verdict: Verdict) -> Loader | None:
+    """Return the loader in whose batch two runs diverge, if it has worker processes."""
+    first = verdict.first
+    if first is None or first.op != "DataLoader" or first.kind is not Kind.DATA:
+        return None
+    for trace in read_run(verdict.left, records=False):
+        for its in trace.meta.get("loaders") or () if trace.rank == first.rank else ():
+            if its.get("where") == first.source and its.get("workers"):
+                seeded = (trace.meta.get("knobs") or {}).get("dataloader.seeding") == "auto"
+                return Loader(its.get("worker_init_fn") or "", seeded)
+    return None
+
+
+def follow_into_dataset(
+    runner: Runner, verdict: Verdict, setups: tuple[Setup, Setup], loader: Loader
+) -> Verdict:
+    """Return the verdict of two runs that load in the main process, if they diverge in the data.
+
+    The verdict stays with advice of its own if they are the same, and with a note if they diverge
+    elsewhere or fail.
+    """
+    request = replace(runner.request, samples=True, statistics=False)
+    recorder = replace(runner, request=request, tolerance=None)
+    runs: list[Run] = []
+    for number, (resolved, environment) in enumerate(setups, start=1):
+        runner.say(f"loading in the main process, run {number} of {len(setups)} ...")
+        runs.append(recorder.run(resolved, f"closer-{number}", combined([environment, IN_MAIN])))
+    found = recorder.compare(*runs) if all(run.recorded for run in runs) else None
+    if found is not None and found.first is not None:
+        return _in_main(verdict, found, found.first)
+    failed = next((run for run in runs if run.status or not run.recorded), None)
+    if failed is not None:
+        return with_note(
+            verdict,
+            "the program does not run to its end with the loading in the main process: "
+            f"see {failed.log}",
+        )
+    return with_note(
+        replace(verdict, advice=loader.advice),
+        "two more runs, which loaded in the main process, were the same",
+    )
+
+
+def _in_main(verdict: Verdict, found: Verdict, first: Divergence) -> Verdict:
+    """Return `found`, of runs that loaded in the main process, if they diverge in the data."""
+    if first.phase != "data":
+        return with_note(
+            verdict, f"two more runs, which loaded in the main process, diverge {place(first)}"
+        )
+    of_workers = place(verdict.first) if verdict.first else ""
+    advice = found.advice and replace(found.advice, closer="")  # there is no more to see
+    return with_note(
+        replace(found, advice=advice),
+        f"the workers' batches diverge {of_workers}; loading in the main process shows where",
+    )
+
+
+def with_note(verdict: Verdict, note: str) -> Verdict:
+    """Return a verdict with one more note, before the others."""
+    return replace(verdict, notes=(note, *verdict.notes))

@@ -1,0 +1,241 @@
+"""A divergence in the batches of worker processes is followed into the dataset."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchrepro.console import as_text
+from torchrepro.trace.reader import read_run
+from torchrepro.verdict.value import Kind
+from torchrepro.verification.result import verification_parts
+from torchrepro.verification.verifier import verify
+
+HEAD = """
+import os, random, time
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+"""
+TRAINING = """
+if __name__ == "__main__":
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in loader():
+        loss = model(batch).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+DIGITS = """
+class Digits(Dataset):
+    def __len__(self):
+        return 12
+    def __getitem__(self, index):
+        return {}
+"""
+LOADER = """
+def loader():
+    return DataLoader(Digits(), batch_size=4, {})
+"""
+ROWS = "np.arange(4, dtype='float32') + index"
+CLOCK = """
+def jitter(row):
+    rng = np.random.default_rng(time.time_ns())
+    return row + rng.normal(size=4).astype("float32")  # here
+"""
+TRANSFORM = """
+class Turn:
+    def __call__(self, row):
+        turned = np.roll(row, random.SystemRandom().randrange(1 << 30) % 3 + 1)
+        return np.stack([turned, row])[0] + time.time_ns() % 1e6  # here
+turn = Turn()
+"""
+STREAM = """
+class Stream(IterableDataset):
+    def __iter__(self):
+        for number in range(12):
+            row = np.full(4, number, dtype="float32")
+            yield row + np.float32(random.SystemRandom().random())  # here
+def loader():
+    return DataLoader(Stream(), batch_size=4, num_workers=2)
+"""
+GIVEN = """
+def scaled(row, factor):
+    return row * np.float32(factor)  # here
+"""
+COLLATED = """
+def drawn():
+    return np.random.default_rng(time.time_ns()).normal()  # here
+def gathered(rows):
+    return torch.from_numpy(np.float32(drawn()) + np.stack(rows))
+"""
+WORKERS = "num_workers=2, shuffle=True"
+
+
+def program(*parts):
+    """Write a program of these parts; return its command and the line that says `here`."""
+    text = "\n".join([HEAD, *parts, TRAINING])
+    Path("train.py").write_text(text, encoding="utf-8")
+    lines = [number for number, line in enumerate(text.split("\n"), 1) if "# here" in line]
+    return [sys.executable, "train.py"], lines[0] if lines else None
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("parts", "function", "what"),
+    [
+        pytest.param(
+            (CLOCK, DIGITS.format(f"jitter({ROWS})"), LOADER.format(WORKERS)),
+            "jitter()",
+            r"jitter\(\) returned other values for the same sample \d+",
+            id="a helper function",
+        ),
+        pytest.param(
+            (TRANSFORM, DIGITS.format(f"turn({ROWS})"), LOADER.format(WORKERS)),
+            "Turn.__call__()",
+            r"Turn.__call__\(\) returned other values for the same sample \d+",
+            id="a transform",
+        ),
+        pytest.param(
+            (STREAM,),
+            "Stream.__iter__()",
+            r"Stream.__iter__\(\) returned other values",
+            id="an iterable dataset",
+        ),
+        pytest.param(
+            (
+                COLLATED,
+                DIGITS.format(ROWS),
+                LOADER.format("num_workers=2, collate_fn=gathered, persistent_workers=True"),
+            ),
+            "drawn()",
+            r"drawn\(\) returned other values",
+            id="a collate_fn",
+        ),
+        pytest.param(
+            (
+                GIVEN,
+                DIGITS.format(f"scaled({ROWS}, random.SystemRandom().random())"),
+                LOADER.format(WORKERS),
+            ),
+            "scaled()",
+            r"scaled\(\) was given other numbers for the same sample \d+: "
+            r"factor=0\.\d+ and factor=0\.\d+",
+            id="numbers that were drawn before",
+        ),
+    ],
+)
+def test_the_line_in_the_dataset_is_named(verified, parts, function, what):
+    """The verdict of a batch is that of the first function of the program that differed in it."""
+    command, line = program(*parts)
+    found = verified(command)
+    first = found.verdict.first
+
+    assert not found.same
+    assert (first.phase, first.op, first.kind) == ("data", function, Kind.DATA)
+    assert first.source.endswith(f"train.py:{line}")
+    assert re.fullmatch(what, first.what)
+    assert "loading in the main process shows where" in found.verdict.notes[0]
+    assert found.verdict.advice.closer == ""
+
+
+@pytest.mark.usefixtures("forked")
+def test_another_order_of_samples_is_told_by_their_indices(verified):
+    """Where another sample is loaded first nothing is said of what functions returned for it."""
+    shuffled = "sampler=random.SystemRandom().sample(range(12), 12), num_workers=2"
+    command, _ = program(CLOCK, DIGITS.format(f"jitter({ROWS})"), LOADER.format(shuffled))
+    first = verified(command).verdict.first
+
+    assert first.kind is Kind.DATA
+    assert re.fullmatch(r"another sample: index \d+ and \d+", first.what)
+
+
+@pytest.mark.usefixtures("forked")
+def test_workers_that_their_author_seeds_are_the_finding(verified, tmp_path):
+    """Batches that differ in workers only name the worker_init_fn, and what to do about it."""
+    seeding = "def by_pid(worker):\n    torch.manual_seed(os.getpid())"
+    loader = LOADER.format("num_workers=2, worker_init_fn=by_pid")
+    command, _ = program(seeding, DIGITS.format("torch.randn(4)"), loader)
+    found = verified(command)
+    advice = found.verdict.advice
+    place = f"by_pid at {Path.cwd() / 'train.py'}:7"
+
+    assert found.verdict.first.op == "DataLoader"
+    assert advice.cause.startswith("The batches differ only when worker processes load them.")
+    assert f"{place} is its worker_init_fn" in advice.cause
+    assert "worker_init_fn=" in advice.edit
+    assert advice.setting == "dataloader.num_workers=0"
+    assert place in as_text(*verification_parts(found)).replace("\n", " ")
+    (its,) = read_run(tmp_path / "out" / "run-1", records=False)[0].meta["loaders"]
+    assert its == {
+        "where": found.verdict.first.source,
+        "workers": 2,
+        "dataset": "Digits",
+        "worker_init_fn": place,
+    }
+
+
+@pytest.mark.usefixtures("forked")
+def test_what_depends_on_the_worker_is_told_without_a_function(verified):
+    """Without a worker_init_fn of its own the loader's workers themselves are the suspects."""
+    command, _ = program(
+        DIGITS.format("torch.full((4,), float(os.getpid() if torch.utils.data.get_worker_info()"
+                      " else 1))"),
+        LOADER.format("num_workers=2"),
+    )  # fmt: skip
+    advice = verified(command).verdict.advice
+
+    assert "depends on the worker" in advice.cause
+    assert "worker_init_fn" not in advice.cause + advice.edit
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_loader_without_workers_is_looked_at_as_anything_else_is(verified, tmp_path):
+    """A loader that loads in the main process has its ops recorded; no function is recorded."""
+    loading = "torch.roll(torch.arange(4.), random.SystemRandom().randrange(1 << 30) % 1000003)"
+    command, _ = program(DIGITS.format(loading), LOADER.format("num_workers=0"))
+    found = verified(command)
+
+    assert found.verdict.first.op == "aten::roll"
+    assert found.verdict.first.kind is Kind.ARGUMENT
+    ops = {site.op for site in read_run(tmp_path / "out" / "closer-1")[0].sites.values()}
+    assert not any(op.endswith("()") for op in ops)
+
+
+@pytest.mark.usefixtures("forked")
+def test_equal_batches_of_workers_are_the_same(verified):
+    """A program whose data agree is the same, and no further run is made."""
+    command, _ = program(DIGITS.format(f"{ROWS} + random.random()"), LOADER.format(WORKERS))
+    found = verified(command)
+
+    assert found.same
+    assert len(found.runs) == 2
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_stateful_loader_is_followed_as_well(verified):
+    """A loader of torchdata's, with workers that live on, is followed into its dataset."""
+    pytest.importorskip("torchdata")
+    stateful = "from torchdata.stateful_dataloader import StatefulDataLoader as DataLoader"
+    loader = LOADER.format(f"{WORKERS}, persistent_workers=True, prefetch_factor=3, timeout=60")
+    command, line = program(stateful, CLOCK, DIGITS.format(f"jitter({ROWS})"), loader)
+    first = verified(command).verdict.first
+
+    assert (first.op, first.kind) == ("jitter()", Kind.DATA)
+    assert first.source.endswith(f"train.py:{line}")
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_profile_of_the_program_itself_makes_no_difference(plain, tmp_path):
+    """Where the command puts a profile in force itself, it loads in the main process too."""
+    own = "import torchrepro\ntorchrepro.apply('./plain.yaml', ['dataloader.seeding=auto'])"
+    parts = CLOCK, own, DIGITS.format(f"jitter({ROWS})"), LOADER.format(WORKERS)
+    command, line = program(*parts)
+    found = verify(None, command, folder=tmp_path / "out")
+
+    assert found.verdict.first.op == "jitter()"
+    assert found.verdict.first.source.endswith(f"train.py:{line}")
