@@ -9,7 +9,7 @@ from torchrepro.trace.format import INPUT, OUTPUT, UNINITIALISED, Record, Site
 from torchrepro.verdict.columns import MAIN, NAMES
 from torchrepro.verdict.evidence import DRAWING, OVERWRITING
 from torchrepro.verdict.render import counted, moment
-from torchrepro.verdict.samples import explain_returned, is_returned
+from torchrepro.verdict.sample_difference import explain_returned, is_returned
 from torchrepro.verdict.value import Distance, Divergence, Element, Kind, Side
 
 if TYPE_CHECKING:
