@@ -1,13 +1,19 @@
 """Items of two sequences find each other again, whatever was added, left out or moved."""
 
+from functools import cache
+from itertools import pairwise
+from random import Random
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrepro.verdict.alignment import FREE, in_sequence
+from torchrepro.verdict.fewest_gaps import FewestGaps
 
 Item = tuple[str, int]
 
 ITEMS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3)), max_size=30)
+LETTERS = st.lists(st.sampled_from("abc"), max_size=9)
 UNIQUE = st.lists(st.integers(), unique=True, min_size=1, max_size=40)
 
 
@@ -88,3 +94,45 @@ def test_the_first_of_a_longer_run_of_alike_items_is_the_one_more() -> None:
     right = [("a", 1), ("b", 2), ("b", 3), ("c", 2)]
 
     assert in_sequence(_rounds(left), _rounds(right)) == [0, 2, 3]
+
+
+@given(LETTERS, LETTERS, st.randoms(use_true_random=False))
+def test_fewest_items_are_left_over_and_then_pairs_cost_least(
+    one: list[str], other: list[str], chance: Random
+) -> None:
+    """No matching in order leaves fewer items, and none that leaves as few has cheaper pairs."""
+    shorter, longer = (list(map(ord, items)) for items in sorted((one, other), key=len))
+    prices = {(i, j): chance.randint(0, 3) for i in range(len(shorter)) for j in range(len(longer))}
+
+    found = FewestGaps.of(shorter, longer)
+
+    assert found is not None
+    pairs = found.cheapest(lambda i, j: prices[i, j])
+    assert all(shorter[i] == longer[j] for i, j in pairs)
+    assert all(i < k and j < n for (i, j), (k, n) in pairwise(pairs))
+    assert (-len(pairs), sum(prices[pair] for pair in pairs)) == _best(shorter, longer, prices)
+
+
+def _best(one: list[int], other: list[int], prices: dict[tuple[int, int], int]) -> tuple[int, int]:
+    """Return the most pairs, as a negative number, and what so many cost at least."""
+
+    @cache
+    def rest(i: int, j: int) -> tuple[int, int]:
+        if i == len(one) or j == len(other):
+            return 0, 0
+        found = [rest(i + 1, j), rest(i, j + 1)]
+        if one[i] == other[j]:
+            pairs, price = rest(i + 1, j + 1)
+            found.append((pairs - 1, price + prices[i, j]))
+        return min(found)
+
+    return rest(0, 0)
+
+
+def test_a_matching_that_is_too_much_work_is_not_sought() -> None:
+    """Sequences that have next to nothing in common end the search soon."""
+    chance = Random(0)
+    left, right = ([chance.randrange(300) for _ in range(20_000)] for _ in "ab")
+
+    assert FewestGaps.of(left, right) is None
+    assert FewestGaps.of(left, left[:5000] + right[:3000] + left[5000:]) is not None

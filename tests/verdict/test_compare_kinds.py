@@ -211,6 +211,17 @@ def test_an_op_in_place_of_another_is_said() -> None:
     assert first.what == "only A has it; B goes on with aten::linear in fc"
 
 
+def test_an_op_more_stands_where_it_ran_though_its_neighbour_moved() -> None:
+    """An op that both runs have, at another place, does not say where one beside it was put in."""
+    moved, more, first, last = (
+        computed(Op(f"aten::{name}"), value(name)) for name in ("view", "exp", "relu", "sum")
+    )
+    found = _first([Step((first, last, moved))], [Step((moved, more, first, last))])
+
+    assert (found.kind, found.op) == (Kind.ONLY_ONE, "aten::exp")
+    assert found.what == "only B has it; A goes on with aten::relu"
+
+
 def test_parameters_that_differ_although_no_op_does() -> None:
     """What changes a parameter after its last use is seen in what the step leaves behind."""
     run = _training()

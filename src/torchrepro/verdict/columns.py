@@ -154,9 +154,11 @@ class Structure:
     effects: tuple[bool, ...]
     """Whether the record cannot show that a difference began with it."""
     modules: tuple[str, ...]
+    lines: tuple[int, ...]
+    """The lines of the user's code. An edit shifts them, so that records may be alike without."""
 
 
-NO_STRUCTURE = Structure((), (), (), (), (), (), ())
+NO_STRUCTURE = Structure((), (), (), (), (), (), (), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +222,9 @@ class Reader:
         return frozenset(known.get(device, known.get("others", device)) for device in devices)
 
     def content(self) -> Mapping[str, Mapping[int, Hashable]]:
-        """Return the shared number of each number that a digest covers."""
-        return {"site": self._numbers, "argument": self.arguments}
+        """Return what each number that a digest covers stands for, lines of code aside."""
+        sites = {number: values[:-1] for number, values in self._numbers.items()}
+        return {"site": sites, "argument": self.arguments}
 
     def parts(self, step: int) -> Iterator[Columns]:
         """Yield the records of the main thread in a step, in parts that fit into memory."""
@@ -312,6 +315,7 @@ def _site_columns(site: Site, shared: SharedNumbers, algorithms: frozenset[str])
         shared[algorithms],
         site.op in INPUTLESS or site.phase == "collective",
         site.module,
+        shared[site.source],
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import compress, count
@@ -24,7 +23,7 @@ from torchrepro.verdict.render import counted
 from torchrepro.verdict.value import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torchrepro.trace.reader import Trace
     from torchrepro.verdict.alignment import MatchedRecords, Names
@@ -421,14 +420,24 @@ class Differences:
 
     def _place_of_right(self) -> float:
         """Return where in the left run the first record that only the right run has would be."""
-        partners = dict(zip(self.matched.right, self.matched.left, strict=True))
-        before = range(self.only_right[0] - 1, -1, -1)
-        return 0.5 + next((partners[place] for place in before if place in partners), -1)
+        place = self.only_right[0]
+        before = [left for left, right in self._kept_in_order() if right < place]
+        return 0.5 + (before[-1] if before else -1)
+
+    def _kept_in_order(self) -> Iterator[tuple[int, int]]:
+        """Yield the pairs that are in the same order in both runs.
+
+        One that moved says nothing about the place of its neighbours.
+        """
+        moved = self.matched.moved
+        for left, right in zip(self.matched.left, self.matched.right, strict=True):
+            if left not in moved:
+                yield left, right
 
     def _only_left(self) -> FirstDifference:
         place = self.only_left[0]
-        number = bisect_left(self.matched.left, place)
-        after = self.matched.right[number - 1] + 1 if number else 0
+        before = [right for left, right in self._kept_in_order() if left < place]
+        after = before[-1] + 1 if before else 0
         return FirstDifference(self.left.ids[place], None, _at(self.right.ids, after))
 
     def _only_right(self) -> FirstDifference:
