@@ -121,6 +121,16 @@ def as_html(*parts: Part) -> str:
     return html
 
 
+def height(columns: int, *parts: Part) -> int:
+    """Return how many lines tables and lines take on a terminal of so many columns."""
+    stream = io.StringIO()
+    _print(_rich()(file=stream, width=columns, no_color=True), parts)
+    from rich.cells import cell_len
+
+    lines = (cell_len(line.rstrip()) for line in stream.getvalue().splitlines())
+    return sum(max(1, -(-length // columns)) for length in lines)
+
+
 @cache
 def _rich() -> Any:
     import random

@@ -9,6 +9,9 @@ import torch
 
 import torchrepro
 from torchrepro import Verdict
+from torchrepro.console import height
+from torchrepro.verdict.comparison import next_level
+from torchrepro.verdict.render import COLUMNS, LINES, verdict_parts
 from torchrepro.verdict.value import Kind
 
 from .faults import (
@@ -265,7 +268,9 @@ def _two_runs(folder: Path, program: Program, fault: Fault, **options: bool) -> 
     for name, harmful in (("well", False), ("ill", True)):
         with torchrepro.record(folder / name, **options):
             program(fault(harmful))
-    return torchrepro.compare(folder / "well", folder / "ill")
+    verdict = torchrepro.compare(folder / "well", folder / "ill")
+    assert height(COLUMNS, *verdict_parts(verdict, next_level(verdict))) <= LINES
+    return verdict
 
 
 def _told(verdict: Verdict) -> str:

@@ -11,13 +11,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrepro.console import as_text
+from torchrepro.console import as_text, height
 from torchrepro.trace.format import UNINITIALISED
-from torchrepro.verdict.diagnosis import next_level
+from torchrepro.verdict.diagnosis import advice, levels_above, next_level
 from torchrepro.verdict.page import page
-from torchrepro.verdict.render import size, source_line, verdict_json, verdict_parts
-from torchrepro.verdict.value import Compared, Divergence, Kind, Setting, Verdict
+from torchrepro.verdict.render import headline, size, source_line, verdict_json, verdict_parts
+from torchrepro.verdict.value import (
+    Compared,
+    Distance,
+    Divergence,
+    Element,
+    Kind,
+    Setting,
+    Verdict,
+)
+from torchrepro.verification.perturbations import PERTURBATIONS
+from torchrepro.verification.result import (
+    EscalationTrial,
+    Run,
+    StressResult,
+    Verification,
+    verification_parts,
+)
 
+from .test_diagnosis import CASES
 from .verdicts import divergence, equal, parted, side
 
 LONGEST = 25
@@ -59,50 +76,138 @@ def test_what_differs_though_the_runs_are_the_same_is_said() -> None:
     assert "digest" not in text
 
 
-def test_all_that_is_known_of_a_divergence_is_told_in_a_screen() -> None:
-    """Place, op, source, shapes, fingerprints, elements, spread, cause, knob, level, command."""
+def test_all_that_a_reader_acts_on_is_told_in_a_screen() -> None:
+    """Place, op, source, values, spread, cause, knob, level, command; no fingerprints of values."""
     verdict = parted()
     text = told(verdict)
 
     first = verdict.first
     assert first is not None
     assert first.left is not None
-    assert first.right is not None
     assert verdict.advice is not None
     for word in (
         *("step 7", "forward", first.module, first.op, first.kind, first.what, first.source),
-        *(first.left.outputs, *first.left.output_fingerprints, *first.right.output_fingerprints),
-        *("0.12345678", "0.12345679", "[0, 3, 17]", "1.2e-07", "cosine", "1,204", "head (12)"),
-        *(verdict.advice.cause, verdict.advice.setting, verdict.advice.closer, "seeds: seed=1234"),
-        *(verdict.left, verdict.right, "env.OMP_NUM_THREADS", "11,436 ops", "B was killed"),
+        *(first.left.outputs, "0.12345678", "0.12345679", "[0, 3, 17]", "1.2e-07", "cosine"),
+        *("1,204", "head (12)", verdict.advice.cause, verdict.advice.setting),
+        *(verdict.advice.closer, "seeds: seed=1234", verdict.left, verdict.right),
+        *("env.OMP_NUM_THREADS", "11,436 ops", "B was killed"),
     ):
         assert word in text
-    assert len(text.splitlines()) <= LONGEST
+    assert first.left.output_fingerprints[0][:8] not in text
+    assert "read  " not in text
 
 
-def test_much_of_everything_still_fits_on_a_screen() -> None:
-    """Long lists are cut, and what is left out is counted."""
-    verdict = parted()
-    first = verdict.first
-    assert first is not None
-    many = tuple(f"{number:032x}" for number in range(90))
-    crowded = replace(
-        verdict,
-        first=replace(
-            first,
-            elements=first.elements * 9,
-            left=side(output_fingerprints=many, argument="x" * 900),
-            right=side(output_fingerprints=many[::-1], argument="y" * 900),
-        ),
-        by_module=tuple((f"layers.{n}", n) for n in range(90)),
-        settings=tuple(Setting(f"package{n}", "1", "2") for n in range(90)),
-        notes=verdict.notes * 90,
+def test_fingerprints_are_told_short_where_they_differ_and_no_values_are_known() -> None:
+    """A reader compares the first digits of what differs; the JSON has them whole."""
+    first = divergence()
+    text = told(parted(first))
+
+    assert "A 3f1c0000   B 9a020000" in text
+    assert "3f1c0000a" not in text
+    assert "3f1c0000aaaabbbb3f1c0000aaaabbbb" in json.dumps(verdict_json(parted(first)))
+
+
+def test_two_long_texts_are_shown_where_they_differ() -> None:
+    """Arguments that begin alike are cut in front of their difference, and told once."""
+    left, right = (f"({', '.join(['0.25'] * 90)}, lr={number}, fused=False)" for number in (1, 2))
+    first = divergence(
+        *("aten::mul", Kind.ARGUMENT),
+        what=f"{left} and {right}",
+        left=side(argument=left),
+        right=side(argument=right),
     )
-    lines = told(crowded).splitlines()
+    (line,) = (line for line in told(parted(first)).splitlines() if "lr=" in line)
 
-    assert len(lines) <= LONGEST + 10
-    assert any("86 more" in line for line in lines)
-    assert max(map(len, lines)) <= 240
+    assert "lr=1, fused=False)   B ..." in line
+    assert "lr=2, fused=False)" in line
+
+
+LONG = "/home/somebody/projects/a-model/src/package/training/loop.py"
+SETTINGS = tuple(Setting(f"backends.of.some.length{n}", "true", "false") for n in range(9))
+
+
+def crowded(first: Divergence, settings: tuple[Setting, ...], meta: dict[str, object]) -> Verdict:
+    """Return a verdict that has all that a verdict can have, and long names everywhere."""
+    sides = (
+        one
+        and replace(
+            one,
+            run=f"/tmp/torchrepro-verify-b31d_lx9/{name}",
+            argument=one.argument or f"([128, 1024], {name}, device=device(type='cpu'))" * 9,
+            outputs=", ".join([one.outputs] * 9),
+            input_fingerprints=tuple(f"{name}{number:014x}" for number in range(9)),
+        )
+        for one, name in ((first.left, "run-1"), (first.right, "run-2"))
+    )
+    names = ("left", "right")
+    where = {"source": f"{LONG}:412", "what": first.what or "input 0 of this op is " * 9}
+    more = replace(
+        first,
+        **where,
+        **dict(zip(names, sides, strict=True)),
+        elements=(Element("output 0", (0, 3, 17), "0.12345678", "0.12345679"),) * 9,
+        distances=(Distance("output 0", 1.2e-7, 3.1e-6, 0.99999999),) * 9,
+    )
+    verdict = parted(
+        more,
+        left="/tmp/torchrepro-verify-b31d_lx9/run-1",
+        right="/tmp/torchrepro-verify-b31d_lx9/run-2",
+        settings=(*settings, *SETTINGS),
+        notes=("the states of torch, numpy differ from the end of step 7 on, " * 3,) * 9,
+        by_module=tuple((f"encoder.layers.{n}.self_attention", 9000 + n) for n in range(90)),
+        independent=77,
+        across_ranks=("A: the parameters of ranks 0 and 1 agree at step 1",),
+    )
+    command = "python src/train.py --config configs/large.yaml --data /data/imagenet --lr 0.1"
+    return replace(verdict, advice=advice(verdict, meta, command))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_verdict_fits_on_a_terminal(case: str) -> None:
+    """Whatever diverges, and however much is known of it, 25 lines of 80 columns tell it."""
+    first, settings, meta, *_ = CASES[case]
+    profile = {"profile": "debug-strict", "guarantee": "repeatable"}
+    seeded = {"seed": "1", "dataloader": {"seeding": "auto"}, "env": {"PYTHONHASHSEED": "0"}}
+    for about, values in (({**meta, **profile}, {}), (meta, seeded)):
+        verdict = crowded(first, settings, about)
+        parts = verdict_parts(verdict, next_level(values, verdict.first))
+        text = as_text(*parts)
+
+        assert height(80, *parts) <= LONGEST
+        assert verdict.advice is not None
+        for word in (verdict.advice.setting, first.op, f"{LONG}:412" if first.op else ""):
+            assert word in text
+
+
+@pytest.mark.parametrize("case", ["dropout", "argument", "generator"])
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_verification_fits_on_a_terminal(case: str, *, equal: bool) -> None:
+    """Perturbations and levels that were tried are told in the same 25 lines."""
+    first, settings, meta, *_ = CASES[case]
+    verdict = crowded(first, settings, meta)
+    levels = list(levels_above({}, first))
+    found = Verification(
+        asked="bits",
+        certifies="torchrepro run debug-strict -- python train.py --lr 0.1 --data /data/imagenet",
+        profile="debug-strict",
+        own_profile=None,
+        runs=tuple(Run(f"run-{n}", "out", "log", 0, 1.0, 12, recorded=True) for n in (1, 2)),
+        verdicts=(verdict,),
+        folder="/tmp/torchrepro-verify-b31d_lx9",
+        stressed=StressResult(
+            tuple(row.name for row in PERTURBATIONS),
+            (("hash seed", "the profile sets PYTHONHASHSEED"), ("affinity", "there is one CPU")),
+        ),
+        escalation=tuple(
+            EscalationTrial(level, equal and level is levels[-1], headline(verdict))
+            for level in levels
+        ),
+    )
+
+    assert height(80, *verification_parts(found)) <= LONGEST
+    text = as_text(*verification_parts(found))
+    assert all(override in text for override in levels[-1].overrides if equal)
+    assert headline(verdict) in text
 
 
 def test_an_op_that_one_run_lacks_is_told_with_the_run_that_has_it() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from linecache import getline
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.console import listing
+from torchrepro.console import height, listing
 from torchrepro.messages import printable, shown
 from torchrepro.trace.format import UNINITIALISED
 from torchrepro.verdict.value import BOTH_CUT, Kind
@@ -18,9 +19,12 @@ if TYPE_CHECKING:
     from torchrepro.verdict.diagnosis import EscalationLevel
     from torchrepro.verdict.value import Compared, Divergence, Element, Verdict
 
-_NOT_WRITTEN = UNINITIALISED.hex()
-_WIDE = 96  # characters of a line of source that are shown
-SAME_FOR_B = "then the same for B into a folder of its own, and `torchrepro compare` the two"
+_NOT_WRITTEN, NEVER_WRITTEN = UNINITIALISED.hex(), "(never written)"
+_WIDE = 72  # characters of a line of source, of shapes or arguments that are shown
+_AROUND = 16  # characters before the first one in which two long texts differ
+_LONG = 180  # characters of a sentence or of overrides that are shown
+_HEX = 8  # digits of a fingerprint that are shown
+SAME_FOR_B = "the same for B, then `torchrepro compare` the two folders"
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 OUTSIDE = "outside of any step"
@@ -34,25 +38,84 @@ _PHASES = {
     "collective": "in a collective",
 }
 
-_ELEMENTS, _SETTINGS, _NOTES, _MODULES = 3, 3, 3, 4  # how many of each a terminal shows
+_ELEMENTS, _SETTINGS, _NOTES, _MODULES = 2, 3, 3, 4  # how many of each a terminal shows
+
+COLUMNS, LINES = 80, 25
+"""The terminal on which an answer fits."""
 
 Rows = list[tuple[str, str]]
 
+_GAP = ("", "")
+_LEAST_NEEDED = (
+    *("element", "outputs", "distance", "note", "note", "differing", "differing"),
+    *("", "read", "promised", "afterwards", "differing", "next level", "wrote", "element"),
+    *("compared", "note", "look closer", "arguments", "what", "differing", "try"),
+)
+"""Rows that are left out, the first ones first, where an answer is too long for a terminal.
 
-def verdict_parts(verdict: Verdict, level: EscalationLevel | None = None) -> tuple[Part, ...]:
-    """Return the lines and tables that show a verdict; `level` is what to try next, if known."""
+The last row with the label goes; an empty label stands for the gaps between groups.
+"""
+
+
+def verdict_parts(
+    verdict: Verdict, level: EscalationLevel | None = None, *, below: str = ""
+) -> tuple[Part, ...]:
+    """Return the lines and tables that show a verdict; `level` is what to try next, if known.
+
+    They fit on a terminal together with the text that is shown `below` them.
+    """
     groups = (
-        _where(verdict.first) if verdict.first else [],
-        _after(verdict),
+        [*(_where(verdict.first) if verdict.first else []), *_after(verdict)],
         _advice(verdict, level),
         _about(verdict),
     )
     text = headline(verdict)
     if not verdict.same:
-        text += f"\n  A = {printable(verdict.left)}, B = {printable(verdict.right)}"
-    rows = [row for group in groups if group for row in (("", ""), *group)][verdict.same :]
+        text += f"\n  {_runs(verdict)}"
+    rows = [row for group in groups if group for row in (_GAP, *group)][verdict.same :]
+    around = height(COLUMNS, text, *([below] if below else []))
+    return (text, *_table(_fitted(rows, LINES - around)))
+
+
+def _table(rows: Rows) -> list[Part]:
     cells = [(f"  {label}", printable(content)) for label, content in rows]
-    return (text, *([listing(cells, style="bold")] if rows else []))
+    return [listing(cells, style="bold")] if rows else []
+
+
+def _fitted(rows: Rows, lines: int) -> Rows:
+    """Return the rows that have room in so many lines, with a word on those that have none."""
+    kept, left_out = rows, 0
+    for label in _LEAST_NEEDED:
+        if height(COLUMNS, *_table(shown := kept + _word_on(left_out))) <= lines:
+            return shown
+        less = _without_last(kept, label) if label else [row for row in kept if row != _GAP]
+        left_out += bool(label) and less != kept
+        kept = less
+    return kept + _word_on(left_out)
+
+
+def _without_last(rows: Rows, label: str) -> Rows:
+    """Return rows without the last one of a label, and without what goes on below it."""
+    start = max((at for at, row in enumerate(rows) if row[0] == label), default=len(rows))
+    end = start + 1
+    while end < len(rows) and not rows[end][0] and rows[end] != _GAP:
+        end += 1
+    return rows[:start] + rows[end:]
+
+
+def _word_on(left_out: int) -> Rows:
+    return [("left out", f"{counted(left_out, 'row')}: --json has all")] if left_out else []
+
+
+def _runs(verdict: Verdict) -> str:
+    """Return what A and B stand for: two folders, with what they share told once if it is long."""
+    left, right = printable(verdict.left), printable(verdict.right)
+    line = f"A = {left}, B = {right}"
+    place, other = (text.rpartition("/")[0] for text in (left, right))
+    if len(line) <= COLUMNS - 2 or not place or place != other:
+        return line
+    names = (text.removeprefix(f"{place}/") for text in (left, right))
+    return "A = {}, B = {}".format(*names) + f", both in {place}"
 
 
 def verdict_json(verdict: Verdict, level: EscalationLevel | None = None) -> dict[str, Any]:
@@ -68,14 +131,21 @@ def level_json(level: EscalationLevel) -> dict[str, Any]:
 def _where(first: Divergence) -> Rows:
     if first.kind in (Kind.ENDED, Kind.INCOMPARABLE):
         return [("what", first.what)] if first.what else []
+    what = "" if first.what == _arguments(first) else first.what
     return [
         ("op", f"{first.op}: {first.kind}" if first.op else str(first.kind)),
-        *([("what", first.what)] if first.what else []),
+        *([("what", _cut(what, _LONG))] if what else []),
         *([("source", _source(first.source))] if first.source else []),
         *_both_sides(first),
         *[("element", element(each)) for each in first.elements[:_ELEMENTS]],
-        *[("distance", text) for text in distances(first)],
+        *[("distance", text) for text in distances(first)[:1]],
     ]
+
+
+def _arguments(first: Divergence) -> str:
+    """Return both arguments as a sentence has them: rows of their own show them better."""
+    left, right = first.left, first.right
+    return f"{left.argument or 'none'} and {right.argument or 'none'}" if left and right else ""
 
 
 def _source(source: str) -> str:
@@ -90,10 +160,10 @@ def _both_sides(first: Divergence) -> Iterator[tuple[str, str]]:
     if one is None or two is None:
         return
     yield "outputs", pair(one.outputs, two.outputs)
-    if one.argument or two.argument:
+    if one.argument != two.argument:
         yield "arguments", pair(one.argument, two.argument)
-    if left is None or right is None:
-        return
+    if left is None or right is None or first.elements:
+        return  # elements say more than fingerprints do
     for label, a, b in (
         ("read", one.input_fingerprints, two.input_fingerprints),
         ("wrote", one.output_fingerprints, two.output_fingerprints),
@@ -104,10 +174,8 @@ def _both_sides(first: Divergence) -> Iterator[tuple[str, str]]:
 def _unequal_fingerprints(
     label: str, left: tuple[str, ...], right: tuple[str, ...]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the fingerprints that differ, or how many there are if all agree."""
+    """Yield the first fingerprints that differ."""
     if left == right:
-        if left:
-            yield label, f"{counted(len(left), 'tensor')}, equal"
         return
     numbered = [
         (position, a, b)
@@ -116,18 +184,24 @@ def _unequal_fingerprints(
         )
         if a != b
     ]
+    more = f", and {len(numbered) - 1:,} more" if len(numbered) > 1 else ""
     yield from (
-        (label, f"tensor {position}: {pair(a, b)}") for position, a, b in numbered[:_ELEMENTS]
+        (label, f"tensor {position}: {pair(_short(a), _short(b))}{more}")
+        for position, a, b in numbered[:1]
     )
     if len(left) != len(right):
         yield label, f"A {counted(len(left), 'tensor')}   B {len(right):,}"
 
 
+def _short(fingerprint: str) -> str:
+    return fingerprint if fingerprint == NEVER_WRITTEN else fingerprint[:_HEX]
+
+
 def _after(verdict: Verdict) -> Rows:
     if verdict.first is None or verdict.first.kind in (Kind.ENDED, Kind.INCOMPARABLE):
         return []
-    rows = [("afterwards", aftermath(verdict))]
-    return rows + ([("modules", modules(verdict))] if verdict.by_module else [])
+    names = f": {modules(verdict)}" if verdict.by_module else ""
+    return [("afterwards", f"{aftermath(verdict)}{names}")]
 
 
 def _advice(verdict: Verdict, level: EscalationLevel | None) -> Rows:
@@ -141,11 +215,20 @@ def _advice(verdict: Verdict, level: EscalationLevel | None) -> Rows:
             rows += [("try", f"{quote(found.setting)}   ({explain})")]
         rows += [("edit", found.edit)] if found.edit else []
     if level:
-        overrides = " ".join(map(quote, level.overrides))
-        rows += [("next level", f"{level.name}: {overrides}")]
+        rows += [("next level", f"{level.name}: {_overrides(level)}")]
     if found and found.closer:
         rows += [("look closer", found.closer), ("", SAME_FOR_B)]
     return rows
+
+
+def _overrides(level: EscalationLevel) -> str:
+    """Return the overrides of a level, or the first ones and what tries them all."""
+    texts = [quote(text) for text in level.overrides]
+    shown = len(texts)
+    while shown > 1 and len(" ".join(texts[:shown])) > _LONG:
+        shown -= 1
+    more = f" and {len(texts) - shown} more (`verify --escalate` tries them)"
+    return " ".join(texts[:shown]) + (more if shown < len(texts) else "")
 
 
 def _about(verdict: Verdict) -> Rows:
@@ -157,8 +240,10 @@ def _about(verdict: Verdict) -> Rows:
         for each in settings[:_SETTINGS]
     ]
     rest = len(settings) - _SETTINGS
-    rows += [("", f"and {counted(rest, 'more setting')}")] if rest > 0 else []
-    return rows + [("note", text) for text in (*verdict.across_ranks, *verdict.notes)[:_NOTES]]
+    rows += [("differing", counted(rest, "more setting"))] if rest > 0 else []
+    return rows + [
+        ("note", _cut(text, _LONG)) for text in (*verdict.across_ranks, *verdict.notes)[:_NOTES]
+    ]
 
 
 def _value(value: str | None) -> str:
@@ -256,13 +341,13 @@ def source_excerpt(source: str, around: int = 2) -> list[tuple[int, str]]:
     return lines if source_line(source) else []
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _WIDE else text[: _WIDE - 3] + "..."
+def _cut(text: str, length: int = _WIDE) -> str:
+    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def fingerprints(texts: Sequence[str]) -> tuple[str, ...]:
     """Return fingerprints as they are shown: unwritten memory has none."""
-    return tuple("(never written)" if text == _NOT_WRITTEN else text for text in texts)
+    return tuple(NEVER_WRITTEN if text == _NOT_WRITTEN else text for text in texts)
 
 
 def element(each: Element) -> str:
@@ -287,12 +372,18 @@ def _number(value: float | None) -> str:
 def pair(left: Sequence[str] | str | None, right: Sequence[str] | str | None) -> str:
     """Return what both runs have, once if it is equal; ``-`` for a run that lacks it."""
     one, two = _one_text(left), _one_text(right)
-    return one if one == two else f"A {one}   B {two}"
+    if one == two:
+        return _cut(one)
+    alike = takewhile(lambda both: both[0] == both[1], zip(one, two, strict=False))
+    start = max(sum(1 for _ in alike) - _AROUND, 0)
+    if max(len(one), len(two)) > _WIDE and start:
+        one, two = f"...{one[start:]}", f"...{two[start:]}"
+    return f"A {_cut(one)}   B {_cut(two)}"
 
 
 def _one_text(text: Sequence[str] | str | None) -> str:
     joined = text if isinstance(text, str) or text is None else " ".join(text)
-    return _cut(printable(joined)) if joined else "-"
+    return printable(joined) if joined else "-"
 
 
 def aftermath(verdict: Verdict) -> str:

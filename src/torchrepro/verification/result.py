@@ -105,7 +105,7 @@ class Verification(Displayed):
 def verification_parts(found: Verification) -> tuple[Part, ...]:
     """Return the lines and tables that show a verification."""
     more = "\n".join(["", f"  {_counts(found)}", *(f"  {line}" for line in _lines(found))])
-    return (*verdict_parts(found.verdict, found.next_level), more)
+    return (*verdict_parts(found.verdict, found.next_level, below=more), more)
 
 
 def _counts(found: Verification) -> str:
@@ -125,7 +125,9 @@ def _lines(found: Verification) -> Iterator[str]:
         yield "(run as it is, under no profile)"
     if found.stressed is not None:
         yield f"perturbed: {', '.join(found.stressed.perturbed) or 'nothing'}"
-        yield from (f"not perturbed: {name} ({why})" for name, why in found.stressed.skipped)
+        skipped = [f"{name} ({why})" for name, why in found.stressed.skipped]
+        if skipped and found.same:  # what was not tried limits a yes, and no no
+            yield f"not perturbed: {'; '.join(skipped)}"
     if found.escalation is not None:
         yield from _escalation(found.escalation, found.equal_on)
     elif found.own_profile and not found.same:
@@ -139,10 +141,18 @@ def _escalation(
 ) -> Iterator[str]:
     if equal_on is None:
         yield "no level of escalation makes the runs the same:"
-    else:
-        yield f"with {equal_on.name} the runs are the same: {equal_on.why}"
-        yield f"    {' '.join(map(quote, equal_on.overrides))}"
-    yield from (f"    {trial.level.name}: {trial.what}" for trial in trials)
+        yield from _failed(trials)
+        return
+    yield f"with {equal_on.name} the runs are the same: {equal_on.why}"
+    yield f"    {' '.join(map(quote, equal_on.overrides))}"
+
+
+def _failed(trials: Sequence[EscalationTrial]) -> Iterator[str]:
+    """Yield what came of the levels, once for those of which the same is to be said."""
+    names: dict[str, list[str]] = {}
+    for trial in trials:
+        names.setdefault(trial.what.removeprefix("not the same: "), []).append(trial.level.name)
+    yield from (f"    {', '.join(levels)}: {what}" for what, levels in names.items())
 
 
 def verification_json(found: Verification) -> dict[str, Any]:
