@@ -73,6 +73,8 @@ def drawn():
 def gathered(rows):
     return torch.from_numpy(np.float32(drawn()) + np.stack(rows))
 """
+NOTES = "loading in the main process shows where", "recorded what the dataset returned"
+"""Without workers the second one."""
 WORKERS = "num_workers=2, shuffle=True"
 
 
@@ -117,6 +119,12 @@ def program(*parts):
             id="a collate_fn",
         ),
         pytest.param(
+            (CLOCK, DIGITS.format(f"jitter({ROWS})"), LOADER.format("num_workers=0")),
+            "jitter()",
+            r"jitter\(\) returned other values for the same sample \d+",
+            id="without workers",
+        ),
+        pytest.param(
             (
                 GIVEN,
                 DIGITS.format(f"scaled({ROWS}, random.SystemRandom().random())"),
@@ -139,7 +147,7 @@ def test_the_line_in_the_dataset_is_named(verified, parts, function, what):
     assert (first.phase, first.op, first.kind) == ("data", function, Kind.DATA)
     assert first.source.endswith(f"train.py:{line}")
     assert re.fullmatch(what, first.what)
-    assert "loading in the main process shows where" in found.verdict.notes[0]
+    assert NOTES["num_workers=0" in parts[-1]] in found.verdict.notes[0]
     assert found.verdict.advice.closer == ""
 
 
@@ -195,7 +203,7 @@ def test_what_depends_on_the_worker_is_told_without_a_function(verified):
 
 @pytest.mark.usefixtures("forked")
 def test_a_loader_without_workers_is_looked_at_as_anything_else_is(verified, tmp_path):
-    """A loader that loads in the main process has its ops recorded; no function is recorded."""
+    """Where an op of the dataset itself differs, in the main process, it is the answer already."""
     loading = "torch.roll(torch.arange(4.), random.SystemRandom().randrange(1 << 30) % 1000003)"
     command, _ = program(DIGITS.format(loading), LOADER.format("num_workers=0"))
     found = verified(command)

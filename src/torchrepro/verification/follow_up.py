@@ -13,7 +13,7 @@ from torchrepro.verdict.render import headline, moment, place
 from torchrepro.verdict.value import Advice
 from torchrepro.verification.loading import (
     follow_into_dataset,
-    loader_with_workers,
+    loading_of,
     with_note,
 )
 from torchrepro.verification.result import EscalationTrial, Run, StressResult
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 def look_closer(runner: Runner, verdict: Verdict, setups: tuple[Setup, Setup]) -> Verdict:
     """Return a verdict with what two more runs, one in each of `setups`, show of its divergence.
 
-    Where the batches of worker processes differ these runs load in the main process. Any other
-    divergence they record in detail.
+    Where other data was loaded these runs record the loading. Any other divergence they record in
+    detail.
     """
     first = verdict.first
     if first is None or not first.op:
         return verdict  # there is no op to look at
-    loader = loader_with_workers(verdict)
-    if loader is not None:
-        return follow_into_dataset(runner, verdict, setups, loader)
+    loading = loading_of(verdict)
+    if loading is not None:
+        return follow_into_dataset(runner, verdict, setups, loading)
     return _rerecord(runner, verdict, first, setups)
 
 

@@ -1,7 +1,7 @@
 """Following a divergence in a loader's batch into the dataset.
 
-Worker processes are not recorded, so their batch says no more than that it differs. Two more runs
-load in the main process, where every function of the program that has a part in it is recorded.
+Two more runs record what every function of the program returns while a batch is loaded. Worker
+processes are not recorded, so these runs load in the main process.
 """
 
 from __future__ import annotations
@@ -69,11 +69,47 @@ class Loader:
         )
 
 
-def loader_with_workers(verdict: Verdict) -> Loader | None:
-    """Return the loader in whose batch two runs diverge, if it has worker processes."""
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How two more runs load what differs, and what to say of it."""
+
+    environment: RunEnvironment
+    progress: str
+    equal: str
+    """The note where these runs are the same."""
+    shown: str
+    """The note where they diverge in the data."""
+    advice: Advice | None = None
+    """What to do where they are the same, if that says anything."""
+
+
+_HERE = Loading(
+    RunEnvironment(),
+    "what the dataset returns",
+    "two more runs were the same there: it varies from run to run",
+    "two more runs recorded what the dataset returned",
+)
+
+
+def loading_of(verdict: Verdict) -> Loading | None:
+    """Return how to follow a verdict into the dataset; None where it is not about loaded data."""
     first = verdict.first
-    if first is None or first.op != "DataLoader" or first.kind is not Kind.DATA:
+    if first is None or first.phase != "data" or first.kind is not Kind.DATA:
         return None
+    loader = _with_workers(verdict, first)
+    if loader is None:
+        return _HERE
+    return Loading(
+        IN_MAIN,
+        LOADING,
+        "two more runs, which loaded in the main process, were the same",
+        f"the workers' batches diverge {place(first)}; loading in the main process shows where",
+        loader.advice,
+    )
+
+
+def _with_workers(verdict: Verdict, first: Divergence) -> Loader | None:
+    """Return the loader in whose batch two runs diverge, if it has worker processes."""
     for trace in read_run(verdict.left, records=False):
         for its in trace.meta.get("loaders") or () if trace.rank == first.rank else ():
             if its.get("where") == first.source and its.get("workers"):
@@ -83,47 +119,36 @@ def loader_with_workers(verdict: Verdict) -> Loader | None:
 
 
 def follow_into_dataset(
-    runner: Runner, verdict: Verdict, setups: tuple[Setup, Setup], loader: Loader
+    runner: Runner, verdict: Verdict, setups: tuple[Setup, Setup], loading: Loading
 ) -> Verdict:
-    """Return the verdict of two runs that load in the main process, if they diverge in the data.
+    """Return the verdict of two runs that record the loading, if they diverge in the data.
 
-    The verdict stays with advice of its own if they are the same, and with a note if they diverge
-    elsewhere or fail.
+    The verdict stays, with what that means, if they are the same, diverge elsewhere, or fail.
     """
     request = replace(runner.request, samples=True, statistics=False)
     recorder = replace(runner, request=request, tolerance=None)
     runs: list[Run] = []
     for number, (resolved, environment) in enumerate(setups, start=1):
-        runner.say(f"loading in the main process, run {number} of {len(setups)} ...")
-        runs.append(recorder.run(resolved, f"closer-{number}", combined([environment, IN_MAIN])))
+        runner.say(f"{loading.progress}, run {number} of {len(setups)} ...")
+        there = combined([environment, loading.environment])
+        runs.append(recorder.run(resolved, f"closer-{number}", there))
     found = recorder.compare(*runs) if all(run.recorded for run in runs) else None
     if found is not None and found.first is not None:
-        return _in_main(verdict, found, found.first)
+        return _diverged(verdict, loading, found, found.first)
     failed = next((run for run in runs if run.status or not run.recorded), None)
     if failed is not None:
         return with_note(
-            verdict,
-            "the program does not run to its end with the loading in the main process: "
-            f"see {failed.log}",
+            verdict, f"a closer look showed nothing: the program failed, see {failed.log}"
         )
-    return with_note(
-        replace(verdict, advice=loader.advice),
-        "two more runs, which loaded in the main process, were the same",
-    )
+    return with_note(replace(verdict, advice=loading.advice or verdict.advice), loading.equal)
 
 
-def _in_main(verdict: Verdict, found: Verdict, first: Divergence) -> Verdict:
-    """Return `found`, of runs that loaded in the main process, if they diverge in the data."""
+def _diverged(verdict: Verdict, loading: Loading, found: Verdict, first: Divergence) -> Verdict:
+    """Return `found`, of the runs that recorded the loading, if they diverge in the data."""
     if first.phase != "data":
-        return with_note(
-            verdict, f"two more runs, which loaded in the main process, diverge {place(first)}"
-        )
-    of_workers = place(verdict.first) if verdict.first else ""
+        return with_note(verdict, f"{loading.progress}: two more runs diverge {place(first)}")
     advice = found.advice and replace(found.advice, closer="")  # there is no more to see
-    return with_note(
-        replace(found, advice=advice),
-        f"the workers' batches diverge {of_workers}; loading in the main process shows where",
-    )
+    return with_note(replace(found, advice=advice), loading.shown)
 
 
 def with_note(verdict: Verdict, note: str) -> Verdict:
