@@ -1,9 +1,9 @@
-"""The seeders that come along: cupy, tensorflow, installed packages, pytest-randomly."""
+"""The seeders that come along: cupy, tensorflow, gymnasium, installed packages, pytest-randomly."""
 
 import importlib
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,78 @@ def test_tensorflow_is_seeded(library: Callable[..., str]) -> None:
         given = importlib.import_module("tensorflow").random.given
 
     assert given == [5]
+
+
+@pytest.fixture(scope="module")
+def gymnasium() -> Iterator[Any]:
+    """Gymnasium itself, with an environment that draws from its own generator; unloaded after."""
+    gymnasium = pytest.importorskip("gymnasium")
+
+    class Dice(gymnasium.Env):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            self.action_space = gymnasium.spaces.Discrete(1000)
+            self.observation_space = gymnasium.spaces.Box(0, 1, (2,))
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            super().reset(seed=seed)
+            return self.np_random.random(2), {}
+
+    gymnasium.Dice = Dice
+    yield gymnasium
+    for name in [name for name in sys.modules if name.partition(".")[0] == "gymnasium"]:
+        del sys.modules[name]
+
+
+def _drawn(gymnasium: Any, seed: int | None = None) -> list[float]:
+    """What two environments and a new space draw, the first one seeded by the program or not."""
+    first, second = gymnasium.Dice(), gymnasium.Dice()
+    space = gymnasium.spaces.Box(0, 1, (2,))
+    drawn = [*first.reset(seed=seed)[0], *second.reset()[0], *space.sample()]
+    return [float(each) for each in drawn]
+
+
+def test_gymnasium_draws_the_same_from_the_same_seed(gymnasium: Any) -> None:
+    """Environments and spaces without a seed draw what the profile's seed decides, each its own.
+
+    The function that gives them their generators is the very same after the undo.
+    """
+    before = gymnasium.utils.seeding.np_random
+    runs = []
+    for seed in (5, 5, 6):
+        with torchrepro.apply({"seed": seed}):
+            runs.append(_drawn(gymnasium))
+            with torchrepro.apply({"seed": 9}):
+                inner = _drawn(gymnasium)
+            assert not set(inner) & set(runs[-1])
+        assert gymnasium.utils.seeding.np_random is before
+
+    assert runs[0] == runs[1]
+    assert not set(runs[0]) & set(runs[2])
+    assert len(set(runs[0])) == len(runs[0])
+    assert _drawn(gymnasium) != _drawn(gymnasium)
+
+
+def test_what_the_program_seeds_in_gymnasium_is_left_alone(gymnasium: Any) -> None:
+    """`reset(seed=3)` draws what it always drew, and a seed that is none is refused as ever."""
+    expected = _drawn(gymnasium, 3)[:2]
+    with torchrepro.apply({"seed": 5}):
+        assert _drawn(gymnasium, 3)[:2] == expected
+        assert _drawn(gymnasium, 3)[2:] != _drawn(gymnasium, 3)[2:]
+        with pytest.raises(gymnasium.error.Error, match="greater or equal to zero"):
+            gymnasium.Dice().reset(seed=-1)
+
+
+def test_workers_of_a_vector_environment_draw_their_own_numbers(gymnasium: Any) -> None:
+    """Environments in processes of their own differ from each other, in every run alike."""
+    runs = []
+    for _ in range(2):
+        with torchrepro.apply({"seed": 5}):
+            environments = gymnasium.vector.AsyncVectorEnv([gymnasium.Dice] * 2, context="fork")
+            runs.append(environments.reset()[0].tolist())
+            environments.close()
+
+    assert runs[0] == runs[1]
+    assert runs[0][0] != runs[0][1]
 
 
 ASK = """

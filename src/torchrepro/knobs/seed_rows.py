@@ -42,8 +42,8 @@ SEEDS = (
         target="torch",
         access=LazyAccess("seeding.global_seeds:library_seeds"),
         library="torch",
-        summary="Seed of other libraries that draw numbers (cupy, tensorflow, registered ones), "
-        "given when they are loaded.",
+        summary="Seed of other libraries that draw numbers (cupy, tensorflow, gymnasium, "
+        "registered ones), given when they are loaded.",
         cost="none",
         source="https://docs.cupy.dev/en/stable/reference/random.html",
     ),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, partial, wraps
+from itertools import count
+from multiprocessing import current_process
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import say
 from torchrepro.errors import SeedingError
 from torchrepro.imports import AfterImport
 from torchrepro.messages import Problem, shown
+from torchrepro.seeding.streams import derive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,6 +42,36 @@ def _seed_tensorflow(seed: int) -> None:
     sys.modules["tensorflow"].random.set_seed(seed)
 
 
+def _gymnasium() -> Any:
+    return sys.modules["gymnasium.utils.seeding"]
+
+
+def _seed_gymnasium(root: int) -> None:
+    """Have environments and spaces that get no seed start from streams of `root`, in turn.
+
+    They ask `gymnasium.utils.seeding.np_random`, which is public, for a generator. Without a seed
+    it would take one from the operating system; what the program seeds is left alone. Workers of
+    a vector environment are told apart by the names of their processes. Generators that were made
+    before are not reached, nor is code that has imported the function by its name before.
+    https://gymnasium.farama.org/api/utils/#seeding
+    """
+    original = _gymnasium().np_random
+    numbers = count()
+
+    @wraps(original)
+    def np_random(seed: int | None = None) -> Any:
+        if seed is not None:
+            return original(seed)
+        name = f"{current_process().name}/{next(numbers)}"
+        return original(derive(name, root, kind="gymnasium").entropy("numpy"))
+
+    _gymnasium().np_random = np_random
+
+
+def _put_back_gymnasium(function: Any) -> None:
+    _gymnasium().np_random = function
+
+
 SEEDERS = (
     Seeder(
         "cupy",
@@ -48,6 +81,7 @@ SEEDERS = (
         lambda state: _cupy().set_random_state(state),
     ),
     Seeder("tensorflow", _seed_tensorflow),
+    Seeder("gymnasium", _seed_gymnasium, lambda: _gymnasium().np_random, _put_back_gymnasium),
 )
 """The libraries known without anybody registering them."""
 
