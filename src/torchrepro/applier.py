@@ -24,6 +24,7 @@ from torchrepro.seeding.seeding_calls import (
     note_calls_of_new_modules,
     seeding_calls,
 )
+from torchrepro.seeding.uncontrolled import Watch, watch_unseeded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -55,6 +56,7 @@ class Applied:
         self._last: Report | None = None
         self._agreement: Agreement | None = None
         self._noting = False
+        self._unseeded: Watch | None = None
         self._guard = Guard(self._refuse)
         self.refuse: Callable[[TorchreproError], None] = _raise
         """What is done when a profile in force turns out not to hold, on this rank or for all."""
@@ -110,7 +112,10 @@ class Applied:
         policies = {step.knob.name for step, _ in self._done}
         done = [effect for effect in effects(self._counts_before) if effect.policy in policies]
         return self._outcomes(
-            drift=tuple(self._guard.drift.values()), effects=tuple(done), unseen=self._unseen()
+            drift=tuple(self._guard.drift.values()),
+            effects=tuple(done),
+            unseen=self._unseen(),
+            unseeded=self._unseeded.reads() if self._unseeded is not None else (),
         )
 
     def _outcomes(self, **more: Any) -> Report:
@@ -135,6 +140,7 @@ class Applied:
             for step in steps:
                 self._done.append((step, self._carry_out(step)))
             self._note_seeds_of_the_program()
+            self._note_unseeded_draws()
             bad = [row for _, row in self._done if row.outcome in STOPPING]
             if bad and self.resolved.strict:
                 raise ApplyError(refusal(self.resolved, bad), self._outcomes())
@@ -157,6 +163,12 @@ class Applied:
         elif streams.current_plan().seed is None:
             self._undo.callback(note_calls())
             self._noting = True
+
+    def _note_unseeded_draws(self) -> None:
+        """Have draws noted that no seed decides, where the profile promises the same bits."""
+        if self.resolved.strict and self._unseeded is None:
+            self._unseeded = watch_unseeded()
+            self._undo.callback(self._unseeded.stop)
 
     def _agree_with_other_ranks(self) -> None:
         """Have the ranks compared before the first step, if torch is there to make a group."""

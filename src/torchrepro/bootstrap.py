@@ -38,6 +38,7 @@ _seeded_alone: list[str] = []
 def put_in_force_on_import() -> None:
     """Wait for the imports of random, numpy.random and torch; changes `sys.meta_path`."""
     _state["waiting"] = True
+    _watch_sources_if_asked()
     AfterImport(_MODULES, _when_imported).watch()
     for module in _MODULES:
         if module in sys.modules:
@@ -54,6 +55,7 @@ def record_on_import() -> None:
         waiting.unwatch()
         _record_if_asked()
 
+    _watch_sources_if_asked()
     waiting = AfterImport(["torch"], begin)
     waiting.watch()
 
@@ -117,6 +119,19 @@ def _carry_out(module: str) -> None:
         atexit.register(_tell_of_the_end, announced, os.getpid())
 
 
+def _watch_sources_if_asked() -> None:
+    """Begin to note what no seed controls, if a recording in detail is asked for."""
+    if "TORCHREPRO_RECORD" not in os.environ:
+        return
+    from torchrepro.trace.request import Request
+
+    request = Request.inherited(os.environ)
+    if request is not None and request.detail:
+        from torchrepro.seeding.uncontrolled import watch_from_the_start
+
+        watch_from_the_start()
+
+
 def _record_if_asked() -> None:
     from torchrepro.trace.request import Request
 
@@ -130,10 +145,11 @@ def _record_if_asked() -> None:
 def _tell_of_the_end(announced: Report, process: int) -> None:
     if os.getpid() != process:
         return  # a copy of the process, of whose end nobody asked
-    from torchrepro.report import announce_effects, announce_end
+    from torchrepro.report import announce_effects, announce_end, announce_unseeded
 
     report = _applied().report
     announce_effects(report)
+    announce_unseeded(report)
     announce_end(report, announced)
 
 

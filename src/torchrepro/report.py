@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torchrepro.console import Part, Table
     from torchrepro.policies.policy import Effect
     from torchrepro.profile.resolved import ResolvedProfile
+    from torchrepro.seeding.uncontrolled import SourceRead
 
 NONE = "none"
 """What is held where not even the random numbers are."""
@@ -232,6 +233,9 @@ class Report(Displayed):
     drift: tuple[Drift, ...] = ()
     """Knobs that later code has changed, as they were last read: see `guard`."""
 
+    unseeded: tuple[SourceRead, ...] = ()
+    """Where the program has drawn numbers that no seed decides."""
+
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
 
@@ -282,6 +286,7 @@ class Report(Displayed):
             "effects": [effect.to_json() for effect in self.effects],
             "unseen": list(self.unseen),
             "drift": [drift.to_json() for drift in self.drift],
+            "unseeded": [read.to_json() for read in self.unseeded],
         }
 
 
@@ -404,13 +409,21 @@ def _report_parts(report: Report) -> tuple[Part, ...]:
     """Return all that a report says: its knobs, its summary, drift, what its policies have done."""
     drift = (_drift_table(report.drift),) if report.drift else ()
     said = (report.summary, report.digest)
-    return report_table(report), *said, *drift, *_effects_parts(report)
+    return report_table(report), *said, *drift, *_effects_parts(report), *unseeded_lines(report)
 
 
 def _effects_parts(report: Report) -> tuple[Part, ...]:
     effects = (_effects_table(report.effects),) if report.effects else ()
     unseen = (f"torch's deterministic flag cannot see: {some(report.unseen)}",)
     return *effects, *(unseen if report.unseen else ())
+
+
+def unseeded_lines(report: Report) -> list[str]:
+    """Return a line for each function that drew without a seed: where first, and what to do."""
+    first: dict[str, SourceRead] = {}
+    for read in report.unseeded:
+        first.setdefault(read.name, read)
+    return [f"drew without a seed: {read} ({read.instead})" for read in first.values()]
 
 
 def _drift_table(drift: Iterable[Drift]) -> Table:
@@ -495,6 +508,12 @@ def announce_end(report: Report, announced: Report) -> None:
         return
     if os.environ.get("RANK", "0") == "0":
         say(f"at the end, {report.summary}")
+
+
+def announce_unseeded(report: Report) -> None:
+    """Tell standard error where a run has drawn numbers that no seed decides, if it has."""
+    if os.environ.get("RANK", "0") == "0":
+        say(*unseeded_lines(report))
 
 
 def announce_effects(report: Report) -> None:

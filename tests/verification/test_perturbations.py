@@ -128,6 +128,52 @@ def test_the_heap_is_another_one():
     assert perturbed({"allocation": 3}, program) > perturbed({}, program) + 500
 
 
+LISTING = """
+import glob, json, os, pathlib, pickle, shutil
+names = ["a", "b", "c", "d"]
+os.mkdir("in")
+for name in names:
+    open(f"in/{name}", "w")
+def scanned():
+    with os.scandir("in") as entries:
+        names = [entry.name for entry in entries]
+    assert not list(entries)
+    return names
+listings = [os.listdir("in"), scanned(), [p.name for p in pathlib.Path("in").iterdir()],
+    [os.path.basename(path) for path in glob.glob("in/*")], next(os.walk("in"))[2]]
+try:
+    os.listdir("nowhere")
+except FileNotFoundError as error:
+    listings.append(error.filename)
+open("module_of_mine.py", "w").write("value = 1")
+import module_of_mine
+assert pickle.loads(pickle.dumps(os.listdir)) is os.listdir and os.scandir in os.supports_fd
+assert shutil.rmtree.avoids_symlink_attacks
+print(json.dumps(listings))
+"""
+
+
+def test_folders_list_the_same_files_in_another_order(tmp_path, monkeypatch):
+    """Every way to list a folder shows another order, each number one of its own, and all files.
+
+    Imports, pickle, errors and how a tree is removed are as they were.
+    """
+    told = []
+    for values in ({}, {"file order": 1}, {"file order": 2}):
+        place = tmp_path / str(len(told))
+        place.mkdir()
+        monkeypatch.chdir(place)
+        told.append(perturbed(values, LISTING))
+    plain, *others = told
+
+    for listings in (plain, *others):
+        assert all(sorted(names) == ["a", "b", "c", "d"] for names in listings[:-1])
+        assert listings[-1] == "nowhere"
+    assert len({json.dumps(listings[:-1]) for listings in (plain, *others)}) == 3
+    for listings in others:
+        assert all(one != two for one, two in zip(listings[:-1], plain, strict=False))
+
+
 def test_every_name_that_a_plan_sends_is_known_in_the_process():
     """No perturbation asks a process for what it cannot do, and none is left unused.
 

@@ -22,6 +22,7 @@ DEPENDENT = {
     "memory contents": "batch[0] = torch.empty(1 << 24)[:4].nan_to_num(0, 0, 0)",
     "clock": "batch[0, 0] = __import__('time').time() // 86400 % 1009",
     "time zone": "batch[0, 0] = __import__('datetime').datetime.now().day",
+    "file order": "batch[0, 0] = ord(__import__('os').listdir()[0][0])",
     "working directory": "batch[0, 0] = len(__import__('os').getcwd())",
 }
 BEFORE_PYTHON_STARTS = ("hash seed", "memory contents")

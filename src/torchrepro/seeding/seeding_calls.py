@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from functools import partial, wraps
-from importlib import import_module
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.callers import package, place
 from torchrepro.console import say
 from torchrepro.messages import shown
 from torchrepro.policies.policy import count
+from torchrepro.seeding.call_listeners import is_listening, listen, stop_listening
 from torchrepro.seeding.streams import present_worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from types import FrameType
 
 FUNCTIONS = (
@@ -61,7 +61,6 @@ class SeedingCall:
 
 
 _calls: dict[tuple[str, str], SeedingCall] = {}
-_originals: dict[tuple[str, str], Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,24 +71,21 @@ class SeedingCalls:
         return None
 
     def holds(self, value: Any) -> bool:
-        return bool(_originals)
+        return is_listening(_note)
 
     def write(self, value: Any) -> None:
         _calls.clear()
         note_calls_of_new_modules()
 
     def save(self) -> Any:
-        return bool(_originals), dict(_calls)
+        return is_listening(_note), dict(_calls)
 
     def restore(self, saved: Any) -> None:
-        watched, calls = saved
+        listened, calls = saved
         _calls.clear()
         _calls.update(calls)
-        if not watched:
-            for (module, name), (wrapper, original) in _originals.items():
-                if getattr(sys.modules[module], name, None) is wrapper:
-                    setattr(sys.modules[module], name, original)
-            _originals.clear()
+        if not listened:
+            stop_listening(_note)
 
 
 def seeding_calls() -> tuple[SeedingCall, ...]:
@@ -108,7 +104,7 @@ def note_calls() -> Callable[[], None]:
 def note_calls_of_new_modules() -> None:
     """Record seeding calls to libraries that were loaded since as well."""
     for module, name in FUNCTIONS:
-        _wrap(module, name)
+        listen(module, name, _note)
 
 
 def given_by_program() -> frozenset[str]:
@@ -117,53 +113,13 @@ def given_by_program() -> frozenset[str]:
     return frozenset(call.function for call in _calls.values() if call.value not in of_chance)
 
 
-def _wrap(module: str, name: str) -> None:
-    owner = _module(module)
-    original = getattr(owner, name, None)
-    if original is None or (module, name) in _originals:
-        return
-    # One function under two names keeps one wrapper, which pickle then finds under the first.
-    same = (wrapper for wrapper, wrapped in _originals.values() if wrapped == original)
-    wrapper = next(same, None) or _recording(module, name, original)
-    _originals[module, name] = wrapper, original
-    setattr(owner, name, wrapper)
-
-
-def _recording(module: str, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    compiling = _compiling_check(module)
-
-    @wraps(original)
-    def seed(*args: Any, **kwargs: Any) -> Any:
-        done = original(*args, **kwargs)
-        if not compiling() and _originals:  # a name that was imported under a profile outlives it
-            _note(f"{module}.{name}", (*args, *kwargs.values()), sys._getframe(1))  # noqa: SLF001
-        return done
-
-    seed.__module__, seed.__qualname__ = module, name
-    return seed
-
-
-def _compiling_check(module: str) -> Callable[[], bool]:
-    """Return the check for torch.compile tracing, which cannot follow a look at the stack."""
-    if module.partition(".")[0] != "torch":
-        return bool
-    check: Callable[[], bool] = sys.modules["torch"].compiler.is_compiling
-    return check
-
-
-def _module(name: str) -> Any:
-    """Return the module `name` if its package is loaded; never imports another library."""
-    package, _, rest = name.partition(".")
-    if package not in sys.modules:
-        return None
-    return sys.modules.get(name) or (import_module(name) if rest == "random" else None)
-
-
-def _note(function: str, values: tuple[Any, ...], frame: FrameType) -> None:
+def _note(
+    function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
+) -> None:
     if package(frame) in _OWN:
         return
     where = place(frame)
-    seeds = ", ".join(shown(value) for value in values)
+    seeds = ", ".join(shown(value) for value in (*args, *kwargs.values()))
     if function.startswith(DEVICES) and _host_draws():
         count("device.rng", f"{function}({seeds})", "without effect: the host draws", where)
     if len(_calls) < _MANY or (function, where) in _calls:

@@ -18,6 +18,7 @@ from torchrepro.console import say
 from torchrepro.errors import TraceError
 from torchrepro.messages import Problem
 from torchrepro.seeding import generators
+from torchrepro.seeding.uncontrolled import EVERY_SOURCE, WITHOUT_COST, watch_for_recording
 from torchrepro.trace.buffer import RecordingState, joined
 from torchrepro.trace.fingerprint import fingerprint
 from torchrepro.trace.fingerprint_cache import fingerprint_of
@@ -45,6 +46,7 @@ class Recording:
         self.level = LEVELS[request.level](self.state)
         self._store: Store | None = None
         self._open = ExitStack()
+        self._sources = watch_for_recording(EVERY_SOURCE if request.detail else WITHOUT_COST)
         self._losses: list[tuple[Any, Any, str]] = []  # tensor, fingerprint, source
         self._gradients: list[Any] = []
         self._loaders = IteratedLoaders()
@@ -58,6 +60,8 @@ class Recording:
 
     def start(self) -> None:
         """Begin to take records on this thread and on those that it starts."""
+        self._sources.position = self._position
+        self._open.callback(self._sources.stop)
         self._open.enter_context(watch_training(self))
         self._open.enter_context(self.level)
         self._open.callback(_recordings.remove, self)
@@ -84,7 +88,7 @@ class Recording:
         self._warn_of_unmatched_requests()
         if self._store is not None:
             with self._unwritable_handled():
-                self._store.write_meta({**self._loaders.meta(), "finished": True})
+                self._store.write_meta({**self._facts(), "finished": True})
                 self._store.close()
                 self._store.must_exist()
 
@@ -158,6 +162,16 @@ class Recording:
         self.level.batch_ends(batch, place)
 
     # Writing.
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what was learnt of the program while it ran."""
+        sources = [read.to_json() for read in self._sources.reads()]
+        return self._loaders.meta() | ({"sources": sources} if sources else {})
+
+    def _position(self) -> tuple[int, int]:
+        """Return the running step and the number of records taken up to now."""
+        written = self._store.records if self._store is not None else 0
+        return self.state.step, written + len(self.state.buffer.rows)
 
     def _drops_step(self) -> bool:
         """Whether the running step is not to be written; its records are dropped."""

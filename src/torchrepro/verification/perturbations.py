@@ -254,10 +254,15 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         _another_zone,
     ),
     Perturbation(
+        "file order",
+        "every folder lists its files in another order",
+        "the result depends on the order in which files are listed",
+        lambda number: RunEnvironment(in_process={"file order": number}),
+    ),
+    Perturbation(
         "working directory",
         "the same files, at another path",
-        "the result depends on the path of the working directory, or on the order in which files "
-        "are listed",
+        "the result depends on the path of the working directory",
         lambda number: RunEnvironment(mirror=True),
         obstacle=lambda: too_large(Path.cwd()),
     ),
@@ -278,6 +283,7 @@ affinity: the number of usable CPUs.
 loader timing: batches that are taken as workers finish.
 clock: the day by `time.time`.
 time zone: the day and the hour by `datetime.now`.
+file order: the order of `os.listdir`.
 working directory: the path of it.
 """
 

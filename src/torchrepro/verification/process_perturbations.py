@@ -15,7 +15,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 VARIABLE = "TORCHREPRO_STRESS"
 """The variable that carries the perturbations, as JSON, to every process of a run."""
@@ -122,6 +122,58 @@ def _of_today(original: Callable[..., Any], required: int) -> Callable[..., Any]
     return shifted
 
 
+def _list_files_otherwise(number: int) -> None:
+    """List the entries of every folder in another order, as `pathlib`, `glob` and `os.walk` do.
+
+    Python's import system has a reference of its own to `listdir` and goes on as before.
+    """
+    listdir, scandir = os.listdir, os.scandir
+
+    @wraps(listdir)
+    def listed(*args: Any, **kwargs: Any) -> Any:
+        return _in_another_order(listdir(*args, **kwargs), number)
+
+    @wraps(scandir)
+    def scanned(*args: Any, **kwargs: Any) -> Any:
+        with scandir(*args, **kwargs) as entries:
+            return _Entries(_in_another_order(list(entries), number))
+
+    for name, original, other in (("listdir", listdir, listed), ("scandir", scandir, scanned)):
+        other.__module__ = "os"  # where pickle finds it
+        setattr(os, name, other)
+        if original in os.supports_fd:
+            os.supports_fd.add(other)
+
+
+def _in_another_order(entries: list[Any], number: int) -> list[Any]:
+    """Return the entries the other way round, beginning with another one for each `number`."""
+    turned = entries[::-1]
+    first = number % len(turned) if len(turned) > 2 else 0  # noqa: PLR2004 - two have one other order
+    return turned[first:] + turned[:first]
+
+
+class _Entries:
+    """What `os.scandir` returns: an iterator that can be closed, by itself or by a `with` block."""
+
+    def __init__(self, entries: list[os.DirEntry[Any]]) -> None:
+        self._entries = iter(entries)
+
+    def __iter__(self) -> Iterator[os.DirEntry[Any]]:
+        return self
+
+    def __next__(self) -> os.DirEntry[Any]:
+        return next(self._entries)
+
+    def close(self) -> None:
+        self._entries = iter(())
+
+    def __enter__(self) -> _Entries:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 def _load_in_the_main_process(_: Any) -> None:
     """Have every DataLoader load without worker processes."""
     from torchrepro.imports import AfterImport
@@ -146,6 +198,7 @@ IN_PROCESS: Mapping[str, Callable[[Any], None]] = {
     "affinity": _leave_some_cpus_alone,
     "loader timing": _delay_batches,
     "clock": _move_the_clock,
+    "file order": _list_files_otherwise,
     LOADING: _load_in_the_main_process,
 }
 """How a perturbation is applied within a process, by its name."""

@@ -1,0 +1,160 @@
+"""Functions of other libraries whose calls somebody listens to.
+
+A function gets one stand-in, however many listen and under however many names it is known. The
+stand-in calls the function first, so a call that is refused is not told of. The last listener that
+leaves puts the function itself back, unless the program has put another there since.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from functools import update_wrapper, wraps
+from importlib import import_module
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import FrameType
+
+    Listener = Callable[[str, tuple[Any, ...], Mapping[str, Any], FrameType], None]
+    """Is told of a call: the function's first name, what it was given, the frame that called."""
+
+
+@dataclass(slots=True, eq=False)
+class _Heard:
+    """A function with a stand-in."""
+
+    original: Any
+    stand_in: Any = None
+    places: list[tuple[Any, str]] = field(default_factory=list)
+    """The modules and classes that show it, each with the attribute's name."""
+    listeners: list[Listener] = field(default_factory=list)
+
+
+_heard: dict[tuple[str, str], _Heard] = {}
+
+
+def listen(module: str, name: str, listener: Listener) -> None:
+    """Have `listener` told of the calls of a function, if the package of its module is loaded.
+
+    `name` may lead through a class, as in ``Thread.start``. A listener is told of a call once, by
+    however many names it listens to the function.
+    """
+    owner, attribute = _owner(module, name)
+    original = getattr(owner, attribute, None)
+    if original is None:
+        return
+    if (module, name) not in _heard:
+        heard = _known(original) or _stood_in_for(module, name, original)
+        _heard[module, name] = heard
+        heard.places.append((owner, attribute))
+        setattr(owner, attribute, heard.stand_in)
+    listeners = _heard[module, name].listeners
+    if listener not in listeners:
+        listeners.append(listener)
+
+
+def stop_listening(listener: Listener) -> None:
+    """Tell `listener` of no more calls."""
+    for key, heard in list(_heard.items()):
+        if listener in heard.listeners:
+            heard.listeners.remove(listener)
+        if not heard.listeners:
+            del _heard[key]
+            for owner, attribute in heard.places:
+                if getattr(owner, attribute, None) is heard.stand_in:
+                    setattr(owner, attribute, heard.original)
+            heard.places.clear()
+
+
+def is_listening(listener: Listener) -> bool:
+    """Whether `listener` is told of the calls of any function."""
+    return any(listener in heard.listeners for heard in _heard.values())
+
+
+def _owner(module: str, name: str) -> tuple[Any, str]:
+    """Return the module or class that shows a function, None if it is not loaded, and the name."""
+    *path, attribute = name.split(".")
+    owner = _module(module)
+    for part in path:
+        owner = getattr(owner, part, None)
+    return owner, attribute
+
+
+def _module(name: str) -> Any:
+    """Return the module `name` if its package is loaded; never imports another library."""
+    package, _, rest = name.partition(".")
+    if package not in sys.modules:
+        return None
+    return sys.modules.get(name) or (import_module(name) if rest == "random" else None)
+
+
+def _known(function: Any) -> _Heard | None:
+    """Return what is heard of `function` under another name: it keeps one stand-in.
+
+    pickle then finds it under the first.
+    """
+    known = _heard.values()
+    return next((each for each in known if function in (each.original, each.stand_in)), None)
+
+
+def _stood_in_for(module: str, name: str, original: Any) -> _Heard:
+    heard = _Heard(original)
+    is_method = hasattr(type(original), "__get__") and not isinstance(original, MethodType)
+    heard.stand_in = (_function if is_method else _BuiltIn)(f"{module}.{name}", heard)
+    heard.stand_in.__module__, heard.stand_in.__qualname__ = module, name
+    return heard
+
+
+def _function(name: str, heard: _Heard) -> Any:
+    """Return what stands in for a function that becomes a method where a class holds it."""
+    original, listeners, compiling = heard.original, heard.listeners, _compiling_check(name)
+
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        done = original(*args, **kwargs)
+        if not compiling() and listeners:
+            caller = sys._getframe(1)  # noqa: SLF001 - documented; `inspect` takes 100 times as long
+            for listener in tuple(listeners):
+                listener(name, args, kwargs, caller)
+        return done
+
+    return call
+
+
+class _BuiltIn:
+    """Stands in for a function that never becomes a method, as one written in C."""
+
+    def __init__(self, name: str, heard: _Heard) -> None:
+        update_wrapper(self, heard.original)
+        self._name, self._original, self._listeners = name, heard.original, heard.listeners
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        done = self._original(*args, **kwargs)
+        if self._listeners:
+            caller = sys._getframe(1)  # noqa: SLF001 - see above
+            for listener in tuple(self._listeners):
+                listener(self._name, args, kwargs, caller)
+        return done
+
+    def __reduce__(self) -> str:
+        return str(vars(self)["__qualname__"])
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or bool(self._original == other)  # as in the sets of `os.supports_fd`
+
+    def __hash__(self) -> int:
+        return hash(self._original)
+
+    def __repr__(self) -> str:
+        return repr(self._original)
+
+
+def _compiling_check(name: str) -> Callable[[], bool]:
+    """Return the check for torch.compile tracing, which cannot follow a look at the stack."""
+    if name.partition(".")[0] != "torch":
+        return bool
+    check: Callable[[], bool] = sys.modules["torch"].compiler.is_compiling
+    return check

@@ -1,0 +1,402 @@
+"""What no seed controls: entropy, the clock, addresses, the order of files, threads.
+
+A table of functions whose results may differ between two runs of one program, and a watch that
+notes the first read of each at each line of the program. Calls that a library makes for purposes of
+its own are not noted. One that `uuid` or `glob` makes for the program is, by the name of the
+function that the program called.
+
+Not seen is what does not go through an attribute that can be replaced:
+
+- a name imported before the watch began (``from os import urandom``), and a method bound before it;
+- types written in C: ``datetime.now``, ``numpy.random.RandomState()``, ``SeedSequence()``,
+  ``PCG64()``, ``torch.Generator().seed()``;
+- the order of a set, and the hash or address by which a container finds its entries;
+- what a library draws, and what other processes do.
+"""
+
+from __future__ import annotations
+
+import sys
+from builtins import id as address  # the function itself: another may stand in for it
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.callers import is_library, package
+from torchrepro.console import say
+from torchrepro.imports import AfterImport
+from torchrepro.messages import WIDE, shown
+from torchrepro.seeding.call_listeners import listen, stop_listening
+from torchrepro.seeding.seeding_calls import FUNCTIONS
+from torchrepro.seeding.streams import present_worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from types import CodeType, FrameType
+
+    Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+MANY = 1000
+"""Reads above which no further place is noted."""
+
+_ANY = "*"
+_OWN = ("torchrepro", "torch")  # they seed for purposes of their own
+_SEED_KEYWORDS = ("seed", "a", "x")
+
+
+def _always(arguments: Arguments) -> bool:
+    return True
+
+
+def _nothing(arguments: Arguments) -> str | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A function whose result no seed decides, or which is given a seed."""
+
+    module: str
+    attribute: str
+    what: str
+    """What its result comes from, in words."""
+    instead: str
+    """What to write instead, as one short edit; `{}` stands for the function that was called."""
+    through: tuple[str, ...] = ()
+    """Modules that call it for whoever calls them; `*` for any library."""
+    applies: Callable[[Arguments], bool] = _always
+    """Whether a call with these arguments is such a read."""
+    value: Callable[[Arguments], str | None] = _nothing
+    """The seed that a call is given, as text by which two runs can be compared."""
+    known_as: str = ""
+    """The name to show, where it is not that of the function."""
+
+    @property
+    def name(self) -> str:
+        """The name by which the program knows it."""
+        return self.known_as or f"{self.module}.{self.attribute}"
+
+
+def _seed_at(position: int) -> Callable[[Arguments], Any]:
+    def seed(arguments: Arguments) -> Any:
+        args, kwargs = arguments
+        if len(args) > position:
+            return args[position]
+        return next((kwargs[name] for name in _SEED_KEYWORDS if name in kwargs), None)
+
+    return seed
+
+
+def _without_seed(position: int) -> Callable[[Arguments], bool]:
+    seed = _seed_at(position)
+    return lambda arguments: seed(arguments) is None
+
+
+def _text_of_seed(position: int) -> Callable[[Arguments], str | None]:
+    seed = _seed_at(position)
+    return lambda arguments: _text(seed(arguments))
+
+
+def _text(seed: Any) -> str | None:
+    """Return a seed as text; None for an object that is none, such as another generator."""
+    plain = seed.tolist() if hasattr(seed, "tolist") else seed
+    if not isinstance(plain, int | float | str | bytes | bytearray | list | tuple):
+        return None
+    text = shown(plain)
+    if len(text) < WIDE:
+        return text
+    return f"{text} #{blake2b(repr(plain).encode(), digest_size=4).hexdigest()}"
+
+
+def _given(module: str, attribute: str, position: int, **more: Any) -> Source:
+    """Return the row of a seed that the program gives: it is no better than where it comes from."""
+    text = _text_of_seed(position)
+    return Source(
+        module,
+        attribute,
+        "a seed that the program gives",
+        "give a seed that is the same in every run, such as 1234",
+        applies=lambda arguments: text(arguments) is not None,
+        value=text,
+        **more,
+    )
+
+
+_ENTROPY = "entropy of the operating system"
+_PYTHON = 'random.Random(1234), or torchrepro.stream("name").python()'
+_HANDS_ON = ("random", "secrets", "uuid")
+
+UNSEEDED: tuple[Source, ...] = (
+    Source(
+        "numpy.random",
+        "default_rng",
+        _ENTROPY,
+        'pass a seed: numpy.random.default_rng(1234), or torchrepro.stream("name").numpy()',
+        applies=_without_seed(0),
+    ),
+    Source(
+        "random",
+        "Random.seed",
+        _ENTROPY,
+        f"pass a seed: {_PYTHON}",
+        through=("random",),
+        applies=_without_seed(1),
+        known_as="random.Random",
+    ),
+    *(
+        Source(
+            "random",
+            f"SystemRandom.{method}",
+            _ENTROPY,
+            f"draw from {_PYTHON}",
+            through=_HANDS_ON,
+            known_as="random.SystemRandom",
+        )
+        for method in ("random", "getrandbits", "randbytes")
+    ),
+    Source("os", "urandom", _ENTROPY, f"draw from {_PYTHON}", through=_HANDS_ON),
+    Source("secrets", "randbits", _ENTROPY, f"draw from {_PYTHON}"),
+    Source(
+        "uuid",
+        "uuid1",
+        "the clock and the network card",
+        "number the objects, or derive a name: uuid.uuid5(uuid.NAMESPACE_OID, name)",
+    ),
+    *(
+        Source(module, name, _ENTROPY, f"give it a seed: {seeded}(1234)", applies=_without_seed(0))
+        for module, name, seeded in (
+            ("random", "seed", "random.seed"),
+            ("numpy.random", "seed", "numpy.random.seed"),
+            ("torch", "seed", "torch.manual_seed"),
+        )
+    ),
+)
+"""Draws that no seed decides. They are rare, so watching them costs nothing."""
+
+GIVEN_SEEDS: tuple[Source, ...] = (
+    _given("numpy.random", "default_rng", 0),
+    _given("random", "Random.seed", 1, through=("random",), known_as="random.Random"),
+    *(
+        _given(module, attribute, 0, through=(_ANY,))
+        for module, attribute in FUNCTIONS
+        if (module, attribute) != ("torch", "seed")
+    ),
+)
+"""Seeds that the program gives: from the clock or a process id they are another in every run."""
+
+_CLOCK = "do not compute with the clock"
+_LISTS = ("os", "glob", "pathlib", "pathlib._local", "pathlib._abc")
+_SORTED = "sort the files: sorted({}(...))"
+
+ENVIRONMENT: tuple[Source, ...] = (
+    *(
+        Source("time", f"{clock}{unit}", "the clock", _CLOCK)
+        for clock in ("time", "monotonic", "perf_counter")
+        for unit in ("", "_ns")
+    ),
+    Source("os", "getpid", "the number of the process", "do not compute with the process id"),
+    Source("builtins", "id", "an address", "key by a name or an index, not by id()"),
+    Source(
+        "builtins",
+        "hash",
+        "a hash",
+        "hashlib.blake2b(text.encode()), or set PYTHONHASHSEED",
+        applies=lambda arguments: any(map(_hash_varies, arguments[0])),
+    ),
+    Source("os", "listdir", "the order of files", _SORTED, _LISTS),
+    Source("os", "scandir", "the order of files", _SORTED, _LISTS),
+    Source(
+        "threading",
+        "Thread.start",
+        "the timing of threads",
+        "compute it on one thread, or add up the results of the threads in a fixed order",
+        through=("concurrent.futures.thread", "multiprocessing.pool", "multiprocessing.dummy"),
+    ),
+)
+"""What the process tells of itself and its surroundings. Programs read some of it all the time."""
+
+WITHOUT_COST = (*UNSEEDED, *GIVEN_SEEDS)
+EVERY_SOURCE = (*WITHOUT_COST, *ENVIRONMENT)
+
+
+def _hash_varies(value: Any) -> bool:
+    """Whether the hash of `value` is another one in another process."""
+    if isinstance(value, tuple | frozenset):
+        return any(map(_hash_varies, value))
+    return isinstance(value, str | bytes) or _hashed_by_address(value)
+
+
+def _hashed_by_address(value: Any) -> bool:
+    own: Any = type(value).__hash__
+    return own is object.__hash__
+
+
+@dataclass(slots=True)
+class SourceRead:
+    """A line of the program that has read a source."""
+
+    name: str
+    what: str
+    where: str
+    """``file:line``."""
+    times: int
+    step: int
+    """The step that was running at the first read; -1 before torch was imported."""
+    record: int
+    """How many records had been taken by then."""
+    value: str | None
+    """The seed that was given; None for a read."""
+    instead: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the read as plain JSON values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        often = f" ({self.times} times)" if self.times > 1 else ""
+        return f"{self.name}({self.value or ''}) at {self.where}{often}"
+
+
+class Watch:
+    """Notes the first read of each of some sources at each line of the program, until it stops."""
+
+    def __init__(
+        self, rows: Sequence[Source], on_first: Callable[[SourceRead], object] = lambda read: None
+    ) -> None:
+        self.position: Callable[[], tuple[int, int]] = lambda: (-1, 0)
+        """Returns the running step and the number of records taken."""
+        self._on_first = on_first
+        self._reads: dict[tuple[str, bool, int, int], SourceRead] = {}
+        self._listeners = [_Listener(row, self) for row in rows]
+        modules = {_awaited(row) for row in rows}
+        self._waiting = AfterImport(modules - sys.modules.keys(), self._listen_to)
+        self._waiting.watch()
+        for module in modules & sys.modules.keys():
+            self._listen_to(module)
+
+    def reads(self) -> tuple[SourceRead, ...]:
+        """Return what was read up to now, in the order of the first reads."""
+        return tuple(self._reads.values())
+
+    def stop(self) -> None:
+        """Note nothing more; every function is then the one that it was."""
+        self._waiting.unwatch()
+        for listener in self._listeners:
+            stop_listening(listener.hear)
+
+    def _listen_to(self, module: str) -> None:
+        for listener in self._listeners:
+            if _awaited(listener.row) == module:
+                listen(listener.row.module, listener.row.attribute, listener.hear)
+
+    def note(
+        self, row: Source, value: str | None, front: FrameType | None, line: FrameType
+    ) -> None:
+        """Note that the line of the program that `line` runs has read the source `row`."""
+        key = row.name, value is None, address(line.f_code), line.f_lasti
+        known = self._reads.get(key)
+        if known is not None:
+            known.times += 1
+        elif len(self._reads) < MANY:
+            step, record = self.position()
+            name = _public_name(row, front)
+            self._reads[key] = read = SourceRead(
+                name=name,
+                what=row.what,
+                where=f"{line.f_code.co_filename}:{line.f_lineno}",
+                times=1,
+                step=step,
+                record=record,
+                value=value,
+                instead=row.instead.format(name),
+            )
+            self._on_first(read)
+
+
+class _Listener:
+    """Hears of the calls of one source, and notes those that the program has made."""
+
+    def __init__(self, row: Source, watch: Watch) -> None:
+        self.row, self._watch = row, watch
+        self._function = f"{row.module}.{row.attribute}"
+
+    def hear(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
+    ) -> None:
+        """Note the call of a function, unless it has a row by another name, or is a library's."""
+        row = self.row
+        if name != self._function:
+            return
+        front, line = None, frame
+        while not _is_program(line.f_code):
+            if not _hands_on(row, line) or line.f_back is None:
+                return
+            front, line = line, line.f_back
+        arguments = args, kwargs
+        if row.applies(arguments):
+            self._watch.note(row, row.value(arguments), front, line)
+
+
+def _hands_on(row: Source, frame: FrameType) -> bool:
+    """Whether the code of `frame` calls the source for whoever has called it."""
+    if not row.through:
+        return False
+    if row.through == (_ANY,):
+        return package(frame) not in _OWN
+    return frame.f_globals.get("__name__") in row.through
+
+
+_of_program: dict[int, bool] = {}
+_seen: list[CodeType] = []  # keeps alive what `_of_program` is about: no address has two meanings
+
+
+def _is_program(code: CodeType) -> bool:
+    """Whether `code` is the program's, and neither a library's nor generated for a class."""
+    known = _of_program.get(address(code))
+    if known is None:
+        file = code.co_filename
+        generated = file.startswith("<") and code.co_name.startswith("__")
+        known = _of_program[address(code)] = not (generated or is_library(file))
+        _seen.append(code)
+    return known
+
+
+def _public_name(row: Source, front: FrameType | None) -> str:
+    """Return the name of the function that the program called to read `row`."""
+    home = front.f_globals["__name__"] if front is not None else row.module
+    if front is None or home == row.module == "random" or row.through == (_ANY,):
+        return row.name
+    *path, function = f"{home}.{front.f_code.co_qualname}".split(".")
+    parts = [part for part in path if not part.startswith("_")]
+    return ".".join(parts if function.startswith("__") else [*parts, function.lstrip("_")])
+
+
+def _awaited(row: Source) -> str:
+    """Return the module after whose import the function is there, and torch is whole."""
+    return "torch" if row.module.startswith("torch.") else row.module
+
+
+def watch_unseeded() -> Watch:
+    """Watch what draws without a seed. What a worker of a loader notes stays in the worker.
+
+    So the first of them says it.
+    """
+
+    def tell(read: SourceRead) -> None:
+        if present_worker() == 0:
+            say(f"drew without a seed, in workers: {read} ({read.instead})")
+
+    return Watch(UNSEEDED, tell)
+
+
+_of_process: list[Watch] = []
+
+
+def watch_from_the_start() -> None:
+    """Watch every source from now on, for the recording of this process that is to come."""
+    _of_process.append(Watch(EVERY_SOURCE))
+
+
+def watch_for_recording(rows: Sequence[Source]) -> Watch:
+    """Return the watch that was begun for the recording of this process, or a new one."""
+    return _of_process.pop() if _of_process else Watch(rows)
