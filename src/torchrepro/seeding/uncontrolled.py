@@ -266,7 +266,7 @@ class Watch:
         self.position: Callable[[], tuple[int, int]] = lambda: (-1, 0)
         """Returns the running step and the number of records taken."""
         self._on_first = on_first
-        self._reads: dict[tuple[str, bool, int, int], SourceRead] = {}
+        self._reads: dict[tuple[str, bool, str], SourceRead] = {}
         self._listeners = [_Listener(row, self) for row in rows]
         modules = {_awaited(row) for row in rows}
         self._waiting = AfterImport(modules - sys.modules.keys(), self._listen_to)
@@ -293,7 +293,8 @@ class Watch:
         self, row: Source, value: str | None, front: FrameType | None, line: FrameType
     ) -> None:
         """Note that the line of the program that `line` runs has read the source `row`."""
-        key = row.name, value is None, address(line.f_code), line.f_lasti
+        where = f"{line.f_code.co_filename}:{line.f_lineno}"
+        key = row.name, value is None, where
         known = self._reads.get(key)
         if known is not None:
             known.times += 1
@@ -303,7 +304,7 @@ class Watch:
             self._reads[key] = read = SourceRead(
                 name=name,
                 what=row.what,
-                where=f"{line.f_code.co_filename}:{line.f_lineno}",
+                where=where,
                 times=1,
                 step=step,
                 record=record,

@@ -1,0 +1,316 @@
+"""What no seed controls is noted at the line of the program, and the functions stay themselves."""
+
+import contextlib
+import inspect
+import os
+import pickle
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import torchrepro
+from torchrepro.seeding.call_listeners import _owner
+from torchrepro.seeding.seeding_calls import note_calls
+from torchrepro.seeding.uncontrolled import (
+    ENVIRONMENT,
+    EVERY_SOURCE,
+    GIVEN_SEEDS,
+    UNSEEDED,
+    Watch,
+)
+
+READS = {
+    "numpy.random.default_rng()": "numpy.random.default_rng(None)",
+    "random.Random()": "random.Random()",
+    "random.SystemRandom()": "random.SystemRandom().choice('abc')",
+    "os.urandom()": "os.urandom(4)",
+    "secrets.randbits()": "secrets.randbits(8)",
+    "secrets.token_hex()": "secrets.token_hex()",
+    "uuid.uuid4()": "uuid.uuid4()",
+    "uuid.uuid1()": "uuid.uuid1()",
+    "random.seed()": "random.seed()",
+    "numpy.random.seed()": "numpy.random.seed()",
+    "torch.seed()": "torch.seed()",
+    "numpy.random.default_rng(5)": "numpy.random.default_rng(5)",
+    "random.Random(5)": "random.Random(x=5)",
+    "random.seed(5)": "random.seed(a=5)",
+    "numpy.random.seed(5)": "numpy.random.seed(numpy.int64(5))",
+    "torch.manual_seed(5)": "torch.random.manual_seed(seed=5)",
+    "torch.cuda.manual_seed(5)": "torch.cuda.manual_seed(5)",
+    **{f"time.{clock}()": f"time.{clock}()" for clock in ("time", "monotonic", "perf_counter")},
+    **{f"time.{clock}_ns()": f"time.{clock}_ns()" for clock in ("time", "monotonic")},
+    "os.getpid()": "os.getpid()",
+    "builtins.id()": "{id(os): 1}",
+    "builtins.hash()": "hash((1, 'text'))",
+    "os.listdir()": "os.listdir('.')",
+    "os.scandir()": "os.scandir('.').close()",
+    "os.walk()": "list(os.walk('.'))",
+    "glob.glob()": "glob.glob('*')",
+    "pathlib.Path.iterdir()": "list(pathlib.Path().iterdir())",
+    "threading.Thread.start()": "threading.Thread(target=int).start()",
+    "concurrent.futures.thread.ThreadPoolExecutor.submit()": "with Pool(1) as p: p.submit(int)",
+}
+"""What is noted -> a line of a program that reads it."""
+
+BEFORE = """
+import concurrent.futures, glob, os, pathlib, random, secrets, threading, time, uuid
+import numpy.random, torch
+Pool = concurrent.futures.ThreadPoolExecutor
+"""
+CLEAN = """
+import logging, multiprocessing, os, random, tempfile
+import numpy as np, torch
+
+class Noise(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return np.random.default_rng([1, index]).random(2) + random.random()
+
+random.seed(1), np.random.seed(1), torch.manual_seed(1)
+random.random(), random.Random(3).random(), np.random.rand(), torch.rand(2), hash(5), hash((1, 2))
+for workers in (0, 2):
+    for batch in torch.utils.data.DataLoader(Noise(), 4, shuffle=True, num_workers=workers):
+        torch.nn.Linear(2, 2)(batch.float()).sum().backward()
+with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile() as file:
+    logging.getLogger("clean").warning("said at some time")
+with multiprocessing.get_context("fork").Pool(1) as pool:
+    pool.map(abs, [1, 2])
+import mailbox, xmlrpc.client, torch.distributions
+"""
+
+
+@pytest.fixture(autouse=True)
+def _generators_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    with torchrepro.isolated_rng():
+        yield
+
+
+def _run(program: str, name: str = "program.py") -> None:
+    exec(compile(BEFORE if name == "before.py" else program, name, "exec"), _names)
+
+
+_names: dict[str, Any] = {"__name__": "program"}
+
+
+@contextlib.contextmanager
+def _watched(rows: Any = EVERY_SOURCE) -> Iterator[Watch]:
+    watch = Watch(rows)
+    try:
+        yield watch
+    finally:
+        watch.stop()
+
+
+def _functions() -> dict[tuple[str, str], Any]:
+    """Every function of the table as the program finds it now."""
+    found = {}
+    for row in EVERY_SOURCE:
+        owner, name = _owner(row.module, row.attribute)
+        found[row.module, row.attribute] = getattr(owner, name, None)
+    return found
+
+
+@pytest.mark.parametrize("told", READS)
+def test_a_read_is_noted_at_the_line_of_the_program(told: str) -> None:
+    """Each source is noted by the name of what the program called, with line, seed and count."""
+    _run("", "before.py")
+    program = f"for _ in range(3):\n    {READS[told]}\n"
+    with _watched() as watch:
+        _run(program)
+    (read,) = watch.reads()
+
+    assert f"{read.name}({read.value or ''})" == told
+    assert read.where == "program.py:2"
+    assert read.times >= 3
+    assert (read.step, read.record) == (-1, 0)
+    assert read.instead
+
+
+def test_every_row_is_read_by_a_program_above() -> None:
+    """No row of the table is without a program that reads it, but for devices and other clocks."""
+    lines = " ".join(READS.values())
+    own = ("torch.cuda", "torch.npu", "torch.xpu", "torch.mps", "torch.random")
+    rows = [row for row in EVERY_SOURCE if not row.module.startswith(own)]
+
+    assert [
+        row.name
+        for row in rows
+        if row.attribute.rpartition(".")[2].removesuffix("_ns") not in lines
+        and row.known_as not in lines
+    ] == []
+
+
+def test_a_clean_program_reads_nothing() -> None:
+    """Seeded draws, loaders with workers, temporary files, processes, logs, imports: no read."""
+    with _watched((*UNSEEDED, *ENVIRONMENT)) as watch:
+        _run(CLEAN, "clean.py")
+
+    assert watch.reads() == ()
+
+
+def test_generators_that_are_handed_on_are_neither_a_seed_nor_a_draw() -> None:
+    """A generator made of another one is as good as that one, and nothing is noted of it."""
+    own = np.random.PCG64(1)
+    _names["own"] = own
+    with _watched() as watch:
+        _run("import numpy\nnumpy.random.default_rng(own)")
+
+    assert watch.reads() == ()
+
+
+def test_long_seeds_that_differ_have_texts_that_differ() -> None:
+    """Whatever the length of a seed, equal seeds have equal texts and others have others."""
+    seeds = [[1] * 50, [1] * 49 + [2], 2**300, 2**300 + 1, "a" * 100, "a" * 99 + "b"]
+    texts = []
+    for seed in (*seeds, *seeds):
+        _names["seed"] = str(seed) if isinstance(seed, list) else seed
+        with _watched() as watch:
+            _run("import random\nrandom.seed(seed)")
+        texts += [read.value for read in watch.reads()]
+
+    assert texts[: len(seeds)] == texts[len(seeds) :]
+    assert len(set(texts)) == len(seeds)
+
+
+@given(st.data())
+def test_undo_is_exact_in_any_order(data: st.DataObject) -> None:
+    """Whoever stops watching first, the last one that stops leaves the very functions."""
+    before = _functions()
+    some_rows = st.lists(st.sampled_from(EVERY_SOURCE), max_size=9)
+    several = data.draw(st.lists(some_rows, min_size=1, max_size=4))
+    undo = [Watch(rows).stop if rows else note_calls() for rows in several]
+    for stop in data.draw(st.permutations(undo)):
+        stop()
+
+    after = _functions()
+    assert all(after[place] is before[place] for place in before)
+
+
+def test_functions_stay_what_they_are() -> None:
+    """Signature, name, pickling, sets, errors, and that a class does not make them methods."""
+
+    def looks(function: Any) -> tuple[Any, ...]:
+        with contextlib.suppress(ValueError):
+            return function.__name__, function.__doc__, inspect.signature(function)
+        return function.__name__, function.__doc__
+
+    class Timer:
+        clock = time.time
+
+    places = [place for place, function in _functions().items() if function is not None]
+    before = {place: looks(_functions()[place]) for place in places}
+    with _watched():
+
+        class WatchedTimer:
+            clock = time.time
+
+        assert {place: looks(_functions()[place]) for place in places} == before
+        for function in (os.urandom, os.listdir, np.random.default_rng, random.Random.seed, id):
+            assert pickle.loads(pickle.dumps(function)) is function
+        assert os.scandir in os.supports_fd
+        assert type(WatchedTimer().clock()) is type(Timer().clock()) is float
+        assert isinstance(random.SystemRandom(), random.Random)
+        assert random.Random(4).random() == random.Random(4).random()
+        with pytest.raises(FileNotFoundError):
+            os.scandir("nowhere")
+        with pytest.raises(TypeError):
+            os.urandom()  # type: ignore[call-arg]
+
+
+def test_another_function_of_the_program_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function that the program itself puts in place while it is watched is left there."""
+
+    def mine(size: int) -> bytes:
+        return b"1" * size
+
+    monkeypatch.setattr(os, "urandom", os.urandom)
+    with _watched():
+        os.urandom = mine
+
+    assert os.urandom is mine
+
+
+def test_threads_of_the_program_are_told_of_too() -> None:
+    """A read on a thread of the program is noted like any other."""
+    with _watched(UNSEEDED) as watch:
+        _run("import os, threading\ndef draw():\n    os.urandom(1)\n")
+        thread = threading.Thread(target=_names["draw"])
+        thread.start()
+        thread.join()
+
+    assert [read.where for read in watch.reads()] == ["program.py:3"]
+
+
+STRICT = {"seed": 1, "guarantee": "repeatable"}
+
+
+def test_a_strict_report_names_the_first_line_that_drew_without_a_seed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The report of a strict profile has each such function with its line, and what to do."""
+    before = _functions()
+    with torchrepro.apply(STRICT) as applied:
+        _run("import numpy, os\nnumpy.random.default_rng()\nnumpy.random.default_rng()\n")
+        during = str(applied)
+    os.urandom(1)
+    (read, other) = applied.report.unseeded
+
+    assert (read.name, read.where, read.times) == ("numpy.random.default_rng", "program.py:2", 1)
+    assert other.where == "program.py:3"
+    assert during == str(applied)
+    told = " ".join(during.split())
+    assert "drew without a seed: numpy.random.default_rng() at program.py:2" in told
+    assert 'pass a seed: numpy.random.default_rng(1234), or torchrepro.stream("name")' in told
+    assert told.count("drew without") == 1
+    assert applied.report.to_json()["unseeded"][0] == read.to_json()
+    assert all(now is before[place] for place, now in _functions().items())
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("profile", [{"seed": 1}, {"dropout": "keep"}], ids=["seed", "none"])
+def test_a_profile_that_is_not_strict_watches_no_draw(profile: dict[str, Any]) -> None:
+    """Without the promise of the same bits the functions are the program's own."""
+    own = np.random.default_rng, os.urandom, random.SystemRandom.random
+    with torchrepro.apply(profile) as applied:
+        assert own == (np.random.default_rng, os.urandom, random.SystemRandom.random)
+        os.urandom(1)
+
+    assert applied.report.unseeded == ()
+
+
+def test_what_torchrepro_does_itself_is_not_noted(tmp_path: Path) -> None:
+    """Profiles, scopes, loaders and recordings draw and seed nothing on the program's account."""
+    with _watched((*UNSEEDED, *GIVEN_SEEDS)) as watch:
+        _names["folder"] = str(tmp_path / "out")
+        _run(
+            "import torch, torchrepro\n"
+            "with torchrepro.apply({'seed': 1}), torchrepro.seeded('init'):\n"
+            "    torchrepro.set_rng_state(torchrepro.rng_state())\n"
+            "    torchrepro.stream('x').numpy(), torchrepro.stream('x').python()\n"
+            "    list(torch.utils.data.DataLoader(range(4), shuffle=True))\n"
+            "    with torchrepro.record(folder) as recording:\n"
+            "        torch.ones(2) + 1\n"
+            "        recording.end_step()\n"
+        )
+
+    assert watch.reads() == ()
+
+
+def test_a_program_that_reads_without_end_is_noted_up_to_a_limit() -> None:
+    """A thousand places are kept at most, the first ones, and those go on counting."""
+    with _watched() as watch:
+        for _ in range(2):
+            exec(compile("os.getpid()\n" * 1500, "long.py", "exec"), {"os": os, "__name__": "p"})
+
+    assert [read.where for read in watch.reads()] == [f"long.py:{line}" for line in range(1, 1001)]
+    assert {read.times for read in watch.reads()} == {2}
