@@ -43,7 +43,7 @@ READS = {
     "random.Random(5)": "random.Random(x=5)",
     "random.seed(5)": "random.seed(a=5)",
     "numpy.random.seed(5)": "numpy.random.seed(numpy.int64(5))",
-    "torch.manual_seed(5)": "torch.random.manual_seed(seed=5)",
+    "torch.manual_seed(5)": "torch.manual_seed(seed=5)",
     "torch.cuda.manual_seed(5)": "torch.cuda.manual_seed(5)",
     **{f"time.{clock}()": f"time.{clock}()" for clock in ("time", "monotonic", "perf_counter")},
     **{f"time.{clock}_ns()": f"time.{clock}_ns()" for clock in ("time", "monotonic")},
