@@ -36,7 +36,8 @@ class RecordBuffer:
         self._incomplete = False  # whether some digests of the rows are not there yet
         self._texts: dict[str, int] = {"": 0}
         self._site_numbers: dict[tuple[str, ...], int] = {}
-        self._threads = 0
+        self._threads: dict[int, int] = {}  # by the identifier of the thread
+        self._count = 0
         self._new_sites: list[tuple[int, tuple[str, ...]]] = []
         self._new_arguments: list[tuple[int, str]] = []
         self._new_threads: list[tuple[int, str]] = []
@@ -66,9 +67,14 @@ class RecordBuffer:
     def new_thread(self) -> int:
         """Give the running thread a number."""
         with self._lock:
-            number, self._threads = self._threads, self._threads + 1
+            number, self._count = self._count, self._count + 1
+            self._threads[threading.get_ident()] = number
             self._new_threads.append((number, threading.current_thread().name))
             return number
+
+    def thread(self, otherwise: int) -> int:
+        """Return the number of the running thread; one of autograd's has none of its own."""
+        return self._threads.get(threading.get_ident(), otherwise)
 
     def take(self, thread: int, site: int, argument: int, inputs: Any, outputs: Any) -> int:
         """Take a record; returns how many there are. Missing digests are completed later."""

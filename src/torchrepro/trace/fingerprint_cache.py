@@ -14,7 +14,7 @@ from torchrepro.trace.format import INPUT, PARTLY, UNINITIALISED
 from torchrepro.trace.op_facts import CPU, PLAIN, shape_of, tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from weakref import ReferenceType
 
     from torchrepro.trace.op_facts import OpFacts
@@ -35,6 +35,12 @@ READ, WRITTEN, VIEW = range(3)
 
 Entry = tuple["ReferenceType[Any]", int, Digest, int]
 """The tensor, its version, its digest, and where the digest comes from."""
+
+NewTensor = tuple["ReferenceType[Any]", "list[Callable[[Any, Any], None]]"]
+"""A tensor, and what to call with it and its fingerprint where it is first read.
+
+Tensors of the same memory share the list, which is empty once one of them was read.
+"""
 
 _digest = xxhash.xxh3_128_digest
 
@@ -63,6 +69,8 @@ class FingerprintCache:
 
     def __init__(self) -> None:
         self.entries: dict[int, Entry] = {}
+        self.new: dict[int, NewTensor] = {}
+        """Tensors that were made from values, until an op reads them."""
         self.bytes_read = 0
         """Bytes of tensors read since `pop_bytes_read` was called."""
 
@@ -71,7 +79,25 @@ class FingerprintCache:
         entry = self._valid(tensor)
         if entry is not None:
             return entry[2]
-        return self.add(tensor, fingerprint_of(tensor))
+        fingerprint = fingerprint_of(tensor)
+        if self.new:
+            made = self.new.pop(id(tensor), None)
+            if made is not None and made[0]() is tensor and made[1]:
+                made[1].pop()(tensor, fingerprint)
+        return self.add(tensor, fingerprint)
+
+    def expect(self, tensor: Any, first_read: Callable[[Any, Any], None]) -> None:
+        """Call `first_read` with a new tensor and its fingerprint where an op first reads it.
+
+        Its values count as they are then: the program may fill the memory in the meantime.
+        """
+        self.new[id(tensor)] = ref(tensor), [first_read]
+
+    def pass_on(self, tensor: Any, result: Any) -> None:
+        """Expect the first read of a new tensor under `result` too, which shares its memory."""
+        made = self.new.get(id(tensor))
+        if made is not None and made[0]() is tensor:
+            self.new[id(result)] = ref(result), made[1]
 
     def add(self, tensor: Any, fingerprint: Any) -> Digest:
         """Add a tensor whose memory was read; returns its digest."""
@@ -93,6 +119,7 @@ class FingerprintCache:
     def end_step(self) -> None:
         """Forget all that may change without torch by the next step; large data stays."""
         self.entries = {key: entry for key, entry in self.entries.items() if _outlives(entry)}
+        self.new = {key: made for key, made in self.new.items() if made[0]() is not None}
 
     def forget_dead(self) -> None:
         """Forget tensors that no longer exist."""
@@ -159,6 +186,8 @@ class FingerprintCache:
             shapes.append(shape_of(tensor))
             if base is not UNREAD:
                 self.entries[id(tensor)] = ref(tensor), version, digest, VIEW
+            elif self.new:
+                self.pass_on(args[0], tensor)
         return shapes
 
     def unset_output(

@@ -83,6 +83,13 @@ BETWEEN = "; "
 """Stands between the sample and the numbers that the function was given."""
 
 
+NEW_TENSOR = "new tensor"
+"""The op of a record of a tensor that the program made from values of Python or numpy."""
+
+OPTIMIZER_STEP = ".step()"
+"""Ends the op of a record of the arguments of an optimizer, which are JSON: one mapping a group."""
+
+
 @dataclass(frozen=True, slots=True)
 class Site:
     """What records of one kind have in common: a place of the program that computes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import marshal
 import threading
 from contextlib import ExitStack, contextmanager
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrepro.trace import hooks
 from torchrepro.trace.fingerprint_cache import fingerprint_of, fingerprinted, is_unset
+from torchrepro.trace.format import NEW_TENSOR, OPTIMIZER_STEP
 from torchrepro.trace.frames import Origin, Place, RunPosition, place_of_user
 from torchrepro.trace.module_hook import on_modules_called
 from torchrepro.trace.op_facts import (
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 MANY = 1 << 16
 """Records of one step that are kept in memory; more are handed to the store at once."""
 
+_NO_ARGUMENTS = ("params", "param_names")  # of the entries of an optimizer's groups
 _TRACING = "torch._subclasses"  # tensors that a compiler or an exporter looks at, not numbers
 _PINNING = "_pin_memory_loop"  # what torch's loader runs on a thread of its own
 _facts: dict[int, OpFacts] = {}  # by id: ops take long to hash
@@ -45,6 +48,23 @@ _facts: dict[int, OpFacts] = {}  # by id: ops take long to hash
 def parameters_of(optimizer: Any) -> list[Any]:
     """Return the parameters of an optimizer in their order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def optimizer_arguments(optimizer: Any) -> tuple[str, list[Any]]:
+    """Return the arguments of an optimizer as JSON, a list of one mapping for each group.
+
+    Those that are tensors, as a learning rate may be, are returned beside it.
+    """
+    values = [
+        {name: value for name, value in group.items() if name not in _NO_ARGUMENTS}
+        for group in optimizer.param_groups
+    ]
+    tensors = [value for group in values for value in group.values() if _is_tensor(value)]
+    return json.dumps(values, default=value_text), tensors
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 class Level:
@@ -75,7 +95,9 @@ class Level:
         """The backward pass has ended."""
 
     def optimizer_begins(self, optimizer: Any, place: Place, *, with_closure: bool) -> None:
-        """An optimizer is about to make a step."""
+        """Record the arguments with which an optimizer is about to make a step."""
+        text, tensors = optimizer_arguments(optimizer)
+        self.take("optimizer", place, type(optimizer).__name__ + OPTIMIZER_STEP, tensors, text)
 
     def optimizer_ends(self, optimizer: Any) -> None:
         """The optimizer has made the step."""
@@ -151,6 +173,7 @@ class StepLevel(Level):
     def optimizer_begins(self, optimizer: Any, place: Place, *, with_closure: bool) -> None:
         gradients = [(one, one.grad) for one in parameters_of(optimizer) if one.grad is not None]
         self._take_each("backward", "gradient", place, gradients)
+        super().optimizer_begins(optimizer, place, with_closure=with_closure)
 
     def optimizer_ends(self, optimizer: Any) -> None:
         parameters = [(one, one) for one in parameters_of(optimizer)]
@@ -236,6 +259,7 @@ class OpLevel(Level):
         self.now.backward = 0
 
     def optimizer_begins(self, optimizer: Any, place: Place, *, with_closure: bool) -> None:
+        super().optimizer_begins(optimizer, place, with_closure=with_closure)
         self.state.names.learn_optimizer(optimizer)
         self.now.owner = ""
         # A closure computes the loss inside of the step; its ops say themselves where they are.
@@ -320,7 +344,7 @@ class RecordingMode(TorchDispatchMode):
         if facts is None:
             facts = _facts[id(func)] = facts_of(func)
         if facts.transparent:
-            return self._run_transparent(func, args, kwargs)
+            return self._run_transparent(facts, args, kwargs)
         given = self.cache.inputs(facts, args, kwargs)
         if self.details is not None or facts.compiled:
             return self._run_with_details(facts, args, kwargs or {}, given)
@@ -328,16 +352,37 @@ class RecordingMode(TorchDispatchMode):
         self._take(facts, args, kwargs, given, result)
         return result
 
-    def _run_transparent(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run_transparent(self, facts: OpFacts, args: Any, kwargs: Any) -> Any:
         """Run an op that computes nothing: the digest of its input is that of its result."""
-        result = func(*args, **(kwargs or {}))
-        entries = self.cache.entries
-        entry = entries.get(id(args[0])) if args else None
+        result = facts.op(*args, **(kwargs or {}))
+        cache = self.cache
+        if facts.fresh:
+            self._expect_first_read(facts, args, result)
+        elif cache.new and args:
+            cache.pass_on(args[0], result)
+        entry = cache.entries.get(id(args[0])) if args else None
         if entry is not None and entry[0]() is args[0] and isinstance(result, torch.Tensor):
-            entries[id(result)] = (ref(result), *entry[1:])
+            cache.entries[id(result)] = (ref(result), *entry[1:])
             if self.now.optimizer is not None:
                 self.origin.passed_on(args[0], result)
         return result
+
+    def _expect_first_read(self, facts: OpFacts, args: Any, tensor: Any) -> None:
+        """Record a tensor that the program has made from values, once an op reads it."""
+        phase, place = self.origin.of(facts, args)
+
+        def take(tensor: Any, fingerprint: Any) -> None:
+            shape = shape_of(tensor)
+            key = NEW_TENSOR, phase, place, shape
+            buffer = self.buffer
+            site = buffer.sites.get(key)
+            if site is None:
+                site = buffer.new_site(key, phase, place, NEW_TENSOR, (shape,))
+            buffer.take(buffer.thread(self.thread), site, 0, (), (fingerprint,))
+            if self.details is not None:
+                self.details.made(place, tensor)
+
+        self.cache.expect(tensor, take)
 
     def _run_with_details(self, facts: OpFacts, args: Any, kwargs: Any, given: Any) -> Any:
         """Run a compiled region, or any op of which more than fingerprints is recorded."""

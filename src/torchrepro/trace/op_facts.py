@@ -76,7 +76,6 @@ TRANSPARENT = frozenset(
         "aten::detach",
         "aten::detach_",
         "aten::lift",
-        "aten::lift_fresh",
         "aten::record_stream",
         "prim::device",
         "profiler::_record_function_enter_new",
@@ -84,6 +83,9 @@ TRANSPARENT = frozenset(
     }
 )
 """Ops that compute nothing: what they return is what they were given."""
+
+FRESH = frozenset({"aten::lift_fresh"})
+"""The op through which torch passes every tensor that it makes from values of Python or numpy."""
 
 ALLOCATING = frozenset(
     {
@@ -186,6 +188,8 @@ class OpFacts:
     """Whether it writes any of its arguments."""
     plain: bool = False
     """Whether it does nothing but return new tensors."""
+    fresh: bool = False
+    """Whether its result was made from values of Python or numpy."""
 
     def written_in(self, args: Any, kwargs: Any) -> list[Any]:
         """Return the tensors that a call has written in place, each once."""
@@ -229,7 +233,7 @@ def facts_of(op: Any) -> OpFacts:
     return OpFacts(
         op=op,
         name=f"{plain}.{schema.overload_name}" if schema.overload_name else plain,
-        transparent=plain in TRANSPARENT,
+        transparent=plain in TRANSPARENT or plain in FRESH,
         view=aliases or plain in SHARING,
         rebinds=plain in REBINDING,
         overwrites=plain in OVERWRITING,
@@ -242,4 +246,5 @@ def facts_of(op: Any) -> OpFacts:
         keeps=plain in KEEPING,
         writes=bool(written or writes),
         plain=not (written or writes or special or collective),
+        fresh=plain in FRESH,
     )

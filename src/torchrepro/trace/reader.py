@@ -340,12 +340,20 @@ def _is_mapping_of_words(value: Any) -> bool:
     return _is_mapping(value) and all(isinstance(its, str) for its in (value or {}).values())
 
 
+def _is_list_of_mappings(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, list) and all(isinstance(its, dict) for its in value)
+    )
+
+
 _WORDS = _is(str, type(None))
 _META: Mapping[str, Callable[[Any], bool]] = {
     "rank": _is(int),
     **dict.fromkeys(("ordinal", "world_size"), _is(int, type(None))),
     **dict.fromkeys(("finished", "statistics", "detail"), _is(bool, type(None))),
-    **dict.fromkeys(("program", "process", "profile", "digest", "guarantee"), _WORDS),
+    **dict.fromkeys(("program", "program_text", "process"), _WORDS),
+    **dict.fromkeys(("profile", "digest", "guarantee"), _WORDS),
+    **dict.fromkeys(("loaders", "sources"), _is_list_of_mappings),
     **dict.fromkeys(("versions", "hardware", "outcomes"), _is_mapping),
     **dict.fromkeys(("algorithm", "knobs"), _is_mapping_of_words),
     "loaders": _is_list_of_mappings,

@@ -124,9 +124,7 @@ class DetailRecorder:
         request, cache = self._state.request, self._state.cache
         if request.detail:
             cache.distrust()  # the next op reads its inputs anew
-        matching = [pattern for pattern in request.keep if _fits(place.module, pattern)]
-        self._matched.update(matching)
-        if not self._state.wants_step or not matching:
+        if not self._keeps(place) or not self._state.wants_step:
             return None
         tensors = tensors_in((args, kwargs))
         return [None if cache.is_unset(tensor) else _copied(tensor) for tensor in tensors]
@@ -144,6 +142,16 @@ class DetailRecorder:
         if before is not None:
             self._keep(position, "input", before)
             self._keep(position, "output", map(_copied, outputs))
+
+    def made(self, place: Place, tensor: Any) -> None:
+        """Look at a tensor made from values, whose record was the last to be taken."""
+        self.after([] if self._keeps(place) else None, [tensor])
+
+    def _keeps(self, place: Place) -> bool:
+        """Whether the tensors of a module are kept."""
+        matching = [one for one in self._state.request.keep if _fits(place.module, one)]
+        self._matched.update(matching)
+        return bool(matching)
 
     def unmatched(self) -> list[str]:
         """Return the patterns that matched no module."""

@@ -228,6 +228,7 @@ def open_store(request: Request) -> Store:
             "world_size": its.size,
             "ordinal": ordinal,
             "program": sys.argv[0] if sys.argv else "",
+            "program_text": _program_text(),
             "process": current_process().name,
             "steps": request.steps,
             "algorithm": _algorithms(),
@@ -260,6 +261,14 @@ def _about_this_process() -> Mapping[str, Any]:
         its["knobs"] = {row.knob: shown(row.after) for row in rows}
         its["outcomes"] = {row.knob: str(row.outcome) for row in rows}
     return its
+
+
+def _program_text() -> str | None:
+    """Return a digest of the text of the program; None where it has no file."""
+    try:
+        return xxhash.xxh3_64_hexdigest(Path(sys.argv[0]).read_bytes())
+    except (IndexError, OSError):
+        return None
 
 
 def _accelerator() -> dict[str, str]:
