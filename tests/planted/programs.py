@@ -108,16 +108,15 @@ def texts() -> Iterator[torch.Tensor]:
     """Yield batches that the program makes by itself."""
     generator = np.random.default_rng(3)
     for _ in range(STEPS):
-        yield torch.from_numpy(generator.integers(WORDS, size=(4, LENGTH)))
+        yield torch.from_numpy(generator.integers(WORDS, size=(4, LENGTH)))  # by hand
 
 
 def pictures() -> TensorDataset:
     """Return pictures and their kinds."""
     generator = np.random.default_rng(4)
     items = generator.standard_normal((STEPS * SAMPLES, 3, 8, 8), np.float32)
-    return TensorDataset(
-        torch.from_numpy(items), torch.from_numpy(generator.integers(5, size=len(items)))
-    )
+    kinds = torch.from_numpy(generator.integers(5, size=len(items)))
+    return TensorDataset(torch.from_numpy(items), kinds)  # items
 
 
 def transformer(

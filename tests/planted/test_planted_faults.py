@@ -167,7 +167,7 @@ TABLE = (
         "a constant index swapped in the code",
         transformer(),
         changed(_index_of_last, 5),
-        *(5, "forward", "Transformer", "aten::index.Tensor", "last", None),
+        *(5, "forward", "Transformer", "new tensor", "last", Kind.DATA),
     ),
     Row(
         "one ulp in a backward op of a layer",
@@ -198,7 +198,7 @@ TABLE = (
         "a learning rate one ulp off",
         transformer("fused"),
         changed(_rate, 5),
-        *(5, "optimizer", "", "aten::_fused_adamw_", "AdamW", Kind.ARGUMENT),
+        *(5, "optimizer", "", "AdamW.step()", "AdamW", Kind.ARGUMENT),
     ),
     Row(
         "one ulp in SGD, foreach",
@@ -216,7 +216,7 @@ TABLE = (
         "samples swapped in the dataset",
         conv_net(),
         in_dataset(4 * SAMPLES),
-        *(4, "data", "", "aten::stack", "loader", Kind.DATA),
+        *(0, "forward", "", "new tensor", "items", Kind.DATA),
     ),
     Row(
         "samples swapped in the dataset of a worker",
@@ -228,7 +228,7 @@ TABLE = (
         "words swapped in a batch made by hand",
         transformer(),
         in_batch(None, 6, swapped_rows),
-        *(6, "forward", "words", "aten::embedding", "words", Kind.DATA),
+        *(6, "forward", "", "new tensor", "by hand", Kind.DATA),
     ),
     Row(
         "a sign",

@@ -17,7 +17,15 @@ from torchrepro.trace.format import UNINITIALISED
 from torchrepro.verdict.diagnosis import advice, evidence_of
 from torchrepro.verdict.evidence import DRAWING, DROPPING, DROPPING_INSIDE
 from torchrepro.verdict.rules import RULES
-from torchrepro.verdict.value import BOTH_CUT, Kind, Setting, Verdict
+from torchrepro.verdict.value import (
+    BOTH_CUT,
+    Kind,
+    Loader,
+    Program,
+    Setting,
+    SourceRead,
+    Verdict,
+)
 
 from .verdicts import divergence, equal, parted, side
 
@@ -216,13 +224,66 @@ CASES = {
     ),
     "nothing known": (divergence("aten::gelu"), (), CPU, "", "No known cause"),
 }
+CLOCK = SourceRead("time.time", "the clock", "a/train.py:5", "do not compute with it", 0)
+PROGRAM = {
+    "another text": (
+        divergence(),
+        {"settings": (Setting("program_text", "1", "2"),)},
+        *("", "different programs", "compare the two versions"),
+    ),
+    "worker_init_fn": (
+        divergence("DataLoader", Kind.DATA, phase="data"),
+        {"program": Program(loaders=(Loader("t.py:9", 2, "Noise", "by_pid at t.py:3"),))},
+        *("dataloader.num_workers=0", "by_pid at t.py:3", "remove worker_init_fn="),
+    ),
+    "labels agree": (
+        divergence(
+            *("DataLoader", Kind.DATA),
+            left=side(output_fingerprints=("a", "b")),
+            right=side(output_fingerprints=("c", "b")),
+        ),
+        *({}, "dataloader.num_workers=0", "same samples", ""),
+    ),
+    "made from values": (
+        *(divergence("new tensor", Kind.DATA), {}),
+        *("env.PYTHONHASHSEED=0", "a generator of its own", ""),
+    ),
+    "made from the clock": (
+        *(divergence("new tensor", Kind.DATA), {"program": Program(reads=(CLOCK,))}),
+        *("", "It reads the clock (time.time at train.py:5)", "compute with it (train.py:5)"),
+    ),
+    "read later": (
+        divergence("new tensor", Kind.DATA),
+        {"program": Program(reads=(replace(CLOCK, step=8),))},
+        *("env.PYTHONHASHSEED=0", "a generator of its own", ""),
+    ),
+    "a seed from the clock": (
+        divergence("augment()", Kind.DATA),
+        {"program": Program(reads=(CLOCK, replace(CLOCK, name="seed", left="1", right="2")))},
+        *("", "seed at train.py:5 was given another seed in each run: 1 and 2", "train.py:5"),
+    ),
+    "optimizer": (
+        divergence("SGD.step()", Kind.ARGUMENT, phase="optimizer", what="lr: 0.1 and 0.2"),
+        *({}, "env.PYTHONHASHSEED=0", "lr: 0.1 and 0.2", "number of the step"),
+    ),
+    "written by threads": (
+        divergence("aten::mul", Kind.ARGUMENT, writers=("Thread-1", "MainThread")),
+        *({}, "", "Thread-1", "a tensor of its own"),
+    ),
+    "no loader": (
+        divergence("", Kind.RANDOM),
+        *({"program": Program(features=())}, "", "random generator", ""),
+    ),
+}
+"""What diverges, what is known besides, and then the setting, a word of the cause and the edit."""
+
 TOLERANCE = {
     "cuda": (CUDA, "backends.cuda.matmul_fp32_precision=ieee"),
     "npu": (NPU, "backends.npu.cube_math_type=KEEP_DTYPE"),
 }
 
 
-def verdict_on(first: Any, settings: tuple[Setting, ...], **values: Any) -> Verdict:
+def verdict_on(first: Any, settings: tuple[Setting, ...] = (), **values: Any) -> Verdict:
     """Return the verdict of two runs that diverge at `first`."""
     return parted(first, settings=settings, advice=None, **values)
 
@@ -240,6 +301,18 @@ def test_each_kind_of_divergence_is_told_its_cause_and_the_knob_against_it(name:
     assert found.knob == setting.partition("=")[0]
 
 
+@pytest.mark.parametrize("name", PROGRAM)
+def test_what_the_program_has_decides_on_the_cause_and_the_edit(name: str) -> None:
+    """A cause is named where the program has what it takes, with the line and what to change."""
+    first, known, setting, cause, edit = PROGRAM[name]
+    meta = {**CPU, "knobs": SEEDED}
+
+    found = advice(verdict_on(first, **{"settings": (), **known}), meta)
+
+    assert found is not None
+    assert (found.setting, cause in found.cause, edit in found.edit) == (setting, True, True), found
+
+
 @pytest.mark.parametrize("device", TOLERANCE)
 def test_what_lies_beyond_a_tolerance_is_told_the_precision_of_the_device(device: str) -> None:
     """Where statistics are compared, precision is suspected before the order of sums."""
@@ -253,13 +326,16 @@ def test_what_lies_beyond_a_tolerance_is_told_the_precision_of_the_device(device
 
 def test_no_cause_is_out_of_reach() -> None:
     """Every row is the first to fit for some divergence above."""
-    told = [(case[0], case[1], case[2], None) for case in CASES.values()]
-    told += [(divergence("aten::mm"), (), meta, (1.0, 1.0)) for meta, _ in TOLERANCE.values()]
+    told = [(verdict_on(case[0], case[1]), case[2]) for case in CASES.values()]
+    told += [
+        (verdict_on(divergence("aten::mm"), tolerance=(1.0, 1.0)), meta)
+        for meta, _ in TOLERANCE.values()
+    ]
+    told += [(verdict_on(case[0], **case[1]), CPU) for case in PROGRAM.values()]
 
     first_to_fit = {
-        next(number for number, row in enumerate(RULES) if row.applies(case))
-        for first, settings, meta, tolerance in told
-        for case in [evidence_of(verdict_on(first, settings, tolerance=tolerance), meta)]
+        next(number for number, row in enumerate(RULES) if row.applies(evidence_of(verdict, meta)))
+        for verdict, meta in told
     }
 
     assert first_to_fit == set(range(len(RULES)))

@@ -107,7 +107,14 @@ def test_a_page_tells_all_of_a_divergence() -> None:
     text = page(verdict, "two runs", next_level({}, verdict.first))
 
     assert sections(text) == SECTIONS
-    for word in ("layers.2.mlp", "aten::gelu", "train.py:41", "0.12345679", "1.2e-07", "seed=1234"):
+    for word in (
+        "layers.2.mlp",
+        "aten::gelu",
+        "train.py:41",
+        "0.12345679",
+        "1.2e-07",
+        "device.fallback=cpu",
+    ):
         assert word in text
     assert "env.OMP_NUM_THREADS" in text
     assert Reader(text).open == []

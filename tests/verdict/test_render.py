@@ -89,7 +89,7 @@ def test_all_that_a_reader_acts_on_is_told_in_a_screen() -> None:
         *("step 7", "forward", first.module, first.op, first.kind, first.what, first.source),
         *(first.left.outputs, "0.12345678", "0.12345679", "[0, 3, 17]", "1.2e-07", "cosine"),
         *("1,204", "head (12)", verdict.advice.cause, verdict.advice.setting),
-        *(verdict.advice.closer, "seeds: seed=1234", verdict.left, verdict.right),
+        *(verdict.advice.closer, "deterministic kernels", verdict.left, verdict.right),
         *("env.OMP_NUM_THREADS", "11,436 ops", "B was killed"),
     ):
         assert word in text
@@ -285,7 +285,7 @@ def test_the_json_is_valid_and_has_the_documented_keys() -> None:
     assert found["first"]["kind"] == "equal inputs, unequal outputs"
     assert found["compared"]["ops"] == 11436
     assert found["advice"]["setting"] == "backends.cpu.num_threads=1"
-    assert found["next_rung"]["name"] == "seeds"
+    assert found["next_rung"]["name"] == "deterministic kernels"
     assert found["map"]
     assert all(cell["differing"] for cell in found["map"])
     assert verdict_json(equal())["first"] is None

@@ -43,7 +43,7 @@ class IteratedLoaders:
 
     def meta(self) -> Mapping[str, Any]:
         """Return what is known as part of a trace's meta."""
-        return {"loaders": list(self._seen.values())} if self._seen else {}
+        return {"loaders": list(self._seen.values())}
 
 
 def _own_init(init: Any) -> str | None:

@@ -332,10 +332,6 @@ def _is_mapping(value: Any) -> bool:
     return value is None or isinstance(value, dict)
 
 
-def _is_list_of_mappings(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(map(_is_mapping, value)))
-
-
 def _is_mapping_of_words(value: Any) -> bool:
     return _is_mapping(value) and all(isinstance(its, str) for its in (value or {}).values())
 
@@ -356,7 +352,6 @@ _META: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("loaders", "sources"), _is_list_of_mappings),
     **dict.fromkeys(("versions", "hardware", "outcomes"), _is_mapping),
     **dict.fromkeys(("algorithm", "knobs"), _is_mapping_of_words),
-    "loaders": _is_list_of_mappings,
     "level": lambda value: value is None or value in LEVELS,
     "steps": lambda value: value is None or is_range(value),
 }

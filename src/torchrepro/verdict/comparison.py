@@ -36,13 +36,14 @@ from torchrepro.verdict.recordings import (
     losses,
     missing_processes,
     notes,
+    program,
     settings,
     truncation,
     unequal_replicas,
 )
 from torchrepro.verdict.records import Records
 from torchrepro.verdict.render import are, counted
-from torchrepro.verdict.value import Cell, Compared, Kind, Verdict
+from torchrepro.verdict.value import UNKNOWN_PROGRAM, Cell, Compared, Kind, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -105,7 +106,7 @@ def next_level(verdict: Verdict) -> EscalationLevel | None:
         return None
     with ExitStack() as stack:
         meta = next(iter(_open(verdict.left, stack, records=False).values())).meta
-        return next_level_of_recording(meta, verdict.first)
+        return next_level_of_recording(verdict, meta)
 
 
 @contextmanager
@@ -199,6 +200,7 @@ def _verdict(
         map=tuple(_cells(found)),
         losses=losses(pairs[0]) if pairs else (),
         settings=settings(pairs[0]) if pairs else (),
+        program=program(pairs[0]) if pairs else UNKNOWN_PROGRAM,
         across_ranks=tuple(
             sentence
             for name, side in zip(NAMES, traces, strict=True)

@@ -13,6 +13,8 @@ from torchrepro.errors import TraceError
 from torchrepro.messages import Problem
 from torchrepro.verdict.columns import ALONE, INDEPENDENT, NAMES, PROPAGATED
 from torchrepro.verdict.first_difference import (
+    MADE_OUTSIDE,
+    Explanation,
     FirstDifference,
     RecordView,
     describe,
@@ -218,8 +220,9 @@ class Tolerance:
             return describe(self.pair, difference)
         left = RecordView.read(self.pair.left, difference.left)
         right = RecordView.read(self.pair.right, difference.right)
-        kind = Kind.DATA if left.site.op == "DataLoader" else Kind.OUTPUTS
-        return divergence(self.pair, left, right, kind, self.found[difference.left])
+        kind = Kind.DATA if left.site.op in MADE_OUTSIDE else Kind.OUTPUTS
+        found = Explanation(kind, self.found[difference.left])
+        return divergence(self.pair, left, right, found)
 
     def besides_records(self) -> Divergence | None:
         """Return a loss that is out of tolerance, or that no op at all was compared."""

@@ -11,18 +11,40 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
 from torchrepro.policies.deterministic_ops import row_of
 from torchrepro.profile.composition import flatten
-from torchrepro.verdict.evidence import NO_VALUE, Evidence
-from torchrepro.verdict.rules import ANY_VALUE, KERNEL_RULES, RULES, Fix, Rule
-from torchrepro.verdict.value import Advice, Kind
+from torchrepro.verdict.evidence import (
+    DEVICE,
+    DRAWING,
+    DROPOUT,
+    DROPPING,
+    LOADER,
+    MAIN_THREADS,
+    NO_VALUE,
+    WORKERS,
+    Evidence,
+    accelerator,
+    op_name,
+    uses,
+)
+from torchrepro.verdict.rules import (
+    ANY_VALUE,
+    COARSE,
+    DATALOADER,
+    HASHES,
+    KERNEL_RULES,
+    RULES,
+    Fix,
+    Rule,
+)
+from torchrepro.verdict.value import UNKNOWN_PROGRAM, Advice, Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from torchrepro.knobs.knob import Knob
-    from torchrepro.verdict.value import Divergence, Setting, Verdict
+    from torchrepro.verdict.value import Divergence, Program, Setting, Verdict
 
 
-_FEW = 3
+_FEW, _FEW_SUSPECTS = 3, 2
 
 _LEFT_OPEN = {
     "seeded": "promises the same random numbers and no more",
@@ -46,11 +68,16 @@ def advice(
     meta = meta or {}
     evidence = evidence_of(verdict, meta)
     rule = next(row for row in RULES if row.applies(evidence))
-    cause = _cause(rule, evidence)
+    cause, edit = _cause(rule, evidence), _worded(rule.edit, rule, evidence)
     unseen = _may_hide_a_change(rule, evidence, meta)
     if unseen:
         cause = f"{cause.removesuffix('.')}; or an input was changed outside torch in mid-step."
     fixes = (*_common_values(rule, evidence), *rule.fixes)
+    suspicion = _suspicion(evidence) if rule.by_program else None
+    if suspicion is not None:
+        sentence, edit = suspicion
+        cause, fixes = f"{cause} {sentence}", ()
+    fixes = tuple(fix for fix in fixes if uses(evidence.program, fix.needs))
     open_fixes = [fix for fix in fixes if not _in_force(fix, evidence)]
     if fixes and not open_fixes:
         cause += f" Already set, without effect: {', '.join(fix.key for fix in fixes)}."
@@ -61,7 +88,29 @@ def advice(
         setting=f"{fix.key}={fix.value}" if fix else "",
         closer=_rerecord_command(verdict, meta, command, detail=unseen) if rule.rerecord else "",
         promise=_promise(verdict, meta),
+        edit=edit,
     )
+
+
+def _suspicion(evidence: Evidence) -> tuple[str, str] | None:
+    """Return what the program reads that explains the difference, and the edit."""
+    if evidence.other_seeds:
+        seed = evidence.other_seeds[0]
+        return (
+            f"{seed.name} at {_short(seed.where)} was given another seed in each run: "
+            f"{seed.left} and {seed.right}.",
+            f"{seed.instead} ({_short(seed.where)})",
+        )
+    suspects = evidence.suspects[:_FEW_SUSPECTS]
+    if not suspects:
+        return None
+    read = " and ".join(f"{one.what} ({one.name} at {_short(one.where)})" for one in suspects)
+    return f"It reads {read}.", f"{suspects[0].instead} ({_short(suspects[0].where)})"
+
+
+def _short(where: str) -> str:
+    """Return ``file:line`` without the folders."""
+    return where.replace("\\", "/").rpartition("/")[2]
 
 
 def _promise(verdict: Verdict, meta: Mapping[str, Any]) -> str:
@@ -92,13 +141,9 @@ def evidence_of(verdict: Verdict, meta: Mapping[str, Any]) -> Evidence:
         meta.get("knobs") or {},
         accelerator(meta),
         tolerance=verdict.tolerance is not None,
+        program=verdict.program,
+        file=str(meta.get("program") or ""),
     )
-
-
-def accelerator(meta: Mapping[str, Any]) -> str:
-    """Return the type of device that a recorded process had besides the CPU, or nothing."""
-    hardware = meta.get("hardware") or {}
-    return str(hardware.get("accelerator", "")).partition(" ")[0]
 
 
 def _common_values(rule: Rule, evidence: Evidence) -> list[Fix]:
@@ -124,15 +169,33 @@ def _in_force(fix: Fix, evidence: Evidence) -> bool:
 
 
 def _cause(rule: Rule, evidence: Evidence) -> str:
-    known = row_of(evidence.op)
-    return rule.cause.format(
-        op=evidence.first.op or "it",
-        module=evidence.first.module,
-        thread=evidence.first.thread,
+    return _worded(rule.cause, rule, evidence)
+
+
+def _worded(sentence: str, rule: Rule, evidence: Evidence) -> str:
+    """Return a sentence of a rule with the names in braces filled in."""
+    known, first = row_of(evidence.op), evidence.first
+    threads = [first.thread, *first.writers]
+    others = dict.fromkeys(name for name in threads if name not in MAIN_THREADS)
+    loader = evidence.own_worker_init
+    return sentence.format(
+        op=first.op or "it",
+        module=first.module,
+        threads=f"thread{'s' * (len(others) > 1)} {', '.join(others)}",
         accelerator=evidence.accelerator,
         instead=known.instead if known else "",
         settings=_listed(rule.differing_knobs(evidence) or evidence.differing_platform),
+        what=first.what,
+        program=_short(evidence.file),
+        worker_init_fn=loader.worker_init_fn if loader else "",
+        generic="" if _suspicion(evidence) else _generic(evidence),
     )
+
+
+def _generic(evidence: Evidence) -> str:
+    """Return what a program may compute with that no seed decides, where nothing was seen."""
+    sets = "" if _in_force(HASHES, evidence) else ", the order of a set"
+    return f": a generator of its own, the clock, an address, the order of files{sets}"
 
 
 def _listed(settings: Sequence[Setting]) -> str:
@@ -165,6 +228,8 @@ def _rerecord_command(
     first = verdict.first
     if first is None or (first.elements and not detail) or first.kind is Kind.ENDED:
         return ""
+    if meta.get("detail"):
+        return ""  # these recordings are the closer look
     if command and not meta.get("profile"):
         return ""  # `verify` ran it as it is, which `run` cannot
     keep = f" --keep {quote(first.module)}" if first.module else ""
@@ -186,6 +251,24 @@ _MISREAD = re.compile(r".*_|true|false|null|nan|inf|.*\de[0-9-]+", re.IGNORECASE
 """Keys that are taken for another value, or for an instruction such as ``_target_``."""
 
 
+def _is_random(first: Divergence) -> bool:
+    """Whether the op draws, or only the states of generators are known to differ."""
+    return first.kind is Kind.RANDOM or op_name(first.op) in DRAWING | DROPPING
+
+
+def _is_computed(first: Divergence) -> bool:
+    is_kernel = first.kind is Kind.OUTPUTS and not _is_random(first)
+    return is_kernel or first.phase == "collective"
+
+
+def _is_of_program(first: Divergence) -> bool:
+    return first.kind in (Kind.DATA, Kind.ARGUMENT, Kind.ONLY_ONE) or _is_random(first)
+
+
+def _is_of_loader(first: Divergence) -> bool:
+    return first.op == DATALOADER or first.kind is Kind.RANDOM
+
+
 @dataclass(frozen=True, slots=True)
 class EscalationRow:
     """Settings that are tried together."""
@@ -195,8 +278,11 @@ class EscalationRow:
     why: str
     """What it means if these settings make the runs equal."""
 
-    of_accelerator: bool = False
-    """Whether it acts only where a device besides the CPU computes."""
+    helps: Callable[[Divergence], bool]
+    """Whether it can help against a divergence of this kind."""
+
+    needs: str = ""
+    """The feature without which the program cannot feel it; an accelerator is ``device``."""
 
     of_module: bool = False
     """Whether its key is a module, that of the divergence."""
@@ -218,10 +304,11 @@ ESCALATION: tuple[EscalationRow, ...] = (
         "seeds",
         (
             Fix("seed", "1234", ANY_VALUE),
-            Fix("dataloader.seeding", "auto"),
+            Fix("dataloader.seeding", "auto", needs=LOADER),
             Fix("env.PYTHONHASHSEED", "0", ANY_VALUE),
         ),
         "random numbers differed: something was not seeded",
+        _is_of_program,
     ),
     EscalationRow(
         "deterministic kernels",
@@ -229,39 +316,46 @@ ESCALATION: tuple[EscalationRow, ...] = (
             Fix("backends.torch.deterministic_algorithms", "error"),
             Fix("backends.torch.fill_uninitialized_memory", "true"),
             Fix("backends.torch.inductor_deterministic", "true"),
-            Fix("backends.cudnn.benchmark", "false"),
-            Fix("backends.cudnn.deterministic", "true"),
+            Fix("backends.cudnn.benchmark", "false", needs="cuda"),
+            Fix("backends.cudnn.deterministic", "true", needs="cuda"),
             Fix("backends.cpu.mkldnn_deterministic", "true"),
-            Fix("env.CUBLAS_WORKSPACE_CONFIG", ":4096:8", (":16:8",)),
-            Fix("env.NCCL_ALGO", "Ring", ANY_VALUE),
-            Fix("env.NCCL_PROTO", "Simple", ANY_VALUE),
-            Fix("env.HCCL_DETERMINISTIC", '"true"', ("true", "strict")),
+            Fix("env.CUBLAS_WORKSPACE_CONFIG", ":4096:8", (":16:8",), needs="cuda"),
+            Fix("env.NCCL_ALGO", "Ring", ANY_VALUE, needs="cuda"),
+            Fix("env.NCCL_PROTO", "Simple", ANY_VALUE, needs="cuda"),
+            Fix("env.HCCL_DETERMINISTIC", '"true"', ("true", "strict"), needs="npu"),
             # An op that raises would end the escalation. One that does not raise needs no fallback.
             Fix("device.fallback", "cpu", ("error",)),
         ),
         "a kernel added up in varying order",
+        _is_computed,
     ),
     EscalationRow(
         "no loader workers",
         (Fix("dataloader.num_workers", "0"),),
         "the loader's workers gave other data",
+        _is_of_loader,
+        needs=WORKERS,
     ),
     EscalationRow(
         "no dropout",
         (Fix("dropout", "zero"),),
         "dropout drew other masks",
+        _is_random,
+        needs=DROPOUT,
     ),
     EscalationRow(
         "random numbers from the host",
         (Fix("device.rng", "host"),),
         "the device's own generator gave other numbers",
-        of_accelerator=True,
+        _is_random,
+        needs=DEVICE,
     ),
     EscalationRow(
         "the suspect module on the CPU",
         (Fix("device.modules", "cpu"),),
         "the device computes that module in varying order",
-        of_accelerator=True,
+        _is_computed,
+        needs=DEVICE,
         of_module=True,
     ),
 )
@@ -269,15 +363,27 @@ ESCALATION: tuple[EscalationRow, ...] = (
 
 
 def next_level(
-    profile_values: Mapping[str, Any], divergence: Divergence | None = None, accelerator: str = ""
+    profile_values: Mapping[str, Any],
+    divergence: Divergence | None = None,
+    program: Program = UNKNOWN_PROGRAM,
+    done: Collection[str] = (),
 ) -> EscalationLevel | None:
-    """Return the first level that a profile does not reach yet; None at the top."""
-    return next(levels_above(profile_values, divergence, accelerator), None)
+    """Return the first level that a profile does not reach and that can help; None if none can.
+
+    `profile_values` are those of a resolved profile; levels named in `done` are left out. A level
+    can help if it is about the kind of `divergence`, and about something that `program` uses.
+    """
+    return next(
+        (
+            level
+            for level in levels_above(profile_values, divergence, program)
+            if level.name not in done
+        ),
+        None,
+    )
 
 
-def next_level_of_recording(
-    meta: Mapping[str, Any], divergence: Divergence | None = None
-) -> EscalationLevel | None:
+def next_level_of_recording(verdict: Verdict, meta: Mapping[str, Any]) -> EscalationLevel | None:
     """Return the first level that a recorded run did not reach, by the meta of its trace."""
     knobs = meta.get("knobs") or {}
     values: dict[str, str] = {}
@@ -285,30 +391,32 @@ def next_level_of_recording(
         text = knobs.get(knob.name)
         if text is not None and values.get(knob.profile_key, NO_EFFECT) == NO_EFFECT:
             values[knob.profile_key] = text
-    return next_level(values, divergence, accelerator(meta))
+    return next_level(values, verdict.first, verdict.program)
 
 
 def levels_above(
-    profile_values: Mapping[str, Any], divergence: Divergence | None = None, accelerator: str = ""
+    profile_values: Mapping[str, Any],
+    divergence: Divergence | None = None,
+    program: Program = UNKNOWN_PROGRAM,
 ) -> Iterator[EscalationLevel]:
-    """Yield the levels above a profile from the lowest, each with the overrides of those below.
-
-    `profile_values` are those of a resolved profile. `accelerator` is the type of device that
-    computes besides the CPU, or empty.
-    """
+    """Yield the levels above a profile from the lowest, each with the overrides of those below."""
     values = flatten(profile_values)
     overrides: tuple[str, ...] = ()
     for row in ESCALATION:
-        if row.of_accelerator and not accelerator:
+        if not (uses(program, row.needs) and _can_help(row, divergence)):
             continue
         if row.of_module:
             missing = _module_override(row.fixes[0], values, divergence)
         else:
-            open_fixes = [fix for fix in row.fixes if not _is_set(fix, values)]
-            missing = tuple(f"{fix.key}={fix.value}" for fix in open_fixes)
+            felt = (fix for fix in row.fixes if uses(program, fix.needs))
+            missing = tuple(f"{fix.key}={fix.value}" for fix in felt if not _is_set(fix, values))
         if missing:
             overrides += missing
             yield EscalationLevel(row.name, overrides, row.why)
+
+
+def _can_help(row: EscalationRow, first: Divergence | None) -> bool:
+    return first is None or first.op in COARSE or first.kind is Kind.ENDED or row.helps(first)
 
 
 def _module_override(

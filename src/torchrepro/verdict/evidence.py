@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.trace.format import INPUT, UNINITIALISED
+from torchrepro.verdict.value import UNKNOWN_PROGRAM
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-    from torchrepro.verdict.value import Divergence, Setting, Side
+    from torchrepro.trace.format import Site
+    from torchrepro.verdict.value import Divergence, Loader, Program, Setting, Side, SourceRead
 
 
 def _names(text: str) -> frozenset[str]:
@@ -87,8 +89,41 @@ OVERWRITING = _names("copy_ fill_ zero_ set_ resize_")
 """Ops that may be given unwritten memory, because they do not read it."""
 
 
+def op_name(op: str) -> str:
+    """Return the name of an op without namespace and overload, as in ``add``."""
+    return op.rpartition("::")[2].partition(".")[0]
+
+
+LOADER, WORKERS, DROPOUT, RANDOM_OPS = "loader", "loader workers", "dropout", "random ops"
+FEATURES: Mapping[str, Callable[[Site], bool]] = {
+    LOADER: lambda site: site.op == "DataLoader",
+    DROPOUT: lambda site: op_name(site.op) in DROPPING | MASKING | DROPPING_INSIDE,
+    RANDOM_OPS: lambda site: op_name(site.op) in DRAWING | DROPPING | DROPPING_INSIDE,
+    "collectives": lambda site: site.phase == "collective",
+}
+"""What a program may use, and how the records of its ops show it. `WORKERS` are known from what
+the trace says of loaders."""
+
+DEVICE = "device"
+DEVICES = (DEVICE, "cuda", "npu")
+"""Any accelerator, and the types of them that settings are about."""
+
+
+def uses(program: Program, feature: str) -> bool:
+    """Whether a program uses a feature, or may; an empty name stands for what all have."""
+    if feature in DEVICES:
+        return feature == program.accelerator or (feature == DEVICE and bool(program.accelerator))
+    return not feature or program.features is None or feature in program.features
+
+
+SUSPECTS = (
+    *("entropy", "the process id", "the clock", "the order of files", "an address"),
+    *("a hash", "threads"),
+)
+"""What a program may read that no seed decides, the surest cause first."""
+
 MAIN_THREADS = ("", "MainThread", "main")
-DECLARED = ("guarantee", "profile", "digest", "program", "level")
+DECLARED = ("guarantee", "profile", "digest", "program", "program_text", "level")
 """Settings that say what was requested. Their effects are other settings."""
 
 SET_BY = {"hardware: threads": "env.OMP_NUM_THREADS"}
@@ -116,10 +151,51 @@ class Evidence:
     tolerance: bool = False
     """Whether statistics were compared rather than bits."""
 
+    program: Program = UNKNOWN_PROGRAM
+    file: str = ""
+    """The program's own file, as it was started."""
+
     @property
     def op(self) -> str:
         """The op's name without namespace and overload, as in ``add``."""
-        return self.first.op.rpartition("::")[2].partition(".")[0]
+        return op_name(self.first.op)
+
+    @property
+    def other_seeds(self) -> tuple[SourceRead, ...]:
+        """The places at which the runs gave a generator different seeds."""
+        return tuple(each for each in self.program.reads if each.is_other_seed)
+
+    @property
+    def suspects(self) -> tuple[SourceRead, ...]:
+        """What the program reads that no seed decides, until the divergence, the surest first."""
+        earlier = [
+            each
+            for each in self.program.reads
+            if each.what in SUSPECTS and not each.left and not each.right
+            if each.step <= self.first.step
+        ]
+        return tuple(sorted(earlier, key=lambda each: SUSPECTS.index(each.what)))
+
+    @property
+    def own_worker_init(self) -> Loader | None:
+        """A loader with workers that has a `worker_init_fn` of the program, if there is one."""
+        return next(
+            (each for each in self.program.loaders if each.workers and each.worker_init_fn), None
+        )
+
+    @property
+    def some_outputs_agree(self) -> bool:
+        """Whether the record has outputs that agree besides those that differ."""
+        if len(self.sides) < 2:  # noqa: PLR2004 - both runs have the op
+            return False
+        pairs = zip(*(side.output_fingerprints for side in self.sides), strict=False)
+        return any(one == other for one, other in pairs)
+
+    @property
+    def of_threads(self) -> bool:
+        """Whether threads beside the main one computed, or wrote, what differs."""
+        writers = set(self.first.writers) - set(MAIN_THREADS)
+        return self.on_another_thread or bool(writers)
 
     @property
     def namespace(self) -> str:
@@ -195,6 +271,12 @@ class Evidence:
         texts = [str(self.knobs[name]) for name in names if name in self.knobs]
         given = [text for text in texts if text not in NO_VALUE]
         return {"True": "true", "False": "false"}.get(given[0], given[0]) if given else None
+
+
+def accelerator(meta: Mapping[str, Any]) -> str:
+    """Return the type of device that a recorded process had besides the CPU, or nothing."""
+    hardware = meta.get("hardware") or {}
+    return str(hardware.get("accelerator", "")).partition(" ")[0]
 
 
 def _dtypes(outputs: str) -> tuple[str, ...]:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torchrepro.trace.format import INPUT, OUTPUT, UNINITIALISED, Record, Site
+from torchrepro.trace.format import (
+    INPUT,
+    NEW_TENSOR,
+    OPTIMIZER_STEP,
+    OUTPUT,
+    UNINITIALISED,
+    Record,
+    Site,
+)
 from torchrepro.verdict.columns import MAIN, NAMES
 from torchrepro.verdict.evidence import DRAWING, OVERWRITING
 from torchrepro.verdict.render import counted, moment
@@ -24,7 +33,15 @@ MOST = 8
 LOOK_BACK = 3
 """Steps within which an optimizer has written a parameter that it trains."""
 
-Explanation = tuple[Kind, str]
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """How two records diverge, and where the difference came from."""
+
+    kind: Kind
+    what: str
+    threads: tuple[str, ...] = ()
+    """The threads that wrote the input in which the records differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +56,14 @@ class FirstDifference:
     """Pairs of records shortly before that differ only in what they read."""
 
 
+MADE_OUTSIDE = {
+    "DataLoader": "the batches differ as they enter the main process",
+    NEW_TENSOR: "the program made this tensor from other values",
+}
+"""Ops whose records are data that torch did not compute, and what it means if they differ."""
+
+_FEW_OPTIONS = 3
+_NO_OPTION = object()
 _RECORD = "select id, thread, site, argument, inputs, outputs, step from record"
 
 
@@ -94,10 +119,10 @@ def describe(pair: Pair, difference: FirstDifference) -> Divergence:
     )
     if left is not None and right is not None:
         left, right = _first_reader(pair, difference.read) or (left, right)
-        kind, what = _explain(pair, left, right, difference.read)
+        found = _explain(pair, left, right, difference.read)
     else:
-        kind, what = _explain_lone(pair, left, right, difference)
-    return divergence(pair, left, right, kind, what)
+        found = _explain_lone(pair, left, right, difference)
+    return divergence(pair, left, right, found)
 
 
 def _first_reader(
@@ -110,13 +135,13 @@ def _first_reader(
     for one, other in read:
         left, right = RecordView.read(pair.left, one), RecordView.read(pair.right, other)
         inputs = [Input(pair, left, right, place) for place in _unequal(left, right)]
-        if left.outputs and inputs and _explain_inputs(inputs[:MOST])[0] is Kind.INPUT:
+        if left.outputs and inputs and _explain_inputs(inputs[:MOST]).kind is Kind.INPUT:
             return left, right
     return None
 
 
 def divergence(
-    pair: Pair, left: RecordView | None, right: RecordView | None, kind: Kind, what: str
+    pair: Pair, left: RecordView | None, right: RecordView | None, found: Explanation
 ) -> Divergence:
     """Return the divergence that a verdict shows for two records, of which one may be missing."""
     shown = left or right
@@ -131,13 +156,14 @@ def divergence(
         module=site.module,
         op=site.op,
         source=site.source,
-        kind=kind,
+        kind=found.kind,
         thread=shown.thread,
         left=_side(pair.runs[0], left),
         right=_side(pair.runs[1], right),
         elements=elements,
         distances=distances,
-        what=what,
+        what=found.what,
+        writers=found.threads,
         after_last=pair.is_after_last(shown.step),
     )
 
@@ -149,7 +175,7 @@ def _side(run: str, one: RecordView | None) -> Side | None:
         run=run,
         source=one.site.source,
         outputs=one.site.outputs,
-        argument=one.argument,
+        argument="" if _is_optimizer_step(one) else one.argument,
         input_fingerprints=tuple(value.hex() for value in one.inputs),
         output_fingerprints=tuple(value.hex() for value in one.outputs),
     )
@@ -176,31 +202,24 @@ def _explain_lone(
     on_main = shown is not None and shown.record.thread == MAIN  # other threads may end at any time
     if row is not None and not row.finished and difference.instead is None and on_main:
         within = "" if pair.is_after_last(row.step) else f" in the middle of step {row.step},"
-        return Kind.ENDED, f"{lacks} ended{within} before this op"
+        return Explanation(Kind.ENDED, f"{lacks} ended{within} before this op")
     if difference.instead is None:
-        return Kind.ONLY_ONE, f"only {has} has it"
+        return Explanation(Kind.ONLY_ONE, f"only {has} has it")
     instead = RecordView.read(other, difference.instead).site
     where = f" in {instead.module}" if instead.module else ""
-    return Kind.ONLY_ONE, f"only {has} has it; {lacks} goes on with {instead.op}{where}"
+    what = f"only {has} has it; {lacks} goes on with {instead.op}{where}"
+    return Explanation(Kind.ONLY_ONE, what)
 
 
 def _explain(
     pair: Pair, left: RecordView, right: RecordView, read: Sequence[tuple[int, int]]
 ) -> Explanation:
-    if is_returned(left.site.op):
-        return explain_returned(left.site.op, left.argument, right.argument)
-    if left.argument != right.argument:
-        return Kind.ARGUMENT, f"{left.argument or 'none'} and {right.argument or 'none'}"
-    if left.site.op == "DataLoader":
-        return Kind.DATA, "the batches differ as they enter the main process"
-    if len(left.inputs) != len(right.inputs):
-        return (
-            Kind.ARGUMENT,
-            f"{counted(len(left.inputs), 'tensor')} as input and {len(right.inputs)}",
-        )
+    given = _explain_what_was_given(left, right)
+    if given is not None:
+        return given
     unequal = _unequal(left, right)
     if not unequal:
-        return Kind.OUTPUTS, _explain_outputs(left)
+        return Explanation(Kind.OUTPUTS, _explain_outputs(left))
     earlier = [
         (RecordView.read(pair.left, one), RecordView.read(pair.right, other)) for one, other in read
     ]
@@ -210,6 +229,57 @@ def _explain(
         for place in _unequal(one, other)
     ]
     return _explain_inputs(inputs[:MOST])
+
+
+def _explain_what_was_given(left: RecordView, right: RecordView) -> Explanation | None:
+    """Explain records that differ in what the program gave them; None if that agrees."""
+    op = left.site.op
+    if _is_optimizer_step(left):
+        return Explanation(Kind.ARGUMENT, _unequal_options(left, right))
+    if is_returned(op):
+        return Explanation(*explain_returned(op, left.argument, right.argument))
+    if left.argument != right.argument:
+        what = f"{left.argument or 'none'} and {right.argument or 'none'}"
+        return Explanation(Kind.ARGUMENT, what)
+    if op in MADE_OUTSIDE:
+        return Explanation(Kind.DATA, MADE_OUTSIDE[op])
+    if len(left.inputs) != len(right.inputs):
+        what = f"{counted(len(left.inputs), 'tensor')} as input and {len(right.inputs)}"
+        return Explanation(Kind.ARGUMENT, what)
+    return None
+
+
+def _is_optimizer_step(one: RecordView) -> bool:
+    """Whether the record is of the arguments of an optimizer."""
+    return one.site.phase == "optimizer" and one.site.op.endswith(OPTIMIZER_STEP)
+
+
+def _unequal_options(left: RecordView, right: RecordView) -> str:
+    """Return the arguments in which an optimizer's groups differ, with both values."""
+    groups = [_groups_of(one) for one in (left, right)]
+    if len(groups[0]) != len(groups[1]):
+        return f"{counted(len(groups[0]), 'group')} of parameters and {len(groups[1])}"
+    several = len(groups[0]) > 1
+    found = [
+        f"{name}{f' of group {number}' * several}: {_option(one, name)} and {_option(other, name)}"
+        for number, (one, other) in enumerate(zip(*groups, strict=True))
+        for name in {**one, **other}
+        if one.get(name, _NO_OPTION) != other.get(name, _NO_OPTION)
+    ]
+    return "; ".join(found[:_FEW_OPTIONS]) or "an argument that is a tensor"
+
+
+def _groups_of(one: RecordView) -> list[dict[str, Any]]:
+    """Return the arguments of the groups of an optimizer; a trace may hold anything instead."""
+    try:
+        groups = json.loads(one.argument)
+    except ValueError:
+        return []
+    return [each for each in groups if isinstance(each, dict)] if isinstance(groups, list) else []
+
+
+def _option(group: dict[str, Any], name: str) -> str:
+    return json.dumps(group[name]) if name in group else "not set"
 
 
 def _unequal(left: RecordView, right: RecordView) -> list[int]:
@@ -272,8 +342,9 @@ def _explain_inputs(inputs: Sequence[Input]) -> Explanation:
     first = inputs[0]
     if UNINITIALISED in first.values:
         name = NAMES[first.values.index(UNINITIALISED)]
-        return Kind.DATA, f"{first.name} is memory that nothing had written in {name}"
-    return (
+        what = f"{first.name} is memory that nothing had written in {name}"
+        return Explanation(Kind.DATA, what)
+    return Explanation(
         Kind.DATA,
         f"{inputs[-1].name} differs, and no op that was recorded wrote it: "
         "a batch, a constant, or a parameter as it was at the start",
@@ -285,17 +356,20 @@ def _explain_by_writers(
 ) -> Explanation | None:
     if left is None and right is None:
         return None
+    threads = tuple(dict.fromkeys(one.thread for one in (left, right) if one is not None))
     if left is not None and right is not None:
-        return (
+        return Explanation(
             Kind.ARGUMENT,
             f"{this.name} is another tensor: written by {_op(this.pair, left)} in {NAMES[0]}, "
             f"by {_op(this.pair, right)} in {NAMES[1]}",
+            threads,
         )
     writer, keeps, changed = (left, *NAMES) if left else (right, *NAMES[::-1])
-    return (
+    return Explanation(
         Kind.INPUT,
         f"{this.name} is in {keeps} what {_op(this.pair, writer)} wrote; "
         f"in {changed} something other than torch has changed it since",
+        threads,
     )
 
 
@@ -304,13 +378,13 @@ def _explain_by_step_before(this: Input) -> Explanation | None:
     before = this.in_step_before()
     kept = [value == now for value, now in zip(before, this.values, strict=True)]
     if all(kept):
-        return (
+        return Explanation(
             Kind.DATA,
             f"{this.name} has differed since before this step, without effect until now",
         )
     if any(kept):
         keeps, changed = NAMES if kept[0] else NAMES[::-1]
-        return (
+        return Explanation(
             Kind.INPUT,
             f"{this.name} is in {keeps} what it was in the step before; "
             f"in {changed} something other than torch has changed it since",
@@ -322,7 +396,7 @@ def _explain_by_step_before(this: Input) -> Explanation | None:
     trained = _last_writers(trace, now.record.id, [before[0]], recent[0] - 1).get(before[0])
     if trained is None or trained.site.phase != "optimizer":
         return None
-    return (
+    return Explanation(
         Kind.INPUT,
         f"{this.name} was trained until the step before; in both runs something other than "
         "torch has changed it since",

@@ -9,9 +9,18 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.verdict.columns import MAIN, NAMES, StepComparison
-from torchrepro.verdict.evidence import NO_VALUE
+from torchrepro.verdict.evidence import FEATURES, LOADER, NO_VALUE, WORKERS, accelerator
 from torchrepro.verdict.render import are, counted
-from torchrepro.verdict.value import BOTH_CUT, Divergence, Kind, Setting, Side
+from torchrepro.verdict.value import (
+    BOTH_CUT,
+    Divergence,
+    Kind,
+    Loader,
+    Program,
+    Setting,
+    Side,
+    SourceRead,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -228,7 +237,8 @@ def _process(ordinal: int) -> str:
 SECTIONS = {"knobs": "", "versions": "version of ", "hardware": "hardware: "}
 """Sections of a trace's meta that hold settings, each with the prefix of their names."""
 
-SINGLE = ("guarantee", "profile", "digest", "level", "world_size", "program")
+PROGRAM_TEXT = "program_text"
+SINGLE = ("guarantee", "profile", "digest", "level", "world_size", "program", PROGRAM_TEXT)
 
 
 def settings(pair: Pair) -> tuple[Setting, ...]:
@@ -238,6 +248,7 @@ def settings(pair: Pair) -> tuple[Setting, ...]:
         Setting(name, left.get(name), right.get(name))
         for name in {**left, **right}
         if left.get(name) != right.get(name)
+        and (name != PROGRAM_TEXT or (name in left and name in right))
     )
 
 
@@ -248,6 +259,67 @@ def _settings(meta: Mapping[str, Any]) -> dict[str, str]:
             f"{called}{name}": str(value) for name, value in (meta.get(section) or {}).items()
         }
     return found
+
+
+def program(pair: Pair) -> Program:
+    """Return what the program has that may explain why its runs diverge."""
+    left, right = (trace.meta for trace in pair.traces)
+    loaders = [_loader(each) for meta in (left, right) for each in meta.get("loaders") or ()]
+    return Program(
+        features=_features(pair, loaders),
+        accelerator=accelerator(left) or accelerator(right),
+        loaders=tuple(dict.fromkeys(loaders)),
+        reads=_reads(left.get("sources") or (), right.get("sources") or ()),
+        threads=tuple(
+            dict.fromkeys(
+                name
+                for trace in pair.traces
+                for number, name in trace.threads.items()
+                if number != MAIN
+            )
+        ),
+    )
+
+
+def _features(pair: Pair, loaders: Sequence[Loader]) -> tuple[str, ...] | None:
+    """Return the features that the program uses; None if its ops were not recorded."""
+    if any(trace.meta.get("level", "op") != "op" for trace in pair.traces):
+        return None
+    sites = [site for trace in pair.traces for site in trace.sites.values()]
+    found = [name for name, uses in FEATURES.items() if any(map(uses, sites))]
+    unknown = any("loaders" not in trace.meta for trace in pair.traces)
+    if LOADER in found and (unknown or any(each.workers for each in loaders)):
+        found.append(WORKERS)
+    return tuple(found)
+
+
+def _loader(facts: Mapping[str, Any]) -> Loader:
+    workers = facts.get("workers")
+    return Loader(
+        where=str(facts.get("where") or ""),
+        workers=workers if isinstance(workers, int) else 0,
+        dataset=str(facts.get("dataset") or ""),
+        worker_init_fn=str(facts.get("worker_init_fn") or ""),
+    )
+
+
+def _reads(left: Sequence[Any], right: Sequence[Any]) -> tuple[SourceRead, ...]:
+    """Return the places at which either run reads what no seed decides."""
+    sides = [
+        {(each.get("name"), each.get("where")): each for each in side} for side in (left, right)
+    ]
+    return tuple(
+        SourceRead(
+            name=str(each.get("name") or ""),
+            what=str(each.get("what") or ""),
+            where=str(each.get("where") or ""),
+            instead=str(each.get("instead") or ""),
+            step=each["step"] if isinstance(each.get("step"), int) else 0,
+            left=str(sides[0].get(key, {}).get("value") or ""),
+            right=str(sides[1].get(key, {}).get("value") or ""),
+        )
+        for key, each in (sides[1] | sides[0]).items()
+    )
 
 
 def losses(pair: Pair) -> tuple[tuple[int, float | None, float | None], ...]:

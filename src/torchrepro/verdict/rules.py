@@ -7,18 +7,23 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from torchrepro.policies.deterministic_ops import row_of
+from torchrepro.trace.format import NEW_TENSOR, OPTIMIZER_STEP
 from torchrepro.verdict.evidence import (
     ATTENTION,
     CONVOLUTION,
     DRAWING,
+    DROPOUT,
     DROPPING,
     DROPPING_INSIDE,
     FIXED_BY_THE_FLAG,
+    LOADER,
     MASKING,
     MATMUL,
     RECURRENT,
     SUMMING,
+    WORKERS,
 )
+from torchrepro.verdict.sample_difference import is_returned
 from torchrepro.verdict.value import Kind
 
 if TYPE_CHECKING:
@@ -43,6 +48,9 @@ class Fix:
     enough: tuple[str, ...] = ()
     """Other values that are as good."""
 
+    needs: str = ""
+    """The feature without which the program cannot feel it (see `evidence.FEATURES`)."""
+
     def is_met_by(self, value: str | None) -> bool:
         """Whether `value` is the one that helps, or as good."""
         return value is not None and (
@@ -55,7 +63,7 @@ class Rule:
     """A reason for two runs to diverge, and when it applies."""
 
     cause: str
-    """The sentence; ``{op}``, ``{module}``, ``{thread}``, ``{settings}``, ``{instead}``."""
+    """The sentence; `diagnosis` says which names in braces it may have."""
 
     kinds: tuple[Kind, ...] = tuple(Kind)
     fits: Callable[[Evidence], bool] = lambda e: True
@@ -64,6 +72,12 @@ class Rule:
 
     knobs: tuple[str, ...] = ()
     """Patterns of knobs. The rule applies only if the runs differ in one; a common value helps."""
+
+    edit: str = ""
+    """A change of the program that helps, with the same names in braces as the cause."""
+
+    by_program: bool = False
+    """Whether the program itself brings the difference in: what it reads may then explain it."""
 
     rerecord: bool = True
     """Whether recording the steps around it in full would show more."""
@@ -86,10 +100,10 @@ def _one_of(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 SEED = Fix("seed", "1234", ANY_VALUE)
-LOADER = Fix("dataloader.seeding", "auto")
-NO_WORKERS = Fix("dataloader.num_workers", "0")
+LOADER_SEEDS = Fix("dataloader.seeding", "auto", needs=LOADER)
+NO_WORKERS = Fix("dataloader.num_workers", "0", needs=WORKERS)
 HASHES = Fix("env.PYTHONHASHSEED", "0", tuple(map(str, range(1, 10))))
-NO_DROPOUT = Fix("dropout", "zero")
+NO_DROPOUT = Fix("dropout", "zero", needs=DROPOUT)
 HOST = Fix("device.rng", "host")
 DETERMINISTIC = Fix("backends.torch.deterministic_algorithms", "error")
 ON_CPU = Fix("device.fallback", "cpu")
@@ -119,6 +133,7 @@ PROGRAM = (Kind.ARGUMENT, Kind.ONLY_ONE)
 COARSE = ("parameter", "gradient", "module", "parameters", "gradients", "loss")
 """What recordings of a level above ops hold in their place."""
 
+DATALOADER = "DataLoader"
 COMPUTED = (Kind.OUTPUTS,)
 PROCESSOR = ("hardware: instruction set",)
 """Settings that decide which kernels a CPU takes."""
@@ -266,9 +281,11 @@ KERNEL_RULES: tuple[Rule, ...] = (
         (ONE_THREAD, Fix("env.OMP_DYNAMIC", '"false"', ("false",))),
     ),
     Rule(
-        "{op} is a custom kernel, which torch's deterministic flag does not reach: check its code.",
+        "{op} is a custom kernel, which torch's deterministic flag does not reach.",
         COMPUTED,
         lambda e: e.namespace not in ("", "aten", "prims"),
+        edit="have the kernel of {op} add up in one fixed order, or put another function in its "
+        'place: torchrepro.register_replacement("{op}", function) and device.fallback=error',
     ),
     Rule(
         "{op} has no known cause; on {accelerator} many kernels add with atomics unless torch is "
@@ -281,6 +298,7 @@ KERNEL_RULES: tuple[Rule, ...] = (
         "No known cause fits: {op} gave two results for the same inputs. What remains is a race "
         "in the program, memory written from outside, or faulty hardware.",
         COMPUTED,
+        edit="`torchrepro verify --stress` names what makes it vary, if it is the program",
     ),
 )
 
@@ -307,6 +325,12 @@ RULES: tuple[Rule, ...] = (
         rerecord=False,
     ),
     Rule(
+        "The recordings are of different programs: {program} has another text in each.",
+        fits=lambda e: e.differs_in("program_text"),
+        edit="compare the two versions of {program}, first around the line above",
+        rerecord=False,
+    ),
+    Rule(
         "The runs were not seeded alike ({settings}).",
         (Kind.RANDOM,),
         knobs=RANDOM_NUMBERS,
@@ -315,7 +339,7 @@ RULES: tuple[Rule, ...] = (
         "A random generator was not in the same state: nothing seeded it, or one run drew more "
         "numbers from it than the other.",
         (Kind.RANDOM,),
-        fixes=(SEED, LOADER, NO_WORKERS),
+        fixes=(SEED, LOADER_SEEDS, NO_WORKERS),
     ),
     Rule(
         "The recordings show that {op} differ, but not which op computed them. Runs that are "
@@ -349,20 +373,38 @@ RULES: tuple[Rule, ...] = (
         "seeded it, it is one of the program's own, or one run drew more numbers before.",
         COMPUTED,
         lambda e: e.op in DRAWING,
-        (SEED, LOADER),
+        (SEED, LOADER_SEEDS),
     ),
     Rule(
         "{op} reads memory that nothing has written: it holds whatever was there before.",
         COMPUTED,
         lambda e: e.reads_unwritten_memory,
         (DETERMINISTIC, FILLED),
+        edit="write all of it before it is read: torch.zeros in place of torch.empty",
+    ),
+    Rule(
+        "The loader has a worker_init_fn of its own ({worker_init_fn}), so torchrepro leaves the "
+        "seeds of its workers to that: it seeds from something that varies, or not at all.",
+        (Kind.DATA,),
+        lambda e: e.first.op == DATALOADER and e.own_worker_init is not None,
+        (NO_WORKERS,),
+        edit="remove worker_init_fn= from the loader: torchrepro seeds its workers",
+    ),
+    Rule(
+        "The DataLoader gave the same samples with other values in some of their tensors: random "
+        "numbers of its dataset or of its transforms.",
+        (Kind.DATA,),
+        lambda e: e.first.op == DATALOADER and e.some_outputs_agree,
+        (SEED, LOADER_SEEDS, NO_WORKERS),
+        by_program=True,
     ),
     Rule(
         "The DataLoader gave another batch: another order of samples, random numbers of its "
         "workers or of the dataset, or other files.",
         (Kind.DATA,),
-        lambda e: e.first.op == "DataLoader",
-        (SEED, LOADER, NO_WORKERS),
+        lambda e: e.first.op == DATALOADER,
+        (SEED, LOADER_SEEDS, NO_WORKERS),
+        by_program=True,
     ),
     Rule(
         "Another rank sent other data, or the ranks took part in another order.",
@@ -370,22 +412,36 @@ RULES: tuple[Rule, ...] = (
         _is_collective,
     ),
     Rule(
-        "The program made this tensor from other data: a generator of its own, the clock, files "
-        "in another order, or the order of a set.",
-        (Kind.DATA,),
-        fixes=(SEED, HASHES),
+        "A race: threads reach one tensor in varying order, here {op} on {threads}. A lock keeps "
+        "them apart, not in order.",
+        (Kind.OUTPUTS, Kind.INPUT, Kind.ARGUMENT, Kind.ONLY_ONE),
+        lambda e: (
+            e.of_threads
+            and (e.first.kind is Kind.INPUT or e.writes_in_place or bool(e.first.writers))
+        ),
+        edit="give each thread a tensor of its own, and add these up in a fixed order once the "
+        "threads have joined",
     ),
     Rule(
-        "A race: {op} writes in place on thread {thread}, and several threads reach one tensor in "
-        "varying order. Guard it with a lock, or give each thread its own.",
-        (Kind.OUTPUTS, Kind.INPUT),
-        lambda e: e.writes_in_place and e.on_another_thread,
+        "The program made this tensor from other values{generic}.",
+        (Kind.DATA,),
+        lambda e: e.first.op == NEW_TENSOR or is_returned(e.first.op),
+        (SEED, HASHES),
+        by_program=True,
+    ),
+    Rule(
+        "The program made a tensor from other data{generic}.",
+        (Kind.DATA,),
+        fixes=(SEED, HASHES),
+        by_program=True,
     ),
     Rule(
         "Something outside of torch wrote into a tensor after torch had: a numpy view of it, "
         "another thread, a C extension, or memory shared with another process.",
         (Kind.INPUT,),
         lambda e: not _is_collective(e),
+        edit="give torch a copy of memory that others write: torch.tensor(array) in place of "
+        "torch.from_numpy(array)",
     ),
     Rule(
         "Another rank contributed something else, or Ascend's collectives added up in another "
@@ -412,16 +468,24 @@ RULES: tuple[Rule, ...] = (
         lambda e: bool(e.differing_platform),
     ),
     Rule(
-        "The program itself passed something else: the clock, the order of a set, Python's or "
-        "numpy's random numbers, a path, or state left by an earlier run.",
+        "The program gave its optimizer other arguments, {what}{generic}.",
         (Kind.ARGUMENT,),
-        fixes=(HASHES, SEED),
+        lambda e: e.first.phase == "optimizer" and e.first.op.endswith(OPTIMIZER_STEP),
+        (SEED, HASHES),
+        edit="compute them from the number of the step alone",
+        by_program=True,
     ),
     Rule(
-        "The program took another path: a branch on a random number, on a value that had not "
-        "been compared yet, on the clock, or the order of a set.",
+        "The program itself passed something else{generic}.",
+        (Kind.ARGUMENT,),
+        fixes=(HASHES, SEED),
+        by_program=True,
+    ),
+    Rule(
+        "The program took another path{generic}.",
         (Kind.ONLY_ONE,),
         fixes=(HASHES, SEED),
+        by_program=True,
     ),
     *KERNEL_RULES,
 )

@@ -86,6 +86,8 @@ class Divergence:
     distances: tuple[Distance, ...] = ()
     what: str = ""
     """One more sentence, where there is more to say: which input, which generator."""
+    writers: tuple[str, ...] = ()
+    """The threads that wrote the input in which the runs differ, where they are known."""
     after_last: bool = False
     """Whether it comes after the last step of both runs; `step` is then the number of their steps.
 
@@ -142,6 +144,58 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
+class Loader:
+    """A loader of data that a program iterates."""
+
+    where: str
+    """``file:line`` of the loop."""
+    workers: int
+    dataset: str
+    worker_init_fn: str
+    """The program's own, as ``name at file:line``; empty if it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRead:
+    """A place where a program reads what no seed decides, or gives a generator a seed."""
+
+    name: str
+    """The function, as in ``time.time_ns``."""
+    what: str
+    """What it gives, as in ``the clock``."""
+    where: str
+    instead: str
+    """What to write instead."""
+    step: int
+    left: str = ""
+    right: str = ""
+    """The seed that each run gave; empty where none was given."""
+
+    @property
+    def is_other_seed(self) -> bool:
+        """Whether both runs gave a seed here, and not the same one."""
+        return bool(self.left and self.right) and self.left != self.right
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a program has that may explain why its runs diverge."""
+
+    features: tuple[str, ...] | None = None
+    """Those of `evidence.FEATURES` that it uses; None where the recording does not tell."""
+    accelerator: str = ""
+    """The type of device that computed besides the CPU, as in ``cuda``; empty if none did."""
+    loaders: tuple[Loader, ...] = ()
+    reads: tuple[SourceRead, ...] = ()
+    """In the order of reading."""
+    threads: tuple[str, ...] = ()
+    """Threads beside the main one that computed something."""
+
+
+UNKNOWN_PROGRAM = Program()
+
+
+@dataclass(frozen=True, slots=True)
 class Advice:
     """The likely cause of a divergence and what to try."""
 
@@ -186,6 +240,8 @@ class Verdict(Displayed):
     notes: tuple[str, ...] = ()
     """What a reader has to know of the comparison itself, one sentence each."""
     advice: Advice | None = None
+    program: Program = UNKNOWN_PROGRAM
+    """What the program has, as far as the recordings tell."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the verdict as plain JSON values; NaN and infinities, which JSON lacks, as text.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torchrepro.errors import ProfileError
 from torchrepro.profile.composition import flatten
 from torchrepro.profile.load import resolve
-from torchrepro.verdict.diagnosis import levels_above
+from torchrepro.verdict.diagnosis import next_level
 from torchrepro.verdict.render import headline, moment, place
 from torchrepro.verdict.value import Advice
 from torchrepro.verification.loading import (
@@ -80,7 +80,7 @@ def _rerecord(
             f"two more runs, recorded in detail, diverge {place(closer.first)}: it varies from run "
             "to run",
         )
-    merged = replace(verdict, first=closer.first, advice=closer.advice)
+    merged = replace(verdict, first=closer.first, advice=closer.advice, program=closer.program)
     return with_note(merged, "the divergence is shown as two more runs recorded it, in detail")
 
 
@@ -172,42 +172,50 @@ def with_overridden(verdict: Verdict, overriding: OverridingRun) -> Verdict:
 def escalate(
     runner: Runner,
     resolved: ResolvedProfile,
-    divergence: Divergence | None,
-    accelerator: str,
+    verdict: Verdict,
     environments: Sequence[RunEnvironment],
 ) -> Iterator[EscalationTrial]:
     """Yield the levels above a profile as they are tried, up to one on which the runs are the same.
 
-    On each level the command runs once in each environment. The first run is compared with each of
-    the others.
+    Each level is chosen by the divergence that is left below it. On each the command runs once in
+    each environment. The first run is compared with each of the others.
     """
-    for number, level in enumerate(levels_above(resolved.values, divergence, accelerator), start=1):
-        same, what = _try(runner, resolved, level, number, environments)
-        yield EscalationTrial(level, same, what)
-        if same:
+    done: list[str] = []
+    stricter = resolved
+    overrides: tuple[str, ...] = ()
+    while level := next_level(stricter.values, verdict.first, verdict.program, done):
+        done.append(level.name)
+        level = replace(level, overrides=(*overrides, *level.overrides))
+        try:
+            stricter = resolve(resolved, level.overrides)
+        except ProfileError as refused:
+            yield EscalationTrial(level, False, f"the profile does not take it: {refused}")  # noqa: FBT003 - a row
+            continue
+        overrides = level.overrides
+        what, tried = _try(runner, stricter, level, len(done), environments)
+        verdict = tried or verdict
+        yield EscalationTrial(level, verdict.same, what)
+        if verdict.same:
             return
 
 
 def _try(
     runner: Runner,
-    resolved: ResolvedProfile,
+    stricter: ResolvedProfile,
     level: EscalationLevel,
     number: int,
     environments: Sequence[RunEnvironment],
-) -> tuple[bool, str]:
-    """Return whether the runs of a level are the same, and the answer in words."""
-    try:
-        stricter = resolve(resolved, level.overrides)
-    except ProfileError as refused:
-        return False, f"the profile does not take it: {refused}"
+) -> tuple[str, Verdict | None]:
+    """Return the answer of a level in words, and its verdict if it has one."""
     runs = []
     for position, environment in enumerate(environments, start=1):
         runner.say(f"with {level.name}, run {position} of {len(environments)} ...")
         runs.append(runner.run(stricter, f"level-{number}-run-{position}", environment))
     if all_failed(runs):
-        return False, f"it ended with {status_in_words(runs[0].status)}: see {runs[0].log}"
+        status = status_in_words(runs[0].status)
+        return f"it ended with {status}: see {runs[0].log}", None
     if not any(run.recorded for run in runs):
-        return False, "nothing was recorded"
+        return "nothing was recorded", None
     verdicts = [runner.compare(runs[0], run) for run in runs[1:]]
     shown = next((verdict for verdict in verdicts if not verdict.same), verdicts[0])
-    return shown.same, headline(shown)
+    return headline(shown), shown

@@ -139,7 +139,9 @@ def _lines(found: Verification) -> Iterator[str]:
 def _escalation(
     trials: Sequence[EscalationTrial], equal_on: EscalationLevel | None
 ) -> Iterator[str]:
-    if equal_on is None:
+    if not trials:
+        yield "nothing to escalate: no setting can make up for what the program itself brings in"
+    elif equal_on is None:
         yield "no level of escalation makes the runs the same:"
         yield from _failed(trials)
         return

@@ -16,7 +16,7 @@ from torchrepro.trace.reader import read_run
 from torchrepro.trace.request import Request
 from torchrepro.verdict.comparison import tolerance_of
 from torchrepro.verdict.criteria import ALIGNED
-from torchrepro.verdict.diagnosis import accelerator, next_level, next_level_of_recording
+from torchrepro.verdict.diagnosis import next_level, next_level_of_recording
 from torchrepro.verification import follow_up
 from torchrepro.verification.perturbations import StressPlan
 from torchrepro.verification.result import Run, StressResult, Verification
@@ -235,13 +235,14 @@ class _Verifier:
 
         Nothing can be added to a profile that the command puts in force itself.
         """
-        first = found.verdict.first
+        verdict = found.verdict
         if self.resolved is None and (found.own_profile or not escalate):
-            return replace(found, next_level=next_level_of_recording(meta, first))
-        base, device = self.resolved or resolve(SETS_NOTHING), accelerator(meta)
+            return replace(found, next_level=next_level_of_recording(verdict, meta))
+        base = self.resolved or resolve(SETS_NOTHING)
         if not escalate:
-            return replace(found, next_level=next_level(base.values, first, device))
-        trials = follow_up.escalate(self.runner, base, first, device, environments)
+            level = next_level(base.values, verdict.first, verdict.program)
+            return replace(found, next_level=level)
+        trials = follow_up.escalate(self.runner, base, verdict, environments)
         return replace(found, escalation=tuple(trials))
 
 
