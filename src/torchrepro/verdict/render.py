@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _NOT_WRITTEN, NEVER_WRITTEN = UNINITIALISED.hex(), "(never written)"
 _WIDE = 72  # characters of a line of source, of shapes or arguments that are shown
 _AROUND = 16  # characters before the first one in which two long texts differ
-_LONG = 180  # characters of a sentence or of overrides that are shown
+_LONG, _OVERRIDES = 180, 90  # characters of a sentence, and of overrides, that are shown
 _HEX = 8  # digits of a fingerprint that are shown
 SAME_FOR_B = "the same for B, then `torchrepro compare` the two folders"
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -225,7 +225,7 @@ def _overrides(level: EscalationLevel) -> str:
     """Return the overrides of a level, or the first ones and what tries them all."""
     texts = [quote(text) for text in level.overrides]
     shown = len(texts)
-    while shown > 1 and len(" ".join(texts[:shown])) > _LONG:
+    while shown > 1 and len(" ".join(texts[:shown])) > _OVERRIDES:
         shown -= 1
     more = f" and {len(texts) - shown} more (`verify --escalate` tries them)"
     return " ".join(texts[:shown]) + (more if shown < len(texts) else "")

@@ -141,7 +141,8 @@ def _escalation(
 ) -> Iterator[str]:
     if not trials:
         yield "nothing to escalate: no setting can make up for what the program itself brings in"
-    elif equal_on is None:
+        return
+    if equal_on is None:
         yield "no level of escalation makes the runs the same:"
         yield from _failed(trials)
         return
