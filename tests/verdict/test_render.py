@@ -42,7 +42,7 @@ LONGEST = 25
 
 def told(verdict: Verdict) -> str:
     """Return a verdict as a pipe shows it, with the level that comes next."""
-    level = next_level({}, verdict.first) if verdict.first else None
+    level = next_level({}) if verdict.first else None
     return as_text(*verdict_parts(verdict, level))
 
 
@@ -89,7 +89,7 @@ def test_all_that_a_reader_acts_on_is_told_in_a_screen() -> None:
         *("step 7", "forward", first.module, first.op, first.kind, first.what, first.source),
         *(first.left.outputs, "0.12345678", "0.12345679", "[0, 3, 17]", "1.2e-07", "cosine"),
         *("1,204", "head (12)", verdict.advice.cause, verdict.advice.setting),
-        *(verdict.advice.closer, "deterministic kernels", verdict.left, verdict.right),
+        *(verdict.advice.closer, "seeds: seed=1234", verdict.left, verdict.right),
         *("env.OMP_NUM_THREADS", "11,436 ops", "B was killed"),
     ):
         assert word in text
