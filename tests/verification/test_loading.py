@@ -183,6 +183,7 @@ def test_workers_that_their_author_seeds_are_the_finding(verified, tmp_path):
         "where": found.verdict.first.source,
         "workers": 2,
         "dataset": "Digits",
+        "iterable": False,
         "worker_init_fn": place,
     }
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import IterableDataset
+
 from torchrepro.seeding.loader_hook import author_worker_init
 from torchrepro.trace.frames import source_of
 
@@ -33,10 +35,12 @@ class IteratedLoaders:
 
     def see(self, iterator: Any, place: Place) -> None:
         """Note the loader behind `iterator`, which `place` has asked for a batch."""
+        dataset = getattr(iterator, "_dataset", None)
         its = {
             "where": source_of(place),
             "workers": workers_of(iterator),
-            "dataset": type(getattr(iterator, "_dataset", None)).__name__,
+            "dataset": type(dataset).__name__,
+            "iterable": isinstance(dataset, IterableDataset),
             "worker_init_fn": _own_init(getattr(iterator, "_worker_init_fn", None)),
         }
         self._seen[tuple(its.values())] = its

@@ -34,6 +34,9 @@ class Loader:
 
     worker_init_fn: str
     """Name and place of the author's; empty without one."""
+    iterable: bool
+    """Whether its dataset is read in another order without workers, being one that has no indices.
+    """
     seeded: bool
     """Whether torchrepro seeds loaders whose author seeded nothing."""
 
@@ -74,6 +77,8 @@ class Loading:
     """How two more runs load what differs, and what to say of it."""
 
     environment: RunEnvironment
+    steps: tuple[int, int] | None
+    """The steps that are recorded; None for all."""
     progress: str
     equal: str
     """The note where these runs are the same."""
@@ -83,24 +88,24 @@ class Loading:
     """What to do where they are the same, if that says anything."""
 
 
-_HERE = Loading(
-    RunEnvironment(),
-    "what the dataset returns",
-    "two more runs were the same there: it varies from run to run",
-    "two more runs recorded what the dataset returned",
-)
-
-
 def loading_of(verdict: Verdict) -> Loading | None:
     """Return how to follow a verdict into the dataset; None where it is not about loaded data."""
     first = verdict.first
     if first is None or first.phase != "data" or first.kind is not Kind.DATA:
         return None
     loader = _with_workers(verdict, first)
+    until_there = 0, first.step + 1
     if loader is None:
-        return _HERE
+        return Loading(
+            RunEnvironment(),
+            until_there,
+            "what the dataset returns",
+            "two more runs were the same there: it varies from run to run",
+            "two more runs recorded what the dataset returned",
+        )
     return Loading(
         IN_MAIN,
+        None if loader.iterable else until_there,
         LOADING,
         "two more runs, which loaded in the main process, were the same",
         f"the workers' batches diverge {place(first)}; loading in the main process shows where",
@@ -114,7 +119,8 @@ def _with_workers(verdict: Verdict, first: Divergence) -> Loader | None:
         for its in trace.meta.get("loaders") or () if trace.rank == first.rank else ():
             if its.get("where") == first.source and its.get("workers"):
                 seeded = (trace.meta.get("knobs") or {}).get("dataloader.seeding") == "auto"
-                return Loader(its.get("worker_init_fn") or "", seeded)
+                init = its.get("worker_init_fn") or ""
+                return Loader(init, bool(its.get("iterable")), seeded)
     return None
 
 
@@ -125,7 +131,7 @@ def follow_into_dataset(
 
     The verdict stays, with what that means, if they are the same, diverge elsewhere, or fail.
     """
-    request = replace(runner.request, samples=True, statistics=False)
+    request = replace(runner.request, steps=loading.steps, samples=True, statistics=False)
     recorder = replace(runner, request=request, tolerance=None)
     runs: list[Run] = []
     for number, (resolved, environment) in enumerate(setups, start=1):
