@@ -294,13 +294,13 @@ class Watch:
     ) -> None:
         """Note that the line of the program that `line` runs has read the source `row`."""
         where = f"{line.f_code.co_filename}:{line.f_lineno}"
-        key = row.name, value is None, where
+        name = _public_name(row, front)
+        key = name, value is None, where
         known = self._reads.get(key)
         if known is not None:
             known.times += 1
         elif len(self._reads) < MANY:
             step, record = self.position()
-            name = _public_name(row, front)
             self._reads[key] = read = SourceRead(
                 name=name,
                 what=row.what,
