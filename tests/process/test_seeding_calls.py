@@ -1,6 +1,7 @@
 """Seeding calls of a program are honoured, kept in its manifest, and named when runs differ."""
 
 import json
+import sys
 
 APP = """
 import hydra, random, torch
@@ -41,3 +42,60 @@ def test_a_call_of_the_program_is_named_when_runs_differ(
     assert (row["left"], row["right"]) == ("1", "2")
     assert row["key"] == f"torch.manual_seed at {call['where']}"
     assert torchrepro("diff", manifests[0], manifests[0]).returncode == 0
+
+
+DRAWS = """
+import numpy as np, torch
+
+class Noise(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return np.random.default_rng().random()
+
+def main(config=None):
+    list(torch.utils.data.DataLoader(Noise(), num_workers=2))
+    np.random.default_rng().random(), np.random.default_rng(3)
+    np.random.default_rng().random()
+"""
+HYDRA_DRAWS = f"""
+import hydra
+{DRAWS}
+if __name__ == "__main__":
+    hydra.main(version_base=None, config_path=CONFIG_PATH, config_name=CONFIG_NAME)(main)()
+"""
+IN_WORKERS, FIRST = 8, 12  # the lines that draw without a seed, in DRAWS
+TO_DO = 'pass a seed: numpy.random.default_rng(1234), or torchrepro.stream("name").numpy()'
+
+
+def _said(stderr):
+    return [line for line in stderr.splitlines() if "drew without a seed" in line]
+
+
+def test_a_strict_run_ends_with_the_lines_that_drew_without_a_seed(torchrepro, write, tmp_path):
+    """Each function is named once with its first line and what to do, in a worker too; status 0."""
+    program = write({"draws.py": f"{DRAWS}\nmain()\n"})
+    ran = torchrepro("run", "debug-strict", "--", sys.executable, program)
+
+    assert ran.returncode == 0, ran.stderr
+    drew = f"numpy.random.default_rng() at {program}"
+    assert _said(ran.stderr) == [
+        f"torchrepro: drew without a seed, in workers: {drew}:{IN_WORKERS} ({TO_DO})",
+        f"torchrepro: drew without a seed: {drew}:{FIRST} ({TO_DO})",
+    ]
+
+
+def test_a_strict_job_says_and_keeps_what_drew_without_a_seed(hydra_app, run_python, tmp_path):
+    """A Hydra job says it as it ends, and its manifest has every line that drew."""
+    hydra_app(HYDRA_DRAWS, "own: 1\n")
+    ran = run_python("app.py", "+repro=debug-strict", "hydra.run.dir=out")
+    kept = json.loads((tmp_path / "out/.hydra/repro.json").read_text(encoding="utf-8"))["report"]
+
+    assert ran.returncode == 0, ran.stderr
+    source = (tmp_path / "app.py").read_text(encoding="utf-8")
+    first = source[: source.index(DRAWS)].count("\n") + FIRST
+    drew = f"numpy.random.default_rng() at {tmp_path}/app.py"
+    assert _said(ran.stderr)[-1].endswith(f"drew without a seed: {drew}:{first} ({TO_DO})")
+    assert [read["where"] for read in kept["unseeded"]] == [
+        f"{tmp_path}/app.py:{line}" for line in (first, first + 1)
+    ]
