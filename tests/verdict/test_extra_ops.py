@@ -105,6 +105,20 @@ def test_extra_ops_like_others_are_no_change_from_outside(name: str, *, more_in_
     assert not _wrong(CASES[name], more_in_left=more_in_left)
 
 
+def test_each_run_may_have_ops_of_its_own() -> None:
+    """An op that one run did here is not the like one that the other run did on another line."""
+    program = Program.of_lines(
+        ["z.exp()", "x.mul_(2)"], ["y = x + z", "if not extra: z.exp()", "y.sum()"]
+    )
+    with _folder() as folder:
+        runs = [program.record(folder / str(extra), extra=extra) for extra in (False, True)]
+        first = torchrepro.compare(*runs).first
+
+    assert first is not None
+    assert (first.kind, first.op) == (Kind.ONLY_ONE, "aten::exp")
+    assert first.what == "only B has it; A goes on with aten::add.Tensor"
+
+
 def test_programs_that_do_the_same_are_the_same() -> None:
     """Two runs that both do the ops more are the same."""
     for seed in range(10):

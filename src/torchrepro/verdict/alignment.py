@@ -1,8 +1,8 @@
 """Matches the items of two sequences, of which some were added, left out or moved.
 
-Records are matched in their order first, so that as few as possible are left over. Values decide
-only among such matchings. Otherwise an op that reads by chance what another reads elsewhere would
-be taken for that op, and an op more would be found there.
+Records are matched in their order first (`program_order`), so that as few as possible are left
+over. Values decide only among such matchings. Otherwise an op that reads by chance what another
+reads elsewhere would be taken for that op, and an op more would be found there.
 
 What is left over, or all if that is too much, is matched in linear time. That goes in rounds, from
 tokens that say all about an item to tokens that only name it. An item whose token is unique on both
@@ -20,13 +20,12 @@ from itertools import compress, count
 from operator import gt, ne
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.verdict.fewest_gaps import FewestGaps
+from torchrepro.verdict.program_order import pairs_in_order
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Sequence
 
     from torchrepro.verdict.columns import Columns
-    from torchrepro.verdict.fewest_gaps import Cost
 
     Names = Sequence[str]
     Tokens = Sequence[Hashable]
@@ -66,14 +65,16 @@ def match(left: Columns, right: Columns, rounds: Sequence[Names]) -> MatchedReco
     """Match records in their order by the columns of each round, the finest first."""
     if left.structure.keys == right.structure.keys:
         return MatchedRecords.place_by_place(len(left))
-    matching = _in_order(left, right, rounds[0])
-    if matching is None:
-        matching = Matching(len(left), len(right))
+    matching = Matching(len(left), len(right))
+    pairs, by_lines = pairs_in_order(left, right, rounds[0])
+    matching.join_all(pairs)
+    if not pairs:
         _join_ends(matching, _tokens(left, rounds[0]), _tokens(right, rounds[0]))
+    if by_lines:  # what moved has its line as well
+        rounds = [("lines", *rounds[0]), *rounds]
     if _some_are_free(matching):
-        _join_rest(
-            matching, *([_tokens(side, names) for names in rounds] for side in (left, right))
-        )
+        sides = ([_tokens(side, names) for names in rounds] for side in (left, right))
+        _join_rest(matching, *sides)
     return _matched_records(matching)
 
 
@@ -89,65 +90,6 @@ def _matched_records(matching: Matching) -> MatchedRecords:
     if any(map(gt, others, others[1:])):
         moved = frozenset(matched).difference(_rising(partners))
     return MatchedRecords(matched, others, _free(partners), _free(matching.of_right), moved=moved)
-
-
-def _in_order(left: Columns, right: Columns, finest: Names) -> Matching | None:
-    """Match records in their order with the fewest left over; None if that is too much work."""
-    head, tail = _equal_ends(left, right, ["lines", *finest])
-    ends = len(left) - tail, len(right) - tail
-    one, other = left.part(head, ends[0]), right.part(head, ends[1])
-    turned = len(one) > len(other)
-    pairs = _cheapest(other, one, finest) if turned else _cheapest(one, other, finest)
-    if pairs is None:
-        return None
-    matching = Matching(len(left), len(right))
-    matching.join_all(zip(range(head), range(head), strict=True))
-    for pair in pairs:
-        place, partner = reversed(pair) if turned else pair
-        matching.join(head + place, head + partner)
-    matching.join_all(zip(range(ends[0], len(left)), range(ends[1], len(right)), strict=True))
-    return matching
-
-
-def _cheapest(shorter: Columns, longer: Columns, finest: Names) -> Sequence[tuple[int, int]] | None:
-    """Return the pairs of a matching in order with the fewest records left over.
-
-    Of such matchings it is one whose records come from the same lines. Where there is none, as in a
-    program that was edited in between, it is the one whose records agree most.
-    """
-    found = FewestGaps.of(shorter.structure.keys, longer.structure.keys)
-    if found is None:
-        return None
-    lines = shorter.column("lines"), longer.column("lines")
-    facts = [(shorter.column(name), longer.column(name)) for name in finest if name != "keys"]
-    most = len(facts) * len(shorter) + 1  # dearer than all facts of all pairs
-    pairs = found.cheapest(_cost([(*lines, most), *((*fact, 1) for fact in facts)]))
-    if any(lines[0][place] != lines[1][partner] for place, partner in pairs):
-        most = len(shorter) + 1  # dearer than the lines of all pairs
-        pairs = found.cheapest(_cost([*((*fact, most) for fact in facts), (*lines, 1)]))
-    return pairs
-
-
-def _equal_ends(left: Columns, right: Columns, names: Names) -> tuple[int, int]:
-    """Return how many records at the beginning, and how many at the end, are equal."""
-    columns = [(left.column(name), right.column(name)) for name in names]
-    shorter = min(len(left), len(right))
-    head = min(_shared(one, other, shorter) for one, other in columns)
-    tail = min(_shared(one[::-1], other[::-1], shorter - head) for one, other in columns)
-    return head, tail
-
-
-def _cost(facts: Sequence[tuple[Sequence[Any], Sequence[Any], int]]) -> Cost:
-    """Return what it costs to pair two records: the prices of the facts in which they differ."""
-
-    def cost(left: int, right: int) -> int:
-        total = 0
-        for one, other, price in facts:
-            if one[left] != other[right]:
-                total += price
-        return total
-
-    return cost
 
 
 class Matching:
