@@ -174,10 +174,10 @@ def test_workers_that_their_author_seeds_are_the_finding(verified, tmp_path):
 
     assert found.verdict.first.op == "DataLoader"
     assert advice.cause.startswith("The batches differ only when worker processes load them.")
-    assert f"{place} is its worker_init_fn" in advice.cause
+    assert "by_pid at train.py:7 is its worker_init_fn" in advice.cause
     assert "worker_init_fn=" in advice.edit
     assert advice.setting == "dataloader.num_workers=0"
-    assert place in as_text(*verification_parts(found)).replace("\n", " ")
+    assert advice.edit in " ".join(as_text(*verification_parts(found)).split())
     (its,) = read_run(tmp_path / "out" / "run-1", records=False)[0].meta["loaders"]
     assert its == {
         "where": found.verdict.first.source,

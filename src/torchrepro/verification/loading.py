@@ -7,6 +7,7 @@ processes are not recorded, so these runs load in the main process.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrepro.trace.reader import read_run
@@ -29,7 +30,7 @@ _ONLY_IN_WORKERS = "The batches differ only when worker processes load them."
 
 
 @dataclass(frozen=True, slots=True)
-class Loader:
+class LoaderWithWorkers:
     """A loader whose batches differ, as the trace of a run tells of it."""
 
     worker_init_fn: str
@@ -59,7 +60,9 @@ class Loader:
                 "finish."
             )
         left = ", so torchrepro leaves the workers' seeds to it" if self.seeded else ""
-        return f"{self.worker_init_fn} is its worker_init_fn{left}."
+        name, _, where = self.worker_init_fn.partition(" at ")
+        shown = f"{name} at {Path(where).name}" if where else name
+        return f"{shown} is its worker_init_fn{left}."
 
     @property
     def _edit(self) -> str:
@@ -113,14 +116,14 @@ def loading_of(verdict: Verdict) -> Loading | None:
     )
 
 
-def _with_workers(verdict: Verdict, first: Divergence) -> Loader | None:
+def _with_workers(verdict: Verdict, first: Divergence) -> LoaderWithWorkers | None:
     """Return the loader in whose batch two runs diverge, if it has worker processes."""
     for trace in read_run(verdict.left, records=False):
         for its in trace.meta.get("loaders") or () if trace.rank == first.rank else ():
             if its.get("where") == first.source and its.get("workers"):
                 seeded = (trace.meta.get("knobs") or {}).get("dataloader.seeding") == "auto"
                 init = its.get("worker_init_fn") or ""
-                return Loader(init, bool(its.get("iterable")), seeded)
+                return LoaderWithWorkers(init, bool(its.get("iterable")), seeded)
     return None
 
 
