@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import FrameType
 
+address = id
+"""The function itself, and quick: another may stand in for it among the built-in ones."""
+
 _PATHS = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
 _OWN = str(Path(__file__).parent)
 _LIBRARIES = (*_PATHS, "<frozen ")  # the last is Python's import machinery

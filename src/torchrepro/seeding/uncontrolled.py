@@ -17,12 +17,11 @@ Not seen is what does not go through an attribute that can be replaced:
 from __future__ import annotations
 
 import sys
-from builtins import id as address  # the function itself: another may stand in for it
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.callers import is_library, package
+from torchrepro.callers import address, is_library, package
 from torchrepro.console import say
 from torchrepro.imports import AfterImport
 from torchrepro.messages import WIDE, shown

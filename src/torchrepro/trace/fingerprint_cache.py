@@ -8,6 +8,7 @@ from weakref import ref
 import torch
 import xxhash
 
+from torchrepro.callers import address
 from torchrepro.trace.device_fingerprint import device_fingerprint
 from torchrepro.trace.fingerprint import arrays, fingerprint
 from torchrepro.trace.format import INPUT, PARTLY, UNINITIALISED
@@ -81,7 +82,7 @@ class FingerprintCache:
             return entry[2]
         fingerprint = fingerprint_of(tensor)
         if self.new:
-            made = self.new.pop(id(tensor), None)
+            made = self.new.pop(address(tensor), None)
             if made is not None and made[0]() is tensor and made[1]:
                 made[1].pop()(tensor, fingerprint)
         return self.add(tensor, fingerprint)
@@ -91,19 +92,19 @@ class FingerprintCache:
 
         Its values count as they are then: the program may fill the memory in the meantime.
         """
-        self.new[id(tensor)] = ref(tensor), [first_read]
+        self.new[address(tensor)] = ref(tensor), [first_read]
 
     def pass_on(self, tensor: Any, result: Any) -> None:
         """Expect the first read of a new tensor under `result` too, which shares its memory."""
-        made = self.new.get(id(tensor))
+        made = self.new.get(address(tensor))
         if made is not None and made[0]() is tensor:
-            self.new[id(result)] = ref(result), made[1]
+            self.new[address(result)] = ref(result), made[1]
 
     def add(self, tensor: Any, fingerprint: Any) -> Digest:
         """Add a tensor whose memory was read; returns its digest."""
         self.bytes_read += size_of(tensor)
         digest = fingerprint[:INPUT] if fingerprint.__class__ is bytes else fingerprint
-        self.entries[id(tensor)] = ref(tensor), _version_of(tensor), digest, READ
+        self.entries[address(tensor)] = ref(tensor), _version_of(tensor), digest, READ
         return digest
 
     def pop_bytes_read(self) -> int:
@@ -113,7 +114,7 @@ class FingerprintCache:
 
     def is_unset(self, tensor: Any) -> bool:
         """Whether some or all of `tensor` is memory that no op is known to have written."""
-        entry = self.entries.get(id(tensor))
+        entry = self.entries.get(address(tensor))
         return entry is not None and entry[0]() is tensor and is_unset(entry[2])
 
     def end_step(self) -> None:
@@ -152,12 +153,12 @@ class FingerprintCache:
                 digest, shape, size = plain
                 self.bytes_read += size
                 short = digest[:INPUT]
-                self.entries[id(result)] = ref(result), _version_of(result), short, WRITTEN
+                self.entries[address(result)] = ref(result), _version_of(result), short, WRITTEN
                 return [digest], [shape]
         fingerprints: list[Any] = []
         shapes: list[Any] = []
         if facts.rebinds:
-            self.entries.pop(id(result), None)
+            self.entries.pop(address(result), None)
         elif result.__class__ is Tensor and not facts.writes:
             self._read_output(facts, result, _version_of(result), fingerprints, shapes)
         else:
@@ -185,7 +186,7 @@ class FingerprintCache:
         for tensor in (result,) if isinstance(result, Tensor) else result:
             shapes.append(shape_of(tensor))
             if base is not UNREAD:
-                self.entries[id(tensor)] = ref(tensor), version, digest, VIEW
+                self.entries[address(tensor)] = ref(tensor), version, digest, VIEW
             elif self.new:
                 self.pass_on(args[0], tensor)
         return shapes
@@ -197,12 +198,12 @@ class FingerprintCache:
         digest = _of_unset(inputs, key)
         # Autograd counts a write only after this, and never one of an inference tensor.
         version = _version_of(result) + (facts.writes and not result.is_inference())
-        self.entries[id(result)] = ref(result), version, digest[:INPUT], WRITTEN
+        self.entries[address(result)] = ref(result), version, digest[:INPUT], WRITTEN
         return [digest], [shape_of(result)]
 
     def _valid(self, tensor: Any) -> Entry | None:
         """Return the entry of a tensor that torch has not written since."""
-        entry = self.entries.get(id(tensor))
+        entry = self.entries.get(address(tensor))
         if entry is not None and entry[0]() is tensor and entry[1] == _version_of(tensor):
             return entry
         return None
@@ -214,7 +215,7 @@ class FingerprintCache:
         for value in values:
             kind = value.__class__
             if kind in PLAIN:
-                entry = entries.get(id(value))
+                entry = entries.get(address(value))
                 if entry is not None and entry[0]() is value and entry[1] == _version_of(value):
                     digests.append(entry[2])
                     if entry[2].__class__ is InFlight:
@@ -247,17 +248,17 @@ class FingerprintCache:
             short = digest[:INPUT] if digest.__class__ is bytes else digest
             self.bytes_read += size_of(tensor)
         shapes.append(shape_of(tensor))
-        self.entries[id(tensor)] = ref(tensor), version, short, WRITTEN
+        self.entries[address(tensor)] = ref(tensor), version, short, WRITTEN
 
     def _update_unset_base(self, view: Any) -> None:
         """Update the digest of memory that is unset in part, of which an op has written `view`."""
         base, entries = view._base, self.entries  # noqa: SLF001 - see above
-        before, after = entries.get(id(base)), entries[id(view)]
+        before, after = entries.get(address(base)), entries[address(view)]
         if before is None or before[0]() is not base or not is_unset(before[2]):
             return
         where = repr((view.storage_offset(), view.shape, view.stride())).encode()
         digest = _of_unset([before[2], after[2]], where)
-        entries[id(base)] = before[0], after[1], digest[:INPUT], WRITTEN
+        entries[address(base)] = before[0], after[1], digest[:INPUT], WRITTEN
 
 
 def is_unset(digest: Digest) -> bool:

@@ -12,7 +12,7 @@ from weakref import ref
 
 import torch
 
-from torchrepro.callers import is_library
+from torchrepro.callers import address, is_library
 from torchrepro.policies.placement import bare
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ _places: dict[tuple[str, int, int], Place] = {}
 
 def place_at(module: str, code: CodeType | None, instruction: int) -> Place:
     """Return the one object for a module and an instruction."""
-    key = module, id(code), instruction  # by identity: code objects take long to hash
+    key = module, address(code), instruction  # by identity: code objects take long to hash
     found = _places.get(key)
     if found is None:
         found = _places[key] = Place(module, code, instruction)  # and keeps the code alive
@@ -70,7 +70,7 @@ def place_at(module: str, code: CodeType | None, instruction: int) -> Place:
 
 NOWHERE = place_at("", None, 0)
 _CALLS_A_MODULE = torch.nn.Module._call_impl.__code__  # noqa: SLF001 - the frame of every call of a module; were it gone, modules would have no names
-_kinds: dict[int, int] = {id(_CALLS_A_MODULE): _MODULE}
+_kinds: dict[int, int] = {address(_CALLS_A_MODULE): _MODULE}
 _seen: list[CodeType] = []  # keeps alive what `_kinds` is about, so that no id has two meanings
 
 
@@ -79,14 +79,14 @@ def _kind(code: CodeType) -> int:
         kind = _ENGINE
     else:
         kind = _LIBRARY if is_library(code.co_filename) else _USER
-    _kinds[id(code)] = kind
+    _kinds[address(code)] = kind
     _seen.append(code)
     return kind
 
 
 def is_of_program(code: CodeType) -> bool:
     """Whether `code` is the program's own, and not a library's."""
-    kind = _kinds.get(id(code), -1)
+    kind = _kinds.get(address(code), -1)
     return (kind if kind >= 0 else _kind(code)) == _USER
 
 
@@ -101,14 +101,14 @@ class ModuleNames:
 
     def of_module(self, module: Any, frame: FrameType) -> str:
         """Return the path of `module`, whose call `frame` is, within its model."""
-        known = self._modules.get(id(module))
+        known = self._modules.get(address(module))
         if known is not None and known[0]() is module:
             return known[1]
         self._learn(_outermost(module, frame))
-        known = self._modules.get(id(module))
+        known = self._modules.get(address(module))
         if known is None or known[0]() is not module:  # in no attribute of the model
-            self._modules[id(module)] = ref(module), type(module).__name__
-        return self._modules[id(module)][1]
+            self._modules[address(module)] = ref(module), type(module).__name__
+        return self._modules[address(module)][1]
 
     def place_of(self, module: Any) -> Place:
         """Return the place of a module whose call is under way, and the line that called it."""
@@ -117,12 +117,12 @@ class ModuleNames:
 
     def of_parameter(self, parameter: Any) -> tuple[str, str] | None:
         """Return the module that owns `parameter` and its name there, if its model was called."""
-        known = self._parameters.get(id(parameter))
+        known = self._parameters.get(address(parameter))
         return known[1:] if known is not None and known[0]() is parameter else None
 
     def learn(self, tensor: Any, module: str, name: str) -> None:
         """Name a tensor after the parameter that it belongs to."""
-        self._parameters[id(tensor)] = ref(tensor), module, name
+        self._parameters[address(tensor)] = ref(tensor), module, name
 
     def learn_optimizer(self, optimizer: Any) -> None:
         """Name gradients and an optimizer's state after their parameters."""
@@ -148,9 +148,9 @@ class ModuleNames:
         for name, module in model.named_modules():
             short = bare(name) if name and module is not _unwrapped(model) else ""
             path = label if not short else short if first else f"{label}:{short}"
-            known = self._modules.get(id(module))
+            known = self._modules.get(address(module))
             if known is None or known[0]() is not module:
-                self._modules[id(module)] = ref(module), path
+                self._modules[address(module)] = ref(module), path
             for own, parameter in module.named_parameters(recurse=False):
                 self.learn(parameter, path, own)
 
@@ -187,7 +187,7 @@ def place_of_call(names: ModuleNames, depth: int) -> tuple[Place, bool]:
     code, instruction, kinds = None, 0, _kinds
     while frame is not None:
         its = frame.f_code
-        kind = kinds.get(id(its), -1)
+        kind = kinds.get(address(its), -1)
         if kind < 0:
             kind = _kind(its)
         if kind == _USER:
@@ -209,7 +209,7 @@ def _user_code(frame: FrameType | None) -> tuple[CodeType | None, int]:
     kinds = _kinds
     while frame is not None:
         its = frame.f_code
-        kind = kinds.get(id(its), -1)
+        kind = kinds.get(address(its), -1)
         if kind == _USER or (kind < 0 and _kind(its) == _USER):
             return its, frame.f_lasti
         frame = frame.f_back

@@ -13,6 +13,7 @@ from weakref import ref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchrepro.callers import address
 from torchrepro.trace import hooks
 from torchrepro.trace.fingerprint_cache import fingerprint_of, fingerprinted, is_unset
 from torchrepro.trace.format import NEW_TENSOR, OPTIMIZER_STEP
@@ -340,9 +341,9 @@ class RecordingMode(TorchDispatchMode):
             if any(kind.__module__.startswith(_TRACING) for kind in types):
                 return func(*args, **(kwargs or {}))
             return NotImplemented
-        facts = _facts.get(id(func))
+        facts = _facts.get(address(func))
         if facts is None:
-            facts = _facts[id(func)] = facts_of(func)
+            facts = _facts[address(func)] = facts_of(func)
         if facts.transparent:
             return self._run_transparent(facts, args, kwargs)
         given = self.cache.inputs(facts, args, kwargs)
@@ -360,9 +361,9 @@ class RecordingMode(TorchDispatchMode):
             self._expect_first_read(facts, args, result)
         elif cache.new and args:
             cache.pass_on(args[0], result)
-        entry = cache.entries.get(id(args[0])) if args else None
+        entry = cache.entries.get(address(args[0])) if args else None
         if entry is not None and entry[0]() is args[0] and isinstance(result, torch.Tensor):
-            cache.entries[id(result)] = (ref(result), *entry[1:])
+            cache.entries[address(result)] = (ref(result), *entry[1:])
             if self.now.optimizer is not None:
                 self.origin.passed_on(args[0], result)
         return result
