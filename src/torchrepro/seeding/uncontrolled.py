@@ -208,7 +208,7 @@ ENVIRONMENT: tuple[Source, ...] = (
         "threading",
         "Thread.start",
         "the timing of threads",
-        "compute it on one thread, or add up the results of the threads in a fixed order",
+        "join the thread before its result is used, and add up results in a fixed order",
         through=("concurrent.futures.thread", "multiprocessing.pool", "multiprocessing.dummy"),
     ),
 )

@@ -19,6 +19,7 @@ from torchrepro.verdict.evidence import (
     LOADER,
     MAIN_THREADS,
     NO_VALUE,
+    THREADS,
     WORKERS,
     Evidence,
     accelerator,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from torchrepro.knobs.knob import Knob
-    from torchrepro.verdict.value import Divergence, Program, Setting, Verdict
+    from torchrepro.verdict.value import Divergence, Program, Setting, SourceRead, Verdict
 
 
 _FEW, _FEW_SUSPECTS = 3, 2
@@ -72,6 +73,10 @@ def advice(
     unseen = _may_hide_a_change(rule, evidence, meta)
     if unseen:
         cause = f"{cause.removesuffix('.')}; or an input was changed outside torch in mid-step."
+    started = [each for each in verdict.program.reads if each.what == THREADS]
+    if rule in KERNEL_RULES and started:
+        edit = edit or edit_at(started[0])
+        cause = f"{cause.removesuffix('.')}; or a thread ({_short(started[0].where)}) changed it."
     fixes = (*_common_values(rule, evidence), *rule.fixes)
     suspicion = _suspicion(evidence) if rule.by_program else None
     if suspicion is not None:
@@ -99,13 +104,18 @@ def _suspicion(evidence: Evidence) -> tuple[str, str] | None:
         return (
             f"{seed.name} at {_short(seed.where)} was given another seed in each run: "
             f"{seed.left} and {seed.right}.",
-            f"{seed.instead} ({_short(seed.where)})",
+            edit_at(seed),
         )
     suspects = evidence.suspects[:_FEW_SUSPECTS]
     if not suspects:
         return None
     read = " and ".join(f"{one.what} ({one.name} at {_short(one.where)})" for one in suspects)
-    return f"It reads {read}.", f"{suspects[0].instead} ({_short(suspects[0].where)})"
+    return f"It reads {read}.", edit_at(suspects[0])
+
+
+def edit_at(read: SourceRead) -> str:
+    """Return what to write instead of a read that no seed decides, and where."""
+    return f"{read.instead} ({_short(read.where)})"
 
 
 def _short(where: str) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.catalogue import CATALOGUE
-from torchrepro.trace.format import INPUT, UNINITIALISED
+from torchrepro.trace.format import PARTLY, UNINITIALISED
 from torchrepro.verdict.value import UNKNOWN_PROGRAM
 
 if TYPE_CHECKING:
@@ -116,11 +116,19 @@ def uses(program: Program, feature: str) -> bool:
     return not feature or program.features is None or feature in program.features
 
 
+THREADS = "the timing of threads"
 SUSPECTS = (
-    *("entropy", "the process id", "the clock", "the order of files", "an address"),
-    *("a hash", "threads"),
+    "entropy of the operating system",
+    "the clock and the network card",
+    "the number of the process",
+    "the order of files",
+    "an address",
+    "a hash",
+    "the clock",
+    THREADS,
 )
-"""What a program may read that no seed decides, the surest cause first."""
+"""What a program may read that no seed decides (`seeding.uncontrolled` has the functions), the
+surest cause first: most programs read the clock, and only to measure."""
 
 MAIN_THREADS = ("", "MainThread", "main")
 DECLARED = ("guarantee", "profile", "digest", "program", "program_text", "level")
@@ -129,7 +137,7 @@ DECLARED = ("guarantee", "profile", "digest", "program", "program_text", "level"
 SET_BY = {"hardware: threads": "env.OMP_NUM_THREADS"}
 """Observed settings that a knob decides, with that knob."""
 
-_NOT_SET = UNINITIALISED.hex()
+_NOT_SET, _PARTLY_SET = UNINITIALISED.hex(), PARTLY.hex()
 _PROBABILITY = re.compile(r"(?<![=\w.])0?\.\d*[1-9]\d*")
 NO_VALUE = (None, "", "-", "null", "None")
 
@@ -219,11 +227,13 @@ class Evidence:
 
     @property
     def reads_unwritten_memory(self) -> bool:
-        """Whether an input of the op is memory that nothing has written."""
+        """Whether an input of the op is memory that nothing, or not all, has been written of."""
         if self.op in OVERWRITING or self.first.op.endswith("out"):
             return False
         return any(
-            text[: 2 * INPUT] == _NOT_SET for side in self.sides for text in side.input_fingerprints
+            text.startswith((_NOT_SET, _PARTLY_SET))
+            for side in self.sides
+            for text in side.input_fingerprints
         )
 
     @property

@@ -159,7 +159,8 @@ def _both_sides(first: Divergence) -> Iterator[tuple[str, str]]:
     one, two = left or right, right or left
     if one is None or two is None:
         return
-    yield "outputs", pair(one.outputs, two.outputs)
+    if one.outputs or two.outputs:
+        yield "outputs", pair(one.outputs, two.outputs)
     if one.argument != two.argument:
         yield "arguments", pair(one.argument, two.argument)
     if left is None or right is None or first.elements:
@@ -214,7 +215,7 @@ def _advice(verdict: Verdict, level: EscalationLevel | None) -> Rows:
             explain = f"torchrepro explain {quote(found.knob)}"
             rows += [("try", f"{quote(found.setting)}   ({explain})")]
         rows += [("edit", found.edit)] if found.edit else []
-    if level:
+    if level and not (found and level.overrides == (found.setting,)):
         rows += [("next level", f"{level.name}: {_overrides(level)}")]
     if found and found.closer:
         rows += [("look closer", found.closer), ("", SAME_FOR_B)]
@@ -391,7 +392,8 @@ def aftermath(verdict: Verdict) -> str:
     if not verdict.propagated and not verdict.independent:
         return "nothing later differs"
     parts = [f"{counted(verdict.propagated, 'record')} only pass it on"] * bool(verdict.propagated)
-    alone = f"{counted(verdict.independent, 'record')} differ on their own, from equal inputs"
+    own = "differs on its own" if verdict.independent == 1 else "differ on their own"
+    alone = f"{counted(verdict.independent, 'record')} {own}, from equal inputs"
     return "; ".join([*parts, *([alone] if verdict.independent else [])])
 
 

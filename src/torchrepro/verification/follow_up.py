@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torchrepro.errors import ProfileError
 from torchrepro.profile.composition import flatten
 from torchrepro.profile.load import resolve
-from torchrepro.verdict.diagnosis import next_level
+from torchrepro.verdict.diagnosis import edit_at, next_level
 from torchrepro.verdict.render import headline, moment, place
 from torchrepro.verdict.value import Advice
 from torchrepro.verification.loading import (
@@ -66,22 +66,26 @@ def _rerecord(
         runs.append(detailed.run(resolved, f"closer-{number}", environment))
     if not all(run.recorded for run in runs):
         return with_note(
-            verdict, "a closer look showed nothing: its runs ended before they got there"
+            _looked_at(verdict),
+            "a closer look showed nothing: its runs ended before they got there",
         )
     closer = runner.compare(*runs)
-    if closer.first is None:
+    if closer.first is not None and _spot(closer.first) == _spot(first):
+        merged = replace(verdict, first=closer.first, program=closer.program)
         return with_note(
-            verdict,
-            "two more runs, recorded in detail, were the same there: it varies from run to run",
+            _looked_at(runner.advised(merged, runs[0])),
+            "the divergence is shown as two more runs recorded it, in detail",
         )
-    if _spot(closer.first) != _spot(first):
-        return with_note(
-            verdict,
-            f"two more runs, recorded in detail, diverge {place(closer.first)}: it varies from run "
-            "to run",
-        )
-    merged = replace(verdict, first=closer.first, advice=closer.advice, program=closer.program)
-    return with_note(merged, "the divergence is shown as two more runs recorded it, in detail")
+    what = f"diverge {place(closer.first)}" if closer.first else "were the same there"
+    return with_note(
+        _looked_at(runner.advised(replace(verdict, program=closer.program), runs[0])),
+        f"two more runs, recorded in detail, {what}: it varies from run to run",
+    )
+
+
+def _looked_at(verdict: Verdict) -> Verdict:
+    """Return a verdict whose advice does not ask for the closer look that has been taken."""
+    return replace(verdict, advice=verdict.advice and replace(verdict.advice, closer=""))
 
 
 def _spot(first: Divergence) -> tuple[object, ...]:
@@ -139,11 +143,13 @@ def with_perturbation(
     key, _, value = row.fix.partition("=")
     given = str(flatten(resolved.values if resolved else {}).get(key, "")).lower()
     helps = bool(row.fix) and given != value
+    read = next((each for each in verdict.program.reads if each.what == row.source), None)
     advice = replace(
         verdict.advice,
-        cause=f"{row.finding}: {stressed.what} ({row.action})",
+        cause=f"{row.finding[:1].upper()}{row.finding[1:]}: {stressed.what} ({row.action}).",
         knob=key if helps else "",
         setting=row.fix if helps else "",
+        edit=edit_at(read) if read else verdict.advice.edit,
     )
     return replace(verdict, advice=advice)
 

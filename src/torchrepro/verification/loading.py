@@ -134,7 +134,9 @@ def follow_into_dataset(
 
     The verdict stays, with what that means, if they are the same, diverge elsewhere, or fail.
     """
-    request = replace(runner.request, steps=loading.steps, samples=True, statistics=False)
+    request = replace(
+        runner.request, steps=loading.steps, samples=True, detail=True, statistics=False
+    )
     recorder = replace(runner, request=request, tolerance=None)
     runs: list[Run] = []
     for number, (resolved, environment) in enumerate(setups, start=1):

@@ -133,6 +133,8 @@ class Perturbation:
     """Returns why it cannot be done here, or nothing."""
     fix: str = ""
     """The override that helps, if there is one."""
+    source: str = ""
+    """What a program reads that this perturbs, in the words of `seeding.uncontrolled`."""
     overriding: OverridingRun | None = None
     """What is done where the profile sets what this row changes; None if it is skipped then."""
 
@@ -213,6 +215,7 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
             "the order of a set of strings, or a hash of text, decides the result",
             "sort it before it is used: sorted(...)",
         ),
+        source="a hash",
     ),
     Perturbation(
         "allocation",
@@ -220,12 +223,14 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         "the result depends on an address: the id of an object, the alignment of memory, or memory "
         "that is read beyond its end",
         _other_allocation,
+        source="an address",
     ),
     Perturbation(
         "thread scheduling",
         f"Python's threads take turns every {_SWITCH * 1e6:.0f} microseconds",
         "threads race: the result depends on which of them comes first",
         lambda number: RunEnvironment(in_process={"thread scheduling": _SWITCH}),
+        source="the timing of threads",
     ),
     Perturbation(
         "affinity",
@@ -233,6 +238,7 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         "threads race, or the result depends on the number of usable CPUs",
         _some_cpus,
         obstacle=_no_choice_of_cpus,
+        source="the timing of threads",
     ),
     Perturbation(
         "loader timing",
@@ -246,6 +252,7 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         "Python's `time` tells another day",
         "the result depends on the time of day: a seed, a name, a limit",
         _another_day,
+        source="the clock",
     ),
     Perturbation(
         "time zone",
@@ -258,6 +265,7 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         "every folder lists its files in another order",
         "the result depends on the order in which files are listed",
         lambda number: RunEnvironment(in_process={"file order": number}),
+        source="the order of files",
     ),
     Perturbation(
         "working directory",

@@ -128,9 +128,13 @@ class Runner:
                     different, compared=found.compared, losses=found.losses, map=found.map
                 )
             found = replace(found, notes=(_exits(first, other), *found.notes))
-        meta = read_run(first.folder, records=False)[0].meta
+        return self.advised(found, first)
+
+    def advised(self, verdict: Verdict, run: Run) -> Verdict:
+        """Return a verdict with advice by what the trace of a run says of the program."""
+        meta = read_run(run.folder, records=False)[0].meta
         command = shell_line(shareable(self.command, secrets_here()))
-        return replace(found, advice=advice(found, meta, command))
+        return replace(verdict, advice=advice(verdict, meta, command))
 
 
 @contextmanager
