@@ -212,7 +212,8 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
             _another_hash_seed,
             "it differs when Python's hash seed does: `torchrepro run` and `verify` fix it, "
             "`+repro=` alone does not",
-            "the order of a set of strings, or a hash of text, decides the result",
+            "The order of a set of strings, or a hash of text, decides the result. It differs when "
+            "Python's hash seed does: `torchrepro run` fixes it, `+repro=` alone does not.",
             "sort it before it is used: sorted(...)",
         ),
         source="a hash",
