@@ -303,6 +303,15 @@ KERNEL_RULES: tuple[Rule, ...] = (
 )
 
 
+WRITTEN_BEFORE = (Kind.INPUT, Kind.DATA)
+"""How records differ that read what was written otherwise, by whom is not known."""
+
+
+def _is_made_outside(e: Evidence) -> bool:
+    """Whether the record is of values that the program gave to torch."""
+    return e.first.op in (NEW_TENSOR, DATALOADER) or is_returned(e.first.op)
+
+
 def _is_collective(e: Evidence) -> bool:
     return e.first.phase == "collective" or "c10d" in e.namespace
 
@@ -414,10 +423,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "A race: threads reach one tensor in varying order, here {op} on {threads}. A lock keeps "
         "them apart, not in order.",
-        (Kind.OUTPUTS, Kind.INPUT, Kind.ARGUMENT, Kind.ONLY_ONE),
-        lambda e: (
+        fits=lambda e: (
             e.of_threads
-            and (e.first.kind is Kind.INPUT or e.writes_in_place or bool(e.first.writers))
+            and (e.writes_in_place or bool(e.first.writers) or e.first.kind in WRITTEN_BEFORE)
+            and not _is_made_outside(e)
         ),
         edit="give each thread a tensor of its own, and add these up in a fixed order once the "
         "threads have joined",
@@ -425,7 +434,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "The program made this tensor from other values{generic}.",
         (Kind.DATA,),
-        lambda e: e.first.op == NEW_TENSOR or is_returned(e.first.op),
+        _is_made_outside,
         (SEED, HASHES),
         by_program=True,
     ),

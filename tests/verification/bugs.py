@@ -1,0 +1,300 @@
+"""Ordinary bugs that make the runs of a program differ, each with what `verify` has to say of it.
+
+The line to be named, or one of them, ends with ``# <- here``. The fix is what the verdict proposes,
+done to the program: an edit of one line, or an override.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TRAIN = """
+model = torch.nn.Linear({width}, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for {names} in {batches}:
+    loss = model({batch}).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def _trained(before: str, batch: str, width: int, names: str = "step", batches: str = "range(3)"):
+    return before + TRAIN.format(batch=batch, width=width, names=names, batches=batches)
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """A program with a bug, what the verdict says of it, and the fix that it proposes."""
+
+    program: str
+    cause: str
+    """What the likely cause contains."""
+    edit: tuple[str, str] = ("", "")
+    """What is replaced in the program, and by what."""
+    setting: str = ""
+    """The override that is proposed and helps without an edit."""
+    advice: str = ""
+    """What the proposed edit contains."""
+    profile: str = "debug-strict"
+    stress: tuple[str, ...] = ()
+    in_forks: bool = True
+    """Whether forks of one Python show it: they have its hash seed and its addresses."""
+
+
+AUGMENTATION = _trained(
+    """
+import time, numpy as np, torch
+class Digits(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12
+    def __getitem__(self, index):
+        return augmented(np.full(8, index, "float32")), index % 2
+def augmented(image):
+    rng = np.random.default_rng(time.time_ns())  # <- here
+    return image + rng.random(8, "float32")  # <- here
+loader = torch.utils.data.DataLoader(Digits(), batch_size=4, num_workers=2)
+""",
+    *("images", 8, "images, labels", "loader"),
+)
+VOCABULARY = _trained(
+    """
+import torch
+words = "the cat sat on the mat and the dog sat on the rug".split()
+vocabulary = {word: number for number, word in enumerate(set(words))}
+ids = torch.tensor([vocabulary[word] for word in words])  # <- here
+""",
+    *("torch.nn.functional.one_hot(ids, 8).float()", 8),
+)
+RACE = _trained(
+    """
+import threading, time, torch
+total, lock = torch.ones(4), threading.Lock()
+def add(number):
+    for _ in range(8):
+        time.sleep(0.0005)
+        with lock:
+            total.index_add_(0, torch.tensor([1]), total[1:2] * (0.1 + number))  # <- here
+def add_up():
+    threads = [threading.Thread(target=add, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+add_up()
+""",
+    *("total.log()", 4),
+)
+WORKER_SEEDS = _trained(
+    """
+import os, numpy as np, torch
+class Noise(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12
+    def __getitem__(self, index):
+        return torch.from_numpy(np.random.rand(8)).float() + index
+def seed_by_pid(worker):  # <- here
+    np.random.seed(os.getpid())
+loader = torch.utils.data.DataLoader(
+    Noise(), batch_size=4, num_workers=2, worker_init_fn=seed_by_pid
+)
+""",
+    *("batch", 8, "batch", "loader"),
+)
+LEARNING_RATE = """
+import time, torch
+def rate(step):
+    return 0.1 / (step + 1 + time.time() % 1)  # <- here
+weight = torch.ones(4, requires_grad=True)
+optimizer = torch.optim.Adam([weight], lr=0.1)
+for step in range(3):
+    weight.square().mean().backward()
+    for group in optimizer.param_groups:
+        group["lr"] = rate(step)
+    optimizer.step()  # <- here
+"""
+NEGATIVES = _trained(
+    """
+import random, torch
+chance = random.SystemRandom()
+def negatives(count):
+    return torch.tensor([chance.randrange(1000) for _ in range(count)])  # <- here
+""",
+    *("negatives(4).float()", 4),
+)
+FILES = _trained(
+    """
+import os, torch
+os.makedirs("parts", exist_ok=True)
+for number in range(8):
+    with open(f"parts/{number}.txt", "w") as file:
+        file.write(str(number * 0.5))
+values = [float(open(f"parts/{name}").read()) for name in os.listdir("parts")]  # <- here
+data = torch.tensor(values)  # <- here
+""",
+    *("data", 8),
+)
+UNWRITTEN = _trained(
+    """
+import torch
+def batch():
+    rows = torch.empty(64, 4096)
+    rows[:60] = torch.randn(60, 4096)
+    return rows
+""",
+    *("batch().nan_to_num().clamp(-9, 9)", 4096),
+).replace("mean()", "mean()  # <- here")
+ADDRESSES = _trained(
+    """
+import torch
+class Item:
+    def __init__(self, value):
+        self.value = value
+        self.rest = bytes(16 + int(value * 977) % 4096)
+items = {id(item): item for item in [Item(number * 0.5) for number in range(64)]}  # <- here
+order = sorted(items, key=lambda key: key % 1009)
+data = torch.tensor([items[key].value for key in order])  # <- here
+""",
+    *("data", 64),
+)
+SUM_OVER_THREADS = """
+import threading, time, torch
+weight = torch.linspace(0.1, 1.0, 1000, requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+def part(number, total):
+    value = (weight[number::8] * 1e3).square().sum()  # <- here
+    time.sleep(0.003)
+    total.append((number, value))
+for step in range(3):
+    total = []
+    threads = [threading.Thread(target=part, args=(number, total)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    loss = sum(value for number, value in total) / 1e6  # <- here
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+CUSTOM_KERNEL = (
+    _trained(
+        """
+import os, torch
+@torch.library.custom_op("lab::sum_by_atomics", mutates_args=())
+def sum_by_atomics(values: torch.Tensor) -> torch.Tensor:
+    order = list(range(len(values)))
+    order.sort(key=lambda place: os.urandom(4))
+    total = torch.zeros(())
+    for place in order:
+        total = total + values[place]
+    return total
+data = torch.logspace(-4, 4, 50)
+""",
+        *("sum_by_atomics(data * (step + 1)).reshape(1)", 1),
+    )
+    .replace("loss = ", "loss = ")
+    .replace(".square().mean()", ".square().mean()  # <- here")
+)
+STALE_BUFFER = _trained(
+    """
+import threading, time, numpy as np, torch
+buffer = np.zeros((256, 4), "float32")
+def refill(step):
+    for row in range(256):
+        time.sleep(0.00001)
+        buffer[row] = step + row + 1
+def batch(step):
+    thread = threading.Thread(target=refill, args=(step,))  # <- here
+    thread.start()  # <- here
+    time.sleep(0.0025)
+    rows = torch.tensor(buffer)  # <- here
+    thread.join()
+    return rows
+""",
+    *("batch(step)", 4),
+)
+
+BUGS = {
+    "augmentation seeded from the clock": Bug(
+        AUGMENTATION,
+        "numpy.random.default_rng at train.py:",
+        ("default_rng(time.time_ns())", "default_rng(int(image[0]))"),
+        advice="a seed that is the same in every run",
+    ),
+    "vocabulary from a set": Bug(
+        VOCABULARY,
+        "The order of a set",
+        ("enumerate(set(words))", "enumerate(sorted(set(words)))"),
+        advice="sorted(",
+        stress=("hash seed",),
+        in_forks=False,
+    ),
+    "race under a lock": Bug(
+        RACE,
+        "threads reach one tensor in varying order",
+        ("add_up()\n\n", "for number in range(4):\n    add(number)\n\n"),
+        advice="a fixed order",
+    ),
+    "worker_init_fn seeding from the pid": Bug(
+        WORKER_SEEDS,
+        "seed_by_pid at train.py:",
+        (", worker_init_fn=seed_by_pid", ""),
+        setting="dataloader.num_workers=0",
+        advice="remove `worker_init_fn=`",
+    ),
+    "learning rate from the clock": Bug(
+        LEARNING_RATE,
+        "the clock (time.time at train.py:",
+        (" + time.time() % 1", ""),
+        advice="do not compute with the clock",
+    ),
+    "negatives from SystemRandom": Bug(
+        NEGATIVES,
+        "entropy of the operating system (random.SystemRandom at train.py:",
+        ("random.SystemRandom()", "random.Random(1234)"),
+        advice="random.Random(1234)",
+    ),
+    "files in the order of listdir": Bug(
+        FILES,
+        "the order in which files are listed",
+        ('os.listdir("parts")', 'sorted(os.listdir("parts"))'),
+        advice="sorted(os.listdir(...))",
+        stress=("file order",),
+    ),
+    "memory that nobody wrote": Bug(
+        UNWRITTEN,
+        "reads memory that nothing has written",
+        ("torch.empty(", "torch.zeros("),
+        setting="backends.torch.deterministic_algorithms=error",
+        advice="torch.zeros in place of torch.empty",
+        profile="seed-only",
+        stress=("memory contents",),
+        in_forks=False,
+    ),
+    "a dictionary keyed by id": Bug(
+        ADDRESSES,
+        "an address (builtins.id at train.py:",
+        ("id(item): item", "item.value * 34: item"),
+        advice="not by id()",
+        in_forks=False,
+    ),
+    "a sum over threads": Bug(
+        SUM_OVER_THREADS,
+        "threads reach one tensor in varying order",
+        ("for number, value in total)", "for number, value in sorted(total, key=lambda x: x[0]))"),
+        advice="a fixed order",
+    ),
+    "a kernel of one's own": Bug(
+        CUSTOM_KERNEL,
+        "lab::sum_by_atomics is a custom kernel",
+        ("    order.sort(key=lambda place: os.urandom(4))\n", ""),
+        advice="one fixed order",
+    ),
+    "a stale buffer": Bug(
+        STALE_BUFFER,
+        "the timing of threads (threading.Thread.start at train.py:",
+        ("    time.sleep(0.0025)\n", "    thread.join()\n"),
+        advice="join the thread before its result is used",
+    ),
+}
