@@ -1,11 +1,14 @@
 """Runs as a whole: their ranks, their ends, their settings, and what can be asked of them."""
 
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from torchrepro import TraceError
+from torchrepro.trace.format import SCHEMAS, WITHOUT_SEALS
 from torchrepro.verdict.comparison import compare, next_level
 from torchrepro.verdict.value import Kind, Setting
 
@@ -504,3 +507,20 @@ def test_what_one_recording_leaves_out_after_the_last_step_is_no_step(tmp_path: 
         "3 steps are recorded in A only, from step 2 on",
         "what comes after the last step is recorded in A only",
     )
+
+
+def test_what_an_older_recorder_did_not_record_is_not_compared(tmp_path: Path) -> None:
+    """Against a trace of 0.2.0, records of new tensors and of optimizers' arguments are left out."""
+    new = Op("new tensor", outputs=(value("batch"),))
+    arguments = Op("SGD.step()", phase="optimizer", argument='[{"lr": 0.1}]')
+    ops = chain(4)
+    older = write(tmp_path / "older", [Step(ops), Step(ops)])
+    newer = write(tmp_path / "newer", [Step((new, *ops, arguments))] * 2)
+
+    assert not compare(older, newer).same
+    with closing(sqlite3.connect(tmp_path / "older" / "rank0.sqlite")) as file, file:
+        file.execute("drop table seal")
+        file.execute(SCHEMAS[WITHOUT_SEALS].split(";")[-2])
+        file.execute("update meta set value = '1' where key = 'format'")
+    for one, other in ((older, newer), (newer, older)):
+        assert compare(one, other).same

@@ -200,8 +200,9 @@ _OF_RECORDS = frozenset(field.name for field in fields(Columns))
 class Reader:
     """Reads the records of a trace step by step."""
 
-    def __init__(self, trace: Trace, shared: SharedNumbers) -> None:
+    def __init__(self, trace: Trace, shared: SharedNumbers, left_out: Collection[int] = ()) -> None:
         self.trace = trace
+        self._left_out = frozenset(left_out)  # the sites whose records are not compared
         self._numbers = {
             number: _site_columns(site, shared, self.algorithms(site.outputs))
             for number, site in trace.sites.items()
@@ -234,7 +235,10 @@ class Reader:
             (*self._range(step), MAIN),
         )
         while rows := cursor.fetchmany(PART):
-            yield self._columns(rows)
+            if self._left_out:
+                rows = [row for row in rows if row[1] not in self._left_out]
+            if rows:
+                yield self._columns(rows)
 
     def rows_beside_main(self, steps: Iterable[int]) -> Iterator[list[OtherRow]]:
         """Yield the records of other threads in some steps, in order and in parts."""
@@ -245,6 +249,8 @@ class Reader:
                 (first, end, MAIN),
             )
             while rows := cursor.fetchmany(AT_ONCE):
+                if self._left_out:
+                    rows = [row for row in rows if row[3] not in self._left_out]
                 yield rows
 
     def used(self, step: int, column: str) -> Collection[int]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
+from torchrepro.trace.format import NEW_TENSOR, OPTIMIZER_STEP
 from torchrepro.verdict import columns
 from torchrepro.verdict.alignment import MatchedRecords, match
 from torchrepro.verdict.columns import MAIN, Reader, StepComparison, joined, shared_numbers
@@ -16,6 +17,7 @@ from torchrepro.verdict.criteria import Differences
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from torchrepro.trace.reader import Trace
     from torchrepro.verdict.columns import Columns, Pair
     from torchrepro.verdict.criteria import Judge
     from torchrepro.verdict.first_difference import FirstDifference
@@ -90,7 +92,9 @@ class Records:
         self.pair = pair
         self.judge = judge
         shared = shared_numbers()
-        self.readers = Reader(pair.left, shared), Reader(pair.right, shared)
+        one_is_older = pair.left.sealed != pair.right.sealed
+        left, right = (_unknown_to_0_2_0(trace) if one_is_older else () for trace in pair.traces)
+        self.readers = Reader(pair.left, shared, left), Reader(pair.right, shared, right)
         self._ambiguous = self._ambiguous_numbers()
         self._diverged = False
         self._last_match: tuple[object, MatchedRecords] | None = None
@@ -205,6 +209,15 @@ class Records:
         matched = match(left, right, self.judge.rounds)
         self._last_match = (ops, matched) if self._diverged else None
         return matched
+
+
+def _unknown_to_0_2_0(trace: Trace) -> list[int]:
+    """Return the sites of records that torchrepro 0.2.0 did not take."""
+    return [
+        number
+        for number, site in trace.sites.items()
+        if site.op == NEW_TENSOR or (site.phase == "optimizer" and site.op.endswith(OPTIMIZER_STEP))
+    ]
 
 
 def _are_the_same(left: Columns, right: Columns) -> bool:
