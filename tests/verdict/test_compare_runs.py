@@ -510,7 +510,7 @@ def test_what_one_recording_leaves_out_after_the_last_step_is_no_step(tmp_path: 
 
 
 def test_what_an_older_recorder_did_not_record_is_not_compared(tmp_path: Path) -> None:
-    """Against a trace of 0.2.0, records of new tensors and of optimizers' arguments are left out."""
+    """Against a trace of 0.2.0, records of new tensors and of optimizers are left out."""
     new = Op("new tensor", outputs=(value("batch"),))
     arguments = Op("SGD.step()", phase="optimizer", argument='[{"lr": 0.1}]')
     ops = chain(4)

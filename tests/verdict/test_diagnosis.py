@@ -229,7 +229,7 @@ PROGRAM = {
     "another text": (
         divergence(),
         {"settings": (Setting("program_text", "1", "2"),)},
-        *("", "different programs", "compare the two versions"),
+        *("", "different programs", "compare their texts"),
     ),
     "worker_init_fn": (
         divergence("DataLoader", Kind.DATA, phase="data"),

@@ -196,9 +196,18 @@ def _worded(sentence: str, rule: Rule, evidence: Evidence) -> str:
         instead=known.instead if known else "",
         settings=_listed(rule.differing_knobs(evidence) or evidence.differing_platform),
         what=first.what,
-        program=_short(evidence.file),
+        programs=_programs(evidence),
         worker_init_fn=loader.worker_init_fn if loader else "",
         generic="" if _suspicion(evidence) else _generic(evidence),
+    )
+
+
+def _programs(evidence: Evidence) -> str:
+    """Return the files of the two programs, or the one file that has another text in each run."""
+    named = next((each for each in evidence.settings if each.name == "program"), None)
+    files = {_short(each) for each in (named and named.left, named and named.right) if each}
+    return (
+        " and ".join(sorted(files)) if len(files) > 1 else f"two texts of {_short(evidence.file)}"
     )
 
 

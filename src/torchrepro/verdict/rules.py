@@ -334,9 +334,9 @@ RULES: tuple[Rule, ...] = (
         rerecord=False,
     ),
     Rule(
-        "The recordings are of different programs: {program} has another text in each.",
+        "The recordings are of different programs: {programs}.",
         fits=lambda e: e.differs_in("program_text"),
-        edit="compare the two versions of {program}, first around the line above",
+        edit="compare their texts, first around the line above",
         rerecord=False,
     ),
     Rule(
