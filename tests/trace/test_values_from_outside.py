@@ -47,6 +47,23 @@ def test_the_arguments_of_an_optimizer_are_recorded_with_every_step(recorded: Re
     ]
 
 
+@pytest.mark.parametrize(("defaults", "names"), [({"lr": 1.0}, ["lr"]), ({}, ["lr", "note"])])
+def test_what_an_optimizer_has_no_default_of_is_none_of_its_arguments(
+    recorded: Recorder, defaults: dict[str, float], names: list[str]
+) -> None:
+    """A note that a program leaves in a group is left out, unless there are no defaults at all."""
+
+    class Still(torch.optim.Optimizer):
+        def step(self, closure: None = None) -> None:
+            """Change nothing."""
+
+    group = {"params": [torch.ones(2, requires_grad=True)], "lr": 0.5, "note": time.time()}
+    optimizer = Still([group], defaults)
+
+    (found,) = (one for one in seen(recorded(optimizer.step)) if one.op == "Still.step()")
+    assert list(json.loads(found.argument)[0]) == names
+
+
 NEW_TENSORS = {
     "tensor": lambda: torch.tensor([1.0, 2.0]),  # tensor
     "as_tensor": lambda: torch.as_tensor([1.0, 2.0]),  # as_tensor

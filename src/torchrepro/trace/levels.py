@@ -54,10 +54,13 @@ def parameters_of(optimizer: Any) -> list[Any]:
 def optimizer_arguments(optimizer: Any) -> tuple[str, list[Any]]:
     """Return the arguments of an optimizer as JSON, a list of one mapping for each group.
 
-    Those that are tensors, as a learning rate may be, are returned beside it.
+    Those that are tensors, as a learning rate may be, are returned beside it. What is none of the
+    optimizer's defaults is a note of the program's own, as a time is: were it used, an op would
+    show it. An optimizer without defaults is given all its arguments in its groups.
     """
+    names = getattr(optimizer, "defaults", None) or set().union(*optimizer.param_groups)
     values = [
-        {name: value for name, value in group.items() if name not in _NO_ARGUMENTS}
+        {name: group[name] for name in group if name in names and name not in _NO_ARGUMENTS}
         for group in optimizer.param_groups
     ]
     tensors = [value for group in values for value in group.values() if _is_tensor(value)]
