@@ -5,7 +5,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from . import reproducible_tensors, reproducible_training
+from . import (
+    reproducible_loading,
+    reproducible_loops,
+    reproducible_sources,
+    reproducible_tensors,
+    reproducible_threads,
+    reproducible_training,
+)
 from .programs import Training, conv_net, transformer
 from .small_models import Tensors
 
@@ -32,5 +39,13 @@ PROGRAMS: dict[str, Callable[[], Tensors]] = {
     "checkpoints, not reentrant": partial(reproducible_training.checkpointed, reentrant=False),
 } | {
     program.__name__.replace("_", " "): program
-    for program in (*reproducible_training.PROGRAMS, *reproducible_tensors.PROGRAMS)
+    for programs in (
+        reproducible_training.PROGRAMS,
+        reproducible_loops.PROGRAMS,
+        reproducible_tensors.PROGRAMS,
+        reproducible_loading.PROGRAMS,
+        reproducible_threads.PROGRAMS,
+        reproducible_sources.PROGRAMS,
+    )
+    for program in programs
 }

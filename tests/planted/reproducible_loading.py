@@ -1,0 +1,169 @@
+"""Programs that load data in ways that could look unequal, and that train the same weights."""
+
+import random
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from .small_models import Tensors, items_of, perceptron
+
+ITEMS = 16
+
+
+def _fitted(batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Tensors:
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for items, wanted in batches:
+        functional.mse_loss(model(items), wanted).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.parameters())
+
+
+def _pairs() -> TensorDataset:
+    return TensorDataset(items_of(0, ITEMS, 6), items_of(1, ITEMS, 3))
+
+
+class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Draws from every global generator, each of which has a seed in a worker."""
+
+    def __init__(self) -> None:
+        self.pairs = _pairs()
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        item, wanted = self.pairs[index]
+        noise = torch.from_numpy(np.random.normal(size=6).astype(np.float32))
+        return item * random.uniform(0.9, 1.1) + noise + torch.randn(6), wanted
+
+
+class Sharded(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Gives each worker every n-th item."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        worker, pairs = get_worker_info(), _pairs()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        return (pairs[index] for index in range(first, ITEMS, step))
+
+
+class Rotated(Sampler[int]):
+    """Starts at another item in each epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return ((index * 3 + self.epoch) % ITEMS for index in range(ITEMS))
+
+    def __len__(self) -> int:
+        return ITEMS
+
+
+class Described(Dataset[dict[str, Any]]):
+    """Gives what is nested, with words in it."""
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        item = items_of(index, 6)
+        return {"name": f"item {index}", "views": {"plain": item, "turned": [item.flip(0), "x"]}}
+
+
+def _seeded(_worker: int) -> None:
+    np.random.seed(torch.initial_seed() % 2**32)
+    random.seed(torch.initial_seed())
+
+
+def augmented_in_workers() -> Tensors:
+    torch.manual_seed(8)
+    return _fitted(DataLoader(Augmented(), batch_size=4, shuffle=True, num_workers=2))
+
+
+def augmented_in_the_main_process() -> Tensors:
+    torch.manual_seed(8)
+    _seeded(0)
+    return _fitted(DataLoader(Augmented(), batch_size=4, shuffle=True))
+
+
+def workers_with_seeds_of_their_own() -> Tensors:
+    torch.manual_seed(8)
+    loader = DataLoader(Augmented(), batch_size=8, num_workers=2, worker_init_fn=_seeded)
+    return _fitted(loader)
+
+
+def sharded_by_workers() -> Tensors:
+    torch.manual_seed(8)
+    return _fitted(DataLoader(Sharded(), batch_size=4, num_workers=2))
+
+
+def workers_that_stay() -> Tensors:
+    generator = torch.Generator().manual_seed(4)
+    settings = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3}
+    loader = DataLoader(Augmented(), batch_size=8, shuffle=True, generator=generator, **settings)
+    return _fitted(batch for _epoch in range(2) for batch in loader)
+
+
+def shuffled_by_a_generator() -> Tensors:
+    generator = torch.Generator().manual_seed(4)
+    loader = DataLoader(_pairs(), batch_size=5, shuffle=True, drop_last=True, generator=generator)
+    return _fitted(batch for _epoch in range(2) for batch in loader)
+
+
+def sampled_in_a_way_of_its_own() -> Tensors:
+    batches = BatchSampler(Rotated(), 4, drop_last=False)
+    loader = DataLoader(_pairs(), batch_sampler=batches)
+    return _fitted(batch for _epoch in range(2) for batch in loader)
+
+
+def sampled_by_weights() -> Tensors:
+    draw = partial(WeightedRandomSampler, range(1, ITEMS + 1), ITEMS)
+    sampler = draw(generator=torch.Generator().manual_seed(6))
+    return _fitted(DataLoader(_pairs(), batch_size=4, sampler=sampler))
+
+
+def split_by_chance() -> Tensors:
+    generator = torch.Generator().manual_seed(2)
+    parts = torch.utils.data.random_split(_pairs(), [0.75, 0.25], generator)
+    return _fitted(batch for part in parts for batch in DataLoader(part, batch_size=4))
+
+
+def nested_batches() -> Tensors:
+    def pairs() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for batch in DataLoader(Described(), batch_size=4):
+            turned, _words = batch["views"]["turned"]
+            lengths = torch.tensor([[float(len(name))] for name in batch["name"]])
+            yield batch["views"]["plain"] + turned, lengths.expand(-1, 3)
+
+    return _fitted(pairs())
+
+
+PROGRAMS = (
+    augmented_in_workers,
+    augmented_in_the_main_process,
+    workers_with_seeds_of_their_own,
+    sharded_by_workers,
+    workers_that_stay,
+    shuffled_by_a_generator,
+    sampled_in_a_way_of_its_own,
+    sampled_by_weights,
+    split_by_chance,
+    nested_batches,
+)
