@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 WIDE = 80  # characters of a value that a message shows
+_ELLIPSIS = "..."
+_PLACE = re.compile(r"[^\s/\\]+:\d+[^\w\s]*$")  # a file's name, a line, and what closes it
 MANY = 12  # above this a list of legal names helps nobody without a near match
 
 
@@ -84,7 +87,22 @@ def shown(value: Any) -> str:
     except ValueError:  # Python writes no integer of more than some thousand digits
         text = "a number of thousands of digits"
     text = printable(text) or "''"
-    return text if len(text) <= WIDE else text[: WIDE - 3] + "..."
+    return shortened(text, WIDE)
+
+
+def shortened(text: str, length: int) -> str:
+    """Return `text` cut to `length`: in the middle if it ends in ``file:line``, else at its end."""
+    if len(text) <= length:
+        return text
+    room = length - len(_ELLIPSIS)
+    place = _PLACE.search(text[-length:])
+    end = place[0][-room:] if place else ""
+    return text[: room - len(end)] + _ELLIPSIS + end
+
+
+def ends_in_line_number(text: str) -> bool:
+    """Whether `text` ends in ``file:line``, with or without a bracket or a full stop."""
+    return _PLACE.search(text[-WIDE:]) is not None
 
 
 def printable(text: str) -> str:

@@ -8,7 +8,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import height, listing
-from torchrepro.messages import printable, shown
+from torchrepro.messages import printable, shortened, shown
 from torchrepro.trace.format import UNINITIALISED
 from torchrepro.verdict.value import BOTH_CUT, Kind
 
@@ -343,7 +343,7 @@ def source_excerpt(source: str, around: int = 2) -> list[tuple[int, str]]:
 
 
 def _cut(text: str, length: int = _WIDE) -> str:
-    return text if len(text) <= length else text[: length - 3] + "..."
+    return shortened(text, length)
 
 
 def fingerprints(texts: Sequence[str]) -> tuple[str, ...]:
