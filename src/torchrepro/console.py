@@ -213,15 +213,29 @@ def _records(table: Table, console: Any, room: float) -> Iterator[Any]:
 def _broken(text: Any, console: Any, width: int) -> list[Any]:
     """Return a text as lines of so many columns, broken between words.
 
-    A longer word goes on in the next line. A longer ``file:line`` is cut in the middle instead:
-    its parts would be no place that anybody finds.
+    A longer word is left to the terminal, from which it is copied whole. A longer ``file:line`` is
+    cut in the middle instead, so that its line number is seen where the file is named.
     """
     for word in reversed(list(_WORD.finditer(text.plain))):
         if _width(word[0]) > width and ends_in_line_number(word[0]):
             start, end = word.span()
             short = shortened(word[0], width)
             text = text[:start].append(short, text.get_style_at_offset(console, start)) + text[end:]
-    return list(text.wrap(console, width, overflow="fold"))
+    return [piece for line in text.split(allow_blank=True) for piece in _pieces(line, width)]
+
+
+def _pieces(line: Any, width: int) -> list[Any]:
+    """Return a line as pieces of so many columns, each of which has at least one word."""
+    breaks, start = [], -1
+    for word in _WORD.finditer(line.plain):
+        if start >= 0 and _width(line.plain[start : word.end()]) > width:
+            breaks.append(word.start())
+        if start < 0 or breaks[-1:] == [word.start()]:
+            start = word.start() if breaks else 0
+    pieces = list(line.divide(breaks))
+    for piece in pieces:
+        piece.rstrip()
+    return pieces
 
 
 def _width(text: str) -> int:
