@@ -44,11 +44,11 @@ def folder(tmp_path: Path) -> Path:
 def run(folder: Path, clean_environment: dict[str, str]) -> Callable[..., Ended]:
     """Run the console script in that folder."""
 
-    def start(*words: str) -> Ended:
+    def start(*words: str, **variables: str) -> Ended:
         return subprocess.run(
             [CONSOLE_SCRIPT, *words],
             cwd=folder,
-            env=clean_environment,
+            env={**clean_environment, **variables},
             capture_output=True,
             text=True,
             timeout=TIMEOUT,
@@ -69,8 +69,22 @@ def record(run: Callable[..., Ended]) -> Callable[..., Ended]:
     return start
 
 
-def test_two_recorded_runs_compare(run: Callable[..., Ended], record: Callable[..., Ended]) -> None:
-    """The same run twice is the same with status 0; another one differs with status 1."""
+@pytest.fixture
+def browser(tmp_path: Path) -> Path:
+    """A browser: a program that notes the address that it is to show."""
+    path = tmp_path / "browser"
+    path.write_text('#!/bin/sh\nprintf "%s" "$1" > shown\n', encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+def test_two_recorded_runs_compare(
+    run: Callable[..., Ended], record: Callable[..., Ended], browser: Path, tmp_path: Path
+) -> None:
+    """The same run twice is the same with status 0; another one differs with status 1.
+
+    The page is shown where there is a browser, and otherwise it is said where it is.
+    """
     for folder, words in (("a", ()), ("b", ()), ("c", ("fault",))):
         done = record(folder, *words)
         assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
@@ -86,15 +100,27 @@ def test_two_recorded_runs_compare(run: Callable[..., Ended], record: Callable[.
     found = {key: first[key] for key in ("rank", "step", "phase", "module", "op")}
     assert found == {"rank": 0, "step": 1, "phase": "forward", "module": "", "op": "aten::neg"}
     assert first["source"].endswith("train.py:9")
+    page = tmp_path / "verdict.html"
+    named = run("compare", "a", "c", "--report", page.name, "--open", BROWSER=f"{browser} %s")
+    assert (named.returncode, named.stderr) == (1, f"torchrepro: the page is in {page.name}\n")
+    assert (tmp_path / "shown").read_text(encoding="utf-8") == page.as_uri()
+    nowhere = run("compare", "a", "c", "--open", PATH="", TMPDIR=str(tmp_path), DISPLAY="")
+    (written,) = tmp_path.glob("torchrepro-*.html")
+    assert nowhere.returncode == 1
+    assert f"the page is in {written}\n" in nowhere.stderr
+    assert "no browser" in nowhere.stderr
 
 
-def test_verify_runs_and_compares(run: Callable[..., Ended]) -> None:
+def test_verify_runs_and_compares(run: Callable[..., Ended], browser: Path, tmp_path: Path) -> None:
     """`verify` answers on standard output alone, and what the program says is not in it."""
-    done = run("verify", "./plain.yaml", "--json", "--", sys.executable, "train.py")
+    words = ("./plain.yaml", "--json", "--open", "--", sys.executable, "train.py")
+    done = run("verify", *words, BROWSER=f"{browser} %s", TMPDIR=str(tmp_path))
+    (page,) = tmp_path.glob("torchrepro-*.html")
 
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["same"] is True
     assert "run 2 of 2" in done.stderr
+    assert (tmp_path / "shown").read_text(encoding="utf-8") == page.as_uri()
 
 
 def test_the_old_name_of_an_option_is_told_and_hidden(run: Callable[..., Ended]) -> None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import torchrepro
+from torchrepro.cli.command_table import FIRST_STEPS, Commands
 from torchrepro.console import show
 from torchrepro.errors import ProfileError
 from torchrepro.messages import Problem
@@ -22,11 +24,37 @@ if TYPE_CHECKING:
 
 
 app = typer.Typer(
+    cls=Commands,
     help="Reproducible PyTorch runs from one declared profile.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _show_version(wanted: bool) -> None:  # noqa: FBT001 - the value of an option
+    if wanted:
+        sys.stdout.write(f"torchrepro {torchrepro.__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def say_what_to_do_first(
+    context: typer.Context,
+    version: Annotated[  # noqa: FBT002 - an option of the command line
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_show_version, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Reproducible PyTorch runs from one declared profile."""
+    if context.invoked_subcommand is None:
+        width = max(len(each.line) for each in FIRST_STEPS)
+        lines = [f"  {each.line:{width}}  {each.what}" for each in FIRST_STEPS]
+        sys.stdout.write(
+            "\n".join(["torchrepro makes PyTorch runs repeatable. First:", *lines, ""])
+        )
 
 
 def _complete(incomplete: str) -> list[str]:

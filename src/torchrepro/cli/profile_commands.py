@@ -19,6 +19,7 @@ from torchrepro.cli.app import (
     print_json,
     resolved_profile,
 )
+from torchrepro.cli.command_table import command
 from torchrepro.console import listing, say, table
 from torchrepro.errors import ProfileError
 from torchrepro.messages import Problem, shown
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
 
 
-@app.command("list")
+@command(app, "list")
 def list_profiles(
     as_json: Json = False,  # noqa: FBT002 - an option of the command line
     only_pieces: Annotated[  # noqa: FBT002
@@ -49,7 +50,7 @@ def list_profiles(
         say(f"note: {VARIABLE} names {shown(folder)}, which is no folder")
 
 
-@app.command("show")
+@command(app, "show")
 def show_profile(
     profile: ProfileName,
     overrides: Overrides = None,
@@ -95,7 +96,7 @@ def _replaced(row: dict[str, Any]) -> str:
     return ", ".join(f"{shown(each['value'])} ({each['set_by']})" for each in others)
 
 
-@app.command("plan")
+@command(app, "plan")
 def plan_profile(
     profile: ProfileName,
     overrides: Overrides = None,
@@ -123,7 +124,7 @@ class EnvFormat(StrEnum):
     JSON = "json"
 
 
-@app.command("env")
+@command(app, "env")
 def show_environment(
     profile: ProfileName,
     overrides: Overrides = None,
@@ -163,7 +164,7 @@ def _in_dotenv(name: str, value: str) -> str:
     return f'"{value}"' if plain else f"'{value}'"
 
 
-@app.command("explain")
+@command(app, "explain")
 def explain_knob(
     knob: Annotated[str, typer.Argument(metavar="KNOB", help="As reports call it, or an alias.")],
     as_json: Json = False,  # noqa: FBT002
@@ -179,7 +180,7 @@ def explain_knob(
     answer(found, shown, as_json=as_json)
 
 
-@app.command("doctor")
+@command(app, "doctor")
 def examine_machine(
     profile: ProfileName = "debug-strict",
     overrides: Overrides = None,
@@ -213,7 +214,7 @@ def examine_machine(
     raise typer.Exit(1 if serious else 0)
 
 
-@app.command("schema")
+@command(app, "schema")
 def show_schema() -> None:
     """Print the JSON Schema of a profile, for editors."""
     from torchrepro.profile.json_schema import json_schema
@@ -221,7 +222,32 @@ def show_schema() -> None:
     print_json(json_schema())
 
 
-@app.command("new-pack")
+@command(app, "quickstart")
+def quickstart(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Where to write; it is made if it is not there.")
+    ] = Path(),
+    as_json: Json = False,  # noqa: FBT002 - an option of the command line
+) -> None:
+    """Write a small program and a profile of your own, and say what to run next."""
+    from torchrepro.quickstart import write_quickstart
+
+    written = write_quickstart(folder)
+    if as_json:
+        print_json(
+            {
+                "files": [str(path) for path in written.files],
+                "next": [{"command": each.line, "what": each.what} for each in written.next],
+            }
+        )
+        return
+    lines = [f"wrote {' and '.join(map(str, written.files))}; next:"]
+    for each in written.next:
+        lines += ["", f"  # {each.what}", f"  {each.line}"]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+@command(app, "new-pack")
 def new_pack(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="The pack, or the path of its new folder.")

@@ -5,7 +5,9 @@ Each calls one function of the package and prints its answer.
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +23,7 @@ from torchrepro.cli.app import (
     app,
     resolved_profile,
 )
+from torchrepro.cli.command_table import command
 from torchrepro.console import parts, say, show_aside
 from torchrepro.errors import ProfileError, TraceError
 from torchrepro.messages import Problem
@@ -65,10 +68,14 @@ Keep = Annotated[
 Report = Annotated[
     str, typer.Option(metavar="FILE.html", help="Write the answer as one self-contained page.")
 ]
+Open = Annotated[
+    bool,
+    typer.Option("--open", help="Show the answer as a page in the browser, see --report."),
+]
 Side = "A profile, a manifest, a lock, or the folder of a run."
 
 
-@app.command("lock")
+@command(app, "lock")
 def lock_profile(
     profile: ProfileName,
     overrides: Overrides = None,
@@ -90,7 +97,7 @@ def lock_profile(
     )
 
 
-@app.command("check")
+@command(app, "check")
 def check_lock(
     lock: Annotated[str, typer.Argument(metavar="FILE", help="A lock.")],
     strict: Annotated[  # noqa: FBT002
@@ -107,7 +114,7 @@ def check_lock(
     raise typer.Exit(int(not found.met))
 
 
-@app.command("diff")
+@command(app, "diff")
 def show_differences(
     left: Annotated[str, typer.Argument(metavar="A", help=Side)],
     right: Annotated[str, typer.Argument(metavar="B", help=Side)],
@@ -123,7 +130,7 @@ def show_differences(
     raise typer.Exit(int(not found.same))
 
 
-@app.command("run", options_metavar="[OPTIONS]", epilog="Write the command after `--`.")
+@command(app, "run")
 def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
     context: typer.Context,
     profile: ProfileName = "",
@@ -234,13 +241,14 @@ def _steps(text: str) -> tuple[int, int] | None:
     )
 
 
-@app.command("compare")
+@command(app, "compare")
 def compare_runs(  # noqa: PLR0913, PLR0917 - see above
     left: Annotated[str, typer.Argument(metavar="RUN_A", help="A folder of a recording.")],
     right: Annotated[str, typer.Argument(metavar="RUN_B", help="Another.")],
     rtol: Annotated[float | None, typer.Option(help="Relative tolerance.")] = None,
     atol: Annotated[float | None, typer.Option(help="Absolute tolerance.")] = None,
     report: Report = "",
+    open_page: Open = False,  # noqa: FBT002
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
     """Say whether two recorded runs are the same, or where they diverge; exit 1 if they do."""
@@ -251,11 +259,11 @@ def compare_runs(  # noqa: PLR0913, PLR0917 - see above
     found = compare(left, right, rtol=rtol, atol=atol)
     level = next_level(found)
     answer(verdict_json(found, level), verdict_parts(found, level), as_json=as_json)
-    _write_page(found, level, report)
+    _offer_page(found, level, report, opened=open_page)
     raise typer.Exit(int(not found.same))
 
 
-@app.command("verify", options_metavar="[OPTIONS]", epilog="Write the command after `--`.")
+@command(app, "verify")
 def verify_command(  # noqa: PLR0913, PLR0917 - see above
     context: typer.Context,
     profile: ProfileName = "",
@@ -280,6 +288,7 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
     rtol: Annotated[float | None, typer.Option(help="Relative tolerance.")] = None,
     atol: Annotated[float | None, typer.Option(help="Absolute tolerance.")] = None,
     report: Report = "",
+    open_page: Open = False,  # noqa: FBT002
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
     """Run a command several times, compare all it computes, and name the first divergence.
@@ -319,7 +328,7 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
     except Interrupted as stopped:
         raise typer.Exit(stopped.exit_status) from None
     answer(verification_json(found), verification_parts(found), as_json=as_json)
-    _write_page(found.verdict, found.next_level, report)
+    _offer_page(found.verdict, found.next_level, report, opened=open_page)
     raise typer.Exit(int(not found.same))
 
 
@@ -337,17 +346,43 @@ def _check_page(report: str) -> None:
         raise TraceError(Problem("the page cannot be written there", found=report))
 
 
-def _write_page(verdict: Verdict, level: EscalationLevel | None, report: str) -> None:
-    """Write the page of a verdict if there is to be one, and say where it is."""
-    if not report:
+def _offer_page(
+    verdict: Verdict, level: EscalationLevel | None, report: str, *, opened: bool
+) -> None:
+    """Write the page of a verdict if one is asked for, say where it is, and show it if `opened`.
+
+    A page that is shown and has no file of its own stays in a temporary one: a browser reads it
+    after the command has ended.
+    """
+    if not report and not opened:
         return
+    place = Path(report) if report else _temporary_page()
+    _write_page(verdict, level, place)
+    say(f"the page is in {place}")
+    if opened and not _shown_in_browser(place):
+        say("no browser could be started here: open that file where there is one")
+
+
+def _temporary_page() -> Path:
+    descriptor, path = tempfile.mkstemp(prefix="torchrepro-", suffix=".html")
+    os.close(descriptor)
+    return Path(path)
+
+
+def _write_page(verdict: Verdict, level: EscalationLevel | None, place: Path) -> None:
     from torchrepro.verdict.page import page
 
     title = f"{Path(verdict.left).name} and {Path(verdict.right).name}"
     try:
-        Path(report).write_text(page(verdict, title, level), encoding="utf-8")
+        place.write_text(page(verdict, title, level), encoding="utf-8")
     except OSError as error:
         raise TraceError(
-            Problem(f"the page cannot be written: {error.strerror}", found=report)
+            Problem(f"the page cannot be written: {error.strerror}", found=str(place))
         ) from None
-    say(f"the page is in {report}")
+
+
+def _shown_in_browser(place: Path) -> bool:
+    """Whether a browser could be started: https://docs.python.org/3/library/webbrowser.html."""
+    import webbrowser
+
+    return webbrowser.open(place.absolute().as_uri())

@@ -109,6 +109,12 @@ def as_text(contents: Mapping[str, Any]) -> str:
     return json.dumps(contents, indent=2, sort_keys=True) + "\n"
 
 
+_NAME_ONE = (
+    "write a lock, which later runs are held to: torchrepro lock PROFILE; or name a manifest, "
+    "such as .hydra/repro.json"
+)
+
+
 def read_contents(path: Path) -> tuple[str, dict[str, Any]]:
     """Return the kind of the file, ``lock`` or ``manifest``, and its contents.
 
@@ -121,8 +127,7 @@ def read_contents(path: Path) -> tuple[str, dict[str, Any]]:
             Problem(
                 "neither a manifest nor a lock: it holds no `profile`",
                 str(path),
-                todo="name a manifest (.hydra/repro.json) or write a lock: torchrepro lock "
-                "PROFILE -o FILE",
+                todo=_NAME_ONE,
             )
         )
     for key, newest in KINDS.items():
@@ -154,8 +159,9 @@ def _json(path: Path) -> dict[str, Any]:
         raise ProfileError(Problem(f"cannot be read: {error.strerror}", str(path))) from None
     except RecursionError:
         raise ProfileError(Problem("nested too deep", str(path))) from None
-    except ValueError as error:
-        raise ProfileError(Problem(f"not JSON: {error}", str(path))) from None
+    except ValueError:
+        what = "neither a manifest nor a lock: not JSON"
+        raise ProfileError(Problem(what, str(path), todo=_NAME_ONE)) from None
     if _too_deep(contents):
         raise ProfileError(Problem("nested too deep", str(path)))
     return contents if isinstance(contents, dict) else {}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from torchrepro.errors import TraceError
-from torchrepro.messages import Problem
+from torchrepro.messages import Problem, near, some
 from torchrepro.trace.format import (
     SCHEMAS,
     SEALED,
@@ -198,7 +198,7 @@ def read_run(folder: Path | str, *, records: bool = True) -> list[Trace]:
             Problem("is a file", found=str(folder), todo="name the folder of the recording")
         )
     if not place.is_dir():
-        raise TraceError(Problem("no such folder", found=str(folder)))
+        raise TraceError(Problem("no such folder", found=str(folder), **_beside(place)))
     files = sorted(filter(_begun, place.glob(f"rank*{SUFFIX}")), key=_order)
     if not files:
         raise TraceError(
@@ -210,6 +210,17 @@ def read_run(folder: Path | str, *, records: bool = True) -> list[Trace]:
             )
         )
     return [Trace(path, records=records) for path in files]
+
+
+def _beside(place: Path) -> dict[str, str]:
+    """Return the folder beside `place` whose name is nearest, or all that hold a recording."""
+    above = place.parent
+    others = sorted(each.name for each in above.iterdir()) if above.is_dir() else []
+    recorded = [each for each in others if any((above / each).glob(f"rank*{SUFFIX}"))]
+    close = near(place.name, recorded)
+    if close:
+        return {"near": str(above / close)}
+    return {"legal": some(str(above / each) for each in recorded)}
 
 
 def _begun(path: Path) -> bool:

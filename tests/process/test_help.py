@@ -1,0 +1,118 @@
+"""What a stranger sees first: the help of every command, and what to do first."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+import typer
+
+from torchrepro.cli import profile_commands, run_commands  # noqa: F401 - they register commands
+from torchrepro.cli.app import app
+from torchrepro.cli.command_table import FIRST_STEPS, ROWS
+
+pytestmark = pytest.mark.usefixtures("clean_process")
+
+EXAMPLES = [example.line for row in ROWS.values() for example in row.examples]
+COMMANDS = typer.main.get_command(app).commands
+
+
+def ours(line):
+    """The words of a command line that are torchrepro's own: without the shell's and COMMAND."""
+    words = shlex.split(re.search(r"torchrepro([^>)]*)", line)[1])
+    return words[: words.index("--")] if "--" in words else words
+
+
+def one_line(text):
+    """Help as one line, without the frames that it is wrapped in."""
+    return " ".join(re.sub("[│╭╮╰╯─]", " ", text).split())
+
+
+def test_every_command_has_a_row_and_every_row_a_command():
+    """The help of the whole names every command, by group, in the order of the table."""
+    assert set(ROWS) == set(COMMANDS)
+    assert all(2 <= len(row.examples) <= 3 for row in ROWS.values())
+
+
+def test_the_help_of_the_whole_is_grouped_and_ordered(command):
+    """--help shows the groups, and in them the commands, in the order of the table."""
+    status, out, err = command("--help")
+    found = [re.match(r"│ ([a-z][a-z-]*) ", line) for line in out.splitlines()]
+    titles = [title for title in re.findall(r"╭─ ([^─]+) ─", out) if title != "Options"]
+
+    assert (status, err) == (0, "")
+    assert [match[1] for match in found if match] == list(ROWS)
+    assert titles == list(dict.fromkeys(row.group for row in ROWS.values()))
+    assert "<bool>" not in out
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_help_of_a_command_shows_how_it_is_used(command, name):
+    """The help of a command shows each example whole, what follows `--`, and no type of a flag."""
+    status, out, err = command(name, "--help")
+    usage = out.strip().splitlines()[0]
+
+    assert (status, err) == (0, "")
+    for example in ROWS[name].examples:
+        assert f"{example.line} {example.what}" in one_line(out)
+    assert ("-- COMMAND..." in usage) == ROWS[name].starts_a_command
+    assert "<bool>" not in out
+
+
+@pytest.mark.parametrize("line", [*EXAMPLES, *(step.line for step in FIRST_STEPS)])
+def test_every_example_is_a_request_that_the_command_takes(line):
+    """Every command line that the help shows has options and arguments that exist."""
+    name, *words = ours(line)
+    if name == "--help":
+        return
+    with COMMANDS[name].make_context(name, words) as context:
+        values = {param.name for param in COMMANDS[name].params}
+        assert context.params.keys() <= values
+    assert (" -- " in line) == ROWS[name].starts_a_command
+
+
+def test_alone_it_says_what_to_do_first(command):
+    """`torchrepro` alone answers in five lines of at most 100 columns, and succeeds."""
+    status, out, err = command()
+    lines = out.splitlines()
+
+    assert (status, err, len(lines)) == (0, "", 5)
+    assert [step.line in line for step, line in zip(FIRST_STEPS, lines[1:], strict=True)] == [
+        True
+    ] * len(FIRST_STEPS)
+    assert max(map(len, lines)) <= 100
+
+
+def test_the_version_is_that_of_the_package(command):
+    """--version prints the name and the version, and nothing else."""
+    import torchrepro
+
+    assert command("--version") == (0, f"torchrepro {torchrepro.__version__}\n", "")
+
+
+def test_a_file_that_is_no_lock_is_told_what_one_is(command, tmp_path):
+    """`check` of a program says that it is no lock, and with which command one is written."""
+    program = tmp_path / "train.py"
+    program.write_text("import torch\n", encoding="utf-8")
+    status, out, err = command("check", program)
+
+    assert (status, out) == (2, "")
+    assert "nor a lock" in err
+    assert "torchrepro lock PROFILE" in err
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [("baselin", "did you mean: {}/baseline"), ("zzz", "legal: {0}/a, {0}/baseline")],
+)
+def test_a_mistyped_recording_gets_the_near_one(command, tmp_path, asked, says):
+    """`compare` with a folder that is not there names the nearest recording beside it, or all."""
+    for name in ("a", "baseline", "notes"):
+        (tmp_path / name).mkdir()
+    for name in ("a", "baseline"):
+        (tmp_path / name / "rank0.sqlite").touch()
+    status, _, err = command("compare", tmp_path / asked, tmp_path / "a")
+
+    assert status == 2
+    assert says.format(tmp_path) in err
