@@ -122,10 +122,9 @@ def show_differences(
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
     """Say in what two profiles, manifests, locks or runs differ; exit 1 if they do."""
-    from torchrepro.lock.diff import compare
-    from torchrepro.lock.snapshot import snapshot_of
+    from torchrepro.lock.on_this_machine import differences_of
 
-    found = compare(snapshot_of(left), snapshot_of(right))
+    found = differences_of(left, right)
     answer(found.to_json(), parts(found), as_json=as_json)
     raise typer.Exit(int(not found.same))
 

@@ -19,7 +19,7 @@ from torchrepro.profile.composition import NOT_INHERITED
 from torchrepro.redaction import HIDDEN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torchrepro.console import Part, Table
 
@@ -29,6 +29,8 @@ class Impact(StrEnum):
 
     CHANGES = "changes numbers"
     MAY = "may change numbers"
+    NOTHING_HERE = "nothing here reads it"
+    """Of two profiles only: the setting is for hardware that this machine does not have."""
     SHOULD_NOT = "should not change numbers"
     PROGRAM = "another program"
     """The source has changed. No lock forbids that: development goes on under a lock."""
@@ -90,11 +92,13 @@ class Difference:
     right: Any
     ranks: tuple[str, ...] = ()
     """The processes of a recorded run that have it; empty if all have it."""
+    here: Impact | None = None
+    """How likely it changes numbers on this machine, where that is known."""
 
     @property
     def impact(self) -> Impact:
         """How likely it changes numbers."""
-        return impact_of(self.section, self.key)
+        return self.here or impact_of(self.section, self.key)
 
     def to_json(self, left: str = "left", right: str = "right") -> dict[str, Any]:
         """Return the difference as plain JSON values, the two sides under these names."""
@@ -175,8 +179,12 @@ def compare(left: Snapshot, right: Snapshot) -> Comparison:
             known = found.get(text := _typed_text(each.to_json()), each)
             found[text] = replace(known, ranks=(*known.ranks, rank))
     every = [replace(e, ranks=()) if len(e.ranks) == len(ranks) else e for e in found.values()]
-    every.sort(key=lambda each: list(Impact).index(each.impact))
-    return Comparison(left.name, right.name, tuple(every), tuple(dict.fromkeys(missing)))
+    return Comparison(left.name, right.name, ordered(every), tuple(dict.fromkeys(missing)))
+
+
+def ordered(differences: Iterable[Difference]) -> tuple[Difference, ...]:
+    """Return differences with the likeliest to change numbers first."""
+    return tuple(sorted(differences, key=lambda each: list(Impact).index(each.impact)))
 
 
 def _common_ranks(left: Snapshot, right: Snapshot) -> tuple[str, ...]:
@@ -302,6 +310,7 @@ def _comparison_parts(found: Comparison) -> tuple[Part, ...]:
     rows = found.substantial
     return (
         difference_table(rows, found.left, found.right) if rows else "the same",
+        *([f"each of these: {shared}"] if (shared := shared_impact(rows)) else []),
         *(
             f"{each.key}: {_value(each, each.left)} | {_value(each, each.right)}"
             for each in found.having(Impact.STARTED)
@@ -311,12 +320,22 @@ def _comparison_parts(found: Comparison) -> tuple[Part, ...]:
 
 
 def difference_table(rows: Iterable[Difference], left: str, right: str) -> Table:
-    """Return a table of differences, with these headings for the two sides."""
-    cells = [
-        (str(each.impact), _name(each), _value(each, each.left), _value(each, each.right))
-        for each in rows
-    ]
-    return table(("how likely", "what differs", left, right), cells)
+    """Return a table of differences, with these headings for the two sides.
+
+    How likely they change numbers is a column where it is not the same for all of them.
+    """
+    rows = tuple(rows)
+    cells = [(_name(each), _value(each, each.left), _value(each, each.right)) for each in rows]
+    headings = ("what differs", left, right)
+    if shared_impact(rows):
+        return table(headings, cells)
+    likely = [(str(row.impact), *its) for row, its in zip(rows, cells, strict=True)]
+    return table(("how likely", *headings), likely)
+
+
+def shared_impact(rows: Sequence[Difference]) -> Impact | None:
+    """Return how likely several differences change numbers, if that is the same for all."""
+    return rows[0].impact if rows[1:] and len({row.impact for row in rows}) == 1 else None
 
 
 def change(found: Difference) -> str:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 STRICT = ("repeatable", "aligned")
 WITHOUT_EFFECT = (*NOT_INHERITED, "schema")
 NOT_A_KNOB = (*WITHOUT_EFFECT, "guarantee", "on_late", "requires")
+DEFAULTS = {"guarantee": "seeded", "on_late": "warn"}
+"""What a profile means by leaving out a key that is no knob."""
 _POSITION = {knob.name: position for position, knob in enumerate(CATALOGUE)}
 
 
@@ -64,7 +66,7 @@ class ResolvedProfile:
     @property
     def guarantee(self) -> str:
         """What the profile promises; `seeded` unless it says more."""
-        return str(self.values.get("guarantee", "seeded"))
+        return str(self.values.get("guarantee", DEFAULTS["guarantee"]))
 
     @property
     def strict(self) -> bool:
@@ -74,7 +76,7 @@ class ResolvedProfile:
     @property
     def on_late(self) -> str:
         """What happens with a knob past its phase: relaunch, relaunch_or_warn, error or warn."""
-        return str(self.values.get("on_late", "warn"))
+        return str(self.values.get("on_late", DEFAULTS["on_late"]))
 
     @property
     def digest(self) -> str:
