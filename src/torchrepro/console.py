@@ -97,6 +97,12 @@ def say(*lines: object) -> None:
         sys.stderr.write(f"torchrepro: {line}\n")
 
 
+@cache
+def say_once(line: str) -> None:
+    """Tell standard error a line the first time that this process has it to say."""
+    say(line)
+
+
 def show(*parts: Part) -> None:
     """Print tables and lines to standard output, with colours if it is a terminal."""
     _show(sys.stdout, parts)

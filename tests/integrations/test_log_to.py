@@ -171,6 +171,15 @@ def test_what_is_no_place_to_log_to_is_refused(target, words):
 
 
 @pytest.mark.usefixtures("under_seed_only")
+def test_a_folder_is_named_by_text_as_by_a_path(tmp_path, monkeypatch):
+    """A bare word that is not nearly the name of a tool is a folder, which is made."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("folder", "runs", "out-1"):
+        torchrepro.log_to(name)
+        assert (tmp_path / name / "repro.json").is_file()
+
+
+@pytest.mark.usefixtures("under_seed_only")
 def test_with_nothing_active_log_to_says_what_would_be():
     """Without targets and without a run there is nothing to guess."""
     with pytest.raises(torchrepro.TorchreproError, match=r"nothing is active.*\n.*wandb\.init\(\)"):
@@ -194,8 +203,9 @@ def test_a_refusal_at_the_end_does_not_hide_what_went_wrong_in_the_block(tmp_pat
 
 
 def test_without_a_profile_there_is_nothing_to_log(tmp_path):
-    """Outside of a profile nothing is written."""
-    with pytest.raises(torchrepro.TorchreproError, match="no profile is in force"):
-        torchrepro.log_to(tmp_path)
+    """Outside of a profile nothing is written, and nothing raises."""
+    with torchrepro.log_to(tmp_path) as logged:
+        pass
 
+    assert str(logged.again()) == ""
     assert list(tmp_path.iterdir()) == []

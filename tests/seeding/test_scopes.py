@@ -228,13 +228,15 @@ def test_what_is_no_generator_cannot_be_registered() -> None:
         torchrepro.unregister_generator("bad")
 
 
-def test_without_a_seed_there_is_no_seeded_scope(seed_1234: Any, generators: State) -> None:
-    """`seeded` needs a profile with a seed, `isolated_rng` needs none; nothing has changed."""
+def test_without_a_profile_a_scope_leaves_the_generators_as_they_were(
+    seed_1234: Any, generators: State
+) -> None:
+    """`seeded` and `isolated_rng` need no profile, and nothing has changed after them."""
     seed_1234.restore()
     found = generators()
 
-    with pytest.raises(torchrepro.SeedingError, match="no profile with a seed"):
-        torchrepro.seeded("init").__enter__()
+    with torchrepro.seeded("init"):
+        random.random()
     with torchrepro.isolated_rng():
         random.random()
 

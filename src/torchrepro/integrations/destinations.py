@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from torchrepro.applier import in_force
 from torchrepro.bootstrap import in_force_now
+from torchrepro.console import say_once
 from torchrepro.errors import TorchreproError
 from torchrepro.manifest.contents import FILE, as_text, hydra_folder, manifest, write_manifest
 from torchrepro.messages import Problem, near, shown
@@ -227,9 +228,10 @@ class Folder(Destination):
     takes = "a path to a folder"
 
     def is_place(self, target: Any) -> bool:
-        """Whether it is a path. A bare word may be a typo, so it has to be an existing folder."""
+        """Whether it is a path. A word that is nearly the name of a tool is taken for a typo."""
         if isinstance(target, str):
-            return "/" in target or "\\" in target or Path(target).is_dir()
+            is_path = "/" in target or "\\" in target or Path(target).is_dir()
+            return bool(target) and (is_path or not near(target, _TOOLS))
         return isinstance(target, PathLike)
 
     def write(self, target: Any, entry: Entry) -> str:
@@ -261,6 +263,7 @@ class HydraJob(Folder):
 DESTINATIONS: tuple[Destination, ...] = (Mlflow(), Wandb(), TensorBoard(), HydraJob(), Folder())
 """In the order in which a target is looked for."""
 
+_TOOLS = [each.name for each in DESTINATIONS if each.name != Folder.name]
 _LEGAL = ", ".join(each.takes for each in DESTINATIONS)
 
 
@@ -268,7 +271,8 @@ _LEGAL = ", ".join(each.takes for each in DESTINATIONS)
 class Logged:
     """Where a profile was logged; leaving a `with` block logs it again, as it is then."""
 
-    applied: Applied
+    applied: Applied | None
+    """None where no profile was in force."""
     targets: tuple[tuple[Destination, Any], ...]
     places: tuple[str, ...] = ()
     """What was written where, one line per destination."""
@@ -276,8 +280,11 @@ class Logged:
     def again(self) -> Logged:
         """Log the profile as it is now, over what was logged before.
 
-        Raises `TorchreproError` if a tool refuses, after all the others have been written.
+        Does nothing where no profile was in force when it was first logged. Raises
+        `TorchreproError` if a tool refuses, after all the others have been written.
         """
+        if self.applied is None:
+            return self
         entry = Entry(manifest(self.applied.resolved, self.applied.report))
         places, refusals = [], []
         for destination, target in self.targets:
@@ -313,24 +320,28 @@ class Logged:
 def log_to(*targets: Any) -> Logged:
     """Log digest, values and manifest of the profile in force to the tools that a team uses.
 
-    A target is ``mlflow`` or a run of it, ``wandb`` or a run of it, a ``SummaryWriter``, a path to
-    a folder, or the name of a tool. Without targets, all that are active now are meant. No tool is
-    imported for that. A later call replaces what an earlier one has logged. So call it again at
-    the end of a run, or use it as a context manager, to include what policies and seeds did.
-    Raises `TorchreproError` if no profile is in force, nothing is active, a target is not a place
-    to log to, or a tool refuses.
+    A target is ``mlflow`` or a run of it, ``wandb`` or a run of it, a ``SummaryWriter``, a folder
+    as a path or as text, or the name of a tool. Without targets, all that are active now are
+    meant. No tool is imported for that. A later call replaces what an earlier one has logged. So
+    call it again at the end of a run, or use it as a context manager, to include what policies and
+    seeds did.
+    Without a profile there is nothing to log: a note says so once, and nothing is written. Raises
+    `TorchreproError` if nothing is active, a target is not a place to log to, or a tool refuses.
     """
     applied = _innermost()
+    if applied is None:
+        say_once(
+            "log_to: no profile is in force, so nothing is logged; put one in force: "
+            "torchrepro.apply, +repro=NAME of a Hydra app, or torchrepro run"
+        )
+        return Logged(None, ())
     chosen = tuple(_chosen(target) for target in targets) or _all_active()
     return Logged(applied, chosen).again()
 
 
-def _innermost() -> Applied:
+def _innermost() -> Applied | None:
     in_force_now()  # under `torchrepro run` it waits for the imports of what it sets
-    if not in_force():
-        todo = "put one in force: torchrepro.apply, +repro=NAME of a Hydra app, or torchrepro run"
-        raise TorchreproError(str(Problem("log_to: no profile is in force", todo=todo)))
-    return in_force()[-1]
+    return in_force()[-1] if in_force() else None
 
 
 def _chosen(target: Any) -> tuple[Destination, Any]:
@@ -340,13 +351,12 @@ def _chosen(target: Any) -> tuple[Destination, Any]:
             return destination, target
         if destination.is_tool(target):
             return destination, _active_in(destination)
-    names = [each.name for each in DESTINATIONS if each.name != Folder.name]
     problem = Problem(
         "not a place to log to, nor a folder that is there",
         where="log_to",
         found=shown(target),
-        legal=f"{_LEGAL}, or a name: {', '.join(names)}",
-        near=near(target, names) if isinstance(target, str) else "",
+        legal=f"{_LEGAL}, or a name: {', '.join(_TOOLS)}",
+        near=near(target, _TOOLS) if isinstance(target, str) else "",
     )
     raise TorchreproError(str(problem))
 

@@ -12,10 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zipfile import BadZipFile, ZipFile
 
+from torchrepro.console import say_once
 from torchrepro.errors import SeedingError
 from torchrepro.messages import Problem, shown, some
 from torchrepro.seeding.loader import bind_loader, loading_of, set_epochs
-from torchrepro.seeding.loader_hook import advice, knows_epochs, set_epoch, yields_items
+from torchrepro.seeding.loader_hook import (
+    advice,
+    knows_epochs,
+    seeds_loaders,
+    set_epoch,
+    yields_items,
+)
 from torchrepro.seeding.ranks import world
 from torchrepro.seeding.state import rng_state, set_rng_state, write_whole
 from torchrepro.seeding.streams import whole
@@ -23,6 +30,8 @@ from torchrepro.seeding.streams import whole
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Iterator
+
+    from torchrepro.seeding.loader import Loading
 
 FORMAT = 1
 _KEPT = 2  # a rank may have written a step that another had not when the run was killed
@@ -45,6 +54,10 @@ class Checkpoint:
     (``torch.load(weights_only=True)``). If the folder holds a checkpoint, the parts are loaded
     here and the generators at the first batch. Without a folder nothing is kept. Raises
     `SeedingError` for a damaged checkpoint, one of another world size, or one of other parts.
+
+    Without a profile it keeps and loads the same. An interrupted epoch then goes on only where its
+    loader was made with `dataloader_kwargs` from the same seed of torch. Any other is begun again
+    at its first batch, which a note says once.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, **parts: Any) -> None:
@@ -61,6 +74,7 @@ class Checkpoint:
         self._whole_epoch = False
         self._first_save = True
         self._loader = ""
+        self._loader_seed: int | None = None
         self._rng: dict[str, Any] | None = None
         self._check_parts()
         step = None if self.folder is None else _latest(self.folder)
@@ -80,10 +94,21 @@ class Checkpoint:
         again, except from an `IterableDataset`, which names no samples. They count into `batch`,
         by which a program that takes only some batches of an epoch knows when to stop. Raises
         `SeedingError` for a loader that torchrepro does not seed, or whose sampler draws from a
-        generator of its own: such a loader would load other batches than before.
+        generator of its own: such a loader would load other batches than before. Without a profile
+        the epoch of a loader that is not seeded is begun again.
         """
         if self.folder is not None:
-            _check_loader(loader)
+            loading = loading_of(loader)
+            if loading is not None or seeds_loaders():
+                _check_loader(loader)
+            if self.batch and not self._goes_on(loading):
+                say_once(
+                    f"Checkpoint: epoch {self.epoch} is begun again: without a profile its batches "
+                    "are only known for a loader made with torchrepro.dataloader_kwargs, from the "
+                    "same torch.manual_seed"
+                )
+                self.batch = 0
+            self._loader_seed = None if loading is None else loading.root
             if self._rng is not None and self._loader:
                 bind_loader(loader, self._loader)
             self._loader = _name_of(loader)
@@ -98,6 +123,10 @@ class Checkpoint:
             self.batch, self.step = self.batch + 1, self.step + 1
             yield batch
         self._whole_epoch = True
+
+    def _goes_on(self, loading: Loading | None) -> bool:
+        """Whether the loader of the interrupted epoch loads the batches that are left of it."""
+        return seeds_loaders() or (loading is not None and loading.root == self._loader_seed)
 
     def save(self, every: int = 1) -> None:
         """Write a checkpoint, if the number of batches done is a multiple of `every`.
@@ -124,6 +153,7 @@ class Checkpoint:
                 "batch": 0 if self._whole_epoch else self.batch,
                 "step": self.step,
                 "loader": self._loader,
+                "loader_seed": self._loader_seed,
                 "rng": rng_state(),
                 "parts": states,
             },
@@ -176,6 +206,7 @@ class Checkpoint:
         for name, part in self.parts.items():
             part.load_state_dict(parts[name])
         self.epoch, self.batch, self.step, self._loader = place
+        self._loader_seed = saved.get("loader_seed")  # 0.2.0 only saved under a profile
         self._rng = rng
         set_epochs(rng["loaders"])  # a loader has to know which one it was
 

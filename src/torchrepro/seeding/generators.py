@@ -262,12 +262,16 @@ def seeded(
 
     `ranks` (`distinct`, `same`, or one of them per mesh dimension) wins over the profile:
     ``seeded("init", ranks="same")`` initialises a model alike on every rank. Afterwards every
-    generator is as it was before, after an exception too. Raises `SeedingError` where no profile
-    with a seed is in force, and for an unknown policy.
+    generator is as it was before, after an exception too. Where no profile with a seed is in
+    force, the stream derives from the program's own seed, as `stream` says. Raises `SeedingError`
+    for an unknown policy.
     """
-    rank = streams.current_plan().coordinate(checked_policy(ranks))
+    plan = streams.current_plan()
+    rank = plan.coordinate(checked_policy(ranks))
     source = streams.stream(name, rank=rank, epoch=epoch, step=step)
-    with isolated_rng():
+    with isolated_rng(), ExitStack() as kept:
+        kept.callback(streams.put_program_seed, plan.program_seed)
+        streams.keep_program_seed()
         seed_host(source)
         for module in devices_in_use().values():
             seed_device(module, int.from_bytes(source.bytes("torch", 8), "little"))

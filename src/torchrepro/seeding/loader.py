@@ -51,8 +51,9 @@ class Loading:
         self.name = name
         self.author_init = author_init
         self.root = plan.root(name)
+        self.program_seed = plan.own_seed() if plan.seed is None else None
         streams.note_drawn(name)
-        self.plan = replace(plan, rank=plan.coordinate())
+        self.plan = replace(plan, rank=plan.coordinate(), program_seed=self.program_seed)
         self.next_epoch = whole("epoch", epoch)
         self.next_start = 0
         self.start = 0
@@ -66,7 +67,7 @@ class Loading:
         """Start the next epoch, as the rank that this process has by now."""
         now = streams.current_plan()
         if (now.seed, now.streams) == (self.plan.seed, self.plan.streams):
-            self.plan = replace(now, rank=now.coordinate())
+            self.plan = replace(now, rank=now.coordinate(), program_seed=self.program_seed)
         self._enter(self.next_epoch)
         self.next_epoch += 1
         self.start, self.next_start = self.next_start, 0

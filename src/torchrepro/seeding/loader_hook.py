@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
+from torchrepro.console import say_once
 from torchrepro.errors import SeedingError
 from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.imports import AfterImport, named
@@ -122,14 +123,14 @@ def dataloader_kwargs(
     `random`, numpy's legacy generator, torch and `sample_rng` depend on (seed, name, rank, epoch,
     index): not on workers, not on what else drew numbers. Iterating it moves no global generator.
     The first iteration is `epoch` (0, or where a restored snapshot was), each further one the
-    next; `set_epoch` names another. `worker_init_fn` runs in each worker as well. Raises
-    `SeedingError` where no profile with a seed is in force.
+    next; `set_epoch` names another. `worker_init_fn` runs in each worker as well. Where no profile
+    with a seed is in force, the seed is the program's own at this moment, as `stream` says.
 
     Wraps `DataLoader.__iter__` for as long as a loader made this way is alive.
     """
     import torch
 
-    streams.current_plan().root(checked_name(name))
+    checked_name(name)
     first = first_epoch(name) if epoch is None else epoch
     loading = ExplicitLoading(name, first, worker_init_fn)
     loaders.explicit.add(loading)
@@ -146,10 +147,18 @@ def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
     The batches left out are not loaded. Calls `set_epoch` of the loader's samplers and dataset
     where they have one, as `DistributedSampler` does; works with workers that live on. Raises
     `SeedingError` if nothing in `loader` knows epochs, and for batches to be left out of an
-    `IterableDataset` or of a loader that torchrepro does not seed.
+    `IterableDataset` or of a loader that torchrepro does not seed. Without a profile a loader that
+    knows no epochs is left as it is, and one that torchrepro does not seed begins at its first
+    batch, which a note says once.
     """
     number, left_out = whole("epoch", epoch), whole("start", start)
     loading = loading_of(loader)
+    if loading is None and not seeds_loaders():
+        if left_out:
+            say_once(f"set_epoch: nothing seeds this loader, so it begins anew: {advice(loader)}")
+        for part in _parts_with_epochs(loader):
+            part.set_epoch(number)
+        return
     if left_out and (loading is None or yields_items(loader)):
         why = "an IterableDataset" if loading is not None else "a loader that is not seeded here"
         raise SeedingError(
@@ -176,6 +185,11 @@ def advice(loader: Any) -> str:
         "make it with torchrepro.dataloader_kwargs(name), or apply a profile with "
         "dataloader.seeding: auto"
     )
+
+
+def seeds_loaders() -> bool:
+    """Whether a profile is in force under which a loader could have been seeded."""
+    return loaders.automatic or streams.current_plan().seed is not None
 
 
 def knows_epochs(loader: Any) -> bool:

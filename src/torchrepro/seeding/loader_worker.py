@@ -8,6 +8,7 @@ epoch.
 
 from __future__ import annotations
 
+import os
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,12 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.errors import SeedingError
 from torchrepro.messages import Problem, shown
 from torchrepro.seeding.generators import host_states, seed_host
+from torchrepro.seeding.streams import (
+    current_plan,
+    keep_program_seed,
+    put_program_seed,
+    stream,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +47,7 @@ class _Draw:
 
 class _Present(threading.local):
     draw: _Draw | None = None  # None outside of loading
+    unseeded: tuple[Any, np.random.Generator] | None = None  # where nothing seeds what is loaded
 
 
 _here = _Present()
@@ -49,9 +57,14 @@ def sample_rng() -> np.random.Generator:
     """Return the numpy `Generator` of the sample that is being loaded, ready to draw from.
 
     Within one sample it goes on where the last call left it. Within `collate_fn` it is that of
-    the batch. Raises `SeedingError` where no sample is being loaded by a seeded DataLoader.
+    the batch. Where no profile with a seed is in force and no seeded DataLoader loads the sample,
+    it is one generator for this process and thread, which goes on from sample to sample and derives
+    from the program's own seed, as `stream` says. Raises `SeedingError` under a profile where no
+    sample is being loaded by a seeded DataLoader.
     """
     draw = _here.draw
+    if draw is None and current_plan().seed is None:
+        return _of_program()
     if draw is None:
         raise SeedingError(
             Problem(
@@ -66,6 +79,15 @@ def sample_rng() -> np.random.Generator:
     return draw.generator
 
 
+def _of_program() -> np.random.Generator:
+    """Return the generator of this thread for the program's own seed, which may have changed."""
+    source = stream("sample_rng")
+    key = (os.getpid(), source.key)
+    if _here.unseeded is None or _here.unseeded[0] != key:
+        _here.unseeded = (key, source.numpy())
+    return _here.unseeded[1]
+
+
 def is_loading() -> bool:
     """Whether this thread is loading a sample or a batch now."""
     return _here.draw is not None
@@ -74,6 +96,7 @@ def is_loading() -> bool:
 def draw_from(stream: Stream) -> None:
     """Start the host's generators and `sample_rng` from `stream`."""
     _here.draw = _Draw(stream)
+    keep_program_seed()
     seed_host(stream)
 
 
@@ -87,11 +110,13 @@ class _Place:
 
     def __init__(self) -> None:
         self._states, self._draw = host_states(), _here.draw
+        self._program_seed = current_plan().program_seed
 
     def put_back(self) -> None:
         """Go back to this place."""
         self._states.put_back()
         _here.draw = self._draw
+        put_program_seed(self._program_seed)
 
 
 @contextmanager

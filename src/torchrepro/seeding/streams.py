@@ -8,6 +8,7 @@ nor on the machine.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -115,10 +116,14 @@ def stream(
 ) -> Stream:
     """Return the stream `name` of the profile in force, for this rank and worker.
 
+    Where no profile with a seed is in force, it derives from the seed of torch's CPU generator:
+    the one that the program gave to `torch.manual_seed`, or one that no other run has if it gave
+    none, or has not imported torch.
+
     Rank and data-loading worker are found out unless they are given. The main process is no
     worker, and under `ranks: same` every rank is as rank 0. Equal arguments and seed give equal
-    numbers on every machine and in every version. Raises `SeedingError` where no profile with a
-    seed is in force, and for an argument that is not a whole number of 0 or more.
+    numbers on every machine and in every version. Raises `SeedingError` for an argument that is
+    not a whole number of 0 or more.
     """
     plan = current_plan()
     derived = derive(
@@ -212,6 +217,9 @@ class SeedPlan:
     rank: int | None = None
     """The number by which this process differs, if it was handed down by another process."""
 
+    program_seed: int | None = None
+    """The program's own seed, where no profile gives one and torchrepro has seeded torch since."""
+
     started_as: int = 0
     """The rank from whose seed the global generators started."""
 
@@ -223,17 +231,17 @@ class SeedPlan:
         return self.ranks == "distinct"
 
     def root(self, name: str) -> int:
-        """Return the seed that the stream `name` derives from; raises `SeedingError` if none."""
+        """Return the seed that the stream `name` derives from, the program's own if need be."""
         seed = self.streams.get(name, self.seed)
-        if seed is None:
-            raise SeedingError(
-                Problem(
-                    "no profile with a seed is in force, so the stream has nothing to derive from",
-                    found=f"stream {name!r}",
-                    todo="torchrepro.apply('seed-only') first, or give the profile a `seed`",
-                )
-            )
-        return seed
+        return self.own_seed() if seed is None else seed
+
+    def own_seed(self) -> int:
+        """Return the program's own seed, as far as it can be known."""
+        if self.program_seed is not None:
+            return self.program_seed
+        torch = sys.modules.get("torch")
+        seed = getattr(torch, "initial_seed", _seed_of_no_other_run)()
+        return int(seed) % 2**64
 
     def coordinate(self, policy: RankPolicy = None) -> int:
         """Return the number by which ranks that draw differently differ; 0 under `same`."""
@@ -246,6 +254,12 @@ class SeedPlan:
         """Return what has to be the same for two processes to draw the same numbers."""
         ranks = dict(self.ranks) if isinstance(self.ranks, Mapping) else self.ranks
         return {"seed": self.seed, "streams": dict(self.streams), "ranks": ranks}
+
+
+@cache
+def _seed_of_no_other_run() -> int:
+    """Return what stands in for the seed of torch where the program has not imported it."""
+    return int.from_bytes(os.urandom(8), "little")
 
 
 _plan = SeedPlan()
@@ -261,6 +275,18 @@ def put_plan(plan: SeedPlan) -> None:
     """Make `plan` the seed plan of this process."""
     global _plan  # noqa: PLW0603 - the plan is one piece of process state, and this its only writer
     _plan = plan
+
+
+def keep_program_seed() -> None:
+    """Have streams derive from what they derive from now, although torchrepro seeds torch."""
+    if _plan.seed is None:
+        put_program_seed(_plan.own_seed())
+
+
+def put_program_seed(seed: int | None) -> None:
+    """Make `seed` the kept seed of the program; None where torch still knows it."""
+    if _plan.program_seed != seed:
+        put_plan(replace(_plan, program_seed=seed))
 
 
 def begin_plan(**fields: Any) -> None:
