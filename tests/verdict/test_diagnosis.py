@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from torchrepro.knobs.catalogue import explanations, knobs_by_name
 from torchrepro.profile.load import load
+from torchrepro.seeding import uncontrolled
 from torchrepro.trace.format import UNINITIALISED
 from torchrepro.verdict.diagnosis import advice, evidence_of
 from torchrepro.verdict.evidence import DRAWING, DROPPING, DROPPING_INSIDE
@@ -224,7 +225,7 @@ CASES = {
     ),
     "nothing known": (divergence("aten::gelu"), (), CPU, "", "No known cause"),
 }
-CLOCK = SourceRead("time.time", "the clock", "a/train.py:5", "do not compute with it", 0)
+CLOCK = SourceRead("time.time", uncontrolled.CLOCK, "a/train.py:5", "do not compute with it", 0)
 PROGRAM = {
     "another text": (
         divergence(),
@@ -233,8 +234,13 @@ PROGRAM = {
     ),
     "worker_init_fn": (
         divergence("DataLoader", Kind.DATA, phase="data"),
-        {"program": Program(loaders=(Loader("t.py:9", 2, "Noise", "by_pid at t.py:3"),))},
-        *("dataloader.num_workers=0", "by_pid at t.py:3", "remove worker_init_fn="),
+        {"program": Program(loaders=(Loader("train.py:41", 2, "Noise", "by_pid at a/t.py:3"),))},
+        *("dataloader.num_workers=0", "by_pid at t.py:3 is its", "remove `worker_init_fn=`"),
+    ),
+    "worker_init_fn of another loader": (
+        divergence("DataLoader", Kind.DATA, phase="data"),
+        {"program": Program(loaders=(Loader("train.py:9", 2, "Noise", "by_pid at a/t.py:3"),))},
+        *("dataloader.num_workers=0", "another batch", ""),
     ),
     "labels agree": (
         divergence(
@@ -242,20 +248,40 @@ PROGRAM = {
             left=side(output_fingerprints=("a", "b")),
             right=side(output_fingerprints=("c", "b")),
         ),
-        *({}, "dataloader.num_workers=0", "same samples", ""),
+        *({}, "dataloader.num_workers=0", "others agree", ""),
     ),
     "made from values": (
         *(divergence("new tensor", Kind.DATA), {}),
         *("env.PYTHONHASHSEED=0", "a generator of its own", ""),
     ),
-    "made from the clock": (
+    "made from the clock at this line": (
+        divergence("new tensor", Kind.DATA),
+        {"program": Program(reads=(replace(CLOCK, where="b/train.py:41"),))},
+        *("", "It reads the clock (time.time at train.py:41)", "compute with it (train.py:41)"),
+    ),
+    "a clock that may only measure": (
         *(divergence("new tensor", Kind.DATA), {"program": Program(reads=(CLOCK,))}),
-        *("", "It reads the clock (time.time at train.py:5)", "compute with it (train.py:5)"),
+        *("env.PYTHONHASHSEED=0", "It reads the clock (time.time at train.py:5)", ""),
     ),
     "read later": (
         divergence("new tensor", Kind.DATA),
         {"program": Program(reads=(replace(CLOCK, step=8),))},
         *("env.PYTHONHASHSEED=0", "a generator of its own", ""),
+    ),
+    "read later in this step": (
+        divergence("new tensor", Kind.DATA, record=5),
+        {"program": Program(reads=(replace(CLOCK, step=7, record=6),))},
+        *("env.PYTHONHASHSEED=0", "a generator of its own", ""),
+    ),
+    "a thread that started before": (
+        divergence("aten::gelu"),
+        {"program": Program(reads=(replace(CLOCK, what=uncontrolled.THREADS, where="t.py:4"),))},
+        *("", "or a thread (t.py:4) changed it", ""),
+    ),
+    "one thread that computes": (
+        divergence("aten::add_", Kind.ARGUMENT, thread="trainer"),
+        {"program": Program(threads=("trainer",))},
+        *("env.PYTHONHASHSEED=0", "passed something else", ""),
     ),
     "a seed from the clock": (
         divergence("augment()", Kind.DATA),

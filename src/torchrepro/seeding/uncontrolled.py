@@ -38,6 +38,20 @@ if TYPE_CHECKING:
 MANY = 1000
 """Reads above which no further place is noted."""
 
+ENTROPY = "entropy of the operating system"
+CLOCK_AND_CARD = "the clock and the network card"
+PROCESS = "the number of the process"
+FILES = "the order of files"
+ADDRESS = "an address"
+HASH = "a hash"
+CLOCK = "the clock"
+THREADS = "the timing of threads"
+SUSPECTS = (ENTROPY, CLOCK_AND_CARD, PROCESS, FILES, ADDRESS, HASH, CLOCK, THREADS)
+"""What results come from that no seed decides, the surest cause of a difference first: most
+programs read the clock, and only to measure."""
+
+GIVEN_SEED = "a seed that the program gives"
+
 _ANY = "*"
 _OWN = ("torchrepro", "torch")  # they seed for purposes of their own
 _SEED_KEYWORDS = ("seed", "a", "x")
@@ -113,7 +127,7 @@ def _given(module: str, attribute: str, position: int, **more: Any) -> Source:
     return Source(
         module,
         attribute,
-        "a seed that the program gives",
+        GIVEN_SEED,
         "give a seed that is the same in every run, such as 1234",
         applies=lambda arguments: text(arguments) is not None,
         value=text,
@@ -121,7 +135,6 @@ def _given(module: str, attribute: str, position: int, **more: Any) -> Source:
     )
 
 
-_ENTROPY = "entropy of the operating system"
 _PYTHON = 'random.Random(1234), or torchrepro.stream("name").python()'
 _HANDS_ON = ("random", "secrets", "uuid")
 
@@ -129,14 +142,14 @@ UNSEEDED: tuple[Source, ...] = (
     Source(
         "numpy.random",
         "default_rng",
-        _ENTROPY,
+        ENTROPY,
         'pass a seed: numpy.random.default_rng(1234), or torchrepro.stream("name").numpy()',
         applies=_without_seed(0),
     ),
     Source(
         "random",
         "Random.seed",
-        _ENTROPY,
+        ENTROPY,
         f"pass a seed: {_PYTHON}",
         through=("random",),
         applies=_without_seed(1),
@@ -146,23 +159,23 @@ UNSEEDED: tuple[Source, ...] = (
         Source(
             "random",
             f"SystemRandom.{method}",
-            _ENTROPY,
+            ENTROPY,
             f"draw from {_PYTHON}",
             through=_HANDS_ON,
             known_as="random.SystemRandom",
         )
         for method in ("random", "getrandbits", "randbytes")
     ),
-    Source("os", "urandom", _ENTROPY, f"draw from {_PYTHON}", through=_HANDS_ON),
-    Source("secrets", "randbits", _ENTROPY, f"draw from {_PYTHON}"),
+    Source("os", "urandom", ENTROPY, f"draw from {_PYTHON}", through=_HANDS_ON),
+    Source("secrets", "randbits", ENTROPY, f"draw from {_PYTHON}"),
     Source(
         "uuid",
         "uuid1",
-        "the clock and the network card",
+        CLOCK_AND_CARD,
         "number the objects, or derive a name: uuid.uuid5(uuid.NAMESPACE_OID, name)",
     ),
     *(
-        Source(module, name, _ENTROPY, f"give it a seed: {seeded}(1234)", applies=_without_seed(0))
+        Source(module, name, ENTROPY, f"give it a seed: {seeded}(1234)", applies=_without_seed(0))
         for module, name, seeded in (
             ("random", "seed", "random.seed"),
             ("numpy.random", "seed", "numpy.random.seed"),
@@ -183,31 +196,31 @@ GIVEN_SEEDS: tuple[Source, ...] = (
 )
 """Seeds that the program gives: from the clock or a process id they are another in every run."""
 
-_CLOCK = "do not compute with the clock"
+_NO_CLOCK = "do not compute with the clock"
 _LISTS = ("os", "glob", "pathlib", "pathlib._local", "pathlib._abc")
 _SORTED = "sort the files: sorted({}(...))"
 
 ENVIRONMENT: tuple[Source, ...] = (
     *(
-        Source("time", f"{clock}{unit}", "the clock", _CLOCK)
+        Source("time", f"{clock}{unit}", CLOCK, _NO_CLOCK)
         for clock in ("time", "monotonic", "perf_counter")
         for unit in ("", "_ns")
     ),
-    Source("os", "getpid", "the number of the process", "do not compute with the process id"),
-    Source("builtins", "id", "an address", "key by a name or an index, not by id()"),
+    Source("os", "getpid", PROCESS, "do not compute with the process id"),
+    Source("builtins", "id", ADDRESS, "key by a name or an index, not by id()"),
     Source(
         "builtins",
         "hash",
-        "a hash",
+        HASH,
         "hashlib.blake2b(text.encode()), or set PYTHONHASHSEED",
         applies=lambda arguments: any(map(_hash_varies, arguments[0])),
     ),
-    Source("os", "listdir", "the order of files", _SORTED, _LISTS),
-    Source("os", "scandir", "the order of files", _SORTED, _LISTS),
+    Source("os", "listdir", FILES, _SORTED, _LISTS),
+    Source("os", "scandir", FILES, _SORTED, _LISTS),
     Source(
         "threading",
         "Thread.start",
-        "the timing of threads",
+        THREADS,
         "join the thread before its result is used, and add up results in a fixed order",
         through=("concurrent.futures.thread", "multiprocessing.pool", "multiprocessing.dummy"),
     ),
@@ -400,3 +413,18 @@ def watch_from_the_start() -> None:
 def watch_for_recording(rows: Sequence[Source]) -> Watch:
     """Return the watch that was begun for the recording of this process, or a new one."""
     return _of_process.pop() if _of_process else Watch(rows)
+
+
+def row_of_read(name: str, what: str) -> Source | None:
+    """Return the row of a read by what a trace says of it; None for one that no row has.
+
+    A trace may come from anybody: what to write instead is taken from the table.
+    """
+    module, rows = name.partition(".")[0], [row for row in EVERY_SOURCE if row.what == what]
+    fits = (
+        lambda row: row.name == name,
+        lambda row: row.module.partition(".")[0] == module,
+        lambda row: module in row.through,
+        lambda row: True,
+    )
+    return next((row for fit in fits for row in rows if fit(row)), None)

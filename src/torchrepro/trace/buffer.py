@@ -35,6 +35,8 @@ class RecordBuffer:
         """Records of the running step that the store has already."""
         self._incomplete = False  # whether some digests of the rows are not there yet
         self._texts: dict[str, int] = {"": 0}
+        self._number_of_texts = 0
+        self._passing: dict[int, tuple[str, int]] = {}
         self._site_numbers: dict[tuple[str, ...], int] = {}
         self._threads: dict[int, int] = {}  # by the identifier of the thread
         self._count = 0
@@ -59,10 +61,23 @@ class RecordBuffer:
         with self._lock:
             number = self._texts.get(text)
             if number is None:
-                number = self._texts[text] = len(self._texts)
+                number = self._texts[text] = self._number_of_texts = self._number_of_texts + 1
                 self._new_arguments.append((number, text))
             self.arguments[key] = number
             return number
+
+    def passing_argument(self, owner: int, text: str) -> int:
+        """Give a text a number, which it keeps until its owner has another text.
+
+        Texts that change with every step, as a learning rate does, are not held in memory.
+        """
+        with self._lock:
+            known = self._passing.get(owner)
+            if known is None or known[0] != text:
+                self._number_of_texts += 1
+                self._new_arguments.append((self._number_of_texts, text))
+                known = self._passing[owner] = text, self._number_of_texts
+            return known[1]
 
     def new_thread(self) -> int:
         """Give the running thread a number."""

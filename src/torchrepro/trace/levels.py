@@ -101,7 +101,9 @@ class Level:
     def optimizer_begins(self, optimizer: Any, place: Place, *, with_closure: bool) -> None:
         """Record the arguments with which an optimizer is about to make a step."""
         text, tensors = optimizer_arguments(optimizer)
-        self.take("optimizer", place, type(optimizer).__name__ + OPTIMIZER_STEP, tensors, text)
+        argument = self.state.buffer.passing_argument(id(optimizer), text)
+        name = type(optimizer).__name__ + OPTIMIZER_STEP
+        self._take_tensors(("optimizer", place, name), tensors, argument)
 
     def optimizer_ends(self, optimizer: Any) -> None:
         """The optimizer has made the step."""
@@ -129,12 +131,17 @@ class Level:
         self, phase: str, place: Place, op: str, tensors: Sequence[Any], text: str = ""
     ) -> None:
         """Take a record of tensors that belong to no single op."""
+        self._take_tensors((phase, place, op), tensors, self._argument(text))
+
+    def _take_tensors(
+        self, origin: tuple[str, Place, str], tensors: Sequence[Any], argument: int
+    ) -> None:
         with self.paused():
             digests = [fingerprint_of(tensor) for tensor in tensors]
         for tensor, digest in zip(tensors, digests, strict=True):
             self.state.cache.add(tensor, digest)
         shapes = [shape_of(tensor) for tensor in tensors]
-        self._take((phase, place, op), shapes, digests, text)
+        self._take(origin, shapes, digests, argument)
 
     def take_returned(self, place: Place, function: str, value: Any, text: str) -> None:
         """Take a record of what a function of the program returned while it loaded a batch."""
@@ -143,16 +150,19 @@ class Level:
         if parts:
             shapes = [(part.shape, part.kind) for part in parts]
             digests = [part.digest for part in parts]
-            self._take(("data", place, function), shapes, digests, text)
+            self._take(("data", place, function), shapes, digests, self._argument(text))
+
+    def _argument(self, text: str) -> int:
+        buffer = self.state.buffer
+        return buffer.arguments.get(text) or buffer.new_argument(text, text)
 
     def _take(
-        self, origin: tuple[str, Place, str], shapes: Any, digests: Sequence[Any], text: str
+        self, origin: tuple[str, Place, str], shapes: Any, digests: Sequence[Any], argument: int
     ) -> None:
         buffer = self.state.buffer
         phase, place, op = origin
         key = (op, phase, place, *shapes)
         site = buffer.sites.get(key) or buffer.new_site(key, phase, place, op, shapes)
-        argument = buffer.arguments.get(text) or buffer.new_argument(text, text)
         if buffer.take(0, site, argument, (), digests) >= MANY:
             self.state.spill()
 

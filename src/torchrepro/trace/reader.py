@@ -347,20 +347,32 @@ def _is_mapping_of_words(value: Any) -> bool:
     return _is_mapping(value) and all(isinstance(its, str) for its in (value or {}).values())
 
 
-def _is_list_of_mappings(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, list) and all(isinstance(its, dict) for its in value)
-    )
+def _is_list_of(fields: Mapping[str, Callable[[Any], bool]]) -> Callable[[Any], bool]:
+    """Return a test for a list of mappings with these fields; there may be no list."""
+
+    def has_fields(each: Any) -> bool:
+        return isinstance(each, dict) and all(
+            is_right(each.get(name)) for name, is_right in fields.items()
+        )
+
+    return lambda value: value is None or (isinstance(value, list) and all(map(has_fields, value)))
 
 
 _WORDS = _is(str, type(None))
+_LOADER = {"where": _is(str), "workers": _is(int), "dataset": _is(str), "worker_init_fn": _WORDS}
+_SOURCE = {
+    **dict.fromkeys(("name", "what", "where"), _is(str)),
+    **dict.fromkeys(("step", "record"), _is(int)),
+    "value": _WORDS,
+}
 _META: Mapping[str, Callable[[Any], bool]] = {
     "rank": _is(int),
     **dict.fromkeys(("ordinal", "world_size"), _is(int, type(None))),
     **dict.fromkeys(("finished", "statistics", "detail"), _is(bool, type(None))),
     **dict.fromkeys(("program", "program_text", "process"), _WORDS),
     **dict.fromkeys(("profile", "digest", "guarantee"), _WORDS),
-    **dict.fromkeys(("loaders", "sources"), _is_list_of_mappings),
+    "loaders": _is_list_of(_LOADER),
+    "sources": _is_list_of(_SOURCE),
     **dict.fromkeys(("versions", "hardware", "outcomes"), _is_mapping),
     **dict.fromkeys(("algorithm", "knobs"), _is_mapping_of_words),
     "level": lambda value: value is None or value in LEVELS,

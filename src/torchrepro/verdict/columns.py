@@ -10,6 +10,8 @@ from functools import cached_property, lru_cache, partial
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.verdict.evidence import short
+
 if TYPE_CHECKING:
     from collections.abc import (
         Callable,
@@ -321,7 +323,7 @@ def _site_columns(site: Site, shared: SharedNumbers, algorithms: frozenset[str])
         shared[algorithms],
         site.op in INPUTLESS or site.phase == "collective",
         site.module,
-        shared[site.source],
+        shared[short(site.source)],
     )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
 from torchrepro.policies.deterministic_ops import row_of
 from torchrepro.profile.composition import flatten
+from torchrepro.seeding.uncontrolled import ENTROPY
 from torchrepro.verdict.evidence import (
     DEVICE,
     DRAWING,
@@ -19,11 +20,11 @@ from torchrepro.verdict.evidence import (
     LOADER,
     MAIN_THREADS,
     NO_VALUE,
-    THREADS,
     WORKERS,
     Evidence,
     accelerator,
     op_name,
+    short,
     uses,
 )
 from torchrepro.verdict.rules import (
@@ -73,18 +74,19 @@ def advice(
     unseen = _may_hide_a_change(rule, evidence, meta)
     if unseen:
         cause = f"{cause.removesuffix('.')}; or an input was changed outside torch in mid-step."
-    started = [each for each in verdict.program.reads if each.what == THREADS]
-    if rule in KERNEL_RULES and started:
-        edit = edit or edit_at(started[0])
-        cause = f"{cause.removesuffix('.')}; or a thread ({_short(started[0].where)}) changed it."
+    started = evidence.started_threads
+    if rule in KERNEL_RULES and started is not None:
+        edit = edit or edit_at(started)
+        cause = f"{cause.removesuffix('.')}; or a thread ({short(started.where)}) changed it."
     fixes = (*_common_values(rule, evidence), *rule.fixes)
-    suspicion = _suspicion(evidence) if rule.by_program else None
-    if suspicion is not None:
-        sentence, edit = suspicion
-        cause, fixes = f"{cause} {sentence}", ()
     fixes = tuple(fix for fix in fixes if uses(evidence.program, fix.needs))
     open_fixes = [fix for fix in fixes if not _in_force(fix, evidence)]
-    if fixes and not open_fixes:
+    suspicion = _suspicion(evidence) if rule.by_program else None
+    if suspicion is not None:
+        cause = f"{cause} {suspicion.sentence}"
+        open_fixes = [] if suspicion.is_sure else open_fixes
+        edit = edit if open_fixes else suspicion.edit
+    elif fixes and not open_fixes:
         cause += f" Already set, without effect: {', '.join(fix.key for fix in fixes)}."
     fix = open_fixes[0] if open_fixes else None
     return Advice(
@@ -97,30 +99,37 @@ def advice(
     )
 
 
-def _suspicion(evidence: Evidence) -> tuple[str, str] | None:
-    """Return what the program reads that explains the difference, and the edit."""
+@dataclass(frozen=True, slots=True)
+class _Suspicion:
+    """What the program read that may explain a difference."""
+
+    sentence: str
+    edit: str
+    is_sure: bool
+    """Whether a setting cannot help: most programs read a clock, and only to measure."""
+
+
+def _suspicion(evidence: Evidence) -> _Suspicion | None:
+    """Return what the program had read that may explain the difference."""
     if evidence.other_seeds:
         seed = evidence.other_seeds[0]
-        return (
-            f"{seed.name} at {_short(seed.where)} was given another seed in each run: "
+        return _Suspicion(
+            f"{seed.name} at {short(seed.where)} was given another seed in each run: "
             f"{seed.left} and {seed.right}.",
             edit_at(seed),
+            is_sure=True,
         )
     suspects = evidence.suspects[:_FEW_SUSPECTS]
     if not suspects:
         return None
-    read = " and ".join(f"{one.what} ({one.name} at {_short(one.where)})" for one in suspects)
-    return f"It reads {read}.", edit_at(suspects[0])
+    read = " and ".join(f"{one.what} ({one.name} at {short(one.where)})" for one in suspects)
+    is_sure = suspects[0].what == ENTROPY or evidence.is_at(suspects[0])
+    return _Suspicion(f"It reads {read}.", edit_at(suspects[0]), is_sure)
 
 
 def edit_at(read: SourceRead) -> str:
     """Return what to write instead of a read that no seed decides, and where."""
-    return f"{read.instead} ({_short(read.where)})"
-
-
-def _short(where: str) -> str:
-    """Return ``file:line`` without the folders."""
-    return where.replace("\\", "/").rpartition("/")[2]
+    return f"{read.instead} ({short(read.where)})"
 
 
 def _promise(verdict: Verdict, meta: Mapping[str, Any]) -> str:
@@ -188,6 +197,7 @@ def _worded(sentence: str, rule: Rule, evidence: Evidence) -> str:
     threads = [first.thread, *first.writers]
     others = dict.fromkeys(name for name in threads if name not in MAIN_THREADS)
     loader = evidence.own_worker_init
+    seeded = evidence.value("dataloader.seeding") == "auto"
     return sentence.format(
         op=first.op or "it",
         module=first.module,
@@ -197,18 +207,36 @@ def _worded(sentence: str, rule: Rule, evidence: Evidence) -> str:
         settings=_listed(rule.differing_knobs(evidence) or evidence.differing_platform),
         what=first.what,
         programs=_programs(evidence),
-        worker_init_fn=loader.worker_init_fn if loader else "",
+        worker_init=worker_init_sentence(loader.worker_init_fn, seeded=seeded) if loader else "",
+        worker_init_edit=worker_init_edit(seeded=seeded),
         generic="" if _suspicion(evidence) else _generic(evidence),
+    )
+
+
+def worker_init_sentence(worker_init_fn: str, *, seeded: bool) -> str:
+    """Return what a program's own `worker_init_fn`, ``name at file:line``, means for its seeds.
+
+    `seeded` says whether torchrepro seeds the loaders whose author seeded nothing.
+    """
+    name, _, where = worker_init_fn.partition(" at ")
+    left = ", so torchrepro leaves the workers' seeds to it" if seeded else ""
+    return f"{name}{f' at {short(where)}' if where else ''} is its worker_init_fn{left}."
+
+
+def worker_init_edit(*, seeded: bool) -> str:
+    """Return what to do about a `worker_init_fn` that seeds from something that varies."""
+    seeds = "torchrepro then seeds the workers" if seeded else "torch seeds the workers"
+    return (
+        f"remove `worker_init_fn=` from the loader ({seeds}), or have it seed from "
+        "torch.initial_seed()"
     )
 
 
 def _programs(evidence: Evidence) -> str:
     """Return the files of the two programs, or the one file that has another text in each run."""
     named = next((each for each in evidence.settings if each.name == "program"), None)
-    files = {_short(each) for each in (named and named.left, named and named.right) if each}
-    return (
-        " and ".join(sorted(files)) if len(files) > 1 else f"two texts of {_short(evidence.file)}"
-    )
+    files = {short(each) for each in (named and named.left, named and named.right) if each}
+    return " and ".join(sorted(files)) if len(files) > 1 else f"two texts of {short(evidence.file)}"
 
 
 def _generic(evidence: Evidence) -> str:

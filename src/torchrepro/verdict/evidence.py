@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.catalogue import CATALOGUE
+from torchrepro.seeding.uncontrolled import SUSPECTS, THREADS
 from torchrepro.trace.format import PARTLY, UNINITIALISED
 from torchrepro.verdict.value import UNKNOWN_PROGRAM
 
@@ -89,6 +90,11 @@ OVERWRITING = _names("copy_ fill_ zero_ set_ resize_")
 """Ops that may be given unwritten memory, because they do not read it."""
 
 
+def short(where: str) -> str:
+    """Return ``file:line`` without the folders: the same program may run in another one."""
+    return where.replace("\\", "/").rpartition("/")[2]
+
+
 def op_name(op: str) -> str:
     """Return the name of an op without namespace and overload, as in ``add``."""
     return op.rpartition("::")[2].partition(".")[0]
@@ -115,20 +121,6 @@ def uses(program: Program, feature: str) -> bool:
         return feature == program.accelerator or (feature == DEVICE and bool(program.accelerator))
     return not feature or program.features is None or feature in program.features
 
-
-THREADS = "the timing of threads"
-SUSPECTS = (
-    "entropy of the operating system",
-    "the clock and the network card",
-    "the number of the process",
-    "the order of files",
-    "an address",
-    "a hash",
-    "the clock",
-    THREADS,
-)
-"""What a program may read that no seed decides (`seeding.uncontrolled` has the functions), the
-surest cause first: most programs read the clock, and only to measure."""
 
 MAIN_THREADS = ("", "MainThread", "main")
 DECLARED = ("guarantee", "profile", "digest", "program", "program_text", "level")
@@ -169,26 +161,44 @@ class Evidence:
         return op_name(self.first.op)
 
     @property
+    def earlier_reads(self) -> tuple[SourceRead, ...]:
+        """What the program had read until the divergence, the last read first."""
+        place = self.first.step, self.first.record
+        earlier = [each for each in self.program.reads if (each.step, each.record) <= place]
+        return tuple(reversed(earlier))
+
+    @property
     def other_seeds(self) -> tuple[SourceRead, ...]:
-        """The places at which the runs gave a generator different seeds."""
-        return tuple(each for each in self.program.reads if each.is_other_seed)
+        """The places at which the runs had given a generator different seeds."""
+        return tuple(each for each in self.earlier_reads if each.is_other_seed)
 
     @property
     def suspects(self) -> tuple[SourceRead, ...]:
-        """What the program reads that no seed decides, until the divergence, the surest first."""
-        earlier = [
-            each
-            for each in self.program.reads
-            if each.what in SUSPECTS and not each.left and not each.right
-            if each.step <= self.first.step
-        ]
-        return tuple(sorted(earlier, key=lambda each: SUSPECTS.index(each.what)))
+        """What the program had read that no seed decides: what it reads at the line first."""
+        found = [each for each in self.earlier_reads if each.what in SUSPECTS]
+        return tuple(
+            sorted(found, key=lambda each: (not self.is_at(each), SUSPECTS.index(each.what)))
+        )
+
+    def is_at(self, read: SourceRead) -> bool:
+        """Whether the line of the divergence reads it."""
+        return short(read.where) in {short(side.source) for side in self.sides}
+
+    @property
+    def started_threads(self) -> SourceRead | None:
+        """Where the program had started a thread."""
+        return next((each for each in self.earlier_reads if each.what == THREADS), None)
 
     @property
     def own_worker_init(self) -> Loader | None:
-        """A loader with workers that has a `worker_init_fn` of the program, if there is one."""
+        """The loader of the batch, if its workers have a `worker_init_fn` of the program."""
         return next(
-            (each for each in self.program.loaders if each.workers and each.worker_init_fn), None
+            (
+                each
+                for each in self.program.loaders
+                if each.workers and each.worker_init_fn and each.where == self.first.source
+            ),
+            None,
         )
 
     @property
@@ -201,9 +211,10 @@ class Evidence:
 
     @property
     def of_threads(self) -> bool:
-        """Whether threads beside the main one computed, or wrote, what differs."""
-        writers = set(self.first.writers) - set(MAIN_THREADS)
-        return self.on_another_thread or bool(writers)
+        """Whether several threads computed, and one beside the main one what differs."""
+        writers = set(self.first.writers)
+        others = self.on_another_thread or bool(writers - set(MAIN_THREADS))
+        return others and (len(self.program.threads) != 1 or len({self.first.thread, *writers}) > 1)
 
     @property
     def namespace(self) -> str:

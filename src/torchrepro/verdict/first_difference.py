@@ -63,7 +63,6 @@ MADE_OUTSIDE = {
 """Ops whose records are data that torch did not compute, and what it means if they differ."""
 
 _FEW_OPTIONS = 3
-_NO_OPTION = object()
 _RECORD = "select id, thread, site, argument, inputs, outputs, step from record"
 
 
@@ -164,6 +163,7 @@ def divergence(
         distances=distances,
         what=found.what,
         writers=found.threads,
+        record=shown.record.id - 1,
         after_last=pair.is_after_last(shown.step),
     )
 
@@ -257,6 +257,8 @@ def _is_optimizer_step(one: RecordView) -> bool:
 def _unequal_options(left: RecordView, right: RecordView) -> str:
     """Return the arguments in which an optimizer's groups differ, with both values."""
     groups = [_groups_of(one) for one in (left, right)]
+    if not all(groups):
+        return "which cannot be read"
     if len(groups[0]) != len(groups[1]):
         return f"{counted(len(groups[0]), 'group')} of parameters and {len(groups[1])}"
     several = len(groups[0]) > 1
@@ -264,7 +266,7 @@ def _unequal_options(left: RecordView, right: RecordView) -> str:
         f"{name}{f' of group {number}' * several}: {_option(one, name)} and {_option(other, name)}"
         for number, (one, other) in enumerate(zip(*groups, strict=True))
         for name in {**one, **other}
-        if one.get(name, _NO_OPTION) != other.get(name, _NO_OPTION)
+        if _option(one, name) != _option(other, name)  # as text: NaN equals itself there
     ]
     return "; ".join(found[:_FEW_OPTIONS]) or "an argument that is a tensor"
 
@@ -273,7 +275,7 @@ def _groups_of(one: RecordView) -> list[dict[str, Any]]:
     """Return the arguments of the groups of an optimizer; a trace may hold anything instead."""
     try:
         groups = json.loads(one.argument)
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
     return [each for each in groups if isinstance(each, dict)] if isinstance(groups, list) else []
 

@@ -8,8 +8,10 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.messages import printable
+from torchrepro.seeding.uncontrolled import row_of_read
 from torchrepro.verdict.columns import MAIN, NAMES, StepComparison
-from torchrepro.verdict.evidence import FEATURES, LOADER, NO_VALUE, WORKERS, accelerator
+from torchrepro.verdict.evidence import FEATURES, LOADER, NO_VALUE, WORKERS, accelerator, short
 from torchrepro.verdict.render import are, counted
 from torchrepro.verdict.value import (
     BOTH_CUT,
@@ -294,32 +296,38 @@ def _features(pair: Pair, loaders: Sequence[Loader]) -> tuple[str, ...] | None:
 
 
 def _loader(facts: Mapping[str, Any]) -> Loader:
-    workers = facts.get("workers")
     return Loader(
-        where=str(facts.get("where") or ""),
-        workers=workers if isinstance(workers, int) else 0,
-        dataset=str(facts.get("dataset") or ""),
-        worker_init_fn=str(facts.get("worker_init_fn") or ""),
+        where=facts["where"],
+        workers=facts["workers"],
+        dataset=facts["dataset"],
+        worker_init_fn=facts.get("worker_init_fn") or "",
     )
 
 
 def _reads(left: Sequence[Any], right: Sequence[Any]) -> tuple[SourceRead, ...]:
-    """Return the places at which either run reads what no seed decides."""
+    """Return the places at which either run reads what no seed decides, or gives a seed."""
     sides = [
-        {(each.get("name"), each.get("where")): each for each in side} for side in (left, right)
+        {(each["name"], each["what"], short(each["where"])): each for each in side}
+        for side in (left, right)
     ]
-    return tuple(
-        SourceRead(
-            name=str(each.get("name") or ""),
-            what=str(each.get("what") or ""),
-            where=str(each.get("where") or ""),
-            instead=str(each.get("instead") or ""),
-            step=each["step"] if isinstance(each.get("step"), int) else 0,
-            left=str(sides[0].get(key, {}).get("value") or ""),
-            right=str(sides[1].get(key, {}).get("value") or ""),
-        )
-        for key, each in (sides[1] | sides[0]).items()
-    )
+    found = []
+    for (name, what, _), read in (sides[1] | sides[0]).items():
+        row = row_of_read(name, what)
+        if row is not None:
+            seeds = [side.get((name, what, short(read["where"])), {}) for side in sides]
+            found.append(
+                SourceRead(
+                    name=printable(name),
+                    what=row.what,
+                    where=read["where"],
+                    instead=row.instead.format(printable(name)),
+                    step=read["step"],
+                    record=read["record"],
+                    left=seeds[0].get("value") or "",
+                    right=seeds[1].get("value") or "",
+                )
+            )
+    return tuple(found)
 
 
 def losses(pair: Pair) -> tuple[tuple[int, float | None, float | None], ...]:

@@ -392,16 +392,15 @@ RULES: tuple[Rule, ...] = (
         edit="write all of it before it is read: torch.zeros in place of torch.empty",
     ),
     Rule(
-        "The loader has a worker_init_fn of its own ({worker_init_fn}), so torchrepro leaves the "
-        "seeds of its workers to that: it seeds from something that varies, or not at all.",
+        "The batches differ. {worker_init}",
         (Kind.DATA,),
         lambda e: e.first.op == DATALOADER and e.own_worker_init is not None,
         (NO_WORKERS,),
-        edit="remove worker_init_fn= from the loader: torchrepro seeds its workers",
+        edit="{worker_init_edit}",
     ),
     Rule(
-        "The DataLoader gave the same samples with other values in some of their tensors: random "
-        "numbers of its dataset or of its transforms.",
+        "The DataLoader gave other values in some tensors of the batch, and others agree: random "
+        "numbers of its dataset or transforms, or other samples.",
         (Kind.DATA,),
         lambda e: e.first.op == DATALOADER and e.some_outputs_agree,
         (SEED, LOADER_SEEDS, NO_WORKERS),

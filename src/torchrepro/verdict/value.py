@@ -88,6 +88,8 @@ class Divergence:
     """One more sentence, where there is more to say: which input, which generator."""
     writers: tuple[str, ...] = ()
     """The threads that wrote the input in which the runs differ, where they are known."""
+    record: int = 0
+    """How many records had been taken before it."""
     after_last: bool = False
     """Whether it comes after the last step of both runs; `step` is then the number of their steps.
 
@@ -167,6 +169,9 @@ class SourceRead:
     instead: str
     """What to write instead."""
     step: int
+    """The step that was running at the first read; -1 before torch was imported."""
+    record: int = 0
+    """How many records had been taken by then."""
     left: str = ""
     right: str = ""
     """The seed that each run gave; empty where none was given."""

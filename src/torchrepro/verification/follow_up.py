@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torchrepro.verdict.value import Divergence, Verdict
     from torchrepro.verification.perturbations import (
         OverridingRun,
+        Perturbation,
         RunEnvironment,
         StressPlan,
     )
@@ -143,15 +144,23 @@ def with_perturbation(
     key, _, value = row.fix.partition("=")
     given = str(flatten(resolved.values if resolved else {}).get(key, "")).lower()
     helps = bool(row.fix) and given != value
-    read = next((each for each in verdict.program.reads if each.what == row.source), None)
     advice = replace(
         verdict.advice,
         cause=f"{row.finding[:1].upper()}{row.finding[1:]}: {stressed.what} ({row.action}).",
         knob=key if helps else "",
         setting=row.fix if helps else "",
-        edit=edit_at(read) if read else verdict.advice.edit,
+        edit=_edit_against(row, verdict),
     )
     return replace(verdict, advice=advice)
+
+
+def _edit_against(row: Perturbation, verdict: Verdict) -> str:
+    """Return the edit against what a perturbation changes: at a seed from it, or its last read."""
+    reads = verdict.program.reads
+    seed = next((each for each in reads if each.is_other_seed), None)
+    last = next((each for each in reversed(reads) if each.what == row.source), None)
+    found = seed or last
+    return edit_at(found) if found and row.source else ""
 
 
 def overridden(setup: Setup, overriding: OverridingRun) -> Setup:

@@ -7,10 +7,10 @@ processes are not recorded, so these runs load in the main process.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrepro.trace.reader import read_run
+from torchrepro.verdict.diagnosis import worker_init_edit, worker_init_sentence
 from torchrepro.verdict.render import place
 from torchrepro.verdict.value import Advice, Kind
 from torchrepro.verification.perturbations import RunEnvironment, combined
@@ -26,7 +26,10 @@ IN_MAIN = RunEnvironment(in_process={LOADING: True})
 
 NO_WORKERS = "dataloader.num_workers"
 
-_ONLY_IN_WORKERS = "The batches differ only when worker processes load them."
+_ONLY_IN_WORKERS = (
+    "The batches differ when worker processes load them, and did not in two runs that loaded in "
+    "the main process."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,25 +57,16 @@ class LoaderWithWorkers:
 
     @property
     def _why(self) -> str:
-        if not self.worker_init_fn:
-            return (
-                "Something depends on the worker: its id, its pid, or the order in which workers "
-                "finish."
-            )
-        left = ", so torchrepro leaves the workers' seeds to it" if self.seeded else ""
-        name, _, where = self.worker_init_fn.partition(" at ")
-        shown = f"{name} at {Path(where).name}" if where else name
-        return f"{shown} is its worker_init_fn{left}."
+        if self.worker_init_fn:
+            return worker_init_sentence(self.worker_init_fn, seeded=self.seeded)
+        depends = (
+            "Something depends on the worker: its id, its pid, or which of them finishes first"
+        )
+        return f"{depends}."
 
     @property
     def _edit(self) -> str:
-        if not self.worker_init_fn:
-            return ""
-        seeds = "torchrepro then seeds the workers" if self.seeded else "torch seeds the workers"
-        return (
-            f"remove `worker_init_fn=` from the loader ({seeds}), or have it seed from "
-            "torch.initial_seed()"
-        )
+        return worker_init_edit(seeded=self.seeded) if self.worker_init_fn else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import ProfileError, TraceError
 from torchrepro.messages import Problem, near
+from torchrepro.seeding.uncontrolled import ADDRESS, CLOCK, FILES, HASH, THREADS
 from torchrepro.verification.process_perturbations import VARIABLE
 from torchrepro.verification.result import StressResult
 
@@ -216,7 +217,7 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
             "Python's hash seed does: `torchrepro run` fixes it, `+repro=` alone does not.",
             "sort it before it is used: sorted(...)",
         ),
-        source="a hash",
+        source=HASH,
     ),
     Perturbation(
         "allocation",
@@ -224,14 +225,14 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         "the result depends on an address: the id of an object, the alignment of memory, or memory "
         "that is read beyond its end",
         _other_allocation,
-        source="an address",
+        source=ADDRESS,
     ),
     Perturbation(
         "thread scheduling",
         f"Python's threads take turns every {_SWITCH * 1e6:.0f} microseconds",
         "threads race: the result depends on which of them comes first",
         lambda number: RunEnvironment(in_process={"thread scheduling": _SWITCH}),
-        source="the timing of threads",
+        source=THREADS,
     ),
     Perturbation(
         "affinity",
@@ -239,7 +240,7 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         "threads race, or the result depends on the number of usable CPUs",
         _some_cpus,
         obstacle=_no_choice_of_cpus,
-        source="the timing of threads",
+        source=THREADS,
     ),
     Perturbation(
         "loader timing",
@@ -253,7 +254,7 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         "Python's `time` tells another day",
         "the result depends on the time of day: a seed, a name, a limit",
         _another_day,
-        source="the clock",
+        source=CLOCK,
     ),
     Perturbation(
         "time zone",
@@ -266,7 +267,7 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         "every folder lists its files in another order",
         "the result depends on the order in which files are listed",
         lambda number: RunEnvironment(in_process={"file order": number}),
-        source="the order of files",
+        source=FILES,
     ),
     Perturbation(
         "working directory",
