@@ -173,7 +173,7 @@ def test_workers_that_their_author_seeds_are_the_finding(verified, tmp_path):
     place = f"by_pid at {Path.cwd() / 'train.py'}:7"
 
     assert found.verdict.first.op == "DataLoader"
-    assert advice.cause.startswith("The batches differ when worker processes load them, and did not")
+    assert advice.cause.startswith("The batches differ when worker processes load")
     assert "by_pid at train.py:7 is its worker_init_fn" in advice.cause
     assert "worker_init_fn=" in advice.edit
     assert advice.setting == "dataloader.num_workers=0"
