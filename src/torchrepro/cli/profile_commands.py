@@ -20,6 +20,7 @@ from torchrepro.cli.app import (
     resolved_profile,
 )
 from torchrepro.cli.command_table import command
+from torchrepro.cli.progress import IMPORTING, doing
 from torchrepro.console import listing, say, table
 from torchrepro.errors import ProfileError
 from torchrepro.messages import Problem, shown
@@ -111,7 +112,8 @@ def plan_profile(
 
     resolved = resolved_profile(profile, overrides)
     closed = closed_doors()  # as a program finds them that has not imported torch yet
-    import_torch()
+    with doing(IMPORTING):
+        import_torch()
     report = make_plan(resolved, closed=closed).report
     answer(report.to_json(), [report_table(report), report.summary], as_json=as_json)
 
@@ -191,7 +193,8 @@ def examine_machine(
     from torchrepro.doctor import examine
 
     resolved = resolved_profile(profile, overrides)
-    findings = examine(resolved)
+    with doing(IMPORTING):
+        findings = examine(resolved)
     serious = [finding for finding in findings if finding.serious]
     if as_json:
         print_json(

@@ -24,6 +24,7 @@ from torchrepro.cli.app import (
     resolved_profile,
 )
 from torchrepro.cli.command_table import command
+from torchrepro.cli.progress import IMPORTING, Progress, doing
 from torchrepro.console import parts, say, show_aside
 from torchrepro.errors import ProfileError, TraceError
 from torchrepro.messages import Problem
@@ -88,7 +89,8 @@ def lock_profile(
     from torchrepro.lock.lock_file import write_lock
 
     resolved_profile(profile, overrides)  # refuses a wrong one before torch is imported
-    report = write_lock(Path(output), profile, overrides or ())
+    with doing(IMPORTING):
+        report = write_lock(Path(output), profile, overrides or ())
     sys.stdout.write(
         f"{output} locks {report.profile} ({report.guarantee}) as it is on this machine\n"
         f"  {report.digest}\n"
@@ -109,7 +111,8 @@ def check_lock(
     """Say in what this machine differs from a lock, the likeliest first; exit 1 if it does."""
     from torchrepro.lock.check import check
 
-    found = check(Path(lock), strict=strict)
+    with doing(IMPORTING):
+        found = check(Path(lock), strict=strict)
     answer(found.to_json(), parts(found), as_json=as_json)
     raise typer.Exit(int(not found.met))
 
@@ -198,7 +201,7 @@ def _locked_profile(lock: str, profile: str, overrides: list[str] | None) -> Res
     from torchrepro.lock.check import check
     from torchrepro.relaunch import untouched
 
-    with untouched():
+    with untouched(), doing(IMPORTING):
         found = check(Path(lock), profile=profile, overrides=overrides or ())
     if found.resolved is not None and found.met:
         return found.resolved
@@ -255,7 +258,8 @@ def compare_runs(  # noqa: PLR0913, PLR0917 - see above
     from torchrepro.verdict.render import verdict_json, verdict_parts
 
     _check_page(report)
-    found = compare(left, right, rtol=rtol, atol=atol)
+    with doing("comparing the runs"):
+        found = compare(left, right, rtol=rtol, atol=atol)
     level = next_level(found)
     answer(verdict_json(found, level), verdict_parts(found, level), as_json=as_json)
     _offer_page(found, level, report, opened=open_page)
@@ -308,6 +312,7 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
         say("--climb is called --escalate now; the next version has the new name alone")
     if profile:
         resolved_profile(profile, overrides)  # refuses a wrong one before anything starts
+    progress = Progress()
     try:
         found = verify(
             profile or None,
@@ -322,20 +327,16 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
             keep=tuple(keep or ()),
             rtol=rtol,
             atol=atol,
-            say=_progress,
+            say=progress.say,
+            meanwhile=progress.for_now if progress.is_watched else None,
         )
     except Interrupted as stopped:
         raise typer.Exit(stopped.exit_status) from None
+    finally:
+        progress.erase()
     answer(verification_json(found), verification_parts(found), as_json=as_json)
     _offer_page(found.verdict, found.next_level, report, opened=open_page)
     raise typer.Exit(int(not found.same))
-
-
-def _progress(text: str) -> None:
-    """Write to standard error at once, where there is one, also within a line."""
-    if sys.stderr is not None:
-        sys.stderr.write(text)
-        sys.stderr.flush()
 
 
 def _check_page(report: str) -> None:

@@ -212,6 +212,25 @@ def read_run(folder: Path | str, *, records: bool = True) -> list[Trace]:
     return [Trace(path, records=records) for path in files]
 
 
+def steps_so_far(folder: Path) -> int:
+    """Return how many steps a run that may go on has ended, in the process that is furthest.
+
+    A file is looked at only once its write-ahead log is there: a reader does not hold up who
+    writes to it from then on (https://sqlite.org/wal.html#concurrency).
+    """
+    return max(map(_ended_steps, folder.glob(f"rank*{SUFFIX}-wal")), default=0)
+
+
+def _ended_steps(log: Path) -> int:
+    try:
+        with _connected(log.with_name(log.name.removesuffix("-wal"))) as connection:
+            (number,) = connection.execute("select count(*) from step where finished").fetchone()
+    except (ValueError, OSError, sqlite3.Error):
+        return 0  # the process has ended meanwhile, or has not got so far
+    connection.close()
+    return int(number)
+
+
 def _beside(place: Path) -> dict[str, str]:
     """Return the folder beside `place` whose name is nearest, or all that hold a recording."""
     above = place.parent

@@ -20,7 +20,7 @@ from torchrepro.launch import prepared, prepared_as_it_is
 from torchrepro.manifest.contents import secrets_here
 from torchrepro.messages import Problem, printable
 from torchrepro.redaction import shareable, shell_line
-from torchrepro.trace.reader import read_run
+from torchrepro.trace.reader import read_run, steps_so_far
 from torchrepro.trace.request import VARIABLE, Request
 from torchrepro.verdict.comparison import compare_within
 from torchrepro.verdict.diagnosis import advice
@@ -43,6 +43,9 @@ GRACE = 20.0
 """Seconds that a command has to end after it was asked to, before it is killed."""
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+BETWEEN_LOOKS = 1.0
+"""Seconds from one look at how far a run is to the next."""
+
 _LAST_LINES = 12
 _NOT_IN_FORCE = 3  # the exit status of a command whose profile could not be put in force
 
@@ -73,6 +76,8 @@ class Runner:
     """rtol and atol; None asks for the same bits."""
     say: Callable[[str], object]
     """Takes text on the progress, which has its own ends of lines."""
+    meanwhile: Callable[[str], object] | None = None
+    """Takes what is going on at the moment, which the next text replaces; None: nobody looks."""
 
     def run(
         self,
@@ -99,6 +104,7 @@ class Runner:
             if environment.mirror:
                 place = stack.enter_context(mirrored(place))
                 variables["PWD"] = str(place)
+            stack.enter_context(_watched(traces, self.meanwhile))
             begun = time.monotonic()
             status = run_to_end(program, self.command, variables, place, log)
         seconds = time.monotonic() - begun
@@ -114,6 +120,8 @@ class Runner:
 
         Runs that end with another exit status are not the same, whatever was recorded of them.
         """
+        if self.meanwhile is not None:
+            self.meanwhile(f"comparing {other.name} with {first.name} ...")
         empty = next((run for run in (first, other) if not run.recorded), None)
         if empty is not None:
             what = f"{empty.name} ended before anything was recorded of it"
@@ -189,6 +197,29 @@ def run_to_end(
         except BaseException as stopped:
             _end(process, getattr(stopped, "number", signal.SIGTERM))
             raise
+
+
+@contextmanager
+def _watched(traces: Path, tell: Callable[[str], object] | None) -> Iterator[None]:
+    """Tell now and then how many steps the run has ended that is recorded into `traces`."""
+    if tell is None:
+        yield
+        return
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(BETWEEN_LOOKS):
+            steps = steps_so_far(traces)
+            if steps:
+                tell(f" {counted(steps, 'step')} so far")
+
+    thread = threading.Thread(target=watch, name="torchrepro-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def refuse_without_recording(run: Run, command: Sequence[str]) -> None:

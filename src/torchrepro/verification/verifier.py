@@ -63,6 +63,7 @@ def verify(  # noqa: PLR0913 - each is an option of the command
     rtol: float | None = None,
     atol: float | None = None,
     say: Callable[[str], object] = _nothing,
+    meanwhile: Callable[[str], object] | None = None,
 ) -> Verification:
     """Run `command` under `profile` in fresh processes and say whether all runs are the same.
 
@@ -72,7 +73,8 @@ def verify(  # noqa: PLR0913 - each is an option of the command
     names (`perturbations.EVERYTHING` are all). If runs diverge, two more record the divergence in
     detail unless `closer` is false, and `escalate` tries stricter settings level by level (`climb`
     is its old name). Recordings go into `folder`, which is new or empty; without one into a
-    temporary folder that stays only if runs diverge. `say` takes the progress as text. Raises
+    temporary folder that stays only if runs diverge. `say` takes the progress as text, and
+    `meanwhile` what is going on at the moment, such as the number of steps so far. Raises
     `ProfileError` for a wrong request, `ApplyError` where the profile cannot be put in force,
     `TraceError` if the command fails in all runs or nothing is recorded of it, and
     `runner.Interrupted` if a signal ends it.
@@ -88,7 +90,7 @@ def verify(  # noqa: PLR0913 - each is an option of the command
     plan = StressPlan.of(stress, resolved)
     request = Request("", level=level, keep=tuple(keep), statistics=tolerance is not None)
     with output_directory(os.fspath(folder), say) as place:
-        runner = Runner(tuple(command), place, request, tolerance, say)
+        runner = Runner(tuple(command), place, request, tolerance, say, meanwhile)
         line = command_line(profile, resolved, overrides, command)
         verifier = _Verifier(runner, resolved, plan, line)
         found = verifier.verification(runs, closer=closer, escalate=escalate or climb)

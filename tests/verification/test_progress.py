@@ -1,0 +1,110 @@
+"""What a command says of itself while it works, and that its answer stays clean of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from torchrepro.cli import main
+from torchrepro.verification import runner
+
+STEPS = 40
+SLOW = f"""
+import time, torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range({STEPS}):
+    model(torch.ones(3, 2)).sum().backward()
+    optimizer.step()
+    time.sleep(0.02)
+"""
+
+
+def on_a_terminal(words, monkeypatch):
+    """Run a command with standard error on a terminal; return its status and what that showed.
+
+    A thread reads it, because a terminal holds a few kilobytes and then makes the writer wait.
+    """
+    ours, theirs = os.openpty()
+    shown = []
+
+    def read():
+        with suppress(OSError):  # the other end was closed
+            while some := os.read(ours, 4096):
+                shown.append(some)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    with os.fdopen(theirs, "w", encoding="utf-8") as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stream)
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+    reader.join(10)
+    os.close(ours)
+    return ended.value.code or 0, b"".join(shown).decode()
+
+
+def left_on_screen(written):
+    """What a terminal shows in the end: a backspace goes back, and what follows overwrites."""
+    screen = []
+    for line in written.replace("\r", "").split("\n"):
+        cells, at = [], 0
+        for letter in line:
+            if letter == "\b":
+                at -= 1
+            else:
+                cells[at : at + 1] = [letter]
+                at += 1
+        screen.append("".join(cells).rstrip())
+    return "\n".join(screen).strip()
+
+
+@pytest.mark.usefixtures("forked")
+def test_verify_says_how_many_steps_a_run_has_ended(monkeypatch, plain, capsys):
+    """On a terminal the steps of a run are counted while it goes, and erased when it has ended."""
+    monkeypatch.setattr(runner, "BETWEEN_LOOKS", 0.02)
+    Path("slow.py").write_text(SLOW, encoding="utf-8")
+    words = ["verify", plain, "--json", "--", sys.executable, "slow.py"]
+    status, written = on_a_terminal(words, monkeypatch)
+    runs = [
+        [int(number) for number in re.findall(r" (\d+) steps? so far", each)]
+        for each in written.split("of 2 ...")[1:]
+    ]
+
+    assert (status, json.loads(capsys.readouterr().out)["same"]) == (0, True)
+    assert len(runs) == 2
+    for seen in runs:
+        assert seen == sorted(seen)
+        assert 0 < seen[0] < STEPS
+        assert seen[-1] <= STEPS
+    assert re.fullmatch(
+        rf"(run \d of 2 \.\.\. [\d.]+ s, {STEPS} steps\n?){{2}}", left_on_screen(written)
+    )
+
+
+@pytest.mark.parametrize("words", [("plan", "debug-strict"), ("doctor", "seed-only", "--json")])
+def test_a_command_that_imports_torch_says_so(words, capsys, monkeypatch):
+    """On a terminal it is said that torch is being imported, and nothing of it stays."""
+    status, written = on_a_terminal(words, monkeypatch)
+
+    assert (status, "importing torch ..." in written) == (0, True)
+    assert left_on_screen(written) == ""
+    assert "importing" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("forked")
+def test_without_a_terminal_nothing_is_looked_at(monkeypatch, plain, training, capsys):
+    """Where nobody watches, no run is looked at, and each takes one line of standard error."""
+    monkeypatch.setattr(runner, "steps_so_far", lambda folder: pytest.fail("looked"))
+    monkeypatch.setattr(runner, "BETWEEN_LOOKS", 0.01)
+    with pytest.raises(SystemExit):
+        main(["verify", plain, "--", *training()])
+
+    assert "\b" not in capsys.readouterr().err
