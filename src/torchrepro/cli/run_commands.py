@@ -127,7 +127,8 @@ def show_differences(
     """Say in what two profiles, manifests, locks or runs differ; exit 1 if they do."""
     from torchrepro.lock.on_this_machine import differences_of
 
-    found = differences_of(left, right)
+    with doing(IMPORTING):
+        found = differences_of(left, right)
     answer(found.to_json(), parts(found), as_json=as_json)
     raise typer.Exit(int(not found.same))
 
