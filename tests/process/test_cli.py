@@ -254,7 +254,7 @@ def test_answers_go_to_stdout_without_colours(command, words):
 
 
 def test_looking_imports_no_torch(answer_of):
-    """list, show, env, explain, schema and diff answer without importing torch."""
+    """list, show, env, explain and schema answer without importing torch."""
     source = """
 import contextlib, io, json, sys
 from torchrepro.cli import main
@@ -266,7 +266,7 @@ for line in sys.argv[1:]:
 print(json.dumps(loaded))
 """
     lines = ["list", "list --json", "show debug-strict", "show npu-align seed=3 --origin"]
-    lines += ["env debug-strict", "explain seed", "schema", "diff seed-only train-fast"]
+    lines += ["env debug-strict", "explain seed", "schema"]
 
     assert {line: [True, False] for line in lines} == answer_of("-c", source, *lines)
 
