@@ -1,10 +1,12 @@
 """What no seed controls is noted at the line of the program, and the functions stay themselves."""
 
+import _thread
 import contextlib
 import inspect
 import os
 import pickle
 import random
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -250,6 +252,53 @@ def test_threads_of_the_program_are_told_of_too() -> None:
         thread.join()
 
     assert [read.where for read in watch.reads()] == ["program.py:3"]
+
+
+def test_a_thread_that_begins_with_a_function_is_the_programs_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call that no line of Python has made succeeds, and is noted nowhere."""
+    own = random.Random(1)
+    raised: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", raised.append)
+    ended = threading.Event()
+    with _watched() as watch:
+        for function, given in ((time.time, ()), (random.Random.seed, (own, 1))):
+            _thread.start_new_thread(function, given)
+        _thread.start_new_thread(ended.set, ())
+        assert ended.wait(60)
+        time.sleep(0.1)
+
+    assert raised == []
+    assert watch.reads() == ()
+
+
+def test_code_of_no_module_is_noted_by_the_name_of_the_function() -> None:
+    """Generated code whose globals have no name reads as any other does."""
+    names = {"seed": 5}
+    with _watched() as watch:
+        names["call"] = random.seed  # type: ignore[assignment]
+        exec(compile("def __made():\n    call(seed)\n", "<made>", "exec"), names)
+        _names["made"] = names["__made"]
+        _run("made()")
+
+    assert [(read.name, read.where) for read in watch.reads()] == [("random.seed", "program.py:1")]
+
+
+def test_whatever_a_listener_raises_the_call_succeeds() -> None:
+    """Arguments that raise where they are looked at reach the function, and nothing else."""
+
+    class Odd:
+        def __hash__(self) -> int:
+            return 5
+
+        @property  # type: ignore[misc]
+        def __class__(self) -> type:
+            raise RuntimeError("not now")
+
+    with _watched():
+        assert hash(Odd()) == 5
+        assert hash((Odd(), 1)) == hash((Odd(), 1))
 
 
 STRICT = {"seed": 1, "guarantee": "repeatable"}

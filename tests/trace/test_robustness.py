@@ -183,3 +183,29 @@ def test_a_recording_leaves_no_break_in_a_compiled_graph(recorded: Recorder) -> 
     trace = recorded(lambda: compiled(torch.ones(2, 4)), level="module")
 
     assert "module" in {one.op for one in seen(trace)}
+
+
+class Init:
+    """What a program may give a loader as its `worker_init_fn`: it has no name."""
+
+    def __call__(self, seed: int, worker: int) -> None: ...
+
+
+class Unreadable(Init):
+    """It raises where it is looked at."""
+
+    def __getattribute__(self, name: str) -> object:
+        raise RuntimeError(name)
+
+
+@pytest.mark.parametrize("init", [Init, Unreadable])
+def test_a_loader_is_iterated_as_without_a_recording(recorded: Recorder, init: type[Init]) -> None:
+    """Whatever starts the workers of a loader, its batches come, and what is known is told."""
+    loader = torch.utils.data.DataLoader(range(2), num_workers=1, worker_init_fn=partial(init(), 3))
+    batches = []
+    trace = recorded(lambda: batches.extend(loader))
+
+    assert [batch.item() for batch in batches] == [0, 1]
+    told = [its["worker_init_fn"] for its in trace.meta["loaders"]]
+    line = Init.__call__.__code__.co_firstlineno
+    assert told == ([f"Init at {__file__}:{line}"] if init is Init else [])

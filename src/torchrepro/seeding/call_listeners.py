@@ -15,7 +15,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from types import FrameType
 
     Listener = Callable[[str, tuple[Any, ...], Mapping[str, Any], FrameType], None]
@@ -116,12 +116,28 @@ def _function(name: str, heard: _Heard) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         done = original(*args, **kwargs)
         if not compiling() and listeners:
-            caller = sys._getframe(1)  # noqa: SLF001 - documented; `inspect` takes 100 times as long
-            for listener in tuple(listeners):
-                listener(name, args, kwargs, caller)
+            caller = sys._getframe().f_back  # noqa: SLF001 - documented; `inspect` takes 100 times as long
+            _tell(listeners, name, args, kwargs, caller)
         return done
 
     return call
+
+
+def _tell(
+    listeners: Sequence[Listener],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    caller: FrameType | None,
+) -> None:
+    """Tell of a call. What a listener raises is dropped: the call itself has succeeded."""
+    if caller is None:
+        return  # a thread has begun with the function: no line of the program called it
+    for listener in tuple(listeners):
+        try:
+            listener(name, args, kwargs, caller)
+        except Exception:  # noqa: BLE001, S112 - the program's arguments may raise where they are looked at
+            continue
 
 
 class _BuiltIn:
@@ -134,9 +150,8 @@ class _BuiltIn:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         done = self._original(*args, **kwargs)
         if self._listeners:
-            caller = sys._getframe(1)  # noqa: SLF001 - see above
-            for listener in tuple(self._listeners):
-                listener(self._name, args, kwargs, caller)
+            caller = sys._getframe().f_back  # noqa: SLF001 - see above
+            _tell(self._listeners, self._name, args, kwargs, caller)
         return done
 
     def __reduce__(self) -> str:

@@ -376,8 +376,10 @@ def _is_program(code: CodeType) -> bool:
 
 def _public_name(row: Source, front: FrameType | None) -> str:
     """Return the name of the function that the program called to read `row`."""
-    home = front.f_globals["__name__"] if front is not None else row.module
-    if front is None or home == row.module == "random" or row.through == (_ANY,):
+    home = front.f_globals.get("__name__") if front is not None else None
+    if front is None or home is None or row.through == (_ANY,):
+        return row.name  # generated code may belong to no module
+    if home == row.module == "random":
         return row.name
     *path, function = f"{home}.{front.f_code.co_qualname}".split(".")
     parts = [part for part in path if not part.startswith("_")]

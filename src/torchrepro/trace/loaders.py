@@ -1,11 +1,12 @@
 """The loaders that a program iterates, as its trace tells of them.
 
 What is read of an iterator of torch's is private. A fact that a newer torch no longer has there is
-left out.
+left out, and so is a loader whose objects raise where they are looked at.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,24 +36,29 @@ class IteratedLoaders:
 
     def see(self, iterator: Any, place: Place) -> None:
         """Note the loader behind `iterator`, which `place` has asked for a batch."""
-        dataset = getattr(iterator, "_dataset", None)
-        its = {
-            "where": source_of(place),
-            "workers": workers_of(iterator),
-            "dataset": type(dataset).__name__,
-            "iterable": isinstance(dataset, IterableDataset),
-            "worker_init_fn": _own_init(getattr(iterator, "_worker_init_fn", None)),
-        }
-        self._seen[tuple(its.values())] = its
+        with suppress(Exception):  # a class of the program's may raise what it likes
+            its = _known_of(iterator, place)
+            self._seen[tuple(its.values())] = its
 
     def meta(self) -> Mapping[str, Any]:
         """Return what is known as part of a trace's meta."""
         return {"loaders": list(self._seen.values())}
 
 
+def _known_of(iterator: Any, place: Place) -> Mapping[str, Any]:
+    dataset = getattr(iterator, "_dataset", None)
+    return {
+        "where": source_of(place),
+        "workers": workers_of(iterator),
+        "dataset": type(dataset).__name__,
+        "iterable": isinstance(dataset, IterableDataset),
+        "worker_init_fn": _own_init(getattr(iterator, "_worker_init_fn", None)),
+    }
+
+
 def _own_init(init: Any) -> str | None:
     """Return name and place of the author's `worker_init_fn`; None without one."""
-    if isinstance(init, partial) and init.func.__name__ == _OF_DATAPIPES:
+    if isinstance(init, partial) and getattr(init.func, "__name__", "") == _OF_DATAPIPES:
         init = init.args[0]
     init = author_worker_init(init)
     if init is None:
