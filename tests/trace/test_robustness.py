@@ -185,6 +185,22 @@ def test_a_recording_leaves_no_break_in_a_compiled_graph(recorded: Recorder) -> 
     assert "module" in {one.op for one in seen(trace)}
 
 
+def test_functions_that_are_watched_leave_no_break_in_a_compiled_graph(recorded: Recorder) -> None:
+    """Code that a compiler takes as one graph stays one where its functions are watched."""
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def chosen(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return one + 1 if id(one) == id(other) else other * 5
+
+    one, other, results = torch.ones(2), torch.ones(2), []
+    trace = recorded(
+        lambda: results.extend([chosen(one, one), chosen(one, other), id(one)]), detail=True
+    )
+
+    assert [result.tolist() for result in results[:2]] == [[2, 2], [5, 5]]
+    assert [read["name"] for read in trace.meta["sources"]] == ["builtins.id"]
+
+
 class Init:
     """What a program may give a loader as its `worker_init_fn`: it has no name."""
 

@@ -3,6 +3,9 @@
 A function gets one stand-in, however many listen and under however many names it is known. The
 stand-in calls the function first, so a call that is refused is not told of. The last listener that
 leaves puts the function itself back, unless the program has put another there since.
+
+While torch.compile traces the program, a stand-in is the function and nothing more: it causes no
+break in the graph, and its listeners are told nothing.
 """
 
 from __future__ import annotations
@@ -110,12 +113,12 @@ def _stood_in_for(module: str, name: str, original: Any) -> _Heard:
 
 def _function(name: str, heard: _Heard) -> Any:
     """Return what stands in for a function that becomes a method where a class holds it."""
-    original, listeners, compiling = heard.original, heard.listeners, _compiling_check(name)
+    original, listeners = heard.original, heard.listeners
 
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         done = original(*args, **kwargs)
-        if not compiling() and listeners:
+        if not _is_compiling() and listeners:
             caller = sys._getframe().f_back  # noqa: SLF001 - documented; `inspect` takes 100 times as long
             _tell(listeners, name, args, kwargs, caller)
         return done
@@ -149,7 +152,7 @@ class _BuiltIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         done = self._original(*args, **kwargs)
-        if self._listeners:
+        if not _is_compiling() and self._listeners:
             caller = sys._getframe().f_back  # noqa: SLF001 - see above
             _tell(self._listeners, self._name, args, kwargs, caller)
         return done
@@ -167,9 +170,7 @@ class _BuiltIn:
         return repr(self._original)
 
 
-def _compiling_check(name: str) -> Callable[[], bool]:
-    """Return the check for torch.compile tracing, which cannot follow a look at the stack."""
-    if name.partition(".")[0] != "torch":
-        return bool
-    check: Callable[[], bool] = sys.modules["torch"].compiler.is_compiling
-    return check
+def _is_compiling() -> bool:
+    """Whether torch.compile traces this code: it cannot follow a look at the stack."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_compiling()

@@ -11,7 +11,7 @@ Not seen is what does not go through an attribute that can be replaced:
 - types written in C: ``datetime.now``, ``numpy.random.RandomState()``, ``SeedSequence()``,
   ``PCG64()``, ``torch.Generator().seed()``;
 - the order of a set, and the hash or address by which a container finds its entries;
-- what a library draws, and what other processes do.
+- what a library draws, what code that torch.compile has compiled does, and other processes.
 """
 
 from __future__ import annotations

@@ -36,6 +36,8 @@ no hook; were the class gone, batches would be recorded where an op first reads 
 _HIGHER_ORDER = ("torch._higher_order_ops*", "torch.nn.attention*")  # where such ops are defined
 _INDUCTOR, _DYNAMO = "torch._inductor.config", "torch._dynamo"
 _WRAP_REGIONS = "wrap_inductor_compiled_regions"
+_COMPILED = ("torchrepro.trace.module_hook", "torchrepro.seeding.call_listeners")
+"""Modules that a compiler may look into: they do nothing while it does."""
 _left_out: list[bool] = []  # once is enough for a process
 
 
@@ -198,14 +200,15 @@ def left_out_of_compilation(mode: type[TorchDispatchMode]) -> Iterator[None]:
 
 
 def _own_modules() -> list[str]:
-    """Return the modules to leave out; `module_hook` does nothing while a compiler looks at it."""
-    whole, part = (name.rpartition(".")[0] for name in (__package__, __name__))
+    """Return the modules to leave out: all but those that do nothing while a compiler looks."""
+    whole = __name__.partition(".")[0]
+    divided = {module.rpartition(".")[0] for module in _COMPILED}
     found = [
         f"{package}.{module.name}"
-        for package in (whole, part)
+        for package in (whole, *sorted(divided))
         for module in iter_modules(import_module(package).__path__)
     ]
-    return [name for name in found if name not in (part, f"{part}.module_hook")]
+    return [name for name in found if name not in divided and name not in _COMPILED]
 
 
 @contextmanager
