@@ -14,6 +14,8 @@ import torch
 
 import torchrepro
 from torchrepro import TraceError
+from torchrepro.trace.fingerprint_cache import FingerprintCache
+from torchrepro.trace.format import UNINITIALISED
 from torchrepro.trace.reader import read_run
 
 from .conftest import Net, Recorder, seen, train
@@ -225,3 +227,33 @@ def test_a_loader_is_iterated_as_without_a_recording(recorded: Recorder, init: t
     told = [its["worker_init_fn"] for its in trace.meta["loaders"]]
     line = Init.__call__.__code__.co_firstlineno
     assert told == ([f"Init at {__file__}:{line}"] if init is Init else [])
+
+
+@pytest.mark.parametrize("forget", ["end_step", "forget_dead", "distrust"])
+def test_what_another_thread_adds_while_others_are_forgotten_stays(forget: str) -> None:
+    """A cache that forgets goes through what it has, and keeps what comes in the meantime."""
+    cache, added, forgotten = FingerprintCache(), [], []
+
+    def add(_gone: object = None) -> None:
+        added.append(torch.empty(2))
+        cache.add(added[-1], UNINITIALISED)
+        cache.expect(added[-1], lambda _tensor, _fingerprint: None)
+
+    class Meanwhile(dict):  # type: ignore[type-arg]
+        def get(self, key: int, default: object = None) -> object:
+            forgotten.append(key)
+            add()
+            return super().get(key, default)
+
+    for name in ("entries", "new"):
+        setattr(cache, name, Meanwhile(getattr(cache, name)))
+    for _ in range(9):
+        tensor = torch.ones(2)
+        cache.expect(tensor, lambda _tensor, _fingerprint: None)
+        cache.add(tensor, b"0" * 16)
+        del tensor
+    getattr(cache, forget)()
+
+    assert forgotten
+    assert set(map(id, added)) <= cache.new.keys()
+    assert set(map(id, added)) <= cache.entries.keys()

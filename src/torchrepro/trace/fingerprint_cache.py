@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
 
 import torch
@@ -42,6 +42,8 @@ NewTensor = tuple["ReferenceType[Any]", "list[Callable[[Any, Any], None]]"]
 
 Tensors of the same memory share the list, which is empty once one of them was read.
 """
+
+_Kept = TypeVar("_Kept", Entry, NewTensor)
 
 _digest = xxhash.xxh3_128_digest
 
@@ -119,17 +121,16 @@ class FingerprintCache:
 
     def end_step(self) -> None:
         """Forget all that may change without torch by the next step; large data stays."""
-        self.entries = {key: entry for key, entry in self.entries.items() if _outlives(entry)}
-        self.new = {key: made for key, made in self.new.items() if made[0]() is not None}
+        _keep(self.entries, _outlives)
+        _keep(self.new, _lives)
 
     def forget_dead(self) -> None:
         """Forget tensors that no longer exist."""
-        alive = {k: entry for k, entry in self.entries.items() if entry[0]() is not None}
-        self.entries = alive
+        _keep(self.entries, _lives)
 
     def distrust(self) -> None:
         """Forget everything except which memory nothing has written."""
-        self.entries = {k: entry for k, entry in self.entries.items() if is_unset(entry[2])}
+        _keep(self.entries, lambda entry: is_unset(entry[2]))
 
     def inputs(self, facts: OpFacts, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
         """Return the digests of the tensors that an op reads, and its other arguments."""
@@ -334,6 +335,21 @@ def _plain_result(tensor: Any) -> tuple[bytes, Any, int] | None:
 
 def _is_parameter(tensor: Any) -> bool:
     return bool(tensor.requires_grad and tensor.is_leaf)
+
+
+def _keep(entries: dict[int, _Kept], is_kept: Callable[[_Kept], bool]) -> None:
+    """Remove all but some entries of a dict that other threads change meanwhile.
+
+    A copy is made at once. An entry that another thread has put in place of one in the copy stays.
+    """
+    for key, entry in entries.copy().items():
+        if not is_kept(entry) and entries.get(key) is entry:
+            entries.pop(key, None)
+
+
+def _lives(entry: Entry | NewTensor) -> bool:
+    """Whether the tensor of an entry still exists."""
+    return entry[0]() is not None
 
 
 def _outlives(entry: Entry) -> bool:
