@@ -233,9 +233,14 @@ EVERY_SOURCE = (*WITHOUT_COST, *ENVIRONMENT)
 
 def _hash_varies(value: Any) -> bool:
     """Whether the hash of `value` is another one in another process."""
-    if isinstance(value, tuple | frozenset):
-        return any(map(_hash_varies, value))
-    return isinstance(value, str | bytes) or _hashed_by_address(value)
+    waiting = [value]
+    while waiting:  # a tuple may be nested deeper than Python's own calls
+        value = waiting.pop()
+        if isinstance(value, tuple | frozenset):
+            waiting.extend(value)
+        elif isinstance(value, str | bytes) or _hashed_by_address(value):
+            return True
+    return False
 
 
 def _hashed_by_address(value: Any) -> bool:
