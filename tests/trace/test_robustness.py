@@ -6,6 +6,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -257,3 +258,17 @@ def test_what_another_thread_adds_while_others_are_forgotten_stays(forget: str) 
     assert forgotten
     assert set(map(id, added)) <= cache.new.keys()
     assert set(map(id, added)) <= cache.entries.keys()
+
+
+def test_an_optimizer_steps_on_the_thread_that_steps_it(recorded: Recorder) -> None:
+    """The record of an optimizer's arguments has the thread of the ops around it."""
+
+    def program() -> None:
+        trainer = threading.Thread(target=train, args=(Net(), 1), name="trainer")
+        trainer.start()
+        trainer.join()
+
+    trace = recorded(program)
+    (thread,) = {one.thread for one in seen(trace) if one.op == "SGD.step()"}
+
+    assert trace.threads[thread] == "trainer"

@@ -163,7 +163,7 @@ class Level:
         phase, place, op = origin
         key = (op, phase, place, *shapes)
         site = buffer.sites.get(key) or buffer.new_site(key, phase, place, op, shapes)
-        if buffer.take(0, site, argument, (), digests) >= MANY:
+        if buffer.take(buffer.thread(0), site, argument, (), digests) >= MANY:
             self.state.spill()
 
 
