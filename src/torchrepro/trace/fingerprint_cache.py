@@ -85,8 +85,10 @@ class FingerprintCache:
         fingerprint = fingerprint_of(tensor)
         if self.new:
             made = self.new.pop(address(tensor), None)
-            if made is not None and made[0]() is tensor and made[1]:
-                made[1].pop()(tensor, fingerprint)
+            if made is not None and made[0]() is tensor:
+                first_read = _popped(made[1])
+                if first_read is not None:
+                    first_read(tensor, fingerprint)
         return self.add(tensor, fingerprint)
 
     def expect(self, tensor: Any, first_read: Callable[[Any, Any], None]) -> None:
@@ -260,6 +262,14 @@ class FingerprintCache:
         where = repr((view.storage_offset(), view.shape, view.stride())).encode()
         digest = _of_unset([before[2], after[2]], where)
         entries[address(base)] = before[0], after[1], digest[:INPUT], WRITTEN
+
+
+def _popped(waiting: list[Callable[[Any, Any], None]]) -> Callable[[Any, Any], None] | None:
+    """Return what waits for a first read, to one thread alone; None if there is nothing left."""
+    try:
+        return waiting.pop()
+    except IndexError:
+        return None
 
 
 def is_unset(digest: Digest) -> bool:

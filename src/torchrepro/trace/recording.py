@@ -150,16 +150,20 @@ class Recording:
         self.end_step(parameters_of(optimizer))
 
     def batch_begins(self, iterator: Any) -> None:
-        workers = workers_of(iterator)
-        self.level.batch_begins(workers)
-        if self.request.samples and not workers and self.state.wants_step:
+        self.level.batch_begins(workers_of(iterator))
+        if self._records_samples_of(iterator):
             self._samples.begin()
 
     def batch_ends(self, iterator: Any, batch: Any) -> None:
-        self._samples.end()
+        if self._records_samples_of(iterator):
+            self._samples.end()
         place = place_of_user()
         self._loaders.see(iterator, place)
         self.level.batch_ends(batch, place)
+
+    def _records_samples_of(self, iterator: Any) -> bool:
+        """Whether what the program returns while this loader prepares a batch is recorded."""
+        return self.request.samples and not workers_of(iterator) and self.state.wants_step
 
     # Writing.
 

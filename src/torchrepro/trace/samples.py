@@ -9,7 +9,6 @@ from __future__ import annotations
 import marshal
 import sys
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from torchrepro.trace.frames import Place
 
 _MOST = 64  # parts of one value
+_LONGEST = 100_000  # items of a list or a dict
 _DEEPEST = 4
 _LARGEST = 1 << 26  # bytes: a whole dataset that a function hands on is not read again and again
 _PLAIN = frozenset({bool, int, float, complex, str, bytes})
@@ -65,11 +65,15 @@ def _parts(value: Any, depth: int) -> Iterator[Part]:
     if isinstance(value, torch.Tensor):
         yield from _of_tensor(value)
     elif type(value) in _PLAIN:
+        if isinstance(value, str | bytes) and len(value) > _LARGEST:
+            return
         yield Part((), type(value).__name__, _digest(marshal.dumps(value, 2)))
-    elif isinstance(value, Mapping):
-        yield from _parts(list(value), depth)
-        yield from _parts(list(value.values()), depth)
-    elif isinstance(value, list | tuple):
+    elif (
+        type(value) is dict and len(value) <= _LONGEST
+    ):  # another mapping may load what it is asked
+        yield from _of_several(list(value), depth)
+        yield from _of_several(list(value.values()), depth)
+    elif isinstance(value, list | tuple) and len(value) <= _LONGEST:
         yield from _of_several(list(value), depth)
     elif callable(getattr(value, "tobytes", None)):
         yield from _of_bytes(value)
@@ -181,7 +185,10 @@ def _name(code: CodeType) -> str:
 
 
 def _index_text(index: Any) -> str:
-    return value_text(index.tolist() if hasattr(index, "tolist") else index)
+    try:
+        return value_text(index.tolist() if hasattr(index, "tolist") else index)
+    except Exception:  # noqa: BLE001 - see `parts_of`
+        return type(index).__name__
 
 
 def _numbers_given(frame: FrameType) -> str:
