@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import secrets
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,3 +106,17 @@ def test_what_is_read_before_torch_is_imported_is_seen(
     ]
     assert [int(read["where"].rpartition(":")[2]) for read in found] == [3, 5, 8]
     assert found[1]["value"].isdecimal()
+
+
+def test_torch_is_imported_while_every_source_is_watched(tmp_path: Path) -> None:
+    """A new process that is recorded in detail imports torch as any other, and is recorded."""
+    program = "key = id(tuple())\nimport torch\ntorch.tensor(float(key % 7)) + 1"
+    command = ["run", "seed-only", "--record", str(tmp_path), "--detail", "--"]
+    command += [sys.executable, "-c", program]
+    done = subprocess.run(
+        [sys.executable, "-m", "torchrepro", *command], capture_output=True, text=True, timeout=120
+    )
+
+    assert done.returncode == 0, done.stderr
+    (trace,) = read_run(tmp_path)
+    assert {"new tensor", "aten::add.Tensor"} <= {site.op for site in trace.sites.values()}

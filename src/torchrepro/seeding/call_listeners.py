@@ -172,5 +172,6 @@ class _BuiltIn:
 
 def _is_compiling() -> bool:
     """Whether torch.compile traces this code: it cannot follow a look at the stack."""
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.compiler.is_compiling()
+    compiler: Any = getattr(sys.modules.get("torch"), "compiler", None)
+    # Torch reads addresses and clocks while it is being imported, when not all of it is there.
+    return hasattr(compiler, "is_compiling") and bool(compiler.is_compiling())
