@@ -70,7 +70,7 @@ def advice(
     meta = meta or {}
     evidence = evidence_of(verdict, meta)
     rule = next(row for row in RULES if row.applies(evidence))
-    cause, edit = _cause(rule, evidence), _worded(rule.edit, rule, evidence)
+    cause, edit = (_worded(text, rule, evidence) for text in (rule.cause, rule.edit))
     unseen = _may_hide_a_change(rule, evidence, meta)
     if unseen:
         cause = f"{cause.removesuffix('.')}; or an input was changed outside torch in mid-step."
@@ -185,10 +185,6 @@ def _in_force(fix: Fix, evidence: Evidence) -> bool:
     if any(setting.name == fix.key for setting in evidence.differing_knobs):
         return False  # in force in one run only, or with two values
     return fix.is_met_by(evidence.value(fix.key))
-
-
-def _cause(rule: Rule, evidence: Evidence) -> str:
-    return _worded(rule.cause, rule, evidence)
 
 
 def _worded(sentence: str, rule: Rule, evidence: Evidence) -> str:

@@ -46,7 +46,7 @@ def look_closer(runner: Runner, verdict: Verdict, setups: tuple[Setup, Setup]) -
     loading = loading_of(verdict)
     if loading is not None:
         return follow_into_dataset(runner, verdict, setups, loading)
-    return _rerecord(runner, verdict, first, setups)
+    return _looked_at(_rerecord(runner, verdict, first, setups))
 
 
 def _rerecord(
@@ -67,19 +67,19 @@ def _rerecord(
         runs.append(detailed.run(resolved, f"closer-{number}", environment))
     if not all(run.recorded for run in runs):
         return with_note(
-            _looked_at(verdict),
+            verdict,
             "a closer look showed nothing: its runs ended before they got there",
         )
     closer = runner.compare(*runs)
     if closer.first is not None and _spot(closer.first) == _spot(first):
         merged = replace(verdict, first=closer.first, program=closer.program)
         return with_note(
-            _looked_at(runner.advised(merged, runs[0])),
+            runner.advised(merged, runs[0]),
             "the divergence is shown as two more runs recorded it, in detail",
         )
     what = f"diverge {place(closer.first)}" if closer.first else "were the same there"
     return with_note(
-        _looked_at(runner.advised(replace(verdict, program=closer.program), runs[0])),
+        runner.advised(replace(verdict, program=closer.program), runs[0]),
         f"two more runs, recorded in detail, {what}: it varies from run to run",
     )
 
@@ -155,12 +155,17 @@ def with_perturbation(
 
 
 def _edit_against(row: Perturbation, verdict: Verdict) -> str:
-    """Return the edit against what a perturbation changes: at a seed from it, or its last read."""
+    """Return the edit against what a perturbation changes: at a seed from it, or its last read.
+
+    The advice keeps its edit where the perturbation changes nothing that a program reads.
+    """
+    if not row.source:
+        return verdict.advice.edit if verdict.advice else ""
     reads = verdict.program.reads
     seed = next((each for each in reads if each.is_other_seed), None)
     last = next((each for each in reversed(reads) if each.what == row.source), None)
     found = seed or last
-    return edit_at(found) if found and row.source else ""
+    return edit_at(found) if found else ""
 
 
 def overridden(setup: Setup, overriding: OverridingRun) -> Setup:
