@@ -1,0 +1,37 @@
+"""How the documentation is built: `python -m sphinx -n -W --keep-going docs docs/_build/html`."""
+
+import sys
+from pathlib import Path
+
+import torchrepro
+
+sys.path.insert(0, str(Path(__file__).parent))  # generated_reference, the extension of this folder
+
+project = "torchrepro"
+author = "the authors of torchrepro"
+version = release = torchrepro.__version__
+
+extensions = [
+    "myst_parser",  # pages are Markdown, like the README
+    "sphinx.ext.autodoc",  # the Python API, from its docstrings
+    "generated_reference",  # every other table, from the rows of the code
+]
+exclude_patterns = ["_build"]
+
+myst_heading_anchors = 3  # `page.md#a-heading` is a link that the build checks
+myst_enable_extensions = ["attrs_block", "colon_fence"]
+
+default_role = "code"  # docstrings write `name`, as Markdown does
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+# Type hints name classes of other packages and of our own modules. Their pages are not here, and
+# looking them up would need a network. What a page links to by itself is still checked.
+nitpick_ignore_regex = [("py:(class|data|obj|meth|func|exc)", r"(?!torchrepro\.[a-z_A-Z]+$).*")]
+
+html_theme = "furo"
+html_title = f"torchrepro {release}"
+html_copy_source = False
+html_show_sphinx = False
+html_theme_options = {"navigation_with_keys": True}
+pygments_style = "friendly"
+pygments_dark_style = "github-dark"
