@@ -1,4 +1,4 @@
-"""The five commands of the README, as somebody types them who has an empty folder and an app."""
+"""The five documented commands that share profiles, typed by somebody with an empty folder."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from ..docs.blocks import block_named as documented
+
 REPO = Path(__file__).parents[2]
-BLOCK = re.compile(r"<!-- test: share -->\n```sh\n(.*?)```", re.DOTALL)
 
 
 @pytest.mark.slow
-def test_the_five_commands_of_the_readme_lead_from_nothing_to_a_run(environment, tmp_path) -> None:
+def test_the_five_documented_commands_lead_from_nothing_to_a_run(environment, tmp_path) -> None:
     """Each command ends with status 0, and the app is under the profile and the piece."""
-    commands = BLOCK.search((REPO / "README.md").read_text(encoding="utf-8"))[1].splitlines()
+    commands = documented("share").text.splitlines()
     empty = tmp_path / "empty"
     empty.mkdir()
     shutil.copytree(REPO / "examples" / "team" / "trainer", tmp_path / "trainer")
