@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchrepro.verdict.agreement import COLUMNS, ROWS, agreement_map
+from torchrepro.verdict.chart import WIDTH, chart, ticks
 from torchrepro.verdict.diagnosis import next_level
-from torchrepro.verdict.page import COLUMNS, ROWS, WIDTH, agreement_map, chart, page, ticks
+from torchrepro.verdict.page import page
 from torchrepro.verdict.value import Advice, Cell, Compared, Element, Kind, Setting, Verdict
 
 from .browser import PROGRAM, Tab, tab
