@@ -11,11 +11,10 @@ from __future__ import annotations
 import io
 import re
 import sys
-from dataclasses import dataclass
 from functools import cache, singledispatch
 from itertools import zip_longest
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.messages import ends_in_line_number, printable, shortened
 
@@ -32,16 +31,14 @@ _WORD = re.compile(r"\S+")
 _INDENTS = ("", "  ", "    ")  # of the first line of a record, of its others, and of what goes on
 
 
-@dataclass(frozen=True, slots=True)
-class Styled:
+class Styled(NamedTuple):
     """The text of a cell, with the style in which a terminal shows it."""
 
     text: str
     style: str
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(NamedTuple):
     """A plain table."""
 
     headings: tuple[str, ...]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.redaction import HIDDEN, sounds_secret
 
@@ -18,8 +17,7 @@ _PLACE = re.compile(r"[^\s/\\]+:\d+[^\w\s]*$")  # a file's name, a line, and wha
 MANY = 12  # above this a list of legal names helps nobody without a near match
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(NamedTuple):
     """One thing that is wrong with a request, and all that a reader needs to mend it."""
 
     what: str

@@ -9,7 +9,7 @@ import os
 import sys
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.console import Displayed, parts
 from torchrepro.errors import ApplyError
@@ -213,8 +213,7 @@ def lateness(plan: Plan, why: str) -> str:
     return "\n".join([f"{head} (on_late: {plan.resolved.on_late})", *lines, todo])
 
 
-@dataclass(frozen=True, slots=True)
-class _Variables:
+class _Variables(NamedTuple):
     """What a plan has to know of the environment beside the texts of its variables."""
 
     closed: Mapping[str, str]
@@ -227,8 +226,7 @@ class _Variables:
     """Variables that are known to have been set before whatever reads them."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Reading:
+class _Reading(NamedTuple):
     """What a knob shows."""
 
     value: Any = None

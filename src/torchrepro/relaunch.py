@@ -7,9 +7,8 @@ import stat
 import sys
 import threading
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.process_state import DOORS
 
@@ -36,8 +35,7 @@ _TOOLS = 6
 """Identifiers of `sys.monitoring`; see https://docs.python.org/3/library/sys.monitoring.html."""
 
 
-@dataclass(frozen=True, slots=True)
-class Obstacle:
+class Obstacle(NamedTuple):
     """One reason not to start the command line again."""
 
     is_there: Callable[[], bool]

@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.console import Displayed, Styled, parts, say, show_aside, table
 from torchrepro.knobs.catalogue import knobs_by_name
@@ -101,8 +101,7 @@ class Row:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Drift:
+class Drift(NamedTuple):
     """A knob that later code has changed while its profile was in force."""
 
     knob: str
@@ -143,8 +142,7 @@ class Drift:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Lowered:
+class Lowered(NamedTuple):
     """A knob that keeps a guarantee from being held."""
 
     knob: str
@@ -159,8 +157,7 @@ class Lowered:
         return f"{self.left_open}: {self.because}"
 
 
-@dataclass(frozen=True, slots=True)
-class Guarantee:
+class Guarantee(NamedTuple):
     """What a profile asks for, and what of it is held."""
 
     asked: str

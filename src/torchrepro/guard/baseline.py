@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.guard.writers import watch_writers, writing_place
 from torchrepro.knobs.knob import Scope
@@ -36,8 +36,7 @@ _FULL = "ieee"
 ``torch.backends.cudnn.flags`` unsets those of cuDNN."""
 
 
-@dataclass(frozen=True, slots=True)
-class LastWrite:
+class LastWrite(NamedTuple):
     """What a knob read after the last write to anything that was seen, and the line that set it."""
 
     now: Any

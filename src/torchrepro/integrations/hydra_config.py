@@ -7,7 +7,6 @@ Between steps 2 and 3 of the way of a job, which `hydra` describes: the config s
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -215,7 +214,7 @@ def _of_the_app(problem: Problem, names: list[str]) -> Problem:
     if problem.where != APP or problem.todo or not names:
         return problem
     todo = f"if `{GROUP}` is the app's own: torchrepro run {names[0]} -- COMMAND"
-    return replace(problem, todo=todo)
+    return problem._replace(todo=todo)
 
 
 def _plain_value(value: Any, close: str) -> Problem:
@@ -273,7 +272,7 @@ def _with_override(problem: Problem, config: DictConfig) -> Problem:
     """Return `problem` with the override that set its value, if one did, as its place."""
     key = problem.key.removeprefix(f"{GROUP}.")
     line = _override_of(key, config) if key else None
-    return replace(problem, where=f"override {line}") if line else problem
+    return problem._replace(where=f"override {line}") if line else problem
 
 
 def _override_of(key: str, config: DictConfig) -> str | None:

@@ -65,7 +65,6 @@ class NpuOption:
             npu().set_option({self.name: text})
 
 
-@dataclass(frozen=True, slots=True)
 class JitCompile(NpuOption):
     """The option behind set_compile_mode, which cannot be emptied again once a device is in use.
 
@@ -73,6 +72,8 @@ class JitCompile(NpuOption):
     opposite: so what holds by the chip's default is read from that reader, and written back.
     An option that was empty before device init and is undone after it keeps the profile's value.
     """
+
+    __slots__ = ()
 
     def read(self) -> Any:
         value = NpuOption.read(self)
@@ -89,17 +90,19 @@ class JitCompile(NpuOption):
             self._set(saved)
 
 
-@dataclass(frozen=True, slots=True)
 class MatmulHf32(NpuOption):
     """The older switch for matrix products, over which cube_math_type wins once it is set."""
+
+    __slots__ = ()
 
     def inert(self, value: Any, wanted: Mapping[str, Any]) -> str:
         return matmul_decided_elsewhere(value, wanted)
 
 
-@dataclass(frozen=True, slots=True)
 class DeterministicLevel:
     """torch_npu's level, next to torch's flag, which the public setter moves along with it."""
+
+    __slots__ = ()
 
     def read(self) -> Any:
         getter = native("_npu_get_deterministic_level")

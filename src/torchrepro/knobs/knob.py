@@ -242,9 +242,10 @@ class Attribute:
             self.write(saved)
 
 
-@dataclass(frozen=True, slots=True)
 class OptionalAttribute(Attribute):
     """An attribute that is None where its hardware is absent."""
+
+    __slots__ = ()
 
     def read(self) -> Any:
         value = Attribute.read(self)

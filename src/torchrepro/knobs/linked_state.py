@@ -201,9 +201,10 @@ class InductorVariable(Variable):
             setattr(config, self.option, value)
 
 
-@dataclass(frozen=True, slots=True)
 class InductorSwitch(InductorVariable):
     """The same state by the option's own values."""
+
+    __slots__ = ()
 
     def read(self) -> Any:
         if not _inductor_reads(self.name):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -24,9 +23,10 @@ RANDOMNESS = f"{DOCS}/notes/randomness.html"
 _MODES = ("none", "warn", "error")
 
 
-@dataclass(frozen=True, slots=True)
 class DeterministicAlgorithms(Calls):
     """torch's flag, which reaches an NPU only if torch_npu forwards it."""
+
+    __slots__ = ()
 
     def save(self) -> Any:
         warns_only = import_module("torch").is_deterministic_algorithms_warn_only_enabled()
@@ -53,7 +53,6 @@ def _warn_only_while_off() -> None:
         setter(False, warn_only=True)  # noqa: FBT003 - torch's own signature
 
 
-@dataclass(frozen=True, slots=True)
 class FillUninitializedMemory(Attribute):
     """torch's switch, and the copy of it that torch_npu reads.
 
@@ -61,6 +60,8 @@ class FillUninitializedMemory(Attribute):
     switch does nothing until then, although it reads true
     (https://github.com/Ascend/pytorch, torch_npu/utils/_deterministic.py).
     """
+
+    __slots__ = ()
 
     def holds(self, value: bool) -> bool:  # noqa: FBT001 - the value of a boolean knob
         return bool(self.read() == value and self._copy() in (value, None))
@@ -80,9 +81,10 @@ class FillUninitializedMemory(Attribute):
         return bool(getter()) if getter else None
 
 
-@dataclass(frozen=True, slots=True)
 class OptEinsum(Attribute):
     """A setting of opt_einsum, which torch refuses to write where that package is absent."""
+
+    __slots__ = ()
 
     def read(self) -> Any:
         if not import_module("torch.backends.opt_einsum").is_available():
@@ -92,9 +94,10 @@ class OptEinsum(Attribute):
     save = read
 
 
-@dataclass(frozen=True, slots=True)
 class ReducedPrecision(Attribute):
     """A reduction switch that newer torch keeps together with a second one for split-k."""
+
+    __slots__ = ()
 
     def save(self) -> Any:
         matmul = import_module("torch").backends.cuda.matmul

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.fork_safety import fork_safe_lock
 
@@ -102,8 +102,7 @@ def forget_compiled() -> None:
         import_module("torch").compiler.reset()
 
 
-@dataclass(frozen=True, slots=True)
-class Effect:
+class Effect(NamedTuple):
     """One thing that a policy has done, and how often."""
 
     policy: str
@@ -124,7 +123,7 @@ class Effect:
 
     def to_json(self) -> dict[str, Any]:
         """Return the effect as plain JSON values."""
-        return asdict(self)
+        return self._asdict()
 
 
 def count(policy: str, subject: str, what: str, where: str = "", moved: int = 0) -> None:

@@ -8,7 +8,6 @@ the line that set it, and code that applies a profile does not pay for importing
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torchrepro.errors import ProfileError
@@ -169,7 +168,7 @@ class _Layers:
 
         So a profile may inherit from another one of the same name, but not from itself.
         """
-        beside = [replace(one.folder, prefix="") for one in self.being_read[-1:]]
+        beside = [one.folder._replace(prefix="") for one in self.being_read[-1:]]
         being_read = [other.path for other in self.being_read]
         try:
             return find(name, self.folders, named_at, beside, being_read)

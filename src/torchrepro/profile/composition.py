@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.imports import installed_version
 
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(NamedTuple):
     """The place that set a value, and the one before it."""
 
     set_by: str
@@ -103,7 +102,7 @@ class Composition:
         """Give the profile a name, unless it has one."""
         if "name" not in self.values:
             self.values["name"] = name
-            self.origins["name"] = replace(origin, value=name)
+            self.origins["name"] = origin._replace(value=name)
 
     @contextmanager
     def without_names(self) -> Iterator[None]:

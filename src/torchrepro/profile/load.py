@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from os import PathLike
-from typing import TYPE_CHECKING, Any
-
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.version import InvalidVersion
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.errors import ProfileError
 from torchrepro.imports import installed_version
@@ -23,6 +19,8 @@ from torchrepro.profile.search_path import incomplete_packs, is_piece, search_pa
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from packaging.specifiers import SpecifierSet
 
     from torchrepro.profile.composition import Composition
     from torchrepro.profile.schema import Profile
@@ -47,8 +45,7 @@ LONGEST = 200
 _ORDINARY = re.compile(r"[\w.,<>=!~*+\- ]*", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
-class ProfileEntry:
+class ProfileEntry(NamedTuple):
     """One profile, or one piece to lay on top of profiles, on the search path."""
 
     name: str
@@ -59,7 +56,7 @@ class ProfileEntry:
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry as plain JSON values."""
-        return {key: value for key, value in asdict(self).items() if key != "kind"}
+        return {key: value for key, value in self._asdict().items() if key != "kind"}
 
 
 def load(profile: str, overrides: Sequence[str] = ()) -> Profile:
@@ -246,6 +243,8 @@ def _specifier(wanted: str) -> SpecifierSet | None:
     """
     if len(wanted) > LONGEST or not _ORDINARY.fullmatch(wanted):
         return None
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet  # few profiles name a range
+
     try:
         return SpecifierSet(wanted)
     except InvalidSpecifier:
@@ -254,6 +253,8 @@ def _specifier(wanted: str) -> SpecifierSet | None:
 
 def _contains(specifier: SpecifierSet, installed: str) -> bool:
     """Whether a version is in the range; metadata may hold a text that is no version."""
+    from packaging.version import InvalidVersion
+
     try:
         return specifier.contains(installed, prereleases=True)
     except InvalidVersion:

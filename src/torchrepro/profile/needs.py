@@ -5,8 +5,7 @@ A value that breaks a guarantee is refused; a need that is not met lowers the gu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.knobs.env_rows import pinned
 from torchrepro.profile.resolved import STRICT
@@ -22,8 +21,7 @@ WEAKER = {"aligned": ("repeatable", "seeded"), "repeatable": ("seeded",), "seede
 """The guarantees that may still hold where one is lost, the strongest first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(NamedTuple):
     """What guarantees need of a knob, and the values that contradict them."""
 
     guarantees: tuple[str, ...]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchrepro.errors import ProfileError
 from torchrepro.profile.composition import plain, walk
 from torchrepro.profile.document import MAX_DEPTH, refuse_instructions, refuse_interpolation
 
 
-@dataclass(frozen=True, slots=True)
-class Override:
+class Override(NamedTuple):
     """A dotted key and the value it is given; null for one that is deleted."""
 
     text: str

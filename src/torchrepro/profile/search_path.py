@@ -13,13 +13,12 @@ import json
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from filecmp import cmp
 from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distributions
 from importlib.util import find_spec
 from itertools import combinations, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchrepro.errors import ProfileError
 from torchrepro.messages import Problem, near, printable, shown, some
@@ -55,8 +54,7 @@ class UnknownProfileError(ProfileError):
     """A name that means no file."""
 
 
-@dataclass(frozen=True, slots=True)
-class Folder:
+class Folder(NamedTuple):
     """A folder of profiles, and how messages call it."""
 
     path: Path
@@ -107,8 +105,7 @@ class Folder:
         return sorted(f"{self.prefix}{name}" for name in names if is_name(name))
 
 
-@dataclass(frozen=True, slots=True)
-class ProfileFile:
+class ProfileFile(NamedTuple):
     """The file that a name means."""
 
     name: str
@@ -127,8 +124,7 @@ class ProfileFile:
             return str(self.path)
 
 
-@dataclass(frozen=True, slots=True)
-class Pack:
+class Pack(NamedTuple):
     """A pack that a distribution declares, or a distribution that cannot be read."""
 
     owner: str
@@ -440,7 +436,7 @@ def _packs(size: int, owner: str, distribution: Distribution) -> list[Pack]:
     names = [name for name in values if is_name(name) and "/" not in name and name != PIECES]
     if len(values) > MOST:
         many = f"one distribution declares more than {MOST} packs"
-        return [replace(unreadable, name=name, complaint=many) for name in names[:1]]
+        return [unreadable._replace(name=name, complaint=many) for name in names[:1]]
     return [Pack(owner, distribution, name, values[name]) for name in names]
 
 

@@ -69,9 +69,10 @@ class RootSeed(PlanField):
         loader.put_register(register)
 
 
-@dataclass(frozen=True, slots=True)
 class PythonSeed:
     """The generator behind the functions of `random`."""
+
+    __slots__ = ()
 
     def read(self) -> Any:
         return None  # the generator does not remember its seed
@@ -89,9 +90,10 @@ class PythonSeed:
         return random.getstate() == random.Random(value).getstate()  # noqa: S311 - compared only
 
 
-@dataclass(frozen=True, slots=True)
 class NumpySeed:
     """The legacy global generator behind ``numpy.random.rand`` and its like."""
+
+    __slots__ = ()
 
     def read(self) -> Any:
         return None
@@ -111,9 +113,10 @@ class NumpySeed:
         return bool((fresh[1] == now[1]).all() and fresh[2:] == now[2:])
 
 
-@dataclass(frozen=True, slots=True)
 class TorchSeed:
     """torch's default CPU generator; the accelerators have rows of their own."""
+
+    __slots__ = ()
 
     def read(self) -> Any:
         return _torch().initial_seed()

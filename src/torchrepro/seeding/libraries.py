@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial, wraps
 from itertools import count
 from multiprocessing import current_process
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.console import say
 from torchrepro.errors import SeedingError
@@ -23,8 +23,7 @@ GROUP = "torchrepro.seeders"
 """Entry points of this group name a module to wait for and a function that takes a seed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Seeder:
+class Seeder(NamedTuple):
     """How to seed one library, once its module is loaded."""
 
     module: str
@@ -131,9 +130,10 @@ def register_seeder(
         _watch()
 
 
-@dataclass(frozen=True, slots=True)
 class LibrarySeeds:
     """The seed that other libraries get when they are loaded."""
+
+    __slots__ = ()
 
     def read(self) -> Any:
         return _state.seed

@@ -60,9 +60,10 @@ _starting = fork_safe_lock()  # torch's maker of readers is one for all threads
 _being_started: list[Any] = []
 
 
-@dataclass(frozen=True, slots=True)
 class SeedingPolicy:
     """Whether loaders whose author seeded nothing are seeded: `auto` or `none`."""
+
+    __slots__ = ()
 
     def read(self) -> str:
         return "auto" if loaders.automatic else "none"
@@ -75,9 +76,10 @@ class SeedingPolicy:
     restore = write
 
 
-@dataclass(frozen=True, slots=True)
 class WorkersPolicy:
     """How many workers every loader uses, whatever its author said."""
+
+    __slots__ = ()
 
     def read(self) -> int | None:
         return _forced[-1] if _forced else None

@@ -190,12 +190,13 @@ class BatchRequest:
         draw_from(self.stream.part(b"batch/%d" % self.number))
 
 
-@dataclass(frozen=True, slots=True)
 class SampleRequest(BatchRequest):
     """What a sampler asks for, every sample drawing from a part of its own.
 
     `collate_fn`, and a dataset that reads whole batches, draw from the batch's part.
     """
+
+    __slots__ = ()
 
     def fetch(self, reader: Any, fetch: Callable[[Any], Any]) -> Any:
         """Load the batch through `fetch`, the own method of torch's `reader`, sample by sample."""

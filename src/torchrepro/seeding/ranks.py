@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchrepro.errors import SeedingError
 from torchrepro.messages import Problem, near, shown
@@ -23,8 +22,7 @@ AGREEING = frozenset({"tp", "sp", "cp", "tensor", "tensor_parallel", "sequence",
 """Mesh dimensions along which ranks work on one sample and so draw the same numbers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mesh:
+class Mesh(NamedTuple):
     """Where this process stands in a device mesh: names, sizes and position per dimension."""
 
     names: tuple[str, ...]
@@ -32,8 +30,7 @@ class Mesh:
     position: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class World:
+class World(NamedTuple):
     """How many processes a run has, and which of them this one is."""
 
     size: int = 1

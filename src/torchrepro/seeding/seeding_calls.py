@@ -63,9 +63,10 @@ class SeedingCall:
 _calls: dict[tuple[str, str], SeedingCall] = {}
 
 
-@dataclass(frozen=True, slots=True)
 class SeedingCalls:
     """The knob under which seeding calls of the program are recorded, until its undo."""
+
+    __slots__ = ()
 
     def read(self) -> Any:
         return None

@@ -6,7 +6,6 @@ import json
 import os
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
-from dataclasses import asdict
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
@@ -37,7 +36,7 @@ def rng_state() -> dict[str, Any]:
     slots = all_slots()
     state: dict[str, Any] = {
         "format": FORMAT,
-        "world": asdict(world()),
+        "world": world()._asdict(),
         "seed_plan": streams.current_plan().to_json(),
         "devices": _device_names(),
         "kinds": {name: kind.name for name, (kind, _) in registered().items()},
@@ -178,7 +177,7 @@ def _damage(snapshot: dict[str, Any]) -> Iterator[Problem]:
 
 def _mismatches(snapshot: dict[str, Any]) -> Iterator[Problem]:
     """Yield in what this process is another than the one that `snapshot` was taken in."""
-    then, now = snapshot["world"], asdict(world())
+    then, now = snapshot["world"], world()._asdict()
     if then != now:
         yield Problem(
             "the snapshot was taken by another rank or in a run of another size",

@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.callers import address, is_library, package
 from torchrepro.console import say
@@ -65,8 +65,7 @@ def _nothing(arguments: Arguments) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """A function whose result no seed decides, or which is given a seed."""
 
     module: str
