@@ -53,6 +53,23 @@ def test_an_npu_computes_them_in_words_that_it_can_multiply(on_npu: OnNpu) -> No
     assert len(set(found.values())) == len(TENSORS)
 
 
+def fetched_twice() -> tuple[list[bytes | None], list[bytes | None]]:
+    """Return fingerprints that were fetched once, and those fetched with each of them twice."""
+    tensors = [torch.arange(start, start + 9.0).to("npu") for start in range(3)]
+    alone = [device_fingerprint(tensor) for tensor in tensors]
+    twice = [device_fingerprint(tensor) for tensor in tensors]
+    fetch(alone)
+    fetch([pending for pending in twice for _ in range(2)])
+    return [one.bytes for one in alone], [one.bytes for one in twice]
+
+
+def test_one_that_is_asked_for_twice_is_the_same(on_npu: OnNpu) -> None:
+    """A tensor that an op wrote and another one reads has the fingerprint of its values."""
+    alone, twice = on_npu(fetched_twice)
+
+    assert twice == alone
+
+
 def test_they_are_fetched_in_one_copy(on_npu: OnNpu) -> None:
     """Until they are fetched nothing goes to the host, and then all of them at once."""
     assert on_npu(copies, 20) == (0, 1)

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from simulated_npu import log
+from simulated_npu import log, vary
 
 import torchrepro
 
@@ -44,6 +44,24 @@ def _moves() -> int:
 def test_a_run_on_an_accelerator_is_recorded_without_waiting(on_npu: OnNpu, tmp_path: Any) -> None:
     """Within a step no more is copied than without a recording, and the weights are the same."""
     assert on_npu(trained, str(tmp_path / "one")) == on_npu(trained, "")
+
+
+def computed(folder: str, *varying: str) -> None:
+    """Record ops whose results are read by the next ones; `varying` ones are a little off."""
+    vary(*varying)
+    value = torch.linspace(-1, 1, 16).to("npu")
+    with torchrepro.record(folder):
+        ((value * 2).tanh() + 1).sum()
+
+
+def test_what_an_op_makes_and_another_reads_is_compared(on_npu: OnNpu, tmp_path: Any) -> None:
+    """Runs diverge at the op whose result differs, and not at a later one that shows it."""
+    on_npu(computed, str(tmp_path / "one"))
+    on_npu(computed, str(tmp_path / "two"), "aten::tanh")
+
+    first = torchrepro.compare(tmp_path / "one", tmp_path / "two").first
+    assert first is not None
+    assert first.op == "aten::tanh"
 
 
 def test_runs_on_an_accelerator_are_compared(on_npu: OnNpu, tmp_path: Any) -> None:

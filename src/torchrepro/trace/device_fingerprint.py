@@ -64,8 +64,12 @@ def device_fingerprint(tensor: Any) -> Pending:
 
 
 def fetch(pendings: Iterable[Pending]) -> None:
-    """Fill in the bytes of `pendings`; waits for each device once and copies once from it."""
-    waiting = [pending for pending in pendings if pending.bytes is None]
+    """Fill in the bytes of `pendings`; waits for each device once and copies once from it.
+
+    One may come several times: as an output of one op, and as an input of those that read it.
+    """
+    once = {id(pending): pending for pending in pendings}.values()
+    waiting = [pending for pending in once if pending.bytes is None]
     with unobserved():
         values = _on_host([value for pending in waiting for value in pending.sums])
     found = iter(values)
