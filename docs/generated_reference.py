@@ -6,11 +6,14 @@ the page is read: no file is written, and what the page says cannot differ from 
 
 from __future__ import annotations
 
-import inspect
 import re
 from typing import TYPE_CHECKING
 
-import torchrepro
+import reference_answers
+import reference_commands
+import reference_ops
+import reference_python
+import reference_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,27 +23,26 @@ if TYPE_CHECKING:
 
 MARK = re.compile(r"^<!-- generated: ([a-z-]+) -->$", re.MULTILINE)
 
-
-def public_names() -> str:
-    """Return the documentation of every public name: functions, classes, exceptions."""
-    kinds: dict[str, list[str]] = {"Functions": [], "Classes": [], "Exceptions": []}
-    for name in torchrepro.__all__:
-        value = getattr(torchrepro, name)
-        if not inspect.isclass(value):
-            kinds["Functions"].append(f".. autofunction:: torchrepro.{name}")
-        elif issubclass(value, Exception):
-            kinds["Exceptions"].append(
-                f".. autoexception:: torchrepro.{name}\n   :show-inheritance:"
-            )
-        else:
-            kinds["Classes"].append(f".. autoclass:: torchrepro.{name}\n   :members:")
-    return "\n\n".join(
-        f"## {kind}\n\n```{{eval-rst}}\n" + "\n\n".join(entries) + "\n```"
-        for kind, entries in kinds.items()
-    )
-
-
-TABLES: dict[str, Callable[[], str]] = {"public-names": public_names}
+TABLES: dict[str, Callable[[], str]] = {
+    "commands": reference_commands.commands,
+    "exit-statuses": reference_commands.exit_statuses,
+    "answers": reference_answers.answers,
+    "public-names": reference_python.public_names,
+    "profile-keys": reference_rows.profile_keys,
+    "knobs": reference_rows.knobs,
+    "phases": reference_rows.phases,
+    "obstacles": reference_rows.obstacles,
+    "needs": reference_rows.needs,
+    "outcomes": reference_rows.outcomes,
+    "allowed-variables": reference_rows.allowed_variables,
+    "useless-variables": reference_rows.variables_without_effect,
+    "trace-tables": reference_rows.trace_tables,
+    "nondeterministic-profiles": reference_ops.profiles,
+    "nondeterministic-ops": reference_ops.refused_ops,
+    "slower-ops": reference_ops.slower_ops,
+    "replaced-ops": reference_ops.replaced_ops,
+}
+"""Every table, by the name that a page gives."""
 
 
 def write_tables(app: Sphinx, page: str, source: list[str]) -> None:

@@ -11,6 +11,15 @@ if TYPE_CHECKING:
     from typing import Self
 
 
+EXIT_STATUSES = {
+    0: "yes, or done",
+    1: "the answer is no: the runs diverged, a knob has drifted, a lock is not met",
+    2: "the request is wrong: an unknown profile, an illegal value, a damaged file",
+    3: "the profile could not be put in force",
+}
+"""What a command says with the status that it ends with."""
+
+
 class TorchreproError(Exception):
     """Whatever torchrepro refuses; `exit_status` is what the command line ends with."""
 

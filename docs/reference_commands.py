@@ -1,0 +1,59 @@
+"""The commands, from the application and its table, and the statuses that they end with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+from markdown import code, prose, records
+
+import torchrepro
+from torchrepro.cli import profile_commands, run_commands  # noqa: F401 - they register commands
+from torchrepro.cli.app import app
+from torchrepro.cli.command_table import ROWS
+from torchrepro.errors import EXIT_STATUSES, TorchreproError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def commands() -> str:
+    """Return every command by group, in the order of the help."""
+    registered: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    lines: list[str] = []
+    for group in dict.fromkeys(row.group for row in ROWS.values()):
+        lines.append(f"## {group}")
+        for name, row in ROWS.items():
+            if row.group == group:
+                lines += _command(name, registered[name])
+    return "\n\n".join(lines)
+
+
+def _command(name: str, command: Any) -> Iterator[str]:
+    context = typer.Context(command, info_name=f"torchrepro {name}")
+    usage = " ".join(["torchrepro", name, *command.collect_usage_pieces(context)])
+    yield f"### torchrepro {name}"
+    yield f"```text\n{usage}\n```"
+    yield "\n\n".join(prose(paragraph) for paragraph in (command.help or "").split("\n\n"))
+    shown = [param.get_help_record(context) for param in command.get_params(context)]
+    yield records((code(label.strip()), prose(text)) for label, text in filter(None, shown))
+    yield "Examples:"
+    yield "\n".join(f"- {code(each.line)}: {prose(each.what)}" for each in ROWS[name].examples)
+
+
+def exit_statuses() -> str:
+    """Return every exit status with the exceptions that a command ends with it for."""
+    public = [getattr(torchrepro, name) for name in torchrepro.__all__]
+    errors = [
+        each for each in public if isinstance(each, type) and issubclass(each, TorchreproError)
+    ]
+    lines = []
+    for status, meaning in EXIT_STATUSES.items():
+        raised = [
+            f"[`{error.__name__}`](python.md#exceptions)"
+            for error in errors
+            if error.exit_status == status
+        ]
+        of = f" In Python: {', '.join(raised)}." if raised else ""
+        lines.append(f"- **`{status}`**: {prose(meaning)}.{of}")
+    return "\n".join(lines)

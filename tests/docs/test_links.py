@@ -1,0 +1,68 @@
+"""Links lead somewhere: those within the repository are followed, others are read.
+
+Sphinx follows the links between pages of the documentation. No test asks a server.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import pytest
+
+from torchrepro.knobs.catalogue import CATALOGUE
+from torchrepro.profile.json_schema import _addresses
+
+from .blocks import PAGES, REPO
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OUTSIDE_OF_SPHINX = [*REPO.glob("*.md"), *REPO.glob("examples/**/*.md")]
+_LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|<(https?://[^>\s]+)>|!\[[^\]]*\]\(([^)\s]+)\)")
+_FENCED = re.compile(r"^( *```).*?^\1", re.MULTILINE | re.DOTALL)
+
+
+def links(page: Path) -> list[str]:
+    """Return where the links and pictures of a page lead, those in code left out."""
+    text = re.sub(r"`[^`]*`", "", _FENCED.sub("", page.read_text(encoding="utf-8")))
+    return ["".join(found) for found in _LINK.findall(text)]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the names of the headings of a page, as hosts of repositories make them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", OUTSIDE_OF_SPHINX, ids=lambda page: str(page.relative_to(REPO)))
+def test_links_of_pages_outside_of_sphinx_lead_somewhere(page) -> None:
+    """A relative link names a file or folder of the repository, and a heading that is there."""
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        if urlsplit(link).scheme:
+            continue
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert target.is_relative_to(REPO), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+def test_addresses_are_secure_and_whole() -> None:
+    """An address of another host, on a page or in a row, is https and names a host."""
+    pages = {page: links(page) for page in {*PAGES, *OUTSIDE_OF_SPHINX}}
+    rows = {knob.name: _addresses(knob.source) for knob in CATALOGUE}
+    for place, found in {**pages, **rows}.items():
+        for address in filter(lambda link: urlsplit(link).scheme, found):
+            parts = urlsplit(address)
+            assert (parts.scheme, "." in parts.netloc) == ("https", True), f"{place}: {address}"
+
+
+def test_no_page_tells_of_a_place_outside_of_the_repository() -> None:
+    """A relative link of the documentation stays within the repository."""
+    for page in PAGES:
+        for link in links(page):
+            if not urlsplit(link).scheme:
+                path = (page.parent / link.partition("#")[0]).resolve()
+                assert path.is_relative_to(REPO), f"{page}: {link}"

@@ -1,0 +1,84 @@
+"""The reference, as Sphinx builds it, has everything that the code has."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from html import unescape
+from typing import TYPE_CHECKING
+
+import pytest
+import typer
+
+import torchrepro
+from torchrepro.cli import profile_commands, run_commands  # noqa: F401 - they register commands
+from torchrepro.cli.app import app
+from torchrepro.errors import EXIT_STATUSES, TorchreproError
+from torchrepro.knobs.allowed_variables import ALLOWED
+from torchrepro.knobs.catalogue import CATALOGUE
+from torchrepro.policies.deterministic_ops import OPS
+from torchrepro.report import Outcome
+
+from .blocks import REPO
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+EXPECTED = {
+    "commands": [f"torchrepro {name}" for name in typer.main.get_command(app).commands],
+    "python": [f"torchrepro.{name}" for name in torchrepro.__all__],
+    "knobs": [knob.name for knob in CATALOGUE],
+    "profile-keys": [knob.profile_key for knob in CATALOGUE if not knob.variable],
+    "outcomes": [str(outcome) for outcome in Outcome],
+    "variables": list(ALLOWED),
+    "nondeterministic-ops": [row.name for row in OPS],
+}
+"""What has an entry of its own on each page."""
+
+
+def entries(page: str) -> set[str]:
+    """Return the headings, signatures and bold words of a page: what it has entries for."""
+    found = set()
+    for tag in ("h2", "h3", "strong"):
+        for inner in re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL):
+            found.add(unescape(re.sub(r"<a class=\"headerlink.*?</a>|<[^>]+>", "", inner)).strip())
+    return found | set(re.findall(r'<dt class="sig[^"]*" id="([^"]+)"', page))
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Build the documentation; returns a function that reads a page of the reference."""
+    folder: Path = tmp_path_factory.mktemp("documentation")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "sphinx", "-n", "-W", "--keep-going", "-q"),
+            *("-d", folder / "doctrees", REPO / "docs", folder / "html"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return lambda page: (folder / "html" / "reference" / f"{page}.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", EXPECTED)
+def test_the_reference_has_an_entry_for_every_row(built, page) -> None:
+    """A page has an entry for each thing of its kind, and the build has no warning."""
+    assert set(EXPECTED[page]) - entries(built(page)) == set()
+
+
+@pytest.mark.slow
+def test_every_exit_status_is_on_the_page_of_commands(built) -> None:
+    """Each exit status is listed, and each exception has one that is."""
+    public = [getattr(torchrepro, name) for name in torchrepro.__all__]
+    raised = [
+        each for each in public if isinstance(each, type) and issubclass(each, TorchreproError)
+    ]
+
+    assert {str(status) for status in EXIT_STATUSES} <= entries(built("commands"))
+    assert {error.exit_status for error in raised} <= set(EXIT_STATUSES)
