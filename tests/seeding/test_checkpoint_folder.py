@@ -292,7 +292,8 @@ def test_another_number_of_processes_is_refused(
 def test_a_folder_that_cannot_be_written_leaves_no_half_of_a_file(tmp_path: Path) -> None:
     """Where a checkpoint cannot be written, `save` raises, and no part of it stays."""
     checkpoint = torchrepro.Checkpoint(tmp_path, part=Part())
-    blocked = _file(tmp_path, 0)
+    next(checkpoint.steps(1))
+    blocked = _file(tmp_path, 1)
     blocked.mkdir(parents=True)
     with pytest.raises(OSError, match="directory"):
         checkpoint.save()

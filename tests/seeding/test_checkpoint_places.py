@@ -149,6 +149,7 @@ def test_what_could_not_be_read_again_is_not_written(
     with torchrepro.apply(AUTO):
         parts = {"fine": Best(1.0), "tracker": Best([{"seen": value}] if nested else value)}
         checkpoint = torchrepro.Checkpoint(tmp_path, **parts)
+        next(checkpoint.steps(1))
         with pytest.raises(torchrepro.SeedingError, match="tracker"):
             checkpoint.save()
         with pytest.raises(torchrepro.SeedingError, match="tracker"):
@@ -161,7 +162,9 @@ def test_what_could_not_be_read_again_is_not_written(
 def test_what_is_kept_comes_back(tmp_path: Path, value: Any) -> None:
     """A state of plain values and tensors is written, and a new run finds it."""
     with torchrepro.apply(AUTO):
-        torchrepro.Checkpoint(tmp_path, best=Best(value)).save()
+        checkpoint = torchrepro.Checkpoint(tmp_path, best=Best(value))
+        next(checkpoint.steps(1))
+        checkpoint.save()
         best = Best("nothing yet")
         torchrepro.Checkpoint(tmp_path, best=best)
 
@@ -198,7 +201,9 @@ def test_a_rank_without_its_others_is_told(tmp_path: Path, monkeypatch: pytest.M
     """A process numbered 3 that finds only its own files warns that no step is complete."""
     monkeypatch.setenv("RANK", "3")
     with torchrepro.apply(AUTO):
-        torchrepro.Checkpoint(tmp_path, best=Best(1)).save()
+        checkpoint = torchrepro.Checkpoint(tmp_path, best=Best(1))
+        next(checkpoint.steps(1))
+        checkpoint.save()
         with pytest.warns(UserWarning, match="holds no step that all 4 ranks have written"):
             checkpoint = torchrepro.Checkpoint(tmp_path, best=Best(2))
 
@@ -220,6 +225,7 @@ def test_what_cannot_be_written_leaves_no_step(tmp_path: Path) -> None:
     """A write that fails raises `OSError`, leaves no empty step, and the run can save later."""
     with torchrepro.apply(AUTO):
         checkpoint = torchrepro.Checkpoint(tmp_path, best=Best(1))
+        next(checkpoint.steps(1))
         with _full_disk(), pytest.raises(OSError, match="too large"):
             checkpoint.save()
         assert _written(tmp_path) == []

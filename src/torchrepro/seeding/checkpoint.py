@@ -49,6 +49,12 @@ class Checkpoint:
                 ...
                 checkpoint.save(every=100)
 
+    A loop without loaders, which draws its own batches, counts steps instead::
+
+        for step in checkpoint.steps(10_000):
+            ...
+            checkpoint.save(every=100)
+
     Every named part has `state_dict` and `load_state_dict`. Each rank writes a file of its own;
     a step counts once all ranks have written it. Files are read without pickle
     (``torch.load(weights_only=True)``). If the folder holds a checkpoint, the parts are loaded
@@ -69,9 +75,11 @@ class Checkpoint:
         """Batches of the present epoch that are done."""
 
         self.step = 0
-        """Batches that are done since the run began."""
+        """Batches, or steps of `steps`, that are done since the run began."""
 
         self._whole_epoch = False
+        self._within_epochs = False
+        self._counted = False  # whether `batch` or `step` says how far the program has come
         self._first_save = True
         self._loader = ""
         self._loader_seed: int | None = None
@@ -83,9 +91,35 @@ class Checkpoint:
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that are left of `count`, the interrupted one first."""
-        while self.epoch < whole("count", count):
-            yield self.epoch
-            self.epoch, self.batch, self._whole_epoch = self.epoch + 1, 0, False
+        self._within_epochs = True
+        try:
+            while self.epoch < whole("count", count):
+                self._counted = False
+                yield self.epoch
+                self.epoch, self.batch, self._whole_epoch = self.epoch + 1, 0, False
+            self._counted = True
+        finally:
+            self._within_epochs = False
+
+    def steps(self, count: int) -> Iterator[int]:
+        """Yield the numbers, from 0, of the steps that are left of `count`: a loop without loaders.
+
+        What the program draws within a step comes from the generators as they were saved: draw the
+        batch in the step that trains on it. A loader that the step reads starts from its first
+        batch: use `epochs` and `batches` for that. Raises `SeedingError` within `epochs`.
+        """
+        if self._within_epochs:
+            raise SeedingError(
+                Problem(
+                    "steps runs within epochs, and so does not know which epoch it counts",
+                    todo="count the steps of the whole run: for step in checkpoint.steps(N)",
+                )
+            )
+        self._counted = True
+        self._restore_generators()
+        while self.step < whole("count", count):
+            self.step += 1
+            yield self.step - 1
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of the present epoch that are not done yet.
@@ -116,28 +150,42 @@ class Checkpoint:
         if knows_epochs(loader):
             set_epoch(loader, self.epoch, start=0 if reread else self.batch)
         batches = islice(loader, self.batch if reread else 0, None)
-        if self._rng is not None:
-            set_rng_state(self._rng)
-            self._rng = None
+        self._counted = True
+        self._restore_generators()
         for batch in batches:
             self.batch, self.step = self.batch + 1, self.step + 1
             yield batch
         self._whole_epoch = True
+
+    def _restore_generators(self) -> None:
+        if self._rng is not None:
+            set_rng_state(self._rng)
+            self._rng = None
 
     def _goes_on(self, loading: Loading | None) -> bool:
         """Whether the loader of the interrupted epoch loads the batches that are left of it."""
         return seeds_loaders() or (loading is not None and loading.root == self._loader_seed)
 
     def save(self, every: int = 1) -> None:
-        """Write a checkpoint, if the number of batches done is a multiple of `every`.
+        """Write a checkpoint, if the number of batches or steps done is a multiple of `every`.
 
         Gradients are not kept: call it after a step of the optimizer. Called after all batches of
         an epoch it counts the epoch as done: there it comes last, after a scheduler's step, say.
-        Raises `SeedingError` for a part whose state only pickle could keep, and `OSError` where
+        Raises `SeedingError` where neither `batches` nor `steps` runs, since nothing then says how
+        far the program has come, and for a part whose state only pickle could keep; `OSError` where
         the file cannot be written.
         """
         import torch
 
+        if not self._counted:
+            raise SeedingError(
+                Problem(
+                    "neither batches nor steps runs, so the checkpoint would not say how far the "
+                    "program has come",
+                    todo="loop with `for batch in checkpoint.batches(loader)`, or without a loader "
+                    "with `for step in checkpoint.steps(N)`",
+                )
+            )
         if self.folder is None or self.step % max(whole("every", every), 1):
             return
         states = {name: part.state_dict() for name, part in self.parts.items()}
