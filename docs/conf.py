@@ -21,6 +21,8 @@ exclude_patterns = ["_build"]
 myst_heading_anchors = 3  # `page.md#a-heading` is a link that the build checks
 myst_enable_extensions = ["attrs_block", "colon_fence"]
 
+smartquotes = False  # "1" and -- are what a reader types
+
 default_role = "code"  # docstrings write `name`, as Markdown does
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
@@ -32,6 +34,7 @@ html_theme = "furo"
 html_title = f"torchrepro {release}"
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}
 pygments_style = "friendly"
 pygments_dark_style = "github-dark"

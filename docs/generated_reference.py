@@ -37,6 +37,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "allowed-variables": reference_rows.allowed_variables,
     "useless-variables": reference_rows.variables_without_effect,
     "trace-tables": reference_rows.trace_tables,
+    "torch-version": reference_ops.torch_version,
     "nondeterministic-profiles": reference_ops.profiles,
     "nondeterministic-ops": reference_ops.refused_ops,
     "slower-ops": reference_ops.slower_ops,

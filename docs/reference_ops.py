@@ -74,6 +74,12 @@ def documented(verb: str) -> list[Documented]:
     ]
 
 
+def torch_version() -> str:
+    """Return whose lists the page shows."""
+    version = torch.__version__.partition("+")[0]
+    return f"The devices are those that the documentation of torch {version} names."
+
+
 def profiles() -> str:
     """Return what each shipped profile does about an op without a deterministic kernel."""
     with_piece = flatten(resolve("debug-strict", [f"with=[{PIECE}]"]).values)
@@ -88,18 +94,29 @@ def profiles() -> str:
 
 def refused_ops() -> str:
     """Return every op without a deterministic kernel, with the devices and what to use instead."""
-    places: dict[str, list[str]] = {}
-    for each in documented(_REFUSED):
-        places.setdefault(each.name, []).append(each.where)
+    refused, slower = _places(_REFUSED), _places(_SLOWER)
     lines = []
     for row in OPS:
         calls = f" ({', '.join(map(code, row.documented))})" if row.documented else ""
-        where = [place for name in row.documented for place in places.get(name, ())]
-        shown = _devices(where) or "where its kernel says so; torch's list leaves it out"
+        where = _devices([place for name in row.documented for place in refused.get(name, ())])
+        older = _devices([place for name in row.documented for place in slower.get(name, ())])
+        shown = where or (
+            f"an older torch refuses it ({older}); this one has a kernel"
+            if older
+            else "where its kernel says so; torch's list leaves it out"
+        )
         lines.append(
             f"- **`{row.name}`**{calls}: {shown}. Instead: {prose(row.instead)}.{_on_cpu(row)}"
         )
     return "\n".join(lines)
+
+
+def _places(verb: str) -> dict[str, list[str]]:
+    """Return where ops `verb`, by what a program calls."""
+    places: dict[str, list[str]] = {}
+    for each in documented(verb):
+        places.setdefault(each.name, []).append(each.where)
+    return places
 
 
 def _on_cpu(row: NondeterministicOp) -> str:
@@ -115,10 +132,9 @@ def replaced_ops() -> str:
 
 def slower_ops() -> str:
     """Return what torch computes by another, slower kernel under deterministic algorithms."""
-    places: dict[str, list[str]] = {}
-    for each in documented(_SLOWER):
-        places.setdefault(each.name, []).append(each.where)
-    return "\n".join(f"- {code(name)}: {_devices(where)}" for name, where in places.items())
+    return "\n".join(
+        f"- {code(name)}: {_devices(where)}" for name, where in _places(_SLOWER).items()
+    )
 
 
 def _devices(where: list[str]) -> str:

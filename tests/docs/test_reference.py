@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from html import unescape
 from typing import TYPE_CHECKING
 
@@ -19,8 +17,6 @@ from torchrepro.knobs.allowed_variables import ALLOWED
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.policies.deterministic_ops import OPS
 from torchrepro.report import Outcome
-
-from .blocks import REPO
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,22 +43,10 @@ def entries(page: str) -> set[str]:
     return found | set(re.findall(r'<dt class="sig[^"]*" id="([^"]+)"', page))
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Build the documentation; returns a function that reads a page of the reference."""
-    folder: Path = tmp_path_factory.mktemp("documentation")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "sphinx", "-n", "-W", "--keep-going", "-q"),
-            *("-d", folder / "doctrees", REPO / "docs", folder / "html"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return lambda page: (folder / "html" / "reference" / f"{page}.html").read_text(encoding="utf-8")
+@pytest.fixture
+def built(documentation: Path) -> Callable[[str], str]:
+    """Return a function that reads a built page of the reference."""
+    return lambda page: (documentation / "reference" / f"{page}.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

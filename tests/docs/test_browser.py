@@ -1,0 +1,59 @@
+"""The documentation in a real browser, opened as files."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ..verdict.browser import PROGRAM, Tab, tab
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PROGRAM, reason="no Chromium or Chrome is installed"),
+]
+TIMEOUT = 30
+NARROW = 420
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    """Return the page of a browser whose window is as narrow as a phone."""
+    with tab(tmp_path_factory.mktemp("browser")) as opened:
+        size = {"width": NARROW, "height": 900, "deviceScaleFactor": 1, "mobile": True}
+        opened.ask("Emulation.setDeviceMetricsOverride", **size)
+        yield opened
+
+
+def test_every_page_fits_a_phone_and_asks_no_server(browser: Tab, documentation: Path) -> None:
+    """No page is wider than the window, complains, or loads anything but files."""
+    pages = sorted(documentation.rglob("*.html"))
+    assert len(pages) > 15
+    for page in pages:
+        browser.complaints.clear()
+        browser.requests.clear()
+        browser.open(page)
+
+        assert browser.value("document.documentElement.scrollWidth") == NARROW, page.name
+        assert browser.complaints == [], page.name
+        assert [url for url in browser.requests if not url.startswith(("file:", "data:"))] == []
+
+
+def test_search_works_from_a_file(browser: Tab, documentation: Path) -> None:
+    """A search for a knob finds its entry, without a server."""
+    browser.open(documentation / "index.html")
+    address = (documentation / "search.html").as_uri()
+    browser.value(f"location.assign({address!r} + '?q=benchmark_limit')")
+    ends = time.monotonic() + TIMEOUT
+    while not (found := browser.value("[...document.querySelectorAll('ul.search a')].length")):
+        assert time.monotonic() < ends, "the search finds nothing"
+        time.sleep(0.1)
+    links = browser.value("[...document.querySelectorAll('ul.search a')].map(a => a.href)")
+
+    assert found == len(links)
+    assert any("reference/knobs.html" in link for link in links)
