@@ -89,7 +89,7 @@ def write_pack_profile(installed_pack):
 @pytest.mark.parametrize(
     "value", ["$(touch marker)", "`touch marker`", "a; touch marker", '"; touch marker; "', "$HOME"]
 )
-@pytest.mark.parametrize("form", ["sh", "dotenv"])
+@pytest.mark.parametrize("form", ["sh", "dotenv", "slurm"])
 def test_variables_run_nothing_in_a_shell(write_pack_profile, tmp_path, value, form):
     """A shell that reads what `env` prints has the very value in its variable, and ran nothing."""
     name = write_pack_profile(f"env_extra:\n  TEAM: |-\n    {value}\n")

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 import torchrepro as library
+from torchrepro.cli.env_formats import EnvFormat
 from torchrepro.knobs.catalogue import CATALOGUE, explanations, knobs_by_name
 from torchrepro.knobs.knob import MissingState
 
@@ -105,25 +106,50 @@ def test_plan_changes_nothing(answer, command):
     assert "would be in force" in table
 
 
-def test_env_formats_hold_the_same_variables(command):
-    """The three formats of env hold the variables of the profile, whatever is in their values."""
-    words = ["env", "debug-strict", "env_extra.TEAM='a b\"$HOME`;'"]
-    wanted = library.load("debug-strict", words[2:]).resolved.environment()
-    shell = command(*words)[1]
-    script = shell + "".join(f'printf "%s\\n" "${name}"\n' for name in wanted)
-    evaluated = subprocess.run(
+def _by_shell(text, names):
+    script = text + "".join(f'printf "%s\\0" "${name}"\n' for name in names)
+    done = subprocess.run(
         ["sh", "-c", script], env={}, capture_output=True, text=True, timeout=60, check=True
     )
-    dotenv = command("env", "debug-strict", "--format", "dotenv")[1]
+    return dict(zip(names, done.stdout.split("\0"), strict=False))
 
-    assert wanted["TEAM"] == 'a b"$HOME`;'
-    assert wanted == json.loads(command(*words, "--format", "json")[1])
-    assert list(wanted.values()) == evaluated.stdout.splitlines()
-    assert {name: value for name, value in wanted.items() if name != "TEAM"} == {
-        name: json.loads(value)
-        for name, _, value in (x.partition("=") for x in dotenv.split("\n"))
-        if name
-    }
+
+def _by_docker(text, names):
+    """Read an --env-file as docker documents it: everything after the first = is the value."""
+    return dict(line.split("=", 1) for line in text.splitlines())
+
+
+def _by_k8s(text, names):
+    """Read a container's list as Kubernetes documents it: two dollars stand for one."""
+    entries = yaml.safe_load(text)["env"]
+    return {entry["name"]: entry["value"].replace("$$", "$") for entry in entries}
+
+
+READERS = {
+    "sh": _by_shell,
+    "slurm": _by_shell,
+    "dotenv": _by_shell,
+    "json": lambda text, names: json.loads(text),
+    "docker": _by_docker,
+    "k8s": _by_k8s,
+}
+
+
+@pytest.mark.parametrize("form", EnvFormat)
+@pytest.mark.parametrize("value", ['a b"$HOME`;', "$(NAME) $$X", "a,b=c#d", "0", "yes: no"])
+def test_env_formats_hold_the_same_variables(command, form, value):
+    """What reads a format finds the variables of the profile, whatever is in their values."""
+    words = ["env", "debug-strict", f"env_extra.TEAM='{value}'"]
+    wanted = library.load("debug-strict", words[2:]).resolved.environment()
+    text = command(*words, "--format", form)[1]
+
+    assert wanted["TEAM"] == value
+    assert READERS[form](text, list(wanted)) == wanted
+
+
+def test_a_job_script_hands_its_variables_to_what_srun_starts(command):
+    """The slurm format has srun hand on what the script sets, which --export=NONE keeps back."""
+    assert "export SLURM_EXPORT_ENV=ALL\n" in command("env", "debug-strict", "--format", "slurm")[1]
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,9 @@ ROWS: dict[str, Row] = {
         (
             Example('eval "$(torchrepro env debug-strict)"', "set them in this shell"),
             Example("torchrepro env debug-strict --format dotenv", "for a .env file"),
+            Example(
+                "torchrepro env debug-strict --format slurm", "for a job script, after #SBATCH"
+            ),
         ),
     ),
     "schema": Row(

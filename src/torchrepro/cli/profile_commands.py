@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,10 +19,10 @@ from torchrepro.cli.app import (
     resolved_profile,
 )
 from torchrepro.cli.command_table import command
+from torchrepro.cli.env_formats import EnvFormat, written
 from torchrepro.cli.progress import IMPORTING, doing
 from torchrepro.console import listing, say, table
-from torchrepro.errors import ProfileError
-from torchrepro.messages import Problem, shown
+from torchrepro.messages import shown
 from torchrepro.profile.composition import plain
 
 if TYPE_CHECKING:
@@ -118,52 +117,19 @@ def plan_profile(
     answer(report.to_json(), [report_table(report), report.summary], as_json=as_json)
 
 
-class EnvFormat(StrEnum):
-    """How variables are written."""
-
-    SH = "sh"
-    DOTENV = "dotenv"
-    JSON = "json"
-
-
 @command(app, "env")
 def show_environment(
     profile: ProfileName,
     overrides: Overrides = None,
     allow_env: AllowEnv = None,
-    form: Annotated[EnvFormat, typer.Option("--format", help="How to write them.")] = EnvFormat.SH,
+    form: Annotated[
+        EnvFormat, typer.Option("--format", help="What is to read them.")
+    ] = EnvFormat.SH,
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
     """Print the profile's variables, for a job script, a container or a shell."""
-    import shlex
-
     variables = resolved_profile(profile, overrides).environment()
-    if as_json or form is EnvFormat.JSON:
-        print_json(variables)
-        return
-    for name, value in variables.items():
-        if form is EnvFormat.SH:
-            sys.stdout.write(f"export {name}={shlex.quote(value)}\n")
-        else:
-            sys.stdout.write(f"{name}={_in_dotenv(name, value)}\n")
-
-
-def _in_dotenv(name: str, value: str) -> str:
-    """Return `value` in quotes in which no reader of such files, a shell too, replaces anything.
-
-    Raises `ProfileError` for one that cannot be written so that all of them read the same.
-    """
-    if any(letter in value for letter in "'\\") or not value.isprintable():
-        raise ProfileError(
-            Problem(
-                "a character that programs read differently in .env files",
-                key=name,
-                found=shown(value),
-                todo="use --format sh or --format json",
-            )
-        )
-    plain = all(letter.isalnum() or letter in "_-.,:;/+@%=[]" for letter in value)
-    return f'"{value}"' if plain else f"'{value}'"
+    sys.stdout.write(written(variables, EnvFormat.JSON if as_json else form))
 
 
 @command(app, "explain")
