@@ -80,6 +80,11 @@ def _python(block: Block) -> str:
     return "\n".join([*(PIECES[name] for name in names), block.text])
 
 
+def without_gaps(text: list[str]) -> list[str]:
+    """Return the lines without blank ones: a longer path can take the gaps out of an answer."""
+    return [line for line in text if line.strip()]
+
+
 def shows(expected: list[str], printed: list[str]) -> bool:
     """Whether lines are those expected, where `...` stands for anything and a number for any."""
     if not expected:
@@ -135,7 +140,8 @@ def test_a_page_does_what_it_says(page, reader, fork_python, tmp_path) -> None:
             for command, expected in _dialogue(block):
                 done = reader(command)
                 _check(block, done.returncode, done.stdout)
-                assert shows(expected, done.stdout.splitlines()), f"{block.place}\n{done.stdout}"
+                said = without_gaps(done.stdout.splitlines())
+                assert shows(without_gaps(expected), said), f"{block.place}\n{done.stdout}"
 
 
 def test_every_block_is_run_or_says_why_not() -> None:
