@@ -28,6 +28,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "exit-statuses": reference_commands.exit_statuses,
     "answers": reference_answers.answers,
     "public-names": reference_python.public_names,
+    "parts-of-answers": reference_python.parts_of_answers,
     "profile-keys": reference_rows.profile_keys,
     "knobs": reference_rows.knobs,
     "phases": reference_rows.phases,
@@ -64,4 +65,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     """Tell Sphinx of the extension."""
     app.connect("source-read", write_tables)
     app.connect("env-get-outdated", pages_with_tables)
+    app.connect("missing-reference", reference_python.link_short_names)
+    app.connect("autodoc-process-docstring", reference_python.drop_words_of_python)
     return {"parallel_read_safe": True}

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 import typer
-from markdown import attribute_docs, code, prose
+from reference_markdown import attribute_docs, code, prose
 
 import torchrepro
 from torchrepro.cli import main

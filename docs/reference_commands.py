@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import typer
-from markdown import code, prose, records
+from reference_markdown import code, prose, records
 
 import torchrepro
 from torchrepro.cli import profile_commands, run_commands  # noqa: F401 - they register commands

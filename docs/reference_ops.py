@@ -10,7 +10,7 @@ import re
 from typing import NamedTuple
 
 import torch
-from markdown import code, prose, table
+from reference_markdown import code, prose, table
 from reference_rows import shipped
 
 from torchrepro.policies.deterministic_ops import IMPLEMENTATIONS, OPS, NondeterministicOp

@@ -3,8 +3,53 @@
 from __future__ import annotations
 
 import inspect
+from typing import TYPE_CHECKING
 
 import torchrepro
+
+if TYPE_CHECKING:
+    from docutils.nodes import Element
+    from sphinx.application import Sphinx
+    from sphinx.environment import BuildEnvironment
+
+PARTS = (
+    "report.Row",
+    "report.Guarantee",
+    "report.Lowered",
+    "report.Drift",
+    "policies.policy.Effect",
+    "seeding.uncontrolled.SourceRead",
+    "planner.Step",
+    "planner.Action",
+    "seeding.seeding_calls.SeedingCall",
+    "verdict.value.Divergence",
+    "verdict.value.Kind",
+    "verdict.value.Side",
+    "verdict.value.Element",
+    "verdict.value.Distance",
+    "verdict.value.Setting",
+    "verdict.value.Cell",
+    "verdict.value.Compared",
+    "verdict.value.Advice",
+    "verdict.value.Program",
+    "verdict.value.Loader",
+    "verification.result.Run",
+    "verification.result.StressResult",
+    "verification.result.EscalationTrial",
+    "verdict.diagnosis.EscalationLevel",
+    "messages.Problem",
+)
+"""Classes whose values are found in the answers, and which nobody makes or imports by name."""
+
+CONSTRUCTED = ("Checkpoint",)
+"""The public classes that a caller makes; the others are answers."""
+
+BY_KEYS = {"Profile": "Its fields are the [keys of a profile](profile-keys.md)."}
+"""Public classes whose members have a page of their own, with the words that lead there."""
+
+
+_FIELDS = ("members", "undoc-members", "exclude-members: __init__,__new__")
+"""What is shown of a class that a caller never makes: every field and method."""
 
 
 def public_names() -> str:
@@ -13,14 +58,54 @@ def public_names() -> str:
     for name in torchrepro.__all__:
         value = getattr(torchrepro, name)
         if not inspect.isclass(value):
-            kinds["Functions"].append(f".. autofunction:: torchrepro.{name}")
+            kinds["Functions"].append(_directive(f".. autofunction:: torchrepro.{name}"))
         elif issubclass(value, Exception):
             kinds["Exceptions"].append(
-                f".. autoexception:: torchrepro.{name}\n   :show-inheritance:"
+                _directive(f".. autoexception:: torchrepro.{name}", *_FIELDS, "show-inheritance")
             )
+        elif name in BY_KEYS:
+            entry = _directive(
+                f".. autoclass:: torchrepro.{name}", "exclude-members: __init__,__new__"
+            )
+            kinds["Classes"] += [entry, BY_KEYS[name]]
         else:
-            kinds["Classes"].append(f".. autoclass:: torchrepro.{name}\n   :members:")
-    return "\n\n".join(
-        f"## {kind}\n\n```{{eval-rst}}\n" + "\n\n".join(entries) + "\n```"
-        for kind, entries in kinds.items()
+            options = _FIELDS[:2] if name in CONSTRUCTED else _FIELDS
+            kinds["Classes"].append(_directive(f".. autoclass:: torchrepro.{name}", *options))
+    return "\n\n".join(f"## {kind}\n\n" + "\n\n".join(entries) for kind, entries in kinds.items())
+
+
+def parts_of_answers() -> str:
+    """Return the documentation of the classes that are found in answers."""
+    return "\n\n".join(_directive(f".. autoclass:: torchrepro.{name}", *_FIELDS) for name in PARTS)
+
+
+def _directive(line: str, *options: str) -> str:
+    """Return a directive of reStructuredText as Markdown takes it."""
+    fields = [f"   :{name}:{value}" for name, _, value in (o.partition(":") for o in options)]
+    return "\n".join(["```{eval-rst}", line, *fields, "```"])
+
+
+def link_short_names(
+    app: Sphinx, env: BuildEnvironment, node: Element, contents: Element
+) -> Element | None:
+    """Link a class that a type hint names without its own module, if only one is called so.
+
+    Type hints of names that are imported for type checkers alone cannot be evaluated.
+    """
+    name = node.get("reftarget", "").rpartition(".")[2]
+    objects = env.domains.python_domain.objects
+    found = [known for known in objects if known.endswith(f".{name}")]
+    if node.get("refdomain") != "py" or len(found) != 1:
+        return None
+    document = node.get("refdoc", env.docname)
+    return env.domains.python_domain.resolve_xref(
+        env, document, app.builder, "obj", found[0], node, contents
     )
+
+
+def drop_words_of_python(  # noqa: PLR0913, PLR0917 - what Sphinx gives
+    app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]
+) -> None:
+    """Take away what Python itself says of a field of a named tuple, which is its number."""
+    if lines and lines[0].startswith("Alias for field number"):
+        lines.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from typing import TYPE_CHECKING, Any
 
-from markdown import attribute_docs, code, linked, prose, records
+from reference_markdown import attribute_docs, code, linked, prose, records
 
 from torchrepro.knobs.allowed_variables import ALLOWED, WITHOUT_EFFECT
 from torchrepro.knobs.catalogue import CATALOGUE, explanations, rows_for_key
