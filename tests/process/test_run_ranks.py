@@ -23,7 +23,7 @@ class Seeding(Dataset):
         return numpy.random.rand()
 
 if __name__ == "__main__":
-    print(len(list(DataLoader(Seeding(), num_workers=2))))
+    print(sum(len(list(DataLoader(Seeding(), num_workers=2))) for epoch in range(2)))
 """
 LIBRARY = """
 import torch, torchrepro
@@ -80,11 +80,11 @@ def test_ranks_that_are_to_agree_draw_alike(drawn):
 
 @pytest.mark.slow
 def test_a_seeding_call_in_a_worker_is_told(under, write):
-    """A dataset that seeds a generator in workers is told on standard error once, with its line."""
+    """A dataset that seeds a generator in workers is told with its line, once in all epochs."""
     program = write({"seeding.py": WORKER})
     ended = under("seed-only", "seeding.py")
 
-    assert (ended.returncode, ended.stdout) == (0, "4\n"), ended.stderr
+    assert (ended.returncode, ended.stdout) == (0, "8\n"), ended.stderr
     line = 1 + next(n for n, text in enumerate(WORKER.splitlines()) if text.endswith("# here"))
     told = [text for text in ended.stderr.splitlines() if "in workers" in text]
     assert len(told) == 1

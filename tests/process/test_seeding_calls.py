@@ -54,7 +54,7 @@ class Noise(torch.utils.data.Dataset):
         return np.random.default_rng().random()
 
 def main(config=None):
-    list(torch.utils.data.DataLoader(Noise(), num_workers=2))
+    for epoch in range(2): list(torch.utils.data.DataLoader(Noise(), num_workers=2))
     np.random.default_rng().random(), np.random.default_rng(3)
     np.random.default_rng().random()
 """

@@ -8,11 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.callers import package, place
-from torchrepro.console import say
 from torchrepro.messages import shown
 from torchrepro.policies.policy import count
 from torchrepro.seeding.call_listeners import is_listening, listen, stop_listening
-from torchrepro.seeding.streams import present_worker
+from torchrepro.seeding.worker_notes import say_in_first_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -126,9 +125,9 @@ def _note(
     if len(_calls) < _MANY or (function, where) in _calls:
         call = _calls.setdefault((function, where), SeedingCall(function, "", where))
         call.value, call.times = seeds, call.times + 1
-        if call.times == 1 and present_worker() == 0:
-            # What a worker records stays in the worker, so the first of them says it.
-            say(f"seeded by the program itself, in workers: {call}")
+        if call.times == 1:
+            text = f"seeded by the program itself, in workers: {call}"
+            say_in_first_worker(f"{function} at {where}", text)
 
 
 def _host_draws() -> bool:

@@ -22,12 +22,11 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.callers import address, is_library, package
-from torchrepro.console import say
 from torchrepro.imports import AfterImport
 from torchrepro.messages import WIDE, shown
 from torchrepro.seeding.call_listeners import listen, stop_listening
 from torchrepro.seeding.seeding_calls import FUNCTIONS
-from torchrepro.seeding.streams import present_worker
+from torchrepro.seeding.worker_notes import say_in_first_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -396,14 +395,11 @@ def _awaited(row: Source) -> str:
 
 
 def watch_unseeded() -> Watch:
-    """Watch what draws without a seed. What a worker of a loader notes stays in the worker.
-
-    So the first of them says it.
-    """
+    """Watch what draws without a seed; in workers of a loader the first of them says it."""
 
     def tell(read: SourceRead) -> None:
-        if present_worker() == 0:
-            say(f"drew without a seed, in workers: {read} ({read.instead})")
+        text = f"drew without a seed, in workers: {read} ({read.instead})"
+        say_in_first_worker(f"{read.name} at {read.where}", text)
 
     return Watch(UNSEEDED, tell)
 
