@@ -17,7 +17,7 @@ from torchrepro.planner import Plan, make_plan
 from torchrepro.process_state import closed_doors
 from torchrepro.profile.composition import flatten
 from torchrepro.profile.search_path import SHIPPED
-from torchrepro.report import Outcome
+from torchrepro.report import Outcome, absent_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -117,10 +117,13 @@ def _not_acted_on(context: Context) -> Iterator[Finding]:
 
 
 def _absent(context: Context) -> Iterator[Finding]:
-    absent = [row for row in context.plan.report.having(Outcome.UNSUPPORTED) if "." in row.knob]
-    names = ", ".join(row.knob for row in absent if not row.knob.startswith("device."))
-    if names:
-        yield Finding(f"not in this process, so not set: {names}", serious=False)
+    report = context.plan.report
+    missing = [row for row in report.having(Outcome.UNSUPPORTED) if not row.absent]
+    known = [row.knob for row in missing if "." in row.knob and not row.knob.startswith("device.")]
+    if known:
+        yield Finding(f"not in this process, so not set: {', '.join(known)}", serious=False)
+    for line in absent_lines(report):
+        yield Finding(line, serious=False)
 
 
 def _without_seed(context: Context) -> Iterator[Finding]:

@@ -6,7 +6,6 @@ A plan is a step for each knob, in the order in which they are set. `apply` carr
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,10 +30,11 @@ from torchrepro.report import (
     Row,
     make_report,
     process_facts,
+    whole,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torchrepro.console import Part
     from torchrepro.profile.resolved import ResolvedProfile
@@ -119,25 +119,29 @@ class Plan(Displayed):
 
     @property
     def late(self) -> tuple[Row, ...]:
-        """The knobs that are past their phase."""
-        return self._expecting(Outcome.TOO_LATE)
+        """The knobs that are past their phase, but for those of hardware that is not here."""
+        return tuple(step.expected for step in self._late_steps())
 
     @property
     def variables(self) -> dict[str, str]:
         """The variables to set for a process that has not started, the user's own left alone."""
-        return self._variables(Outcome.APPLIED, Outcome.TOO_LATE)
-
-    @property
-    def late_variables(self) -> dict[str, str]:
-        """Those of them that this process is past."""
-        return self._variables(Outcome.TOO_LATE)
-
-    def _variables(self, *outcomes: Outcome) -> dict[str, str]:
+        to_set = (Outcome.APPLIED, Outcome.TOO_LATE)
         return {
             step.knob.variable: step.value
             for step in self.steps
-            if step.knob.variable and step.expected.outcome in outcomes
+            if step.knob.variable and step.expected.outcome in to_set
         }
+
+    @property
+    def late_variables(self) -> dict[str, str]:
+        """Those of them that are late."""
+        return {step.knob.variable: step.value for step in self._late_steps() if step.knob.variable}
+
+    def _late_steps(self) -> Iterator[Step]:
+        for step in self.steps:
+            late = step.expected.outcome is Outcome.TOO_LATE
+            if late and step.knob.hardware not in self.facts.absent:
+                yield step
 
     def refuse_if_stopping(self) -> None:
         """Raise `ApplyError` if the profile is strict and a knob would come to a `STOPPING` end."""
@@ -155,8 +159,8 @@ class Plan(Displayed):
 
 @parts.register(Plan)
 def _plan_parts(plan: Plan) -> tuple[Part, ...]:
-    """Return the expected outcomes, as a report shows them."""
-    return parts(plan.report)
+    """Return the expected outcome of every knob."""
+    return whole(plan.report)
 
 
 def plan(profile: Any, overrides: Sequence[str] = ()) -> Plan:
@@ -261,9 +265,6 @@ def _reach(knob: Knob) -> str:
     if knob.scope is Scope.EVERY_THREAD:
         reached = other_threads_in_torch()
         return f"it reaches threads that run torch now: {some(reached)}" if reached else ""
-    torch = sys.modules.get("torch")
-    if knob.cuda_only and torch is not None and not torch.version.cuda:
-        return "" if torch.version.hip else "this torch is not built for CUDA: nothing reads it"
     return ""
 
 

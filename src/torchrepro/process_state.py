@@ -65,13 +65,79 @@ def closed_doors() -> dict[str, str]:
     return {door: words for door, (closed, words) in DOORS.items() if closed()}
 
 
-def _gpu_present() -> bool:
-    """Whether the loaded torch could use a GPU, told by the driver's files: no device is asked."""
+NOT_HERE = "not on this machine"
+_NOT_BUILT = "this torch is not built for it"
+_DRIVERS: Mapping[str, tuple[str, ...]] = {
+    "cuda": (
+        *("/dev/nvidia[0-9]*", "/dev/nvmap", "/dev/kfd", "/dev/dxg"),
+        f"{os.environ.get('SYSTEMROOT', '/nowhere')}/System32/nvcuda.dll",
+    ),
+    "npu": ("/dev/davinci[0-9]*",),
+    "xpu": ("/dev/dri/renderD*", "/dev/dxg"),
+}
+"""Kind of device -> the files by which its driver shows: a file is looked for, no device asked."""
+
+
+def _has_driver(kind: str) -> bool:
+    return any(map(glob, _DRIVERS[kind]))
+
+
+def _is_built_for(*kinds: str) -> bool:
+    """Whether torch is built for one of `kinds`, as far as it is loaded and can tell."""
     version = getattr(sys.modules.get("torch"), "version", None)
-    built = version is None or version.cuda or version.hip
+    return version is None or any(getattr(version, kind, None) for kind in kinds)
+
+
+def _no_gpu() -> str:
+    if _initialised("cuda"):
+        return ""
+    if not _has_driver("cuda"):
+        return NOT_HERE
+    if not _is_built_for("cuda", "hip"):
+        return _NOT_BUILT
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    devices = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
-    return bool(built) and not hidden and any(map(glob, devices))
+    return "hidden by CUDA_VISIBLE_DEVICES" if hidden else ""
+
+
+def _no_npu() -> str:
+    return "" if npu_with_devices() is not None or _has_driver("npu") else NOT_HERE
+
+
+def _no_mps() -> str:
+    mps = getattr(getattr(sys.modules.get("torch"), "backends", None), "mps", None)
+    here = sys.platform == "darwin" if mps is None else mps.is_available()
+    return "" if here else NOT_HERE
+
+
+def _no_xpu() -> str:
+    if _initialised("xpu"):
+        return ""
+    # Every GPU has such a file, so a torch that is not built for this one says nothing of it.
+    return "" if _has_driver("xpu") and _is_built_for("xpu") else NOT_HERE
+
+
+_ABSENCES: Mapping[str, Callable[[], str]] = {
+    "cuda": _no_gpu,
+    "npu": _no_npu,
+    "mps": _no_mps,
+    "xpu": _no_xpu,
+}
+"""Kind of device -> why this process has none, an empty string if it has. None is initialised."""
+
+HARDWARE: Mapping[str, str] = {
+    "CUDA": "cuda",
+    "NCCL": "cuda",
+    "Ascend": "npu",
+    "MPS": "mps",
+    "XPU": "xpu",
+}
+"""What a knob can be for, by its name in a message, and the kind of device that makes it here."""
+
+
+def absent_hardware() -> dict[str, str]:
+    """Return the `HARDWARE` that this process does not have, each with the reason in words."""
+    absences = {kind: absence() for kind, absence in _ABSENCES.items()}
+    return {name: absences[kind] for name, kind in HARDWARE.items() if absences[kind]}
 
 
 def _onednn_present() -> bool:
@@ -90,7 +156,7 @@ def _several_ranks() -> bool:
 KINDS: Mapping[str, Callable[[], bool]] = {
     "numpy": lambda: _loaded("numpy"),
     "onednn": _onednn_present,
-    "cuda": lambda: _initialised("cuda") or _gpu_present(),
+    "cuda": lambda: not _no_gpu(),
     "npu": lambda: npu_with_devices() is not None,
     "several": _several_ranks,
     "transformer_engine": lambda: _loaded("transformer_engine"),

@@ -19,7 +19,6 @@ from torchrepro.errors import ApplyError
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.env_rows import ORDER_OF_SUMS
 from torchrepro.messages import shown
-from torchrepro.report import Outcome
 from torchrepro.seeding import streams
 from torchrepro.seeding.global_seeds import seed_as_this_rank
 
@@ -133,8 +132,7 @@ def in_force(report: Report) -> dict[str, str]:
         knob = knobs_by_name().get(row.knob)
         if knob is not None and knob.per_rank:
             continue
-        set_here = row.outcome in (Outcome.APPLIED, Outcome.UNCHANGED)
-        found[row.knob] = shown(row.after) if set_here else str(row.outcome)
+        found[row.knob] = shown(row.state)
     found |= {f"seed plan: {key}": shown(v) for key, v in streams.current_plan().to_json().items()}
     return found | {f"version of {name}": text for name, text in versions().items()}
 

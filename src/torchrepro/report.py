@@ -1,7 +1,8 @@
 """What happened to every knob that a profile names, and what that leaves of its guarantee.
 
 A report is one row per knob. The guarantee is held to its substance: what was asked for, what is
-held, and what lowers it. Both are shown as tables and as JSON.
+held, and what lowers it. People see one line and what needs attention, or the table of all knobs;
+JSON has every row.
 """
 
 from __future__ import annotations
@@ -13,19 +14,37 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrepro.console import Displayed, Styled, parts, say, show_aside, table
+from torchrepro.console import (
+    Displayed,
+    Styled,
+    Table,
+    as_text,
+    parts,
+    say,
+    say_once,
+    show_aside,
+    table,
+)
 from torchrepro.knobs.catalogue import knobs_by_name
-from torchrepro.knobs.knob import MissingState
+from torchrepro.knobs.knob import MissingState, Scope
 from torchrepro.messages import Problem, near, shown, some
-from torchrepro.process_state import closed_doors, present_kinds, set_before_start
+from torchrepro.process_state import (
+    HARDWARE,
+    absent_hardware,
+    closed_doors,
+    present_kinds,
+    set_before_start,
+)
 from torchrepro.profile.needs import NEEDS, WEAKER, Need
 from torchrepro.seeding import streams
 from torchrepro.seeding.seeding_calls import given_by_program
+from torchrepro.verbosity import BOTH_SET, Verbosity, asked_for, verbosity
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from torchrepro.console import Part, Table
+    from torchrepro.console import Part
+    from torchrepro.knobs.knob import Knob
     from torchrepro.policies.policy import Effect
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.seeding.uncontrolled import SourceRead
@@ -36,16 +55,20 @@ NONE = "none"
 _REASONS = 3
 """The number of reasons for a lower guarantee that a line has room for."""
 
-_STYLES = {
-    "applied": "green",
-    "unchanged": "dim",
-    "unsupported": "dim",
-    "too_late": "yellow",
-    "ineffective": "bold red",
-    "conflict": "bold red",
-    "failed": "bold red",
-    "drifted": "bold red",
+STANDINGS: Mapping[str, tuple[str, bool]] = {
+    "applied": ("green", False),
+    "unchanged": ("dim", False),
+    "unchanged, unverified": ("yellow", True),
+    "unsupported": ("dim", False),
+    "unsupported, refused": ("yellow", True),
+    "too_late": ("yellow", True),
+    "ineffective": ("bold red", True),
+    "conflict": ("bold red", True),
+    "failed": ("bold red", True),
+    "drifted": ("bold red", True),
+    "lowered": ("yellow", True),
 }
+"""What a report says of a knob: the style in which it does, and whether it needs attention."""
 
 
 class Outcome(StrEnum):
@@ -61,7 +84,11 @@ class Outcome(StrEnum):
     """Past its phase: not written, because it would change nothing."""
 
     UNSUPPORTED = "unsupported"
-    """Does not exist in this process: another torch, absent hardware."""
+    """Does not exist in this process, as in another torch; or is for hardware that is not here.
+
+    What can be set for such hardware is set all the same, because processes that this one starts
+    may run elsewhere.
+    """
 
     INEFFECTIVE = "ineffective"
     """Written, but reading it back gave something else, or nothing here acts on it."""
@@ -89,6 +116,20 @@ class Row:
     unverified: bool = False
     """Whether nobody can tell that a variable, which is set as asked, is in effect here."""
 
+    absent: str = ""
+    """Why the hardware that the knob is for is not here, in words; empty where it is."""
+
+    @property
+    def state(self) -> Any:
+        """The value that the knob has, or the outcome if it was not set."""
+        return self.after if is_state(self.outcome, self.after, self.absent) else str(self.outcome)
+
+    @property
+    def standing(self) -> str:
+        """What is said of it, one of `STANDINGS`."""
+        marks = {", unverified": self.unverified, ", refused": _is_refused(self)}
+        return str(self.outcome) + next((mark for mark, true in marks.items() if true), "")
+
     def to_json(self) -> dict[str, Any]:
         """Return the row as plain JSON values."""
         return {
@@ -98,7 +139,17 @@ class Row:
             "after": _json_or_text(self.after),
             "why": self.why,
             "unverified": self.unverified,
+            "absent": self.absent,
         }
+
+
+def is_state(outcome: Any, after: Any, absent: Any) -> bool:
+    """Whether `after` is the value that a knob has come to have.
+
+    A knob for absent hardware has one where the profile could set it, whatever its outcome: a lock
+    from a machine with that hardware has the same.
+    """
+    return outcome in (Outcome.APPLIED, Outcome.UNCHANGED) or bool(absent and after is not None)
 
 
 class Drift(NamedTuple):
@@ -171,16 +222,21 @@ class Guarantee(NamedTuple):
         """Return the guarantee by its name, with what it leaves open."""
         if not self.lowered:
             return self.asked
-        by_reason: dict[str, list[str]] = {}
-        for each in self.lowered:
-            by_reason.setdefault(each.because, []).append(each.left_open)
-        reasons = [
-            f"{' and '.join(dict.fromkeys(left_open))} ({because})"
-            for because, left_open in by_reason.items()
-        ]
+        reasons = self.reasons
         more = len(reasons) - _REASONS
         last = f", and {more} more" if more > 0 else ""
         return f"{self.asked}, except {', '.join(reasons[:_REASONS])}{last}"
+
+    @property
+    def reasons(self) -> list[str]:
+        """What is left open, once for each reason, with the reason."""
+        by_reason: dict[str, list[str]] = {}
+        for each in self.lowered:
+            by_reason.setdefault(each.because, []).append(each.left_open)
+        return [
+            f"{' and '.join(dict.fromkeys(left_open))} ({because})"
+            for because, left_open in by_reason.items()
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Return the guarantee as plain JSON values."""
@@ -206,6 +262,9 @@ class ProcessFacts:
 
     calls: frozenset[str] = frozenset()
     """The functions with which the program has given a seed itself."""
+
+    absent: Mapping[str, str] = field(default_factory=dict)
+    """The hardware that is not here, with the reason in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,9 +319,12 @@ class Report(Displayed):
 
     @property
     def summary(self) -> str:
-        """One line: the profile, what of its guarantee is held, the number of knobs per outcome."""
-        counts = ", ".join(f"{number} {outcome}" for outcome, number in self.counts.items())
-        counts = counts or "nothing to set"
+        """One line: the profile, what of its guarantee is held, the number of knobs per outcome.
+
+        Knobs for hardware that is not here are not among those numbers.
+        """
+        here = Counter(str(row.outcome) for row in self.rows if not row.absent).most_common()
+        counts = ", ".join(f"{number} {outcome}" for outcome, number in here) or "nothing to set"
         if self.drift:
             state = "has drifted"
             counts += f"; drifted: {some([drift.knob for drift in self.drift])}"
@@ -271,6 +333,10 @@ class Report(Displayed):
         if self.guarantee.lowered:
             return f"{self.profile} {state}: {self.guarantee}; {counts}"
         return f"{self.profile} ({self.guarantee}) {state}: {counts}"
+
+    def table(self) -> str:
+        """Return the report with every knob as a table, as ``--verbose`` shows it."""
+        return as_text(*whole(self))
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON values."""
@@ -296,7 +362,37 @@ def make_report(
 ) -> Report:
     """Return the report on `resolved` with these rows; `more` are further fields of it."""
     guarantee = judge(resolved.guarantee, rows, drift, facts)
-    return Report(resolved.name, guarantee, resolved.digest, rows, drift=drift, **more)
+    here = tuple(_row_here(row, facts.absent) for row in rows)
+    return Report(resolved.name, guarantee, resolved.digest, here, drift=drift, **more)
+
+
+def _words_for_set(row: Row, knob: Knob) -> str:
+    reaches_children = knob.scope is Scope.PROCESS_AND_CHILDREN
+    who = "for the processes that this one starts" if reaches_children else "and nothing reads it"
+    return f"set {who}"
+
+
+_WITHOUT_HARDWARE: Mapping[Outcome, Callable[[Row, Knob], str]] = {
+    Outcome.APPLIED: _words_for_set,
+    Outcome.UNCHANGED: lambda row, knob: row.why,
+    Outcome.TOO_LATE: lambda row, knob: f"not set: {row.why}",
+    Outcome.UNSUPPORTED: lambda row, knob: "",
+}
+"""What a knob came to that is `unsupported` where its hardware is absent, and what is said of it.
+
+Any other outcome stays: a conflict is one for every process below, too.
+"""
+
+
+def _row_here(row: Row, absent: Mapping[str, str]) -> Row:
+    """Return `row` as it is to be reported in a process without the hardware in `absent`."""
+    knob = knobs_by_name().get(row.knob)
+    words = absent.get(knob.hardware) if knob is not None else None
+    if knob is None or not words or row.outcome not in _WITHOUT_HARDWARE:
+        return row
+    further = _WITHOUT_HARDWARE[row.outcome](row, knob)
+    why = "; ".join(filter(None, (f"{knob.hardware}: {words}", further)))
+    return replace(row, outcome=Outcome.UNSUPPORTED, why=why, unverified=False, absent=words)
 
 
 def process_facts(
@@ -324,7 +420,7 @@ def process_facts(
         except MissingState as absent:
             missing[name] = str(absent)
     seeded = streams.current_plan().seed is not None
-    return ProcessFacts(kinds, readings, missing, seeded, given_by_program())
+    return ProcessFacts(kinds, readings, missing, seeded, given_by_program(), absent_hardware())
 
 
 def judge(
@@ -403,10 +499,59 @@ def _meets(need: Need, value: Any) -> bool:
 
 @parts.register(Report)
 def _report_parts(report: Report) -> tuple[Part, ...]:
+    """Return the summary, what needs attention, and what is for hardware that is not here."""
+    said = (report.summary, *attention(report), *absent_lines(report))
+    return *said, *_happened(report)
+
+
+def whole(report: Report) -> tuple[Part, ...]:
     """Return all that a report says: its knobs, its summary, drift, what its policies have done."""
+    return *knob_parts(report), report.summary, report.digest, *_happened(report)
+
+
+def _happened(report: Report) -> tuple[Part, ...]:
+    """Return what a report says of the time since the profile was put in force."""
     drift = (_drift_table(report.drift),) if report.drift else ()
-    said = (report.summary, report.digest)
-    return report_table(report), *said, *drift, *_effects_parts(report), *unseeded_lines(report)
+    return *drift, *_effects_parts(report), *unseeded_lines(report)
+
+
+def attention(report: Report) -> tuple[Part, ...]:
+    """Return what needs a reader's attention and is not in the summary, in a line for each."""
+    in_summary = {each.knob for each in report.guarantee.lowered}
+    rows = [
+        (each.standing, f"{each.knob}{_moved(each)}: {each.why}")
+        for each in report
+        if STANDINGS[each.standing][1] and each.knob not in in_summary
+    ]
+    rows += [("lowered", reason) for reason in report.guarantee.reasons[_REASONS:]]
+    if not rows:
+        return ()
+    styled = ((Styled(f"  {word}", _style(word)), text) for word, text in rows)
+    return (Table((), tuple(styled), fold=1),)
+
+
+def _style(standing: str) -> str:
+    return STANDINGS[standing][0]
+
+
+def _moved(row: Row) -> str:
+    return "" if row.before == row.after else f" {_change(row.before, row.after)}"
+
+
+def absent_lines(report: Report) -> list[str]:
+    """Return a line for all the knobs that are for hardware which is not here."""
+    by_reason: dict[str, list[str]] = {}
+    for row in report:
+        if row.absent:
+            by_reason.setdefault(row.absent, []).append(knobs_by_name()[row.knob].hardware)
+    return [f"{for_hardware(names)}: {reason}" for reason, names in by_reason.items()]
+
+
+def for_hardware(names: Sequence[str]) -> str:
+    """Return how many settings are for which hardware; there is a name for each setting."""
+    *others, last = (name for name in HARDWARE if name in names)
+    listed = f"{', '.join(others)} and {last}" if others else last
+    return f"{len(names)} setting{'s' * (len(names) > 1)} for {listed}"
 
 
 def _effects_parts(report: Report) -> tuple[Part, ...]:
@@ -427,7 +572,7 @@ def _drift_table(drift: Iterable[Drift]) -> Table:
     """Return the table of the knobs that later code has changed."""
     rows = [
         (
-            Styled("drifted", _STYLES["drifted"]),
+            Styled("drifted", _style("drifted")),
             each.knob,
             _change(each.was, each.now),
             each.when,
@@ -450,16 +595,20 @@ def _effects_table(effects: Iterable[Effect]) -> Table:
     return table(("calls", "policy", "op or module", "what", "where", "moved"), rows, fold=4)
 
 
-def report_table(report: Report) -> Table:
-    """Return the table of a report or of a plan."""
-    rows = [(_outcome(row), row.knob, _change(row.before, row.after), row.why) for row in report]
+def knob_parts(report: Report) -> tuple[Part, ...]:
+    """Return the table of a report or of a plan, and what is for hardware that is not here."""
+    rows = [
+        (
+            Styled(row.standing, _style(row.standing)),
+            row.knob,
+            _change(row.before, row.after),
+            row.why,
+        )
+        for row in report
+        if not row.absent
+    ]
     change = "now -> then" if report.planned else "before -> after"
-    return table(("outcome", "knob", change, "why"), rows)
-
-
-def _outcome(row: Row) -> Styled:
-    mark = ", unverified" if row.unverified else ""
-    return Styled(f"{row.outcome}{mark}", "yellow" if mark else _STYLES[str(row.outcome)])
+    return table(("outcome", "knob", change, "why"), rows), *absent_lines(report)
 
 
 def _change(before: Any, after: Any) -> str:
@@ -477,20 +626,37 @@ def _json_or_text(value: Any) -> Any:
     return value
 
 
-def announce(report: Report) -> None:
-    """Tell standard error what was put in force: the summary, then every knob that was touched.
+_announced: set[tuple[str, Guarantee]] = set()  # what this process has said, by digest
 
-    Knobs that are so already, as far as that can be told, or are not here are counted only, unlike
-    a policy that cannot be put in force; ranks but the first stay silent.
+
+def announce(report: Report) -> None:
+    """Tell standard error what was put in force: as much of it as the reader wants.
+
+    A profile is announced once in a process, unless less of its guarantee is held than before;
+    ranks but the first stay silent.
     """
-    if os.environ.get("RANK", "0") != "0":
+    known = (report.digest, report.guarantee)
+    if os.environ.get("RANK", "0") != "0" or known in _announced:
         return
-    quiet = (Outcome.UNCHANGED, Outcome.UNSUPPORTED)
-    rows = tuple(
-        row for row in report if row.outcome not in quiet or row.unverified or _is_refused(row)
-    )
-    head = f"torchrepro: {report.summary}"
-    show_aside(head, report.digest, report_table(replace(report, rows=rows)))
+    _announced.add(known)
+    if len(asked_for()) > 1:
+        say_once(BOTH_SET)
+    first, *others = _ANNOUNCED[verbosity()](report) or ("",)
+    if first:
+        show_aside(f"torchrepro: {first}", *others)
+
+
+def start_up(report: Report) -> tuple[Part, ...]:
+    """Return the line that a run starts with, and what needs attention."""
+    return report.summary, *attention(report)
+
+
+_ANNOUNCED: Mapping[Verbosity, Callable[[Report], tuple[Part, ...]]] = {
+    Verbosity.QUIET: lambda report: start_up(report) if report.guarantee.lowered else (),
+    Verbosity.NORMAL: start_up,
+    Verbosity.VERBOSE: lambda report: (report.summary, report.digest, *knob_parts(report)),
+}
+"""What is said of a profile that is put in force: a line, and what follows it."""
 
 
 def _is_refused(row: Row) -> bool:
@@ -509,13 +675,15 @@ def announce_end(report: Report, announced: Report) -> None:
 
 def announce_unseeded(report: Report) -> None:
     """Tell standard error where a run has drawn numbers that no seed decides, if it has."""
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0" and verbosity() is not Verbosity.QUIET:
         say(*unseeded_lines(report))
 
 
 def announce_effects(report: Report) -> None:
     """Tell standard error what the policies of a run have done, if they have done anything."""
-    if os.environ.get("RANK", "0") != "0" or not (report.effects or report.unseen):
+    if os.environ.get("RANK", "0") != "0" or verbosity() is Verbosity.QUIET:
+        return
+    if not (report.effects or report.unseen):
         return
     title = f"torchrepro: {report.profile}, what its policies did:"
     show_aside(title, *_effects_parts(report))

@@ -152,7 +152,7 @@ def test_without_a_device_nothing_of_ours_raises(rig: Any) -> None:
     ran = rig.run(NO_DEVICE, devices=0)
     assert ran.status == 0, ran.stderr
 
-    assert ran.said == ["applied", [0, False], True]
+    assert ran.said == ["unsupported", [0, False], True]
 
 
 REFUSED = """

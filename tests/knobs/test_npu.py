@@ -28,6 +28,7 @@ with torchrepro.apply("npu-align") as applied:
             print(row.knob, row.outcome, row.after)
 assert before == (read(), torch.get_deterministic_debug_mode()), (before, read())
 if torch.npu.is_available():
+    print("DEVICES")
     for factor in (2.0, 3.0):
         x = torch.tensor([1.0, 2.0]).to("npu") * factor
         assert x.cpu().tolist() == [factor, 2 * factor], "ops no longer compute after the undo"
@@ -57,4 +58,7 @@ def test_the_ascend_rows_are_set_and_undone(initialise: bool) -> None:
 
     assert "UNDONE" in done.stdout, done.stderr
     assert {name: value for name, _, value in rows} == EXPECTED
-    assert {outcome for _, outcome, _ in rows} <= {"applied", "unchanged"}
+    here = "DEVICES" in done.stdout
+    assert {outcome for _, outcome, _ in rows} <= (
+        {"applied", "unchanged"} if here else {"unsupported"}
+    )

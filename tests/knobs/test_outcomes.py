@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchrepro
+from torchrepro import process_state
 from torchrepro.knobs.knob import Attribute
+from torchrepro.process_state import NOT_HERE
 from torchrepro.report import Outcome
 
 FLAG = {"backends": {"cudnn": {"deterministic": True}}}
@@ -65,17 +67,21 @@ def test_a_write_that_the_library_refuses_has_failed() -> None:
 
 
 @pytest.mark.parametrize("exported", ["strict", "TRUE", "true"])
+@pytest.mark.parametrize(
+    ("absence", "outcome"), [("", Outcome.UNCHANGED), (NOT_HERE, Outcome.UNSUPPORTED)]
+)
 def test_an_exported_value_as_good_is_unchanged(
-    exported: str, monkeypatch: pytest.MonkeyPatch
+    exported: str, absence: str, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A user's own value that serves the guarantee is kept and is no conflict."""
+    """A user's own value that serves the guarantee is kept and is no conflict, on any machine."""
+    monkeypatch.setitem(process_state._ABSENCES, "npu", lambda: absence)
     monkeypatch.setenv("HCCL_DETERMINISTIC", exported)
     values = {"guarantee": "repeatable", "env": {"HCCL_DETERMINISTIC": "true"}}
 
     with torchrepro.apply(values) as applied:
         row = applied.report["env.HCCL_DETERMINISTIC"]
 
-    assert (Outcome.UNCHANGED, exported) == (row.outcome, row.after)
+    assert (outcome, exported) == (row.outcome, row.after)
 
 
 def test_an_exported_contradiction_is_kept_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +134,7 @@ def test_a_report_has_one_row_per_knob_and_is_json(data: st.DataObject, profiles
     assert len(set(expected)) == len(expected)
     decoded = json.loads(json.dumps(report.to_json()))
     assert expected == [row["knob"] for row in decoded["knobs"]]
-    assert all(row.knob in str(report) for row in report)
+    assert all((row.knob in report.table()) != bool(row.absent) for row in report)
     assert sum(report.counts.values()) == len(report)
 
 

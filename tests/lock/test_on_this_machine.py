@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from fnmatch import fnmatchcase
 
 import pytest
 
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.knob import MissingState
 from torchrepro.lock.diff import Impact, compare
-from torchrepro.lock.on_this_machine import READ_BY, effective
+from torchrepro.lock.on_this_machine import effective
 from torchrepro.lock.snapshot import of_profile
 from torchrepro.messages import shown
-from torchrepro.process_state import present_kinds
+from torchrepro.process_state import HARDWARE, present_kinds
 from torchrepro.profile.load import resolve
 from torchrepro.profile.resolved import DEFAULTS
 
-HARDWARE = {"cuda": "cuda", "cudnn": "cuda", "npu": "npu"}
+KINDS = {"cuda": "cuda", "cudnn": "cuda", "npu": "npu"}
 ALGORITHMS = "backends.torch.deterministic_algorithms"
 DOORS = ("cuda", "communicator", "npu", "torch_npu", "transformer_engine")
 """The doors of variables that only an accelerator's libraries read."""
@@ -64,26 +63,22 @@ def test_what_hardware_reads_that_is_not_here_is_said_to_be_read_by_nothing():
     flags = {
         name: (knob.target, not now)
         for name, (knob, now) in _settings()
-        if knob.target in HARDWARE and isinstance(now, bool)
+        if knob.target in KINDS and isinstance(now, bool)
     }
     found = _difference(*(f"{name}={shown(value)}" for name, (_, value) in flags.items()))
 
     assert {"cuda", "cudnn"} <= {target for target, _ in flags.values()}
     for name, (target, _) in flags.items():
-        absent = HARDWARE[target] not in present_kinds()
+        absent = KINDS[target] not in present_kinds()
         assert (found[name].impact is Impact.NOTHING_HERE) == absent, name
 
 
-def test_each_variable_of_an_accelerator_says_what_reads_it():
-    """Every variable that only an accelerator's libraries read has a row, and no row is idle."""
-    patterns = [pattern for _, its in READ_BY for pattern in its]
-    names = [knob.name for knob in CATALOGUE]
-
+def test_each_knob_of_an_accelerator_says_what_it_is_for():
+    """Whatever only an accelerator's libraries read names its hardware, and no name is idle."""
     for knob in CATALOGUE:
-        if (knob.variable and knob.door in DOORS) or (knob.target in HARDWARE and not knob.key):
-            assert any(fnmatchcase(knob.name, each) for each in patterns), knob.name
-    for pattern in patterns:
-        assert any(fnmatchcase(name, pattern) for name in names), pattern
+        if (knob.variable and knob.door in DOORS) or knob.target in KINDS:
+            assert knob.hardware, knob.name
+    assert {knob.hardware for knob in CATALOGUE} == {"", *HARDWARE}
 
 
 def test_how_likely_says_what_each_setting_is_for():

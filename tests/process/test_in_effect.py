@@ -32,7 +32,7 @@ with torchrepro.apply({{"name": "asked", "env": asked}}) as applied:
         "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": torch.get_float32_matmul_precision() == "high",
         "ATEN_CPU_CAPABILITY": torch.backends.cpu.get_cpu_capability() == "DEFAULT",
     }}
-    marked = [name for name in rows if f"unchanged, unverified  env.{{name}} " in text]
+    marked = [name for name in rows if f"unchanged, unverified  env.{{name}}: " in text]
 print(json.dumps([rows, shows, marked]))
 """
 TORCH = "import torch; torch.ones(9).exp(); torch.mm(*[torch.ones(9, 9)] * 2)"

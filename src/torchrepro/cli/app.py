@@ -14,14 +14,19 @@ import torchrepro
 from torchrepro.cli.command_table import FIRST_STEPS, Commands
 from torchrepro.console import show
 from torchrepro.errors import ProfileError
+from torchrepro.knobs.knob import put_back
 from torchrepro.messages import Problem
+from torchrepro.verbosity import Verbosity, environment_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from torchrepro.console import Part
     from torchrepro.profile.resolved import ResolvedProfile
 
+
+VERBOSITY = "torchrepro.verbosity"
+"""The key under which a command remembers which of `--quiet` and `--verbose` it was given."""
 
 app = typer.Typer(
     cls=Commands,
@@ -78,20 +83,24 @@ Overrides = Annotated[
 ]
 
 
+def with_variables(context: typer.Context, variables: Mapping[str, str]) -> None:
+    """Set variables, here and in children, until the command ends."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+
+    @context.call_on_close
+    def take_back() -> None:
+        for name, text in before.items():
+            put_back(name, text)
+
+
 def _consent(context: typer.Context, names: list[str] | None) -> None:
     """Allow profiles to set the variables `names`, here and in children, until the command ends."""
     if not names or context.resilient_parsing:
         return
     from torchrepro.profile.consent import VARIABLE, allowed_by
 
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = allowed_by(names)
-
-    @context.call_on_close
-    def take_back() -> None:
-        del os.environ[VARIABLE]
-        if before is not None:
-            os.environ[VARIABLE] = before
+    with_variables(context, {VARIABLE: allowed_by(names)})
 
 
 AllowEnv = Annotated[
@@ -104,6 +113,39 @@ AllowEnv = Annotated[
     ),
 ]
 """For every command that reads a profile. The callback acts; commands ignore the value."""
+
+
+def _saying(wanted: Verbosity) -> Callable[[typer.Context, bool], None]:
+    """Return what makes this command, and all that it starts, say as much as is `wanted`."""
+
+    def say_so(context: typer.Context, given: bool) -> None:  # noqa: FBT001 - the value of an option
+        if not given or context.resilient_parsing:
+            return
+        if context.meta.setdefault(VERBOSITY, wanted) is not wanted:
+            context.close()  # takes back what the first of the two has set
+            raise typer.BadParameter("--quiet and --verbose contradict each other")
+        with_variables(context, environment_for(wanted))
+
+    return say_so
+
+
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "--verbose",
+        callback=_saying(Verbosity.VERBOSE),
+        help="Show every setting at the start, as TORCHREPRO_VERBOSE=1 does.",
+    ),
+]
+Quiet = Annotated[
+    bool,
+    typer.Option(
+        "--quiet",
+        callback=_saying(Verbosity.QUIET),
+        help="Say nothing but errors and a lowered guarantee, as TORCHREPRO_QUIET=1 does.",
+    ),
+]
+"""Both act by their callbacks, and win over the variables."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 

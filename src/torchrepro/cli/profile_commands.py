@@ -107,14 +107,14 @@ def plan_profile(
     from torchrepro.imports import import_torch
     from torchrepro.planner import make_plan
     from torchrepro.process_state import closed_doors
-    from torchrepro.report import report_table
+    from torchrepro.report import knob_parts
 
     resolved = resolved_profile(profile, overrides)
     closed = closed_doors()  # as a program finds them that has not imported torch yet
     with doing(IMPORTING):
         import_torch()
     report = make_plan(resolved, closed=closed).report
-    answer(report.to_json(), [report_table(report), report.summary], as_json=as_json)
+    answer(report.to_json(), [*knob_parts(report), report.summary], as_json=as_json)
 
 
 @command(app, "env")

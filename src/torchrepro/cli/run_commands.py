@@ -19,6 +19,8 @@ from torchrepro.cli.app import (
     Json,
     Overrides,
     ProfileName,
+    Quiet,
+    Verbose,
     answer,
     app,
     resolved_profile,
@@ -29,6 +31,7 @@ from torchrepro.console import parts, say, show_aside
 from torchrepro.errors import ProfileError, TraceError
 from torchrepro.messages import Problem
 from torchrepro.trace.request import VARIABLE, Request
+from torchrepro.verbosity import Verbosity, verbosity
 
 if TYPE_CHECKING:
     from torchrepro.profile.resolved import ResolvedProfile
@@ -160,6 +163,8 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
     on_unwritable: Annotated[
         Unwritable, typer.Option(help="What to do where the trace cannot be written.")
     ] = Unwritable.STOP,
+    verbose: Verbose = False,  # noqa: FBT002
+    quiet: Quiet = False,  # noqa: FBT002
 ) -> None:
     """Start a command with the profile in force from before Python starts.
 
@@ -293,6 +298,8 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
     atol: Annotated[float | None, typer.Option(help="Absolute tolerance.")] = None,
     report: Report = "",
     open_page: Open = False,  # noqa: FBT002
+    verbose: Verbose = False,  # noqa: FBT002
+    quiet: Quiet = False,  # noqa: FBT002
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
     """Run a command several times, compare all it computes, and name the first divergence.
@@ -312,8 +319,11 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
     if climb:
         say("--climb is called --escalate now; the next version has the new name alone")
     if profile:
-        resolved_profile(profile, overrides)  # refuses a wrong one before anything starts
+        resolved = resolved_profile(profile, overrides)  # refuses a wrong one at once
+        if verbosity() is Verbosity.VERBOSE:
+            _show_plan(resolved)
     progress = Progress()
+    silent = verbosity() is Verbosity.QUIET
     try:
         found = verify(
             profile or None,
@@ -328,8 +338,8 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
             keep=tuple(keep or ()),
             rtol=rtol,
             atol=atol,
-            say=progress.say,
-            meanwhile=progress.for_now if progress.is_watched else None,
+            say=_nothing if silent else progress.say,
+            meanwhile=progress.for_now if progress.is_watched and not silent else None,
         )
     except Interrupted as stopped:
         raise typer.Exit(stopped.exit_status) from None
@@ -338,6 +348,20 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
     answer(verification_json(found), verification_parts(found), as_json=as_json)
     _offer_page(found.verdict, found.next_level, report, opened=open_page)
     raise typer.Exit(int(not found.same))
+
+
+def _nothing(text: str) -> None:
+    """Say nothing."""
+
+
+def _show_plan(resolved: ResolvedProfile) -> None:
+    """Show what the runs will be under: they print into files of their own."""
+    from torchrepro.lock.lock_file import plan_of_a_run
+    from torchrepro.relaunch import untouched
+
+    with untouched(), doing(IMPORTING):
+        planned = plan_of_a_run(resolved)
+    show_aside(*parts(planned))
 
 
 def _check_page(report: str) -> None:

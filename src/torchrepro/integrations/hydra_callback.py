@@ -38,6 +38,7 @@ from torchrepro.profile.resolved import ResolvedProfile
 from torchrepro.report import announce, announce_end, unseeded_lines
 from torchrepro.seeding.ranks import world
 from torchrepro.seeding.streams import drawn_streams, never_drawn
+from torchrepro.verbosity import Verbosity, verbosity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -134,7 +135,8 @@ class ReproCallback(Callback):
             applied = apply_resolved(resolved, "Hydra has started the job")
             applied.refuse = _exit
             _begin(_Job(config, applied, applied.report))
-            announce(applied.report)
+            if started_under is None or applied.report.guarantee.lowered:
+                announce(applied.report)  # otherwise `run` has said all of it
 
     def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
         """Complete the manifest and restore the state: the next job starts clean."""
@@ -218,6 +220,8 @@ def _restore() -> None:
 
 def _report_random_numbers(applied: Applied) -> None:
     """Print the seeds and unseeded draws of the job, and the streams that it never drew from."""
+    if verbosity() is Verbosity.QUIET:
+        return
     lines = [f"seeded by the program itself: {call}" for call in applied.seeding_calls]
     lines += unseeded_lines(applied.report)
     lines += [

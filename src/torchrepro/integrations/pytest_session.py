@@ -18,15 +18,17 @@ import pytest
 
 from torchrepro.applier import Applied, apply_resolved
 from torchrepro.bootstrap import agreeing_run
+from torchrepro.console import as_text
 from torchrepro.errors import ProfileError, TorchreproError
 from torchrepro.manifest.contents import secrets_here
 from torchrepro.messages import Problem, shown
 from torchrepro.process_state import inherited
 from torchrepro.profile.load import resolve
 from torchrepro.redaction import shareable
-from torchrepro.report import Outcome
+from torchrepro.report import Outcome, knob_parts
 from torchrepro.seeding import streams
 from torchrepro.seeding.generators import seeded
+from torchrepro.verbosity import Verbosity, verbosity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -127,12 +129,16 @@ def header(config: pytest.Config) -> list[str]:
 
 def _header_lines(applied: Applied, early: Sequence[str], run: str) -> Iterator[str]:
     report = applied.report
+    if verbosity() is Verbosity.QUIET and not report.guarantee.lowered:
+        return
     yield f"torchrepro: {report.summary}"
     yield f"  {report.digest}"
     late = report.having(Outcome.TOO_LATE)
     for row in late:
         yield f"  too late: {row.knob} ({row.why.partition(';')[0]})"
     yield from (f"  {line}" for line in early)
+    if verbosity() is Verbosity.VERBOSE:
+        yield from as_text(*knob_parts(report)).splitlines()
     if late:
         yield f"  to set everything in time: {run} -- pytest ..."
 

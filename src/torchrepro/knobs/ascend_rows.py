@@ -131,7 +131,7 @@ class DeterministicLevel:
         return determinism_blocked(wanted) if value else ""
 
 
-_npu = partial(Knob, target="npu", library="torch", source=DOCS)
+_npu = partial(Knob, target="npu", library="torch", source=DOCS, hardware="Ascend")
 
 
 def _option(field: str, access: NpuOption, summary: str, cost: str, *aliases: str) -> Knob:
@@ -231,7 +231,7 @@ EXACTLY_ONE = Text("[01]", '"0", "1"', 'only the exact text "1" counts; a word s
 def _variable(
     name: str, legal: Legal, summary: str, source: str = NPU_ENV, door: str = "npu", **more: Any
 ) -> Knob:
-    return row(name, door, legal, summary, source, **more)
+    return row(name, door, legal, summary, source, hardware="Ascend", **more)
 
 
 ASCEND = (

@@ -103,6 +103,7 @@ def _explanation(knob: Knob) -> dict[str, str]:
         "values": knob.legal.words,
         "latches": takes if takes != "any time" else "never: takes effect at any time",
         "reaches": str(knob.scope),
+        "for": knob.hardware,
         "costs": knob.cost,
         "profile key": knob.profile_key if knob.profile_key != knob.name else "",
         "also called": ", ".join(knob.aliases),

@@ -82,6 +82,7 @@ def row(  # noqa: PLR0913 - the columns of the tables below
     enough: Callable[[str], bool] | None = None,
     effect: Effect | None = None,
     access: Variable | None = None,
+    hardware: str = "",
 ) -> Knob:
     """Return the row of a variable that takes effect until `door` closes."""
     return Knob(
@@ -99,6 +100,7 @@ def row(  # noqa: PLR0913 - the columns of the tables below
         aliases=aliases,
         enough=enough,
         effect=effect,
+        hardware=hardware,
     )
 
 
@@ -115,11 +117,12 @@ def _option(option: str, summary: str, **more: Any) -> Knob:
 
 def _nccl(name: str, legal: Legal, summary: str, **more: Any) -> Knob:
     anchor = name.lower().replace("_", "-")
-    return row(name, "communicator", legal, summary, f"{NCCL_ENV}#{anchor}", **more)
+    source = f"{NCCL_ENV}#{anchor}"
+    return row(name, "communicator", legal, summary, source, hardware="NCCL", **more)
 
 
 def _attention(name: str, summary: str, source: str = TE_ENV, **more: Any) -> Knob:
-    return row(name, "transformer_engine", BIT, summary, source, **more)
+    return row(name, "transformer_engine", BIT, summary, source, hardware="CUDA", **more)
 
 
 ENV = (
@@ -143,6 +146,7 @@ ENV = (
         "https://docs.nvidia.com/cuda/cublas/index.html#results-reproducibility",
         cost=":4096:8 takes 24 MiB of GPU memory, :16:8 less memory and some speed",
         enough=lambda value: not CUBLAS.complaint(value),
+        hardware="CUDA",
     ),
     row(
         "CUDA_LAUNCH_BLOCKING",
@@ -152,6 +156,7 @@ ENV = (
         "older CUDA versions become deterministic.",
         TORCH_ENV,
         cost="on: everything is slow; for debugging only",
+        hardware="CUDA",
     ),
     row(
         "NVIDIA_TF32_OVERRIDE",
@@ -160,6 +165,7 @@ ENV = (
         "Forbids TF32 in every NVIDIA library, whatever the program sets.",
         "https://docs.nvidia.com/cuda/cublas/index.html",
         cost="slower float32 on tensor cores",
+        hardware="CUDA",
     ),
     row(
         "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
@@ -348,6 +354,7 @@ COLLECTIVES = (
         cost="true: slower all-reduce; strict: slower still, A2 and A3 only",
         aliases=("backends.distributed.hccl_deterministic",),
         enough=lambda value: value.lower() in ("true", "strict"),
+        hardware="Ascend",
     ),
     row(
         "HCCL_ALGO",
@@ -363,6 +370,7 @@ COLLECTIVES = (
         ASCEND_ENV,
         aliases=("backends.distributed.hccl_algo",),
         enough=bool,
+        hardware="Ascend",
     ),
     row(
         "LCCL_DETERMINISTIC",
@@ -372,5 +380,6 @@ COLLECTIVES = (
         ASCEND_ENV,
         cost="slower all-reduce",
         aliases=("backends.distributed.lccl_deterministic",),
+        hardware="Ascend",
     ),
 )

@@ -153,8 +153,8 @@ class Knob:
     per_rank: bool = False
     """Whether each rank of a distributed run may have a value of its own."""
 
-    cuda_only: bool = False
-    """Whether the state is there in every torch, but read only by one that is built for CUDA."""
+    hardware: str = ""
+    """The hardware without which nothing acts on the knob, a key of `process_state.HARDWARE`."""
 
     warn_if_unsupported: bool = False
     """Whether a user is told each time that the knob cannot be set here, not only how many."""

@@ -13,10 +13,11 @@ RANDOMNESS = "https://docs.pytorch.org/docs/stable/notes/randomness.html"
 _seed = partial(Knob, key="seed", legal=SEED, moves_on=True, guarded=False, per_rank=True)
 
 
-def _accelerator(device: str, source: str, since: str) -> Knob:
+def _accelerator(device: str, hardware: str, source: str, since: str) -> Knob:
     return _seed(
         name=f"seed.{device}",
         target=device,
+        hardware=hardware,
         access=LazyAccess(f"seeding.global_seeds:{device}_seed"),
         library="torch",
         summary=f"Seed of the default generator of every {device.upper()} device.",
@@ -88,8 +89,8 @@ SEEDS = (
         cost="about a microsecond per such call",
         source=RANDOMNESS,
     ),
-    _accelerator("cuda", RANDOMNESS, ""),
-    _accelerator("npu", "https://pypi.org/project/torch-npu/", "torch_npu 2.1"),
-    _accelerator("mps", "https://docs.pytorch.org/docs/stable/mps.html", "1.12"),
-    _accelerator("xpu", "https://docs.pytorch.org/docs/stable/xpu.html", "2.3"),
+    _accelerator("cuda", "CUDA", RANDOMNESS, ""),
+    _accelerator("npu", "Ascend", "https://pypi.org/project/torch-npu/", "torch_npu 2.1"),
+    _accelerator("mps", "MPS", "https://docs.pytorch.org/docs/stable/mps.html", "1.12"),
+    _accelerator("xpu", "XPU", "https://docs.pytorch.org/docs/stable/xpu.html", "2.3"),
 )

@@ -115,8 +115,8 @@ DETERMINISTIC_ALGORITHMS = DeterministicAlgorithms(
 )
 
 _torch = partial(Knob, target="torch", library="torch")
-_cuda = partial(Knob, target="cuda", library="torch", cuda_only=True)
-_cudnn = partial(Knob, target="cudnn", library="torch", cuda_only=True)
+_cuda = partial(Knob, target="cuda", library="torch", hardware="CUDA")
+_cudnn = partial(Knob, target="cudnn", library="torch", hardware="CUDA")
 _cpu = partial(Knob, target="cpu", library="torch")
 
 

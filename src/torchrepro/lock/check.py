@@ -17,7 +17,7 @@ from torchrepro.lock.diff import (
     Impact,
     change,
     compare,
-    difference_table,
+    difference_parts,
     gap_lines,
 )
 from torchrepro.lock.lock_file import (
@@ -161,7 +161,7 @@ def _check_parts(found: CheckResult) -> tuple[Part, ...]:
         if impact not in found.enforced and (rows := found.comparison.having(impact))
     ]
     return (
-        *([difference_table(found.forbidden, "locked", "here")] if counts else []),
+        *difference_parts(found.forbidden, "locked", "here"),
         f"{found.lock} is not met: {', '.join(counts)}"
         if counts
         else f"{found.lock} is met: nothing that it forbids differs",

@@ -17,6 +17,7 @@ from torchrepro.manifest.environment import UNKNOWN
 from torchrepro.messages import Problem, printable, shown, some
 from torchrepro.profile.composition import NOT_INHERITED
 from torchrepro.redaction import HIDDEN
+from torchrepro.report import Outcome, for_hardware
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -309,7 +310,7 @@ def _comparison_parts(found: Comparison) -> tuple[Part, ...]:
     """Return the table of differences, how each side was started, and what was not compared."""
     rows = found.substantial
     return (
-        difference_table(rows, found.left, found.right) if rows else "the same",
+        *(difference_parts(rows, found.left, found.right) if rows else ("the same",)),
         *([f"each of these: {shared}"] if (shared := shared_impact(rows)) else []),
         *(
             f"{each.key}: {_value(each, each.left)} | {_value(each, each.right)}"
@@ -317,6 +318,22 @@ def _comparison_parts(found: Comparison) -> tuple[Part, ...]:
         ),
         *gap_lines(found.gaps),
     )
+
+
+def difference_parts(rows: Sequence[Difference], left: str, right: str) -> tuple[Part, ...]:
+    """Return a table of differences, and a line for those of hardware that one side lacks."""
+    kept = [each for each in rows if not _hardware_of_one_side(each)]
+    names = [hardware for each in rows if (hardware := _hardware_of_one_side(each))]
+    lines = [f"{for_hardware(names)}: not on both sides"] if names else []
+    return *([difference_table(kept, left, right)] if kept else []), *lines
+
+
+def _hardware_of_one_side(found: Difference) -> str:
+    """Return the hardware for which a knob is that one side could not set, or an empty string."""
+    if found.section != "knobs" or Outcome.UNSUPPORTED not in (found.left, found.right):
+        return ""
+    knob = knobs_by_name().get(found.key)
+    return knob.hardware if knob else ""
 
 
 def difference_table(rows: Iterable[Difference], left: str, right: str) -> Table:

@@ -15,20 +15,11 @@ from torchrepro.imports import import_torch
 from torchrepro.knobs.knob import MissingState
 from torchrepro.lock.diff import Comparison, Difference, Impact, compare, impact_of, ordered
 from torchrepro.lock.snapshot import snapshot_of
-from torchrepro.process_state import present_kinds
+from torchrepro.process_state import absent_hardware
 from torchrepro.profile.resolved import DEFAULTS, knobs_for_key
 
 if TYPE_CHECKING:
     from collections.abc import Collection
-
-READ_BY: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("cuda", ("backends.cuda.*", "backends.cudnn.*", "env.CUBLAS_*", "env.CUDA_*", "env.NCCL_*")),
-    ("cuda", ("env.NVIDIA_*", "env.NVTE_*", "env.FLASH_*", "env.TORCH_ALLOW_TF32_*")),
-    ("npu", ("backends.npu.*", "env.HCCL_*", "env.LCCL_*", "env.ATB_*", "env.ASCEND_*")),
-    ("npu", ("env.CLOSE_MATMUL_*", "env.TORCH_NPU_*", "env.ACL_*", "env.INF_NAN_*")),
-    ("npu", ("env.TASK_QUEUE_*", "env.PER_STREAM_*")),
-)
-"""The kind of device without which nothing reads a knob, by patterns of the knob's name."""
 
 DECIDES_NUMBERS = (
     *("seed", "streams*", "ranks*", "dropout", "device.rng", "device.modules*"),
@@ -54,9 +45,9 @@ def effective(found: Comparison) -> Comparison:
     if not found.differences:
         return found
     import_torch()
-    kinds = present_kinds()
+    absent = absent_hardware()
     left = [
-        replace(each, here=_impact_here(each, kinds))
+        replace(each, here=_impact_here(each, absent))
         for each in found.differences
         if each.section != "profile" or not _is_default_spelt_out(each)
     ]
@@ -84,21 +75,14 @@ def _without_profile(key: str) -> Any:
         return None
 
 
-def _impact_here(found: Difference, kinds: Collection[str]) -> Impact:
+def _impact_here(found: Difference, absent: Collection[str]) -> Impact:
     general = impact_of(found.section, found.key)
     if found.section != "profile" or general is not Impact.CHANGES:
         return general
     if found.key in DEFAULTS:
         return Impact.SHOULD_NOT  # it decides what is refused, not what is computed
-    names = [knob.name for knob in knobs_for_key(found.key)] or [found.key]
-    if not any(_is_read(name, kinds) for name in names):
+    knobs = knobs_for_key(found.key)
+    if knobs and all(knob.hardware in absent for knob in knobs):
         return Impact.NOTHING_HERE
     decides = any(fnmatchcase(found.key, pattern) for pattern in DECIDES_NUMBERS)
     return Impact.CHANGES if decides else Impact.MAY
-
-
-def _is_read(knob: str, kinds: Collection[str]) -> bool:
-    readers = {
-        kind for kind, patterns in READ_BY if any(fnmatchcase(knob, each) for each in patterns)
-    }
-    return not readers or not readers.isdisjoint(kinds)

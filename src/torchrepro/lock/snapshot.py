@@ -14,7 +14,7 @@ from torchrepro.messages import Problem, some
 from torchrepro.profile.composition import flatten, plain
 from torchrepro.profile.load import resolve
 from torchrepro.profile.search_path import DISTRIBUTION
-from torchrepro.report import Outcome
+from torchrepro.report import Outcome, is_state
 from torchrepro.trace.format import SUFFIX
 
 if TYPE_CHECKING:
@@ -109,12 +109,15 @@ def _pairs(value: Any) -> Section:
 
 def _knobs(report: Any) -> Section:
     rows = _pairs(report)["knobs"]
-    return {str(row["knob"]): _state(row["outcome"], row["after"]) for row in rows}
+    return {
+        str(row["knob"]): _state(row["outcome"], row["after"], row.get("absent", ""))
+        for row in rows
+    }
 
 
-def _state(outcome: Any, after: Any) -> Any:
+def _state(outcome: Any, after: Any, absent: Any) -> Any:
     """Return the value that a knob had after applying, or the outcome if it was not set."""
-    return after if outcome in (Outcome.APPLIED, Outcome.UNCHANGED) else str(outcome)
+    return after if is_state(outcome, after, absent) else str(outcome)
 
 
 def _guarantee(report: Any) -> Section | None:
@@ -218,10 +221,10 @@ def _recorded(trace: Trace) -> Mapping[str, Section]:
         "started": {"program": str(meta.get("program", ""))},
     }
     if meta.get("digest"):
-        outcomes = pairs("outcomes")
+        outcomes, absent = pairs("outcomes"), pairs("absent")
         sections["asked"] = {key: meta.get(key) for key in ("digest", "guarantee")}
         sections["knobs"] = {
-            knob: _state(outcomes.get(knob, Outcome.APPLIED), after)
+            knob: _state(outcomes.get(knob, Outcome.APPLIED), after, knob in absent)
             for knob, after in pairs("knobs").items()
         }
     return sections

@@ -181,7 +181,7 @@ NEEDS: tuple[Need, ...] = (
         "env.NVTE_ALLOW_NONDETERMINISTIC_ALGO",
         _is("0"),
         "Transformer Engine's attention",
-        ("transformer_engine",),
+        ("transformer_engine", "cuda"),
         broken_by=("1",),
         because="Transformer Engine may then take attention kernels whose sums vary",
     ),

@@ -260,6 +260,8 @@ def _about_this_process() -> Mapping[str, Any]:
         rows = [row for applied in profiles for row in applied.report]
         its["knobs"] = {row.knob: shown(row.after) for row in rows}
         its["outcomes"] = {row.knob: str(row.outcome) for row in rows}
+        absent = (row for row in rows if row.absent and row.after is not None)
+        its["absent"] = {row.knob: row.absent for row in absent}
     return its
 
 

@@ -1,0 +1,122 @@
+"""Knobs for hardware that is not here are `unsupported`, set all the same, and one line of text."""
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import torchrepro
+from torchrepro import process_state
+from torchrepro.console import as_text, parts
+from torchrepro.knobs.catalogue import knobs_by_name
+from torchrepro.lock.check import check
+from torchrepro.lock.lock_file import write_lock
+from torchrepro.process_state import _ABSENCES, HARDWARE, NOT_HERE
+from torchrepro.report import Outcome, absent_lines
+
+World = Callable[[], dict[str, Any]]
+PROFILES = ("debug-strict", "npu-align", "train-fast", "seed-only")
+
+pytestmark = pytest.mark.usefixtures("clean_process")
+
+
+@pytest.fixture(params=["", NOT_HERE])
+def absence(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Have all hardware here, or none of it; returns the words for that."""
+    words: str = request.param
+    for kind in _ABSENCES:
+        monkeypatch.setitem(process_state._ABSENCES, kind, lambda: words)
+    return words
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_nothing_is_said_to_act_on_a_knob_whose_hardware_is_absent(
+    profile: str, absence: str, world: World
+) -> None:
+    """Exactly the knobs for absent hardware are unsupported because of that, and JSON has them.
+
+    Their variables are set meanwhile, and all is undone.
+    """
+    before = world()
+    with torchrepro.apply(profile) as applied:
+        report = applied.report
+        wanted = applied.resolved.environment()
+        inside = {name: os.environ.get(name) for name in wanted}
+    for row in report:
+        hardware = knobs_by_name()[row.knob].hardware
+        assert bool(row.absent) == bool(hardware and absence), row
+        if row.absent:
+            assert row.outcome is Outcome.UNSUPPORTED
+            assert row.why.startswith(f"{hardware}: {NOT_HERE}")
+    late = {f"env.{name}" for name in wanted} & {
+        row.knob for row in report if row.outcome is Outcome.TOO_LATE or "not set" in row.why
+    }
+
+    assert {n: v for n, v in inside.items() if f"env.{n}" not in late} == {
+        n: v for n, v in wanted.items() if f"env.{n}" not in late
+    }
+    assert [row["absent"] for row in report.to_json()["knobs"]] == [row.absent for row in report]
+    assert before == world()
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_line_counts_the_knobs_that_the_tables_leave_out(profile: str, absence: str) -> None:
+    """Each row is in the table or in the one line for absent hardware; the summary counts others.
+
+    That holds for plans, for reports and for their whole tables.
+    """
+    plan = torchrepro.plan(profile)
+    with torchrepro.apply(profile) as applied:
+        texts = {str(plan): plan.report, applied.report.table(): applied.report}
+        texts |= {str(applied): applied.report, as_text(*parts(applied.report)): applied.report}
+    for text, report in texts.items():
+        absent = [row for row in report if row.absent]
+        lines = [line for line in text.splitlines() if line.endswith(f": {NOT_HERE}")]
+        names = [name for name in HARDWARE if any(name in row.why for row in absent)]
+
+        assert lines == absent_lines(report)
+        assert len(lines) == bool(absence)
+        assert not absent or lines[0].startswith(f"{len(absent)} settings for {names[0]}")
+        assert all(name in lines[0] for name in names)
+        assert not any(row.knob in text for row in absent)
+        assert all("unsupported" not in line for line in [report.summary] if absent)
+
+
+def test_a_lock_of_a_machine_with_the_hardware_differs_in_no_knob_that_could_be_set(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a profile has set is the same on both machines, whatever acts on it there."""
+    lock = tmp_path / "repro.lock"
+    differing = {}
+    for here, there in (("", NOT_HERE), (NOT_HERE, "")):
+        for words in (here, there):
+            for kind in _ABSENCES:
+                monkeypatch.setitem(process_state._ABSENCES, kind, lambda words=words: words)
+            if words == here:
+                write_lock(lock, "debug-strict", ())
+                held = json.loads(lock.read_text())["report"]["knobs"]
+        found = check(lock)
+        differing[here] = [each.key for each in found.forbidden if each.section == "knobs"]
+        assert any(row["absent"] for row in held) == bool(here)
+
+    assert differing == {"": [], NOT_HERE: []}
+
+
+def test_what_is_late_for_absent_hardware_stops_and_relaunches_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A variable that is past its phase matters only where something would have read it."""
+    profile = {"on_late": "error", "env": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}}
+    monkeypatch.setitem(process_state.DOORS, "cuda", (lambda: True, "CUDA is initialised"))
+    monkeypatch.setitem(process_state._ABSENCES, "cuda", lambda: NOT_HERE)
+
+    with torchrepro.apply(profile) as applied:
+        row = applied.report["env.CUBLAS_WORKSPACE_CONFIG"]
+    monkeypatch.setitem(process_state._ABSENCES, "cuda", str)
+    with pytest.raises(torchrepro.LateError):
+        torchrepro.apply(profile)
+
+    assert row.outcome is Outcome.UNSUPPORTED
+    assert "not set: CUDA is initialised" in row.why

@@ -1,0 +1,94 @@
+"""What a run says as it starts: a line and what needs attention, everything, or nothing."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from torchrepro import launch
+from torchrepro.process_state import absent_hardware
+
+HEAD = "torchrepro: debug-strict (repeatable) is in force: "
+SAYS = {
+    (): "line",
+    (("TORCHREPRO_VERBOSE", "1"),): "table",
+    (("TORCHREPRO_QUIET", "1"),): "nothing",
+    (("TORCHREPRO_QUIET", "0"), ("TORCHREPRO_VERBOSE", "")): "line",
+    (("TORCHREPRO_QUIET", "1"), ("TORCHREPRO_VERBOSE", "1")): "table",
+}
+"""Variables, and what a job under Hydra says with them."""
+NAMES = ("TORCHREPRO_QUIET", "TORCHREPRO_VERBOSE")
+GIVEN = {(): ("1", "1"), ("--quiet",): ("1", "0"), ("--verbose",): ("0", "1")}
+"""Options of `run`, and the values of `NAMES` that its command gets where both were 1."""
+
+
+def test_a_run_starts_with_one_line(under):
+    """`run debug-strict` says one line, and no more than 5 of 80 columns whatever is in the way."""
+    done = under("debug-strict", "-c", "import torch")
+    lines = done.stderr.splitlines()
+
+    assert done.returncode == 0
+    assert len(lines) <= 5
+    assert lines[0].startswith("torchrepro: debug-strict ")
+    assert all(len(line) <= 80 for line in lines)
+    if len(absent_hardware()) == 5:
+        assert [line.startswith(HEAD) for line in lines] == [True]
+
+
+@pytest.mark.parametrize("variables", SAYS)
+def test_variables_say_how_much_a_job_under_hydra_says(little, variables):
+    """A line, the whole table or nothing; where both variables are set, a line says which wins."""
+    done = little("+repro=debug-strict", env=dict(variables))
+    says = SAYS[variables]
+    lines = done.stderr.splitlines()
+    both = [line for line in lines if "both set: TORCHREPRO_VERBOSE wins" in line]
+
+    assert len(done.tasks) == 1
+    assert len(both) == (len([value for _, value in variables if value == "1"]) == 2)
+    assert ("seed.streams" in done.stderr) == (says == "table")
+    assert len([line for line in lines if line.startswith(HEAD)]) == (says != "nothing")
+    assert says == "table" or len(lines) <= 5
+    assert says == "table" or all(len(line) <= 80 for line in lines)
+
+
+def test_quiet_says_a_lowered_guarantee(little):
+    """What lowers a guarantee is said however quiet the run is to be."""
+    words = ("+repro=debug-strict", "repro.backends.torch.fill_uninitialized_memory=false")
+    done = little(*words, env={"TORCHREPRO_QUIET": "1"})
+    lines = done.stderr.splitlines()
+
+    assert len(done.tasks) == 1
+    assert len(lines) == 1
+    assert "debug-strict is in force: repeatable, except what uninitialised memory" in lines[0]
+
+
+def test_a_sweep_says_once_what_its_jobs_share(little):
+    """Jobs of a sweep that have the same profile are announced together, others by themselves."""
+    done = little("-m", "+repro=seed-only", "repro.seed=1,2", "+n=1,2,3")
+    said = [line for line in done.stderr.splitlines() if "is in force" in line]
+
+    assert len(done.tasks) == 6
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize("options", GIVEN)
+def test_an_option_wins_over_the_variables(options, command, monkeypatch):
+    """What `run` is told reaches all that it starts; without an option the variables do."""
+    seen = []
+    for name in NAMES:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(launch, "start", lambda *_: seen.append(tuple(map(os.getenv, NAMES))))
+    status, _, err = command("run", *options, "seed-only", "--", "python", "x.py")
+
+    assert (status, err) == (0, "")
+    assert seen == [GIVEN[options]]
+    assert tuple(map(os.getenv, NAMES)) == ("1", "1")
+
+
+def test_the_options_contradict_each_other(command):
+    """Who asks for both is told so, and nothing starts."""
+    status, _, err = command("run", "--quiet", "--verbose", "seed-only", "--", "python", "x.py")
+
+    assert status == 2
+    assert "--quiet and --verbose contradict each other" in " ".join(err.split())
