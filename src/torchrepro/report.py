@@ -84,11 +84,7 @@ class Outcome(StrEnum):
     """Past its phase: not written, because it would change nothing."""
 
     UNSUPPORTED = "unsupported"
-    """Does not exist in this process, as in another torch; or is for hardware that is not here.
-
-    What can be set for such hardware is set all the same, because processes that this one starts
-    may run elsewhere.
-    """
+    """Does not exist in this process; or is for hardware that is not here, and set all the same."""
 
     INEFFECTIVE = "ineffective"
     """Written, but reading it back gave something else, or nothing here acts on it."""
@@ -120,9 +116,14 @@ class Row:
     """Why the hardware that the knob is for is not here, in words; empty where it is."""
 
     @property
+    def is_set(self) -> bool:
+        """Whether the knob has the value of the profile, whatever acts on it here."""
+        return is_set(self.outcome, self.after, self.absent)
+
+    @property
     def state(self) -> Any:
         """The value that the knob has, or the outcome if it was not set."""
-        return self.after if is_state(self.outcome, self.after, self.absent) else str(self.outcome)
+        return self.after if self.is_set else str(self.outcome)
 
     @property
     def standing(self) -> str:
@@ -143,8 +144,8 @@ class Row:
         }
 
 
-def is_state(outcome: Any, after: Any, absent: Any) -> bool:
-    """Whether `after` is the value that a knob has come to have.
+def is_set(outcome: Any, after: Any, absent: Any) -> bool:
+    """Whether `after` is the value that a profile has given to a knob.
 
     A knob for absent hardware has one where the profile could set it, whatever its outcome: a lock
     from a machine with that hardware has the same.

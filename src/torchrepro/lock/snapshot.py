@@ -14,7 +14,7 @@ from torchrepro.messages import Problem, some
 from torchrepro.profile.composition import flatten, plain
 from torchrepro.profile.load import resolve
 from torchrepro.profile.search_path import DISTRIBUTION
-from torchrepro.report import Outcome, is_state
+from torchrepro.report import Outcome, is_set
 from torchrepro.trace.format import SUFFIX
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _knobs(report: Any) -> Section:
 
 def _state(outcome: Any, after: Any, absent: Any) -> Any:
     """Return the value that a knob had after applying, or the outcome if it was not set."""
-    return after if is_state(outcome, after, absent) else str(outcome)
+    return after if is_set(outcome, after, absent) else str(outcome)
 
 
 def _guarantee(report: Any) -> Section | None:
