@@ -1,9 +1,11 @@
 """Runs that ought to be nearly the same: what statistics show, and what kept tensors do."""
 
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from torchrepro.verdict import columns
 from torchrepro.verdict.comparison import compare, compare_within
 from torchrepro.verdict.criteria import ALIGNED, out_of_tolerance
-from torchrepro.verdict.tensor_diff import DECODERS
+from torchrepro.verdict.tensor_diff import DECODERS, SIGNED_MAGNITUDES, differences
 from torchrepro.verdict.value import Kind
 
 from .traces import Op, Statistics, Step, value, write
@@ -247,6 +249,26 @@ def test_kept_tensors_are_read_as_torch_wrote_them(name: str) -> None:
     read = torch.from_numpy(DECODERS[name](data).astype(str(wide).removeprefix("torch.")))
 
     torch.testing.assert_close(read, tensor.to(wide), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", list(SIGNED_MAGNITUDES))
+@given(start=st.integers(0, 100), steps=st.integers(1, 20), negative=st.booleans())
+def test_the_distance_in_ulp_counts_the_numbers_of_a_type(
+    name: str, start: int, steps: int, negative: bool
+) -> None:
+    """So many steps to the next number of its type are so many ulp, also from below zero."""
+    width = np.dtype(SIGNED_MAGNITUDES[name]).itemsize
+    sign = 1 << 8 * width - 1 if negative else 0
+    kept = [
+        [("output", 0, name, "1", code.to_bytes(width, sys.byteorder))]
+        for code in (start | sign, start + steps)
+    ]
+
+    elements, (distance,) = differences(*kept)
+
+    expected = 2 * start + steps if negative else steps
+    assert [each.ulp for each in elements] == [expected]
+    assert (distance.max_ulp, distance.differing, distance.total) == (expected, 1, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -98,17 +100,27 @@ class ModuleNames:
         self._parameters: dict[int, tuple[ReferenceType[Any], str, str]] = {}
         # By thread: which of two threads comes first depends on timing.
         self._models = threading.local()
+        self._held: dict[str, str] = {}
 
     def of_module(self, module: Any, frame: FrameType) -> str:
         """Return the path of `module`, whose call `frame` is, within its model."""
         known = self._modules.get(address(module))
         if known is not None and known[0]() is module:
             return known[1]
-        self._learn(_outermost(module, frame))
+        self._learn(_outermost(module, frame), frame)
         known = self._modules.get(address(module))
         if known is None or known[0]() is not module:  # in no attribute of the model
             self._modules[address(module)] = ref(module), type(module).__name__
         return self._modules[address(module)][1]
+
+    def held(self) -> dict[str, str]:
+        """Return the name under which the program holds each model, where it calls several.
+
+        A name that stands for several of them is left out.
+        """
+        times = Counter(self._held.values())
+        named = {label: name for label, name in self._held.items() if times[name] == 1}
+        return named if len(self._held) > 1 else {}
 
     def place_of(self, module: Any) -> Place:
         """Return the place of a module whose call is under way, and the line that called it."""
@@ -138,13 +150,14 @@ class ModuleNames:
                         if isinstance(tensor, torch.Tensor):
                             self.learn(tensor, *owner)
 
-    def _learn(self, model: Any) -> None:
+    def _learn(self, model: Any, frame: FrameType) -> None:
         """Name all modules of `model`; names in a second model begin with its class."""
         kind = type(_unwrapped(model)).__name__
         models: dict[str, int] = vars(self._models)
         first = not models
         count = models[kind] = models.get(kind, 0) + 1
         label = kind if count == 1 else f"{kind}#{count}"
+        self._held.setdefault(label, _name_in_program(model, frame))
         for name, module in model.named_modules():
             short = bare(name) if name and module is not _unwrapped(model) else ""
             path = label if not short else short if first else f"{label}:{short}"
@@ -167,6 +180,24 @@ def _outermost(module: Any, frame: FrameType) -> Any:
                 module = owner
         outer = outer.f_back
     return module
+
+
+def _name_in_program(model: Any, frame: FrameType) -> str:
+    """Return the attribute, or else the variable, by which the program calls `model`; or nothing.
+
+    A variable of a function comes last: it may be a parameter that stands for any model.
+    """
+    callers: list[FrameType] = []
+    outer: FrameType | None = frame
+    while outer is not None:
+        if is_of_program(outer.f_code):
+            callers.append(outer)
+        outer = outer.f_back
+    owners = (getattr(its.f_locals.get("self"), "__dict__", {}) for its in callers)
+    names = chain(owners, (its.f_globals for its in callers), (its.f_locals for its in callers))
+    return next(
+        (name for values in names for name, value in [*values.items()] if value is model), ""
+    )
 
 
 def _unwrapped(model: Any) -> Any:

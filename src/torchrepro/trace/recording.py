@@ -170,7 +170,12 @@ class Recording:
     def _facts(self) -> dict[str, Any]:
         """Return what was learnt of the program while it ran."""
         sources = [read.to_json() for read in self._sources.reads()]
-        return {**self._loaders.meta(), **({"sources": sources} if sources else {})}
+        models = self.state.names.held()
+        return {
+            **self._loaders.meta(),
+            **({"sources": sources} if sources else {}),
+            **({"models": models} if models else {}),
+        }
 
     def _position(self) -> tuple[int, int]:
         """Return the running step and the number of records taken up to now."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 import sqlite3
 import sys
 from contextlib import suppress
+from datetime import UTC, datetime
 from functools import cache
 from importlib import import_module
 from itertools import chain, count
@@ -21,7 +23,7 @@ import xxhash
 from torchrepro.applier import in_force
 from torchrepro.errors import TraceError
 from torchrepro.manifest.contents import secrets_here
-from torchrepro.manifest.environment import hardware, software
+from torchrepro.manifest.environment import hardware, repository, software
 from torchrepro.messages import Problem, shown
 from torchrepro.redaction import cleaner
 from torchrepro.seeding import generators
@@ -249,6 +251,9 @@ def _about_this_process() -> Mapping[str, Any]:
     its: dict[str, Any] = {
         "versions": software(),
         "hardware": hardware() | _accelerator(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": platform.node(),
+        "repository": repository(),
         "knobs": {},
     }
     profiles = in_force()

@@ -33,6 +33,7 @@ from torchrepro.verdict.diagnosis import advice, next_level_of_recording
 from torchrepro.verdict.recordings import (
     AT_EVERY_LEVEL,
     Digests,
+    facts,
     losses,
     missing_processes,
     notes,
@@ -179,6 +180,9 @@ def _verdict(
         tally[earliest.sort] -= 1
     first = earliest.first if earliest else next(iter(missing), None)
     compared = _compared(pairs)
+    uses = program(pairs[0]) if pairs else UNKNOWN_PROGRAM
+    if first is not None and uses.name_of(first.module) != first.module:
+        first = replace(first, called=uses.name_of(first.module))
     if first is None and not any(one.anything for one in found):
         raise TraceError(
             Problem(
@@ -200,7 +204,8 @@ def _verdict(
         map=tuple(_cells(found)),
         losses=losses(pairs[0]) if pairs else (),
         settings=settings(pairs[0]) if pairs else (),
-        program=program(pairs[0]) if pairs else UNKNOWN_PROGRAM,
+        program=uses,
+        about=tuple(map(facts, pairs[0].traces)) if pairs else (),
         across_ranks=tuple(
             sentence
             for name, side in zip(NAMES, traces, strict=True)

@@ -19,6 +19,7 @@ from torchrepro.verdict.value import (
     Kind,
     Loader,
     Program,
+    RunFacts,
     Setting,
     Side,
     SourceRead,
@@ -280,6 +281,29 @@ def program(pair: Pair) -> Program:
                 if number != MAIN
             )
         ),
+        models=tuple({**(right.get("models") or {}), **(left.get("models") or {})}.items()),
+    )
+
+
+COMMIT = 12
+"""Digits of a commit that are shown."""
+
+
+def facts(trace: Trace) -> RunFacts:
+    """Return when, where and from what a run was recorded."""
+    meta = trace.meta
+    repository = meta.get("repository") or {}
+    changed = repository.get("changed_files")
+    commit = str(repository.get("commit") or "")[:COMMIT] or str(repository.get("unknown") or "")
+    if isinstance(changed, int) and changed:
+        commit += f", {counted(changed, 'file')} changed"
+    profile, guarantee = meta.get("profile") or "none", meta.get("guarantee")
+    return RunFacts(
+        date=meta.get("date") or "",
+        host=meta.get("host") or "",
+        torch=str((meta.get("versions") or {}).get("torch") or ""),
+        commit=commit,
+        profile=f"{profile} ({guarantee})" if guarantee else profile,
     )
 
 

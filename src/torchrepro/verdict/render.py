@@ -131,7 +131,7 @@ def level_json(level: EscalationLevel) -> dict[str, Any]:
 def _where(first: Divergence) -> Rows:
     if first.kind in (Kind.ENDED, Kind.INCOMPARABLE):
         return [("what", first.what)] if first.what else []
-    what = "" if first.what == _arguments(first) else first.what
+    what = "" if first.what == arguments(first) else first.what
     return [
         ("op", f"{first.op}: {first.kind}" if first.op else str(first.kind)),
         *([("what", _cut(what, _LONG))] if what else []),
@@ -142,7 +142,7 @@ def _where(first: Divergence) -> Rows:
     ]
 
 
-def _arguments(first: Divergence) -> str:
+def arguments(first: Divergence) -> str:
     """Return both arguments as a sentence has them: rows of their own show them better."""
     left, right = first.left, first.right
     return f"{left.argument or 'none'} and {right.argument or 'none'}" if left and right else ""
@@ -215,11 +215,16 @@ def _advice(verdict: Verdict, level: EscalationLevel | None) -> Rows:
             explain = f"torchrepro explain {quote(found.knob)}"
             rows += [("try", f"{quote(found.setting)}   ({explain})")]
         rows += [("edit", found.edit)] if found.edit else []
-    if level and not (found and level.overrides == (found.setting,)):
+    if level and is_more_than_advised(level, verdict):
         rows += [("next level", f"{level.name}: {_overrides(level)}")]
     if found and found.closer:
         rows += [("look closer", found.closer), ("", SAME_FOR_B)]
     return rows
+
+
+def is_more_than_advised(level: EscalationLevel, verdict: Verdict) -> bool:
+    """Whether a level has more settings than the advice of a verdict."""
+    return verdict.advice is None or level.overrides != (verdict.advice.setting,)
 
 
 def _overrides(level: EscalationLevel) -> str:
@@ -268,7 +273,8 @@ def headline(verdict: Verdict) -> str:
 def place(first: Divergence) -> str:
     """Return where the runs diverge: step, phase, module, and the rank unless it is the first."""
     phase = _PHASES.get(first.phase, f"in {first.phase}" if first.phase else "")
-    of = f" of {printable(first.module)}" if first.module and first.phase in _PHASES else ""
+    module = printable(first.called or first.module)
+    of = f" of {module}" if module and first.phase in _PHASES else ""
     rank = f" on rank {first.rank}" if first.rank else ""
     when = moment(first.step, after_last=first.after_last)
     return f"{', '.join(filter(None, (when, phase + of))) or OUTSIDE}{rank}"
@@ -288,11 +294,15 @@ def step_name(step: int, *, after_last: bool) -> str:
 
 def certainty(verdict: Verdict) -> str:
     """Return how much was compared, and how exactly."""
-    how = "bit for bit"
-    if verdict.tolerance is not None:
-        rtol, atol = verdict.tolerance
-        how = f"within rtol={rtol:g}, atol={atol:g} by mean, norm and range of each tensor"
-    return f"{amount(verdict.compared)}, {how}"
+    return f"{amount(verdict.compared)}, {exactness(verdict)}"
+
+
+def exactness(verdict: Verdict) -> str:
+    """Return how exactly the runs were compared."""
+    if verdict.tolerance is None:
+        return "bit for bit"
+    rtol, atol = verdict.tolerance
+    return f"within rtol={rtol:g}, atol={atol:g} by mean, norm and range of each tensor"
 
 
 def amount(compared: Compared) -> str:
@@ -360,13 +370,15 @@ def element(each: Element) -> str:
 def distances(first: Divergence) -> list[str]:
     """Return one sentence on the distance of each tensor."""
     return [
-        f"{each.tensor}: at most {_number(each.max_abs)} apart, relative {_number(each.max_rel)}"
+        f"{each.tensor}: at most {number(each.max_abs)} apart, relative {number(each.max_rel)}"
+        + (f", {each.max_ulp:,} ulp" if each.max_ulp is not None else "")
         + (f", cosine {each.cosine:.9g}" if each.cosine is not None else "")
         for each in first.distances
     ]
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """Return a distance as it is shown."""
     return "unknown" if value is None else f"{value:.3g}"
 
 
@@ -400,7 +412,7 @@ def aftermath(verdict: Verdict) -> str:
 def modules(verdict: Verdict) -> str:
     """Return the modules whose records differ, in the order in which they first differ."""
     shown = [
-        f"{printable(name) or '(no module)'} ({number:,})"
+        f"{printable(verdict.program.name_of(name)) or '(no module)'} ({number:,})"
         for name, number in verdict.by_module[:_MODULES]
     ]
     rest = len(verdict.by_module) - _MODULES

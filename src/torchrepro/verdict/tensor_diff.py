@@ -49,12 +49,16 @@ class Values:
 
     shape: tuple[int, ...]
     numbers: Any
+    codes: Any
+    """The memory of each number as an integer: its sign and its magnitude; None if it has none."""
 
     @classmethod
     def of(cls, dtype: str, shape: tuple[int, ...], data: bytes) -> Values | None:
         """Return a kept tensor; None for a type that has no decoder."""
         decode = DECODERS.get(dtype)
-        return None if decode is None else cls(shape, decode(data))
+        code = SIGNED_MAGNITUDES.get(dtype)
+        codes = None if code is None else np.frombuffer(data, code)
+        return None if decode is None else cls(shape, decode(data), codes)
 
 
 def _plain(name: str) -> Callable[[bytes], Any]:
@@ -97,6 +101,16 @@ DECODERS: Mapping[str, Callable[[bytes], Any]] = {
 }
 """How the memory of a tensor is decoded, by the name of its type."""
 
+SIGNED_MAGNITUDES: Mapping[str, str] = {
+    "float64": "uint64",
+    "float32": "uint32",
+    "float16": "uint16",
+    "bfloat16": "uint16",
+    "float8_e5m2": "uint8",
+    "float8_e4m3fn": "uint8",
+}
+"""Integers as wide as a type of which the next larger magnitude is the next larger integer."""
+
 
 def _by_name(kept: Iterable[KeptTensor]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     return {
@@ -107,6 +121,8 @@ def _by_name(kept: Iterable[KeptTensor]) -> dict[str, tuple[str, tuple[int, ...]
 
 def _elements(name: str, left: Values, right: Values, most: int) -> Iterable[Element]:
     places = np.flatnonzero(_unequal(left.numbers, right.numbers))[: max(most, 0)]
+    apart = _ulps(left, right)
+    finite = _finite(left, right)
     for place in places.tolist():
         index: Sequence[Any] = np.unravel_index(place, left.shape) if left.shape else ()
         yield Element(
@@ -114,6 +130,7 @@ def _elements(name: str, left: Values, right: Values, most: int) -> Iterable[Ele
             tuple(map(int, index)),
             str(left.numbers[place].item()),
             str(right.numbers[place].item()),
+            int(apart[place]) if apart is not None and finite[place] else None,
         )
 
 
@@ -126,13 +143,29 @@ def _unequal(left: Any, right: Any) -> Any:
     return (one.reshape(-1, size) != other.reshape(-1, size)).any(axis=1)
 
 
+def _ulps(left: Values, right: Values) -> Any:
+    """Return how many numbers of their type lie between each two; None if types have no such."""
+    if left.codes is None or right.codes is None or left.codes.dtype != right.codes.dtype:
+        return None
+    sign = np.uint64(1 << 8 * left.codes.itemsize - 1)
+    one, other = (each.codes.astype("uint64") for each in (left, right))
+    larger, smaller = (find(one & ~sign, other & ~sign) for find in (np.maximum, np.minimum))
+    return np.where((one ^ other) & sign, larger + smaller, larger - smaller)
+
+
+def _finite(left: Values, right: Values) -> Any:
+    return np.isfinite(left.numbers) & np.isfinite(right.numbers)
+
+
 def _distance(name: str, left: Values, right: Values) -> Distance:
     wide = "complex128" if "c" in (left.numbers.dtype.kind, right.numbers.dtype.kind) else "float64"
     one, other = (each.numbers.astype(wide) for each in (left, right))
-    finite = np.isfinite(one) & np.isfinite(other)
+    finite = _finite(left, right)
     one, other = one[finite], other[finite]
+    differing, total = int(_unequal(left.numbers, right.numbers).sum()), left.numbers.size
     if not one.size:
-        return Distance(name, None, None, None)
+        return Distance(name, None, None, None, None, differing, total)
+    ulps = _ulps(left, right)
     apart = np.abs(one - other)
     scale = np.abs(other)
     relative = apart[scale > 0] / scale[scale > 0]
@@ -142,4 +175,7 @@ def _distance(name: str, left: Values, right: Values) -> Distance:
         float(apart.max()),
         float(relative.max()) if relative.size else None,
         float(np.vdot(other, one).real / lengths) if lengths else None,
+        None if ulps is None else int(ulps[finite].max()),
+        differing,
+        total,
     )

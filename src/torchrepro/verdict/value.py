@@ -51,6 +51,8 @@ class Element:
     index: tuple[int, ...]
     left: str
     right: str
+    ulp: int | None = None
+    """How many numbers of its type lie from the one to the other; None if that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,10 @@ class Distance:
     max_rel: float | None
     cosine: float | None
     """Cosine similarity; None where only statistics were recorded."""
+    max_ulp: int | None = None
+    differing: int | None = None
+    """How many elements differ, of how many; None where only statistics were recorded."""
+    total: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +101,8 @@ class Divergence:
 
     Where that is 0, the programs have no steps.
     """
+    called: str = ""
+    """What the program calls the module, where its path does not say that."""
 
     @property
     def both_were_cut(self) -> bool:
@@ -195,9 +203,30 @@ class Program:
     """In the order of reading."""
     threads: tuple[str, ...] = ()
     """Threads beside the main one that computed something."""
+    models: tuple[tuple[str, str], ...] = ()
+    """What the recording calls each model and what the program does, where it has several."""
+
+    def name_of(self, module: str) -> str:
+        """Return the path of a module with its model as the program calls it."""
+        model, colon, path = module.partition(":")
+        return f"{dict(self.models).get(model) or model}{colon}{path}"
 
 
 UNKNOWN_PROGRAM = Program()
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """When, where and from what a run was recorded; a fact that is not known is empty."""
+
+    date: str
+    """When its first step was written, in UTC."""
+    host: str
+    torch: str
+    commit: str
+    """Of the program's repository, with the number of files changed since; or why there is none."""
+    profile: str
+    """With its guarantee."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +276,8 @@ class Verdict(Displayed):
     advice: Advice | None = None
     program: Program = UNKNOWN_PROGRAM
     """What the program has, as far as the recordings tell."""
+    about: tuple[RunFacts, ...] = ()
+    """The facts of the left run and of the right one; none where a run was not recorded."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the verdict as plain JSON values; NaN and infinities, which JSON lacks, as text.
