@@ -44,6 +44,7 @@ class Tab:
         ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.ask(f"{domain}.enable")
+        self.ask("Emulation.setFocusEmulationEnabled", enabled=True)  # as in a window in front
 
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Send a command and return its result."""
@@ -65,13 +66,16 @@ class Tab:
 
     def value(self, expression: str) -> Any:
         """Return what an expression of JavaScript comes to."""
-        found = self.ask("Runtime.evaluate", expression=expression, returnByValue=True)["result"]
+        asked = {"expression": expression, "returnByValue": True, "awaitPromise": True}
+        found = self.ask("Runtime.evaluate", **asked)["result"]
         return found.get("value")
 
     def press(self, key: str) -> None:
         """Press a key and let it go."""
+        text = {"text": "\r", "windowsVirtualKeyCode": 13} if key == "Enter" else {}
+        text |= {"windowsVirtualKeyCode": 9} if key == "Tab" else {}
         for kind in ("keyDown", "keyUp"):
-            self.ask("Input.dispatchKeyEvent", type=kind, key=key)
+            self.ask("Input.dispatchKeyEvent", type=kind, key=key, **text)
 
     def _note(self, event: dict[str, Any]) -> None:
         if event.get("method") in LOUD:

@@ -11,6 +11,7 @@ from torchrepro.verdict.value import (
     Divergence,
     Element,
     Kind,
+    RunFacts,
     Setting,
     Side,
     Verdict,
@@ -54,8 +55,8 @@ def parted(first: Divergence | None = None, **values: Any) -> Verdict:
     """Return the verdict on two runs of 12 steps that part at step 7."""
     found = first or replace(
         divergence(),
-        elements=(Element("output 0", (0, 3, 17), "0.12345678", "0.12345679"),),
-        distances=(Distance("output 0", 1.2e-7, 3.1e-6, 0.99999999),),
+        elements=(Element("output 0", (0, 3, 17), "0.12345678", "0.12345679", 1),),
+        distances=(Distance("output 0", 1.2e-7, 3.1e-6, 0.99999999, 14, 3, 2_097_152),),
         what="Both runs gave it the same tensor.",
     )
     usual = {
@@ -74,6 +75,7 @@ def parted(first: Divergence | None = None, **values: Any) -> Verdict:
             Setting("version of torch", "2.6.0", "2.13.0"),
         ),
         "notes": ("B was killed in step 12.",),
+        "about": (facts(), facts(date="2026-11-21T08:05:00+00:00", torch="2.6.0")),
         "advice": Advice(
             "aten::gelu gave two results.",
             "backends.cpu.num_threads",
@@ -93,8 +95,21 @@ def equal(**values: Any) -> Verdict:
         "compared": Compared(2, 100, 95300, 118000000000, "op"),
         "map": agreement(MODULES, 100, 1000, 0),
         "losses": losses(100, 1000),
+        "about": (facts(), facts(date="2026-11-21T08:05:00+00:00")),
     }
     return Verdict(**{**usual, **values})
+
+
+def facts(**values: Any) -> RunFacts:
+    """Return when, where and from what a run was recorded."""
+    usual = {
+        "date": "2026-11-20T08:05:00+00:00",
+        "host": "node-3",
+        "torch": "2.13.0",
+        "commit": "0123456789ab, 2 files changed",
+        "profile": "debug-strict (repeatable)",
+    }
+    return RunFacts(**{**usual, **values})
 
 
 def agreement(modules: tuple[str, ...], steps: int, step: int, module: int) -> tuple[Cell, ...]:

@@ -34,9 +34,9 @@ from torchrepro.trace.request import VARIABLE, Request
 from torchrepro.verbosity import Verbosity, verbosity
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torchrepro.profile.resolved import ResolvedProfile
-    from torchrepro.verdict.diagnosis import EscalationLevel
-    from torchrepro.verdict.value import Verdict
 
 
 class Level(StrEnum):
@@ -261,6 +261,7 @@ def compare_runs(  # noqa: PLR0913, PLR0917 - see above
 ) -> None:
     """Say whether two recorded runs are the same, or where they diverge; exit 1 if they do."""
     from torchrepro.verdict.comparison import compare, next_level
+    from torchrepro.verdict.page import page
     from torchrepro.verdict.render import verdict_json, verdict_parts
 
     _check_page(report)
@@ -268,7 +269,7 @@ def compare_runs(  # noqa: PLR0913, PLR0917 - see above
         found = compare(left, right, rtol=rtol, atol=atol)
     level = next_level(found)
     answer(verdict_json(found, level), verdict_parts(found, level), as_json=as_json)
-    _offer_page(found, level, report, opened=open_page)
+    _offer_page(lambda: page(found, level), report, opened=open_page)
     raise typer.Exit(int(not found.same))
 
 
@@ -310,7 +311,11 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
     Exit 1 if the runs differ.
     """
     from torchrepro.verification.perturbations import EVERYTHING
-    from torchrepro.verification.result import verification_json, verification_parts
+    from torchrepro.verification.result import (
+        verification_json,
+        verification_page,
+        verification_parts,
+    )
     from torchrepro.verification.runner import Interrupted
     from torchrepro.verification.verifier import verify
 
@@ -346,7 +351,7 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
     finally:
         progress.erase()
     answer(verification_json(found), verification_parts(found), as_json=as_json)
-    _offer_page(found.verdict, found.next_level, report, opened=open_page)
+    _offer_page(lambda: verification_page(found), report, opened=open_page)
     raise typer.Exit(int(not found.same))
 
 
@@ -371,10 +376,8 @@ def _check_page(report: str) -> None:
         raise TraceError(Problem("the page cannot be written there", found=report))
 
 
-def _offer_page(
-    verdict: Verdict, level: EscalationLevel | None, report: str, *, opened: bool
-) -> None:
-    """Write the page of a verdict if one is asked for, say where it is, and show it if `opened`.
+def _offer_page(page: Callable[[], str], report: str, *, opened: bool) -> None:
+    """Write the page of an answer if one is asked for, say where it is, and show it if `opened`.
 
     A page that is shown and has no file of its own stays in a temporary one: a browser reads it
     after the command has ended.
@@ -382,7 +385,7 @@ def _offer_page(
     if not report and not opened:
         return
     place = Path(report) if report else _temporary_page()
-    _write_page(verdict, level, place)
+    _write_page(page, place)
     say(f"the page is in {place}")
     if opened and not _shown_in_browser(place):
         say("no browser could be started here: open that file where there is one")
@@ -394,12 +397,9 @@ def _temporary_page() -> Path:
     return Path(path)
 
 
-def _write_page(verdict: Verdict, level: EscalationLevel | None, place: Path) -> None:
-    from torchrepro.verdict.page import page
-
-    title = f"{Path(verdict.left).name} and {Path(verdict.right).name}"
+def _write_page(page: Callable[[], str], place: Path) -> None:
     try:
-        place.write_text(page(verdict, title, level), encoding="utf-8")
+        place.write_text(page(), encoding="utf-8")
     except OSError as error:
         raise TraceError(
             Problem(f"the page cannot be written: {error.strerror}", found=str(place))

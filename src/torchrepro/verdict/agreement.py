@@ -48,13 +48,9 @@ class AgreementMap:
         )
         return one, "" if first == last else other
 
-    def outlines(self) -> list[str]:
-        """Return an SVG path for each shade, one unit wide and high per cell."""
-        paths: dict[int, list[str]] = defaultdict(list)
-        for y, row in enumerate(self.counts):
-            for shade, start, length in _stretches([_shade(*cell) for cell in row]):
-                paths[shade].append(f"M{start},{y}h{length}v.92h-{length}z")
-        return ["".join(paths[shade]) for shade in range(SHADES)]
+    def outlines(self) -> list[list[tuple[int, str]]]:
+        """Return for each row its shades, each with an SVG path one unit wide and high per cell."""
+        return [_outline(row) for row in self.counts]
 
     def flat_counts(self) -> list[int]:
         """Return all counts in one list: same and differing, cell by cell, row by row."""
@@ -88,6 +84,13 @@ def agreement_map(
         marked,
         columns[-1][-1] if after_last else None,
     )
+
+
+def _outline(row: Sequence[tuple[int, int]]) -> list[tuple[int, str]]:
+    paths: dict[int, list[str]] = defaultdict(list)
+    for shade, start, length in _stretches([_shade(*cell) for cell in row]):
+        paths[shade].append(f"M{start},0h{length}v1h-{length}z")
+    return [(shade, "".join(parts)) for shade, parts in sorted(paths.items())]
 
 
 def _shade(same: int, differing: int) -> int | None:

@@ -14,6 +14,9 @@ WIDTH = 720.0
 POINTS = 720
 """More points than this do not show; of each group of steps the lowest and highest are kept."""
 
+APART = 45.0
+"""About how far the marks of the upward axis are from each other."""
+
 _LARGEST, _SMALLEST = 1e300, 1e-300  # beyond them a range cannot be computed with
 
 Curve = list[tuple[float, float | None]]
@@ -32,15 +35,23 @@ class Chart:
     """Curves over steps, ready to be drawn."""
 
     height: float
+    low: float
+    high: float
+    """The first and the last step."""
+
     paths: tuple[str, ...]
     across: tuple[Tick, ...]
     upward: tuple[Tick, ...]
     marked: float | None = None
     """Where the first divergence is."""
 
+    def across_of(self, step: float) -> float:
+        """Return where a step is."""
+        return _across(step, self.low, self.high)
+
 
 def chart(curves: Sequence[Curve], height: float, step: int | None = None) -> Chart | None:
-    """Return the chart of `curves`; None where none of them has a finite value."""
+    """Return the chart of `curves`, with `step` marked; None where none has a finite value."""
     drawable = [[(x, _drawable_value(y)) for x, y in curve] for curve in curves]
     values = [y for curve in drawable for _, y in curve if y is not None]
     if not values:
@@ -49,11 +60,11 @@ def chart(curves: Sequence[Curve], height: float, step: int | None = None) -> Ch
     low_x, high_x = _widened(min(steps), max(steps))
     low_y, high_y = _widened(min(values), max(values))
 
-    def across(x: float) -> float:
-        return WIDTH * (x - low_x) / (high_x - low_x)
-
     def upward(y: float) -> float:
         return height * (1 - (y - low_y) / (high_y - low_y))
+
+    def across(x: float) -> float:
+        return _across(x, low_x, high_x)
 
     paths = tuple(
         _path([(across(x), None if y is None else upward(y)) for x, y in _thinned(curve)])
@@ -63,14 +74,20 @@ def chart(curves: Sequence[Curve], height: float, step: int | None = None) -> Ch
     whole = [tick for tick in ticks(low_x, high_x) if tick.at == int(tick.at)]
     return Chart(
         height,
+        low_x,
+        high_x,
         paths,
         tuple(Tick(across(tick.at), tick.text) for tick in whole),
-        tuple(Tick(upward(tick.at), tick.text) for tick in ticks(low_y, high_y)),
+        tuple(Tick(upward(tick.at), tick.text) for tick in ticks(low_y, high_y, height / APART)),
         marked,
     )
 
 
-def ticks(low: float, high: float, about: int = 5) -> list[Tick]:
+def _across(step: float, low: float, high: float) -> float:
+    return WIDTH * (step - low) / (high - low)
+
+
+def ticks(low: float, high: float, about: float = 5) -> list[Tick]:
     """Return round numbers within a range, about as many as asked for."""
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))

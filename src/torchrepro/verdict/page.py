@@ -3,62 +3,286 @@
 from __future__ import annotations
 
 from base64 import b64encode
+from collections import Counter
+from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.messages import printable
 from torchrepro.verdict import render
 from torchrepro.verdict.agreement import agreement_map
-from torchrepro.verdict.chart import chart
+from torchrepro.verdict.chart import POINTS, chart
 from torchrepro.verdict.value import Kind
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from jinja2 import Template
 
-    from torchrepro.verdict.chart import Chart
+    from torchrepro.verdict.agreement import AgreementMap
+    from torchrepro.verdict.chart import Curve
     from torchrepro.verdict.diagnosis import EscalationLevel
-    from torchrepro.verdict.value import Verdict
+    from torchrepro.verdict.value import Cell, Divergence, RunFacts, Verdict
 
 _FOLDER = Path(__file__).with_name("page_template")
-_CURVES, _DIFFERENCE = 220.0, 90.0  # heights of the two charts
-_MODULES = 16
+_CURVES, _DIFFERENCE = 250.0, 130.0  # heights of the two charts
+_MODULES, _TOTALS = 16, 200  # modules that are listed where some differ, and where none does
 
 
-def page(verdict: Verdict, title: str = "torchrepro", level: EscalationLevel | None = None) -> str:
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """A run as the page lists it."""
+
+    name: str
+    facts: Mapping[str, str]
+    """What is known of it, by what that is called."""
+    link: str = ""
+    """The comparison that it leads to."""
+    kind: str = ""
+    """``a`` or ``b`` where the page calls it so."""
+
+    def cells(self, columns: Sequence[str]) -> list[str]:
+        """Return its facts in the order of some columns."""
+        return [self.facts.get(name, "") for name in columns]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A verdict with what to try next, and what the page calls it where it has several."""
+
+    verdict: Verdict
+    level: EscalationLevel | None = None
+    title: str = ""
+    anchor: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a page tells."""
+
+    same: bool
+    headline: str
+    lines: Sequence[str]
+    """Sentences below the headline."""
+    runs: Sequence[RunRow]
+    comparisons: Sequence[Comparison]
+    more: str = ""
+    """A sentence on comparisons that are left out."""
+
+
+def page(verdict: Verdict, level: EscalationLevel | None = None) -> str:
     """Return the page of `verdict`; `level` is what to try next, if known."""
-    curves, difference = _charts(verdict)
-    return _template().render(
-        verdict=verdict,
-        first=verdict.first,
-        ended=verdict.first is not None and verdict.first.kind is Kind.ENDED,
-        title=title,
-        level=level,
-        words=render,
-        map=agreement_map(verdict.map, verdict.first, after_last=verdict.compared.after_last),
-        curves=curves,
-        difference=difference,
-        losses_agree=all(_alike(left, right) for _, left, right in verdict.losses),
-        by_module=verdict.by_module[:_MODULES],
-        more_modules=max(0, len(verdict.by_module) - _MODULES),
-        most=max((number for _, number in verdict.by_module), default=1) or 1,
-    )
-
-
-def _charts(verdict: Verdict) -> tuple[Chart | None, Chart | None]:
-    """Return the curves of both runs' losses, and of what lies between them if anything does."""
-    step = verdict.first.step if verdict.first else None
-    left = [(float(at), loss) for at, loss, _ in verdict.losses]
-    right = [(float(at), loss) for at, _, loss in verdict.losses]
-    apart = [
-        (float(at), None if one is None or two is None else two - one)
-        for at, one, two in verdict.losses
+    about = verdict.about or (None, None)
+    runs = [
+        RunRow(name, {"Recording": folder, **facts_of(facts)}, kind=name.lower())
+        for name, folder, facts in zip("AB", (verdict.left, verdict.right), about, strict=True)
     ]
-    return (
-        chart((left, right), _CURVES, step),
-        chart((apart,), _DIFFERENCE, step) if any(gap for _, gap in apart) else None,
+    headline = render.headline(verdict)
+    return page_of(Answer(verdict.same, headline, (), runs, [Comparison(verdict, level)]))
+
+
+def page_of(answer: Answer) -> str:
+    """Return the page of an answer."""
+    return _template().render(
+        answer={
+            "same": answer.same,
+            "headline": answer.headline,
+            "lines": answer.lines,
+            "runs": _table(answer.runs),
+            "comparisons": [_contents(each) for each in answer.comparisons],
+            "more": answer.more,
+        },
+        words=render,
     )
+
+
+def facts_of(facts: RunFacts | None) -> dict[str, str]:
+    """Return when, where and from what a run was recorded, as a page calls it."""
+    if facts is None:
+        return {}
+    date = facts.date.replace("T", " ").replace("+00:00", " UTC")
+    return {
+        "Date": date,
+        "Host": facts.host,
+        "torch": facts.torch,
+        "Commit": facts.commit,
+        "Profile": facts.profile,
+    }
+
+
+_OF_EACH = ("Answer", "Recording", "Date")
+"""Facts that each run has of its own, even where two happen to be equal."""
+
+
+def _table(runs: Sequence[RunRow]) -> dict[str, Any]:
+    """Return a table of runs: what they have in common is told once, above it."""
+    names = dict.fromkeys(chain.from_iterable(run.facts for run in runs))
+    values = {name: {run.facts.get(name, "") for run in runs} for name in names}
+    columns = [name for name, found in values.items() if len(found) > 1 or name in _OF_EACH]
+    common = [(name, *found) for name, found in values.items() if name not in columns]
+    return {
+        "common": [(name, text) for name, text in common if text],
+        "columns": columns,
+        "rows": [
+            {"name": run.name, "link": run.link, "kind": run.kind, "cells": run.cells(columns)}
+            for run in runs
+        ],
+    }
+
+
+def _contents(comparison: Comparison) -> dict[str, Any]:
+    """Return what the sections of a comparison show."""
+    verdict, level = comparison.verdict, comparison.level
+    first = verdict.first
+    if first is not None and first.called:
+        first = replace(first, module=first.called)
+    cells: Sequence[Cell] = verdict.map
+    if verdict.program.models:
+        cells = [replace(cell, module=verdict.program.name_of(cell.module)) for cell in cells]
+    totals = _totals(cells)
+    return {
+        "verdict": verdict,
+        "level": level if level and render.is_more_than_advised(level, verdict) else None,
+        "title": comparison.title,
+        "anchor": comparison.anchor,
+        "prefix": f"{comparison.anchor}-" if comparison.title else "",
+        "ended": first is not None and first.kind is Kind.ENDED,
+        "tensors": _tensors(first) if first else [],
+        "in_ulp": first is not None and any(each.max_ulp is not None for each in first.distances),
+        "map": _map_if_any_differs(verdict, cells, first),
+        "modules": _modules(verdict, cells),
+        "more_modules": max(0, len(verdict.by_module) - _MODULES),
+        "compared": _compared(verdict, len(totals)),
+        "totals": list(totals.items())[:_TOTALS],
+        "more_totals": max(0, len(totals) - _TOTALS),
+        **_losses(verdict),
+    }
+
+
+def _totals(cells: Sequence[Cell]) -> Counter[str]:
+    """Return how many records of each module were compared."""
+    totals = Counter[str]()
+    for cell in cells:
+        totals[cell.module] += cell.same + cell.differing
+    return totals
+
+
+def _map_if_any_differs(
+    verdict: Verdict, cells: Sequence[Cell], first: Divergence | None
+) -> AgreementMap | None:
+    """Return the map of a comparison; None if it would have one colour."""
+    if not any(cell.differing for cell in cells):
+        return None
+    return agreement_map(cells, first, after_last=verdict.compared.after_last)
+
+
+def _tensors(first: Divergence) -> list[dict[str, str]]:
+    """Return each tensor that differs, with how much of it and by how much."""
+    return [
+        {
+            "tensor": each.tensor,
+            "elements": "-" if each.differing is None else f"{each.differing:,} of {each.total:,}",
+            "largest": render.number(each.max_abs),
+            "ulp": "-" if each.max_ulp is None else f"{each.max_ulp:,}",
+            "relative": render.number(each.max_rel),
+        }
+        for each in first.distances
+    ]
+
+
+def _modules(verdict: Verdict, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Return the modules that differ, with how many records do and since when."""
+    since: dict[str, int] = {}
+    for cell in cells:
+        if cell.differing and cell.step < since.get(cell.module, cell.step + 1):
+            since[cell.module] = cell.step
+    last = max((cell.step for cell in cells), default=0)
+    most = max((number for _, number in verdict.by_module), default=1) or 1
+    rows = []
+    for recorded, number in verdict.by_module[:_MODULES]:
+        name = verdict.program.name_of(recorded)
+        step = since.get(name)
+        after = verdict.compared.after_last and step == last
+        when = "" if step is None else render.step_name(step, after_last=after)
+        rows.append(
+            {"name": name, "differing": number, "since": when, "share": 100 * number / most}
+        )
+    return rows
+
+
+def _compared(verdict: Verdict, modules: int) -> list[tuple[str, str]]:
+    """Return what a comparison covered, by what that is called."""
+    its = verdict.compared
+    ops = "Ops" if its.level == "op" else "Records"
+    found = [
+        ("Ranks", f"{its.ranks:,}" if its.ranks != 1 else ""),
+        ("Steps", f"{its.steps:,}" if its.steps else render.OUTSIDE),
+        (ops, f"{its.ops:,}"),
+        ("Modules", f"{modules:,}" if modules else ""),
+        ("Tensors read", render.size(its.bytes)),
+        ("Level", "" if its.level == "op" else its.level),
+        ("Compared", render.exactness(verdict)),
+    ]
+    return [(label, text) for label, text in found if text]
+
+
+def _losses(verdict: Verdict) -> dict[str, Any]:
+    """Return the curves of both runs' losses, of what lies between them, and both in words."""
+    losses = [(at, left, right, _apart(left, right)) for at, left, right in verdict.losses]
+    step = verdict.first.step if verdict.first else None
+    columns: list[Curve] = [[(float(row[0]), row[n]) for row in losses] for n in (1, 2, 3)]
+    curves = chart(columns[:2], _CURVES, step)
+    if curves is None:
+        return {"curves": None}
+    gaps = any(row[3] for row in losses)
+    each = -(-len(losses) // POINTS)
+    read = [row for n, row in enumerate(losses) if n % each == 0 or row[0] == step]
+    return {
+        "curves": curves,
+        "difference": chart(columns[2:], _DIFFERENCE, step) if gaps else None,
+        "losses_in_words": _losses_in_words(losses),
+        "readings": {
+            "at": [round(curves.across_of(row[0]), 1) for row in read],
+            "said": [_reading(*row) for row in read],
+            "marked": next((n for n, row in enumerate(read) if row[0] == step), 0),
+        },
+    }
+
+
+LossRow = tuple[int, float | None, float | None, float | None]
+"""A step, the loss of A and of B, and what lies between them."""
+
+
+def _apart(left: float | None, right: float | None) -> float | None:
+    return None if left is None or right is None else right - left
+
+
+def _reading(step: int, left: float | None, right: float | None, apart: float | None) -> str:
+    if _alike(left, right):
+        return f"step {step}: A and B {_loss(left)}"
+    between = "" if apart is None else f", B - A {_loss(apart)}"
+    return f"step {step}: A {_loss(left)}, B {_loss(right)}{between}"
+
+
+def _loss(value: float | None) -> str:
+    return "none" if value is None else f"{value:.9g}"
+
+
+def _losses_in_words(losses: Sequence[LossRow]) -> str:
+    differing = [row for row in losses if not _alike(row[1], row[2])]
+    if not differing:
+        return f"Both runs have the same loss in {render.counted(len(losses), 'step')}."
+    step, left, right, _ = differing[0]
+    agree = "" if step == losses[0][0] else f"The losses agree before step {step}. "
+    told = f"{agree}At step {step} A has {_loss(left)} and B {_loss(right)}."
+    largest = max(losses, key=lambda row: abs(row[3] or 0.0))
+    if largest[3] is None or largest[0] == step:
+        return told
+    return f"{told} They are furthest apart at step {largest[0]}, by {abs(largest[3]):.3g}."
 
 
 def _alike(left: float | None, right: float | None) -> bool:
@@ -92,7 +316,9 @@ def _template() -> Template:
     style, script = (
         (_FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
     )
+    environment.filters["quote"] = quote
     environment.globals.update(
+        quote=quote,
         style=Markup(style),  # noqa: S704 - a file of this package, not data
         script=Markup(script),  # noqa: S704
         style_hash=_hash(style),

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import Displayed, parts
 from torchrepro.messages import printable, some
-from torchrepro.verdict.render import counted, level_json, verdict_json, verdict_parts
+from torchrepro.verdict.page import Answer, Comparison, RunRow, facts_of, page_of
+from torchrepro.verdict.render import (
+    counted,
+    headline,
+    level_json,
+    verdict_json,
+    verdict_parts,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -16,6 +23,10 @@ if TYPE_CHECKING:
     from torchrepro.console import Part
     from torchrepro.verdict.diagnosis import EscalationLevel
     from torchrepro.verdict.value import Verdict
+
+
+COMPARISONS = 8
+"""Runs that differ and that a page shows with all details."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +117,76 @@ def verification_parts(found: Verification) -> tuple[Part, ...]:
     """Return the lines and tables that show a verification."""
     more = "\n".join(["", f"  {_counts(found)}", *(f"  {line}" for line in _lines(found))])
     return (*verdict_parts(found.verdict, found.next_level, below=more), more)
+
+
+def verification_page(found: Verification) -> str:
+    """Return the page of a verification: all of its runs, and the comparisons that say no."""
+    differing = [
+        (run, verdict)
+        for run, verdict in zip(found.runs[1:], found.verdicts, strict=True)
+        if not verdict.same
+    ]
+    shown = differing[:COMPARISONS] or [(found.runs[1], found.verdicts[0])]
+    alone = len(shown) == 1
+    rest = len(differing) - len(shown)
+    return page_of(
+        Answer(
+            same=found.same,
+            headline=headline(found.verdict),
+            lines=(_counts(found), *_lines(found)),
+            runs=_run_rows(found, [] if alone else [run.name for run, _ in shown]),
+            comparisons=[
+                Comparison(
+                    verdict,
+                    found.next_level if verdict is found.verdict else None,
+                    "" if alone else _title(found.runs[0], run, verdict),
+                    run.name,
+                )
+                for run, verdict in shown
+            ],
+            more=f"{counted(rest, 'more run')} in the table above, without details: `torchrepro"
+            " compare` two folders"
+            if rest > 0
+            else "",
+        )
+    )
+
+
+def _title(first: Run, run: Run, verdict: Verdict) -> str:
+    return f"A = {first.name}, B = {run.name}: {_short_answer(verdict)}"
+
+
+def _short_answer(verdict: Verdict) -> str:
+    return headline(verdict).removeprefix("not the same: ")
+
+
+def _run_rows(found: Verification, linked: Sequence[str]) -> list[RunRow]:
+    """Return all runs, each with what is known of it."""
+    first, *others = found.runs
+    about = next((verdict.about[0] for verdict in found.verdicts if verdict.about), None)
+    rows = [RunRow(first.name, {"Answer": "what the others are compared with"})]
+    rows += [
+        RunRow(
+            run.name,
+            {"Answer": f"as {first.name}" if verdict.same else _short_answer(verdict)},
+            link=run.name if run.name in linked else "",
+        )
+        for run, verdict in zip(others, found.verdicts, strict=True)
+    ]
+    facts = [about, *(each.about[1] if each.about else None for each in found.verdicts)]
+    return [
+        replace(row, facts={**row.facts, **facts_of(its), **_outcome(run)})
+        for row, its, run in zip(rows, facts, found.runs, strict=True)
+    ]
+
+
+def _outcome(run: Run) -> dict[str, str]:
+    return {
+        "Steps": f"{run.steps:,}" if run.steps else "",
+        "Seconds": f"{run.seconds:.1f}",
+        "Exit status": str(run.status) if run.status else "",
+        "Perturbed": ", ".join(run.perturbed),
+    }
 
 
 def _counts(found: Verification) -> str:
