@@ -238,3 +238,13 @@ def test_a_variable_that_nothing_reads_is_refused_with_what_to_set_instead(name:
 def test_no_variable_of_the_catalogue_is_refused(knob: Knob) -> None:
     """The lists of refused variables and of known ones have nothing in common."""
     assert refusal(knob.variable) == ""
+
+
+@pytest.mark.parametrize("knob", CATALOGUE, ids=lambda knob: knob.name)
+def test_examples_of_values_are_legal(knob: Knob) -> None:
+    """Every knob has examples of its values, all of them legal and no two the same."""
+    examples = knob.legal.examples()
+
+    assert examples
+    assert [knob.legal.complaint(value) for value in examples if knob.legal.complaint(value)] == []
+    assert len({repr(value) for value in examples}) == len(examples)

@@ -163,6 +163,13 @@ ROWS: dict[str, Row] = {
             Example("torchrepro quickstart first-try", "into a folder of its own"),
         ),
     ),
+    "selftest": Row(
+        START,
+        (
+            Example("torchrepro selftest", "what is held here, on each device, in half a minute"),
+            Example("torchrepro selftest --json", "with the facts of the machine, to be sent"),
+        ),
+    ),
     "new-pack": Row(
         START,
         (

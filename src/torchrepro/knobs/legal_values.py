@@ -30,6 +30,10 @@ class Legal(ABC):
     def json_schema(self) -> dict[str, Any]:
         """Return the JSON Schema of a legal value."""
 
+    @abstractmethod
+    def examples(self) -> tuple[Any, ...]:
+        """Return a few legal values: at least one, and two where there are two."""
+
     def choices(self) -> tuple[str, ...]:
         """Return the words among which a near match is looked for."""
         return ()
@@ -43,6 +47,9 @@ class Switch(Legal):
 
     def complaint(self, value: Any) -> str:
         return "" if isinstance(value, bool) else "not true or false"
+
+    def examples(self) -> tuple[Any, ...]:
+        return (True, False)
 
     def json_schema(self) -> dict[str, Any]:
         return {"type": "boolean"}
@@ -67,6 +74,9 @@ class Whole(Legal):
             return "out of range"
         return ""
 
+    def examples(self) -> tuple[Any, ...]:
+        return tuple(range(self.low, self.low + 2)) if self.high != self.low else (self.low,)
+
     def json_schema(self) -> dict[str, Any]:
         end = {} if self.high is None else {"maximum": self.high}
         return {"type": "integer", "minimum": self.low, **end}
@@ -84,6 +94,9 @@ class OneOf(Legal):
 
     def complaint(self, value: Any) -> str:
         return "" if isinstance(value, str) and value in self.values else "not a legal value"
+
+    def examples(self) -> tuple[Any, ...]:
+        return self.values
 
     def json_schema(self) -> dict[str, Any]:
         return {"type": "string", "enum": list(self.values)}
@@ -113,6 +126,11 @@ class Text(Legal):
             return ""
         return self.because or "not a legal value"
 
+    def examples(self) -> tuple[Any, ...]:
+        """Return those of the words for the legal values that are legal themselves."""
+        words = (word.strip(',"') for word in self.words.split())
+        return tuple(word for word in words if not self.complaint(word))
+
     def json_schema(self) -> dict[str, Any]:
         if not self.variable:
             return {"type": "string", "pattern": f"^{self.pattern}$"}
@@ -141,6 +159,9 @@ class Digits(Legal):
         number = value.isascii() and value.isdigit() and len(value) <= len(str(self.high))
         in_range = number and self.low <= int(value) <= self.high
         return "" if in_range or value in self.also else "not a legal value"
+
+    def examples(self) -> tuple[Any, ...]:
+        return (str(self.low), str(min(self.low + 1, self.high)), *self.also)
 
     def json_schema(self) -> dict[str, Any]:
         return {"type": ["string", "integer"], "description": self.words}
@@ -188,6 +209,9 @@ class MappingOf(Legal):
                 return (str(name),) if self.located else (), why
         return (), ""
 
+    def examples(self) -> tuple[Any, ...]:
+        return tuple({"*": value} for value in self.of.examples())
+
     def json_schema(self) -> dict[str, Any]:
         one = {"anyOf": [self.of.json_schema(), {"type": "null"}]}
         return {"type": "object", "additionalProperties": one}
@@ -222,6 +246,9 @@ class WordOrMapping(Legal):
                 return (key, *place), why
         return (), ""
 
+    def examples(self) -> tuple[Any, ...]:
+        return self.word.examples()
+
     def json_schema(self) -> dict[str, Any]:
         mapping = self.mapping.json_schema()
         if self.under:
@@ -249,6 +276,9 @@ class SchemaVersion(Legal):
         if value > self.newest:
             return "written for a newer torchrepro: upgrade torchrepro to use it"
         return ""
+
+    def examples(self) -> tuple[Any, ...]:
+        return tuple(range(1, self.newest + 1))
 
     def json_schema(self) -> dict[str, Any]:
         return {"type": "integer", "enum": [self.newest]}

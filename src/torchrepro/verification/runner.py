@@ -176,7 +176,7 @@ def run_to_end(
     that it and all processes that it started can be ended together. Raises `Interrupted` if a
     signal ends us, once the command has ended, and `ProfileError` if it cannot be started.
     """
-    with log.open("wb") as output, _signals_raised():
+    with log.open("wb") as output, signals_raised():
         try:
             process = subprocess.Popen(  # noqa: S603 - what the user asks for, without a shell
                 list(command),
@@ -195,7 +195,7 @@ def run_to_end(
         try:
             return process.wait()
         except BaseException as stopped:
-            _end(process, getattr(stopped, "number", signal.SIGTERM))
+            end_group(process, getattr(stopped, "number", signal.SIGTERM))
             raise
 
 
@@ -296,7 +296,7 @@ def _amount(trace: Trace | None) -> str:
     return f"{counted(records, 'record')} outside of any step"
 
 
-def _end(process: subprocess.Popen[bytes], number: int) -> None:
+def end_group(process: subprocess.Popen[bytes], number: int = signal.SIGTERM) -> None:
     """Ask the process and all of its group to end; kill those that have not after a while."""
     try:
         _signal(process, number)
@@ -314,7 +314,7 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 @contextmanager
-def _signals_raised() -> Iterator[None]:
+def signals_raised() -> Iterator[None]:
     """Turn the signals that end a program into `Interrupted`, in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,0 +1,1 @@
+"""Tries on this machine what torchrepro promises, and says what was held."""
