@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torchrepro
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from sphinx.application import Sphinx
     from sphinx.environment import BuildEnvironment
 
+ANSWERS = ("verdict.value", "verification.result")
+"""Modules whose public classes are all found in answers."""
+
 PARTS = (
     "report.Row",
     "report.Guarantee",
@@ -19,27 +23,16 @@ PARTS = (
     "report.Drift",
     "policies.policy.Effect",
     "seeding.uncontrolled.SourceRead",
+    "seeding.seeding_calls.SeedingCall",
     "planner.Step",
     "planner.Action",
-    "seeding.seeding_calls.SeedingCall",
-    "verdict.value.Divergence",
-    "verdict.value.Kind",
-    "verdict.value.Side",
-    "verdict.value.Element",
-    "verdict.value.Distance",
-    "verdict.value.Setting",
-    "verdict.value.Cell",
-    "verdict.value.Compared",
-    "verdict.value.Advice",
-    "verdict.value.Program",
-    "verdict.value.Loader",
-    "verification.result.Run",
-    "verification.result.StressResult",
-    "verification.result.EscalationTrial",
     "verdict.diagnosis.EscalationLevel",
     "messages.Problem",
 )
-"""Classes whose values are found in the answers, and which nobody makes or imports by name."""
+"""Other classes whose values are found in answers, and which nobody makes or imports by name."""
+
+NAMESAKES = ("verdict.value.SourceRead",)
+"""Classes that share their name with one of `PARTS`: they are shown and nothing links to them."""
 
 CONSTRUCTED = ("Checkpoint",)
 """The public classes that a caller makes; the others are answers."""
@@ -76,7 +69,24 @@ def public_names() -> str:
 
 def parts_of_answers() -> str:
     """Return the documentation of the classes that are found in answers."""
-    return "\n\n".join(_directive(f".. autoclass:: torchrepro.{name}", *_FIELDS) for name in PARTS)
+    names = [name for module in ANSWERS for name in _classes(module)]
+    return "\n\n".join(
+        _directive(
+            f".. autoclass:: torchrepro.{name}", *_FIELDS, *["no-index"] * (name in NAMESAKES)
+        )
+        for name in (*PARTS, *names)
+    )
+
+
+def _classes(module: str) -> list[str]:
+    """Return the classes that a module defines, without those that have a public name."""
+    found = vars(import_module(f"torchrepro.{module}")).values()
+    names = [
+        each.__name__
+        for each in found
+        if inspect.isclass(each) and each.__module__ == f"torchrepro.{module}"
+    ]
+    return [f"{module}.{name}" for name in names if name not in torchrepro.__all__]
 
 
 def _directive(line: str, *options: str) -> str:
@@ -92,7 +102,9 @@ def link_short_names(
 
     Type hints of names that are imported for type checkers alone cannot be evaluated.
     """
-    name = node.get("reftarget", "").rpartition(".")[2]
+    module, _, name = node.get("reftarget", "").rpartition(".")
+    if module and name not in torchrepro.__all__:
+        return None
     objects = env.domains.python_domain.objects
     found = [known for known in objects if known.endswith(f".{name}")]
     if node.get("refdomain") != "py" or len(found) != 1:
