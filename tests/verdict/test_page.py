@@ -186,6 +186,20 @@ def test_a_page_of_equal_runs_says_what_was_compared() -> None:
     assert "Both runs have the same loss in 100 steps." in text
 
 
+def test_the_losses_are_told_in_words() -> None:
+    """Where they first differ and by how much at most; one run's end is no difference of them."""
+    longer = tuple((at, 1.0, None if at > 2 else 1.0) for at in range(9))
+    unlike = tuple((at, 1.0, 1.0 + at * (at > 2)) for at in range(9))
+
+    ended = divergence("", Kind.ENDED, left=None, right=None)
+    assert "Both runs have the same loss in the 3 steps that both have." in page(
+        parted(ended, losses=longer)
+    )
+    assert "At step 3 A has 1 and B none." in page(parted(losses=longer))
+    told = "The losses agree before step 3. At step 3 A has 1 and B 4. They are furthest apart"
+    assert f"{told} at step 8, by 8." in page(parted(losses=unlike))
+
+
 def test_a_page_of_equal_runs_has_no_section_about_a_divergence() -> None:
     """What is not there takes no room."""
     assert sections(page(equal())) == ["compared", "losses", "settings"]

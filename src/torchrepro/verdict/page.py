@@ -150,7 +150,7 @@ def _contents(comparison: Comparison) -> dict[str, Any]:
         "title": comparison.title,
         "anchor": comparison.anchor,
         "prefix": f"{comparison.anchor}-" if comparison.title else "",
-        "ended": first is not None and first.kind is Kind.ENDED,
+        "ended": _has_ended(verdict),
         "tensors": _tensors(first) if first else [],
         "in_ulp": first is not None and any(each.max_ulp is not None for each in first.distances),
         "map": _map_if_any_differs(verdict, cells, first),
@@ -238,13 +238,14 @@ def _losses(verdict: Verdict) -> dict[str, Any]:
     curves = chart(columns[:2], _CURVES, step)
     if curves is None:
         return {"curves": None}
+    told = _steps_of_shorter(losses) if _has_ended(verdict) else len(losses)
     gaps = any(row[3] for row in losses)
     each = -(-len(losses) // POINTS)
     read = [row for n, row in enumerate(losses) if n % each == 0 or row[0] == step]
     return {
         "curves": curves,
         "difference": chart(columns[2:], _DIFFERENCE, step) if gaps else None,
-        "losses_in_words": _losses_in_words(losses),
+        "losses_in_words": _losses_in_words(losses, told),
         "readings": {
             "at": [round(curves.across_of(row[0]), 1) for row in read],
             "said": [_reading(*row) for row in read],
@@ -272,17 +273,34 @@ def _loss(value: float | None) -> str:
     return "none" if value is None else f"{value:.9g}"
 
 
-def _losses_in_words(losses: Sequence[LossRow]) -> str:
-    differing = [row for row in losses if not _alike(row[1], row[2])]
+def _losses_in_words(losses: Sequence[LossRow], count: int) -> str:
+    """Return what the first losses, so many of them, have in common."""
+    shared = losses[:count]
+    differing = [row for row in shared if not _alike(row[1], row[2])]
     if not differing:
-        return f"Both runs have the same loss in {render.counted(len(losses), 'step')}."
+        steps = render.counted(len(shared), "step")
+        only = " that both have" if len(shared) < len(losses) else ""
+        return f"Both runs have the same loss in {'the ' * bool(only)}{steps}{only}."
     step, left, right, _ = differing[0]
     agree = "" if step == losses[0][0] else f"The losses agree before step {step}. "
     told = f"{agree}At step {step} A has {_loss(left)} and B {_loss(right)}."
-    largest = max(losses, key=lambda row: abs(row[3] or 0.0))
+    largest = max(differing, key=lambda row: abs(row[3] or 0.0))
     if largest[3] is None or largest[0] == step:
         return told
     return f"{told} They are furthest apart at step {largest[0]}, by {abs(largest[3]):.3g}."
+
+
+def _steps_of_shorter(losses: Sequence[LossRow]) -> int:
+    """Return how many losses there are up to the last one of the shorter run."""
+    return min(
+        max((n for n, row in enumerate(losses, start=1) if row[side] is not None), default=0)
+        for side in (1, 2)
+    )
+
+
+def _has_ended(verdict: Verdict) -> bool:
+    """Whether it is the end of one run in which the runs differ."""
+    return verdict.first is not None and verdict.first.kind is Kind.ENDED
 
 
 def _alike(left: float | None, right: float | None) -> bool:

@@ -134,7 +134,9 @@ def verification_page(found: Verification) -> str:
             same=found.same,
             headline=headline(found.verdict),
             lines=(_counts(found), *_lines(found)),
-            runs=_run_rows(found, [] if alone else [run.name for run, _ in shown]),
+            runs=_with_sides(_run_rows(found), shown[0][0])
+            if alone
+            else _with_links(_run_rows(found), [run.name for run, _ in shown]),
             comparisons=[
                 Comparison(
                     verdict,
@@ -160,16 +162,30 @@ def _short_answer(verdict: Verdict) -> str:
     return headline(verdict).removeprefix("not the same: ")
 
 
-def _run_rows(found: Verification, linked: Sequence[str]) -> list[RunRow]:
+def _with_sides(rows: Sequence[RunRow], other: Run) -> list[RunRow]:
+    """Return rows that say which two runs the one comparison calls A and B."""
+    sides = {rows[0].name: "a", other.name: "b"}
+    return [
+        replace(row, name=f"{kind.upper()} = {row.name}", kind=kind) if kind else row
+        for row in rows
+        for kind in [sides.get(row.name, "")]
+    ]
+
+
+def _with_links(rows: Sequence[RunRow], names: Sequence[str]) -> list[RunRow]:
+    """Return rows of which those with such a name lead to their comparison."""
+    return [replace(row, link=row.name) if row.name in names else row for row in rows]
+
+
+def _run_rows(found: Verification) -> list[RunRow]:
     """Return all runs, each with what is known of it."""
     first, *others = found.runs
     about = next((verdict.about[0] for verdict in found.verdicts if verdict.about), None)
-    rows = [RunRow(first.name, {"Answer": "what the others are compared with"})]
+    rows = [RunRow(first.name, {"Answer": "the reference"})]
     rows += [
         RunRow(
             run.name,
             {"Answer": f"as {first.name}" if verdict.same else _short_answer(verdict)},
-            link=run.name if run.name in linked else "",
         )
         for run, verdict in zip(others, found.verdicts, strict=True)
     ]
