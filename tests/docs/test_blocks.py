@@ -38,7 +38,7 @@ SETUP = "main"
 def _pages() -> list[Any]:
     """Return each page with something to run; one that starts processes is slow."""
     found = []
-    for page in PAGES[1:]:
+    for page in PAGES:
         to_run = [block for block in blocks(page) if block.is_run_with_its_page]
         starts = any(block.language in ("sh", "console") for block in to_run)
         if any(block.language in RUN for block in to_run):
@@ -156,6 +156,16 @@ def test_every_block_is_run_or_says_why_not() -> None:
         if "run" in block.marks:
             name = block.marks["run"]
             assert name == SETUP or f"run_block {name}\n" in _CI, f"{block.place}: CI runs it not"
+
+
+def test_every_block_that_ci_runs_is_there() -> None:
+    """`.ci/run` finds each block that it names, once, where it looks for it."""
+    asked = re.findall(r"^run_block (\S+)$", _CI, re.MULTILINE)
+    places = (REPO / "README.md", REPO / "CONTRIBUTING.md")
+    named = [block.marks.get("run") for place in places for block in blocks(place)]
+
+    assert asked
+    assert [named.count(name) for name in [SETUP, *asked]] == [1] * (len(asked) + 1)
 
 
 @pytest.mark.parametrize(
