@@ -1,11 +1,13 @@
 """Time a ResNet-50 with cuDNN's benchmark off and on, with images of one size and of changing ones.
 
-    python examples/cudnn_benchmark.py                         # 50 forward passes each, on a GPU
-    python examples/cudnn_benchmark.py --passes 10 --size 256
+    python examples/cudnn_benchmark.py                          # about a minute
+    python examples/cudnn_benchmark.py --seconds 600            # more passes, so steadier figures
+    python examples/cudnn_benchmark.py --passes 50 --size 256   # so many, however long they take
 
 With `benchmark` on, cuDNN times its algorithms at every new shape and keeps the fastest: a gain
 where shapes repeat, a loss where they do not, and chance has a say in which algorithm computes.
 Without a GPU, oneDNN (torch calls it mkldnn) is switched off and on instead, with less to do.
+One pass of each kind is timed first: so it is known how many fit into the time there is.
 """
 
 import argparse
@@ -20,16 +22,17 @@ import torchrepro
 from torchrepro.console import show, table
 
 IMAGES = 2  # in every pass
+MOST_PASSES = 50  # in a cell, unless more are asked for
+SECONDS = 60  # for all cells together, unless more are asked for
 
 
 @dataclass(frozen=True)
 class Switch:
-    """A knob that is switched off and on, and how much work there is to show the difference."""
+    """A knob that is switched off and on, and the work that shows the difference."""
 
     device: str
     section: str
     knob: str
-    passes: int
     size: int
 
     def profile(self, *, on: bool) -> dict:
@@ -37,8 +40,8 @@ class Switch:
         return {"seed": 1, "backends": {self.section: {self.knob: on}}}
 
 
-CUDNN = Switch("cuda", "cudnn", "benchmark", passes=50, size=512)
-MKLDNN = Switch("cpu", "cpu", "mkldnn_enabled", passes=50, size=192)
+CUDNN = Switch("cuda", "cudnn", "benchmark", size=512)
+MKLDNN = Switch("cpu", "cpu", "mkldnn_enabled", size=192)
 
 
 def convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Sequential:
@@ -103,28 +106,30 @@ def synchronize(device: str) -> None:
 
 
 @torch.inference_mode()
-def timed(model: nn.Module, switch: Switch, shape: Callable[[int], list[int]]) -> float:
-    """Return the seconds of all forward passes, after one that is not counted."""
-    model(torch.rand(IMAGES, 3, *fixed(switch.size), device=switch.device))
+def timed(
+    model: nn.Module, switch: Switch, shape: Callable[[int], list[int]], passes: int
+) -> float:
+    """Return the seconds of so many forward passes."""
     synchronize(switch.device)
     start = time.perf_counter()
-    for _ in range(switch.passes):
+    for _ in range(passes):
         model(torch.rand(IMAGES, 3, *shape(switch.size), device=switch.device))
     synchronize(switch.device)
     return time.perf_counter() - start
 
 
-def rows(switch: Switch) -> list[tuple[str, ...]]:
-    """Return the rows of the table: the knob off and on, with both kinds of shapes."""
-    model = resnet50().to(switch.device).eval()
+def rows(model: nn.Module, switch: Switch, passes: int) -> list[tuple[float, float]]:
+    """Return the seconds of the knob off and on, with both kinds of shapes."""
     found = []
-    for word, on in (("off", False), ("on", True)):
-        cells = []
-        for shape in (fixed, changing):
-            with torchrepro.apply(switch.profile(on=on)):
-                cells.append(f"{timed(model, switch, shape):.2f} s")
-        found.append((word, *cells))
+    for on in (False, True):
+        with torchrepro.apply(switch.profile(on=on)):
+            found.append(tuple(timed(model, switch, shape, passes) for shape in (fixed, changing)))
     return found
+
+
+def passes_within(seconds: float, of_one_each: float) -> int:
+    """Return how many passes fit, where one of each kind takes `of_one_each` seconds."""
+    return max(1, min(MOST_PASSES, int(seconds / of_one_each)))
 
 
 def whole(least: int) -> Callable[[str], int]:
@@ -138,27 +143,45 @@ def whole(least: int) -> Callable[[str], int]:
     return number
 
 
-def wanted() -> Switch:
-    """Return what this machine can switch, with as much work as the command line asks for."""
-    switch = CUDNN if torch.cuda.is_available() else MKLDNN
+def wanted() -> argparse.Namespace:
+    """Return what the command line asks for."""
     parser = argparse.ArgumentParser(description="Time forward passes of a ResNet-50.")
-    parser.add_argument("--passes", type=whole(1), default=switch.passes, help="in every cell")
-    parser.add_argument("--size", type=whole(2), default=switch.size, help="of an image, in pixels")
-    return replace(switch, **vars(parser.parse_args()))
+    parser.add_argument(
+        "--seconds", type=whole(1), default=SECONDS, help=f"for all passes, {SECONDS} if not given"
+    )
+    parser.add_argument("--passes", type=whole(1), help="in every cell, however long they take")
+    parser.add_argument("--size", type=whole(2), help="of an image, in pixels")
+    return parser.parse_args()
 
 
 def main() -> None:
-    """Print what is measured, where, and the table."""
-    switch = wanted()
+    """Print how long it takes, what is measured, where, and the table."""
+    asked = wanted()
+    switch = CUDNN if torch.cuda.is_available() else MKLDNN
+    switch = replace(switch, size=asked.size or switch.size)
+    if asked.passes is None:
+        print(f"This takes about {asked.seconds} s, and a few more to start; --seconds changes it.")
+    else:
+        print("One pass of each kind is timed first, to say how long the others take.")
     if switch.device == "cuda":
         where = torch.cuda.get_device_name()
     else:
         where = f"CPU, {torch.get_num_threads()} threads"
         print("No CUDA device here, so nothing about cuDNN: oneDNN on the CPU is switched instead.")
-    print(f"torch {torch.__version__}, {where}; passes: {switch.passes}, images in each: {IMAGES}")
+    model = resnet50().to(switch.device).eval()
+    timed(model, switch, fixed, 1)  # loads what the first pass loads
+    of_one_each = sum(map(sum, rows(model, switch, 1)))
+    passes = asked.passes or passes_within(asked.seconds - of_one_each, of_one_each)
+    print(f"torch {torch.__version__}, {where}; passes: {passes}, images in each: {IMAGES}")
+    print(f"{passes} in each of 4 cells: about {passes * of_one_each:.0f} s ...", flush=True)
     name = f"backends.{switch.section}.{switch.knob}"
     largest = f"{switch.size} x {switch.size}"
-    show(table((name, f"fixed, {largest}", f"changing, below {largest}"), rows(switch)))
+    seconds = rows(model, switch, passes)
+    cells = [
+        (word, *(f"{each:.2f} s" for each in row))
+        for word, row in zip(("off", "on"), seconds, strict=True)
+    ]
+    show(table((name, f"fixed, {largest}", f"changing, below {largest}"), cells))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -39,10 +40,12 @@ def _check_table(lines: list[str], knob: str) -> None:
 
 @pytest.mark.slow
 def test_without_a_gpu_the_example_says_so_and_times_the_cpu() -> None:
-    """Where no CUDA device is seen the first line says it, and the table is of oneDNN."""
-    said, where, *lines = _printed(cuda=False)
+    """Where no CUDA device is seen a line says it, and the table is of oneDNN."""
+    first, said, where, how_long, *lines = _printed(cuda=False)
 
+    assert "to say how long" in first
     assert "No CUDA device" in said
+    assert re.search(r"1 in each of 4 cells: about \d+ s", how_long)
     assert f"torch {torch.__version__}, CPU" in where
     _check_table(lines, "backends.cpu.mkldnn_enabled")
 
@@ -51,10 +54,18 @@ def test_without_a_gpu_the_example_says_so_and_times_the_cpu() -> None:
 @NEEDS_CUDA
 def test_on_a_gpu_the_example_times_cudnn() -> None:
     """Where there is a CUDA device the table is of cuDNN on that device."""
-    where, *lines = _printed(cuda=True)
+    _, where, _, *lines = _printed(cuda=True)
 
     assert torch.cuda.get_device_name() in where
     _check_table(lines, "backends.cudnn.benchmark")
+
+
+def test_passes_fit_into_the_time_there_is() -> None:
+    """However slow a machine is, no more passes are made than fit, and one at least."""
+    fits = runpy.run_path(str(EXAMPLE))["passes_within"]
+
+    assert [fits(60, each) for each in (0.001, 1.2, 7.0, 60.0, 100.0)] == [50, 50, 8, 1, 1]
+    assert fits(-3, 63.0) == 1
 
 
 def test_the_network_of_the_example_is_a_resnet_50() -> None:

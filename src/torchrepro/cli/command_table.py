@@ -9,7 +9,7 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -189,11 +189,11 @@ FIRST_STEPS = (
 
 
 class Command(TyperCommand):
-    """A command whose help names no type for a flag, which takes no value."""
+    """A command whose help names a type only where a value of that type is written."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the arguments and options."""
-        return _without_types_of_flags(super().get_params(ctx))
+        return _without_idle_types(super().get_params(ctx))
 
 
 class StartingCommand(Command):
@@ -214,14 +214,25 @@ class Commands(TyperGroup):
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the options."""
-        return _without_types_of_flags(super().get_params(ctx))
+        return _without_idle_types(super().get_params(ctx))
 
 
-def _without_types_of_flags(params: list[Any]) -> list[Any]:
+def _without_idle_types(params: list[Any]) -> list[Any]:
+    """Take the type away from flags, which take no value, and from arguments, which have a name.
+
+    Of an argument typer offers no setting for that. A version that asks another method than this
+    shows the type again, and nothing else changes.
+    """
     for param in params:
         if getattr(param, "is_flag", False):
             param.metavar = ""
+        elif isinstance(param, TyperArgument):
+            param.display_type_rich = _no_type  # type: ignore[method-assign]
     return params
+
+
+def _no_type(ctx: Any) -> str | None:
+    return None
 
 
 def command(app: typer.Typer, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
