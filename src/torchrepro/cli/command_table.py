@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
     import typer
 
-PROFILES = "Profiles"
 RUNS = "Runs"
+PROFILES = "Profiles"
 LOCKS = "Hold runs to it"
-START = "Start"
+MACHINE = "This machine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,57 +41,11 @@ class Row:
 
 
 ROWS: dict[str, Row] = {
-    "list": Row(
-        PROFILES,
+    "quickstart": Row(
+        RUNS,
         (
-            Example("torchrepro list", "the profiles that can be named here"),
-            Example("torchrepro list --pieces", "what can be laid on top of a profile"),
-        ),
-    ),
-    "show": Row(
-        PROFILES,
-        (
-            Example("torchrepro show debug-strict", "every value of the profile"),
-            Example("torchrepro show debug-strict seed=7", "the same with another seed"),
-            Example("torchrepro show debug-strict --origin", "the file and line of each value"),
-        ),
-    ),
-    "plan": Row(
-        PROFILES,
-        (
-            Example("torchrepro plan debug-strict", "what each setting would become here, and why"),
-            Example("torchrepro plan train-fast seed=7 --json", "the same as one JSON document"),
-        ),
-    ),
-    "explain": Row(
-        PROFILES,
-        (
-            Example("torchrepro explain backends.cudnn.benchmark", "by the key in a profile"),
-            Example("torchrepro explain CUBLAS_WORKSPACE_CONFIG", "by the name of a variable"),
-        ),
-    ),
-    "doctor": Row(
-        PROFILES,
-        (
-            Example("torchrepro doctor", "what is in the way of debug-strict here"),
-            Example("torchrepro doctor npu-align", "and of another profile"),
-        ),
-    ),
-    "env": Row(
-        PROFILES,
-        (
-            Example('eval "$(torchrepro env debug-strict)"', "set them in this shell"),
-            Example("torchrepro env debug-strict --format dotenv", "for a .env file"),
-            Example(
-                "torchrepro env debug-strict --format slurm", "for a job script, after #SBATCH"
-            ),
-        ),
-    ),
-    "schema": Row(
-        PROFILES,
-        (
-            Example("torchrepro schema", "every key of a profile, and what it may be"),
-            Example("torchrepro schema > profile.schema.json", "for an editor that completes keys"),
+            Example("torchrepro quickstart", "into this folder"),
+            Example("torchrepro quickstart first-try", "into a folder of its own"),
         ),
     ),
     "run": Row(
@@ -134,6 +88,59 @@ ROWS: dict[str, Row] = {
             ),
         ),
     ),
+    "list": Row(
+        PROFILES,
+        (
+            Example("torchrepro list", "the profiles that can be named here"),
+            Example("torchrepro list --pieces", "what can be laid on top of a profile"),
+        ),
+    ),
+    "show": Row(
+        PROFILES,
+        (
+            Example("torchrepro show debug-strict", "every value of the profile"),
+            Example("torchrepro show debug-strict seed=7", "the same with another seed"),
+            Example("torchrepro show debug-strict --origin", "the file and line of each value"),
+        ),
+    ),
+    "plan": Row(
+        PROFILES,
+        (
+            Example("torchrepro plan debug-strict", "what each setting would become here, and why"),
+            Example("torchrepro plan train-fast seed=7 --json", "the same as one JSON document"),
+        ),
+    ),
+    "explain": Row(
+        PROFILES,
+        (
+            Example("torchrepro explain backends.cudnn.benchmark", "by the key in a profile"),
+            Example("torchrepro explain CUBLAS_WORKSPACE_CONFIG", "by the name of a variable"),
+        ),
+    ),
+    "env": Row(
+        PROFILES,
+        (
+            Example('eval "$(torchrepro env debug-strict)"', "set them in this shell"),
+            Example("torchrepro env debug-strict --format dotenv", "for a .env file"),
+            Example(
+                "torchrepro env debug-strict --format slurm", "for a job script, after #SBATCH"
+            ),
+        ),
+    ),
+    "schema": Row(
+        PROFILES,
+        (
+            Example("torchrepro schema", "every key of a profile, and what it may be"),
+            Example("torchrepro schema > profile.schema.json", "for an editor that completes keys"),
+        ),
+    ),
+    "new-pack": Row(
+        PROFILES,
+        (
+            Example("torchrepro new-pack acme", "a package for the profiles of a team"),
+            Example("torchrepro new-pack packs/acme --json", "and its files as JSON"),
+        ),
+    ),
     "lock": Row(
         LOCKS,
         (
@@ -156,25 +163,18 @@ ROWS: dict[str, Row] = {
             Example("torchrepro diff repro.lock debug-strict", "a lock and its profile as it is"),
         ),
     ),
-    "quickstart": Row(
-        START,
+    "doctor": Row(
+        MACHINE,
         (
-            Example("torchrepro quickstart", "into this folder"),
-            Example("torchrepro quickstart first-try", "into a folder of its own"),
+            Example("torchrepro doctor", "what is in the way of debug-strict here"),
+            Example("torchrepro doctor npu-align", "and of another profile"),
         ),
     ),
     "selftest": Row(
-        START,
+        MACHINE,
         (
             Example("torchrepro selftest", "what is held here, on each device, in half a minute"),
             Example("torchrepro selftest --json", "with the facts of the machine, to be sent"),
-        ),
-    ),
-    "new-pack": Row(
-        START,
-        (
-            Example("torchrepro new-pack acme", "a package for the profiles of a team"),
-            Example("torchrepro new-pack packs/acme --json", "and its files as JSON"),
         ),
     ),
 }

@@ -201,7 +201,7 @@ def _short(fingerprint: str) -> str:
 def _after(verdict: Verdict) -> Rows:
     if verdict.first is None or verdict.first.kind in (Kind.ENDED, Kind.INCOMPARABLE):
         return []
-    names = f": {modules(verdict)}" if verdict.by_module else ""
+    names = f"; by module: {modules(verdict)}" if verdict.by_module else ""
     return [("afterwards", f"{aftermath(verdict)}{names}")]
 
 
