@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 import shlex
+from importlib import import_module
 
 import pytest
 import typer
 
+from torchrepro import cli
 from torchrepro.cli.app import app
 
 from .blocks import PAGES, REPO
 
+for _module in pkgutil.iter_modules(cli.__path__, f"{cli.__name__}."):
+    import_module(_module.name)  # each adds its commands to the app
 _FENCED = re.compile(r"^( *)```.*?^\1```$", re.DOTALL | re.MULTILINE)
 _INLINE = re.compile(r"`(torchrepro\s[^`]+)`")
 
