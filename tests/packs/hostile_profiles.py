@@ -19,7 +19,6 @@ class Evil:
         pass
 """
 CALLBACK = "# @package _global_\nhydra: {callbacks: {evil: {_target_: evil_code.Evil}}}\n"
-UNKNOWN = 1  # Hydra's own status for a name that means no profile
 MANY = 1200
 
 
@@ -30,7 +29,6 @@ class Hostile:
     files: Mapping[str, Any]
     words: tuple[str, ...]
     named: str = "team/bad"
-    under_hydra: int = 3
     entry_points: str | bytes | None = None
     metadata: str | bytes | None = None
 
@@ -149,7 +147,7 @@ PATHS = {
         {"bad.yaml": Link("{folder}/secrets_here/creds.yaml")}, ("link",)
     ),
     "a link to a folder": Hostile(
-        {"away": Link("/etc")}, ("unknown profile",), "team/away/hostname", 1
+        {"away": Link("/etc")}, ("unknown profile",), "team/away/hostname"
     ),
     "a secret behind a folder": Hostile(
         {"away": Link("{folder}/secrets_here")}, ("link points outside",), "team/away/creds"
@@ -157,10 +155,10 @@ PATHS = {
     "a link in a base": base(
         "other", "link", **{"other.yaml": Link("{folder}/secrets_here/creds.yaml")}
     ),
-    "a pipe": Hostile({"bad.yaml": Pipe()}, ("unknown profile",), under_hydra=UNKNOWN),
-    "a device": Hostile({"bad.yaml": Link("/dev/zero")}, ("unknown profile",), under_hydra=UNKNOWN),
-    "a folder": Hostile({"bad.yaml": None}, ("unknown profile",), under_hydra=UNKNOWN),
-    "a link to itself": Hostile({"bad.yaml": Link("bad.yaml")}, ("unknown",), under_hydra=UNKNOWN),
+    "a pipe": Hostile({"bad.yaml": Pipe()}, ("unknown profile",)),
+    "a device": Hostile({"bad.yaml": Link("/dev/zero")}, ("unknown profile",)),
+    "a folder": Hostile({"bad.yaml": None}, ("unknown profile",)),
+    "a link to itself": Hostile({"bad.yaml": Link("bad.yaml")}, ("unknown",)),
     "two files of one name": Hostile(
         {"bad.yaml": "seed: 1\n", "bad.yml": "seed: 2\n"}, ("two profiles", "bad.yaml, or bad.yml")
     ),
@@ -261,10 +259,8 @@ ENTRY_POINTS = {
     "an absolute package": named(GROUP + "team = /etc\n", NOT_FOUND),
     "a package with NUL": named(GROUP + "team = acme_pack\0\n", NOT_FOUND),
     "a look-alike of a package": named(GROUP + "team = \u0430cme_pack\n", NOT_FOUND),
-    "a line without a value": named(GROUP + "team\n", *UNREADABLE, under_hydra=UNKNOWN),
-    "a broken line of another group": named(
-        GROUP + "team = acme_pack\n[others]\nx\n", *UNREADABLE, under_hydra=UNKNOWN
-    ),
+    "a line without a value": named(GROUP + "team\n", *UNREADABLE),
+    "a broken line of another group": named(GROUP + "team = acme_pack\n[others]\nx\n", *UNREADABLE),
     "an empty value": named(GROUP + "team =\n", NOT_FOUND),
     "a package of others": named(GROUP + "team = yaml\n", NOT_ITS_OWN),
     "torchrepro itself": named(GROUP + "team = torchrepro:conf.repro\n", NOT_ITS_OWN),
@@ -276,11 +272,10 @@ ENTRY_POINTS = {
         files={"/acme_pack-1.0.dist-info/direct_url.json": EDITED},
     ),
     "a pack called with": named(GROUP + "with = acme_pack\n", "unknown profile", named="with/bad"),
-    "a pack called ..": named(GROUP + "../team = acme_pack\n", "unknown", under_hydra=UNKNOWN),
+    "a pack called ..": named(GROUP + "../team = acme_pack\n", "unknown"),
     "half a million packs": named(
         GROUP + "team = acme_pack\n" + "".join(f"k{n} = acme_pack\n" for n in range(500_000)),
         *UNREADABLE,
-        under_hydra=UNKNOWN,
     ),
     "more packs than anybody means": named(
         GROUP + "team = acme_pack\n" + "".join(f"k{n} = acme_pack\n" for n in range(16)),
@@ -290,9 +285,7 @@ ENTRY_POINTS = {
         GROUP + "team = acme_pack\n" + "".join(f"k{n} = a\n" for n in range(9_000)),
         "more than 16 packs",
     ),
-    "entry points that are no text": named(
-        b"[torchrepro.profiles]\nteam = \xff\n", "unknown", under_hydra=1
-    ),
+    "entry points that are no text": named(b"[torchrepro.profiles]\nteam = \xff\n", "unknown"),
     "metadata with colours": named(
         None,
         "evil\\x1b[31m",

@@ -102,16 +102,13 @@ def _may_be_opened(path, site):
 def test_a_hostile_profile_is_refused_by_every_door(asked, case):
     """Each is refused with its status and a message that says why; no door falls over."""
     answers, _ = asked[case]
-    statuses = {"load": 2, "show": 2, "hydra": HOSTILE[case].under_hydra}
+    statuses = {"load": 2, "show": 2, "hydra": 3}
 
     assert statuses == {door: answers[door]["status"] for door in DOORS}, answers
     for door in DOORS:
         said = answers[door]["err"]
         assert answers[door]["out"] == ""
         assert "Traceback" not in said
-        if answers[door]["status"] == 1:  # Hydra's own words
-            assert HOSTILE[case].named in said
-            continue
         assert [word for word in HOSTILE[case].words if word not in said] == [], said
         assert len(said) < 6000
         assert all(letter.isprintable() or letter == "\n" for letter in said)

@@ -158,3 +158,15 @@ def test_what_was_requested_is_in_force(became, case):
     ended = became[id(case)]
 
     assert (ended["status"], ended["seed"]) == (0, case.expected), ended["said"]
+
+
+@pytest.mark.parametrize("words", [("+repro=xyz",), ("-m", "+repro=xyz,seed-only")])
+def test_a_name_that_means_nothing_gets_the_names_there_are(little, words):
+    """A requested profile that nobody knows ends the run with status 3 and the profiles' names."""
+    done = little(*words)
+    said = [line for line in done.stderr.splitlines() if line]
+
+    assert (done.returncode, done.tasks) == (3, [])
+    assert said[0] == "torchrepro: unknown profile 'xyz'"
+    assert "legal: debug-strict, npu-align, seed-only, train-fast" in said[1]
+    assert len(said) == 3

@@ -188,8 +188,11 @@ class ReproConfigSource(ConfigSource):
             find(name, self._folders())
         except UnknownProfileError:
             # Hydra may find a file of this name, and would run its code. A name that is nearly a
-            # profile's is ours to refuse: Hydra skips an optional one without a word.
-            return not is_name(name) or bool(close_name(name, self._folders()))
+            # profile's is ours to refuse: Hydra skips an optional one without a word. So is one
+            # that the command line asks for: Hydra lists its search path and no profile of a pack.
+            word = piece_short_name(name) if is_piece(name) else name
+            asked_for = word in requested_names()
+            return asked_for or not is_name(name) or bool(close_name(name, self._folders()))
         except ProfileError:
             return True  # there is something, and `load_config` says what is wrong with it
         return True
