@@ -95,7 +95,11 @@ def write_quickstart(folder: Path) -> Quickstart:
         for place in written:
             place.unlink(missing_ok=True)
         raise ProfileError(
-            Problem(f"cannot be written: {error.strerror}", found=str(error.filename or folder))
+            Problem(
+                f"cannot be written: {error.strerror}",
+                found=str(error.filename or folder),
+                todo="name another folder: torchrepro quickstart DIR",
+            )
         ) from None
     program, profile = places
     command = ["--", _python(), str(program)]

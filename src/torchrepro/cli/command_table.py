@@ -191,6 +191,18 @@ FIRST_STEPS = (
 class Command(TyperCommand):
     """A command whose help names a type only where a value of that type is written."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words after the command; every error shows the usage and names --help.
+
+        The parser leaves it out of an error about an option without its value.
+        """
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if getattr(error, "ctx", ctx) is None:
+                error.__dict__.update(ctx=ctx, cmd=ctx.command)
+            raise
+
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the arguments and options."""
         return _without_idle_types(super().get_params(ctx))

@@ -373,7 +373,8 @@ def _check_page(report: str) -> None:
     """Raise `TraceError` if a page cannot be written, before hours are spent on what is in it."""
     place = Path(report)
     if report and (place.is_dir() or not place.absolute().parent.is_dir()):
-        raise TraceError(Problem("the page cannot be written there", found=report))
+        todo = "name a file in a folder that is there"
+        raise TraceError(Problem("the page cannot be written there", found=report, todo=todo))
 
 
 def _offer_page(page: Callable[[], str], report: str, *, opened: bool) -> None:

@@ -126,7 +126,11 @@ def write_lock(path: Path, profile: str, overrides: Sequence[str]) -> Report:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ProfileError(
-            Problem(f"the lock cannot be written: {error.strerror}", found=str(path))
+            Problem(
+                f"the lock cannot be written: {error.strerror}",
+                found=str(path),
+                todo="name another file: --output FILE",
+            )
         ) from None
     return plan.report
 

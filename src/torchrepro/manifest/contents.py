@@ -156,7 +156,8 @@ def _json(path: Path) -> dict[str, Any]:
             raise ProfileError(Problem("too large for a manifest or a lock", str(path)))
         contents = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ProfileError(Problem(f"cannot be read: {error.strerror}", str(path))) from None
+        what = f"cannot be read: {error.strerror}"
+        raise ProfileError(Problem(what, str(path), todo=_NAME_ONE)) from None
     except RecursionError:
         raise ProfileError(Problem("nested too deep", str(path))) from None
     except ValueError:

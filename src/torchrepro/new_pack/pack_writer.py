@@ -193,4 +193,5 @@ def _write(folder: Path, texts: Mapping[str, str]) -> None:
 
 
 def _unwritable(folder: Path, error: OSError) -> ProfileError:
-    return ProfileError(Problem(f"cannot be written: {error.strerror}", found=str(folder)))
+    what = f"cannot be written: {error.strerror}"
+    return ProfileError(Problem(what, found=str(folder), todo="name another folder"))

@@ -67,6 +67,7 @@ def refuse_interpolation(text: str, where: str, key: str) -> None:
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 16
 MAX_NODES = 2000  # keys and values
+_NAME_ONE = "name a profile: torchrepro list shows them, torchrepro quickstart writes one"
 LONGEST_NUMBER = 64  # characters; nothing that a profile sets needs more
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is optional in PyYAML's builds
@@ -124,7 +125,9 @@ def parse_document(text: str, where: str) -> Document:
     except yaml.MarkedYAMLError as error:
         raise ProfileError(_syntax_problem(error, where)) from None
     except (yaml.YAMLError, UnicodeError) as error:
-        raise ProfileError.about(f"not YAML: {str(error).splitlines()[0]}", where) from None
+        raise ProfileError.about(
+            f"not YAML: {str(error).splitlines()[0]}", where, todo=_NAME_ONE
+        ) from None
     if root is None or (isinstance(root, yaml.ScalarNode) and root.value == ""):
         raise ProfileError.about(
             "the file is empty", where, todo="write at least `name:` and `seed:`"
@@ -158,15 +161,19 @@ def _text(path: Path, where: str) -> str:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ProfileError.about(f"cannot be read: {error.strerror}", where) from None
+        raise ProfileError.about(
+            f"cannot be read: {error.strerror}", where, todo=_NAME_ONE
+        ) from None
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ProfileError.about(
-            f"not UTF-8 text (byte {error.start} is {content[error.start]:#04x})", where
+            f"not UTF-8 text (byte {error.start} is {content[error.start]:#04x})",
+            where,
+            todo=_NAME_ONE,
         ) from None
     if "\0" in text:
-        raise ProfileError.about("not text: the file contains NUL bytes", where)
+        raise ProfileError.about("not text: the file contains NUL bytes", where, todo=_NAME_ONE)
     return text
 
 
@@ -227,7 +234,8 @@ def _syntax_problem(error: yaml.MarkedYAMLError, where: str) -> Problem:
     mark = error.problem_mark or error.context_mark
     what = " ".join(part for part in (error.context, error.problem) if part)
     line = f"{where}:{mark.line + 1}" if mark else where
-    return Problem(f"YAML syntax error: {what}", line)
+    todo = "mend the line, if this is the file of a profile"
+    return Problem(f"YAML syntax error: {what}", line, todo=todo)
 
 
 def _defaults(entries: Any, where: str) -> tuple[str, ...]:

@@ -360,7 +360,10 @@ def _at_path(name: str, path: Path) -> ProfileFile:
         siblings = path.parent.glob("*") if path.parent.is_dir() else ()
         close = near(path.name, (entry.name for entry in siblings))
         raise UnknownProfileError.about(
-            "no such file", found=name, near=str(path.parent / close) if close else ""
+            "no such file",
+            found=name,
+            near=str(path.parent / close) if close else "",
+            todo="" if close else "torchrepro list shows the profiles that can be named",
         )
     return ProfileFile(path.stem, path.absolute(), Folder(path.absolute().parent, str(path.parent)))
 

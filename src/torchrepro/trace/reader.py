@@ -239,7 +239,9 @@ def _beside(place: Path) -> dict[str, str]:
     close = near(place.name, recorded)
     if close:
         return {"near": str(above / close)}
-    return {"legal": some(str(above / each) for each in recorded)}
+    if recorded:
+        return {"legal": some(str(above / each) for each in recorded)}
+    return {"todo": "record one: torchrepro run PROFILE --record DIR -- COMMAND"}
 
 
 def _begun(path: Path) -> bool:

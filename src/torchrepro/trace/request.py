@@ -83,7 +83,11 @@ class Request:
             occupied = next(place.iterdir(), None)
         except OSError as error:
             raise TraceError(
-                Problem(f"cannot hold a recording: {error.strerror}", found=self.folder)
+                Problem(
+                    f"cannot hold a recording: {error.strerror}",
+                    found=self.folder,
+                    todo="name a new or empty folder",
+                )
             ) from None
         if occupied is not None:
             raise TraceError(
