@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -15,6 +16,9 @@ from torchrepro.errors import EXIT_STATUSES, TorchreproError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+_TEXT = re.compile(r" <(str|list\[str\])>")
+"""What the help says of an argument that is any text: its type in Python, which tells nothing."""
 
 
 def commands() -> str:
@@ -33,10 +37,12 @@ def _command(name: str, command: Any) -> Iterator[str]:
     context = typer.Context(command, info_name=f"torchrepro {name}")
     usage = " ".join(["torchrepro", name, *command.collect_usage_pieces(context)])
     yield f"### torchrepro {name}"
-    yield f"```text\n{usage}\n```"
+    yield f"Usage: {code(usage)}"
     yield "\n\n".join(prose(paragraph) for paragraph in (command.help or "").split("\n\n"))
     shown = [param.get_help_record(context) for param in command.get_params(context)]
-    yield records((code(label.strip()), prose(text)) for label, text in filter(None, shown))
+    yield records(
+        (code(_TEXT.sub("", label.strip())), prose(text)) for label, text in filter(None, shown)
+    )
     yield "Examples:"
     yield "\n".join(f"- {code(each.line)}: {prose(each.what)}" for each in ROWS[name].examples)
 
