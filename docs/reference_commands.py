@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 import typer
 from reference_markdown import code, prose, records
 
 import torchrepro
-from torchrepro.cli import profile_commands, run_commands  # noqa: F401 - they register commands
+from torchrepro import cli
 from torchrepro.cli.app import app
 from torchrepro.cli.command_table import ROWS
 from torchrepro.errors import EXIT_STATUSES, TorchreproError
@@ -23,6 +25,9 @@ _TEXT = re.compile(r" <(str|list\[str\])>")
 
 def commands() -> str:
     """Return every command by group, in the order of the help."""
+    for module in iter_modules(cli.__path__):
+        if module.name.endswith("_commands"):  # they register commands
+            import_module(f"{cli.__name__}.{module.name}")
     registered: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     lines: list[str] = []
     for group in dict.fromkeys(row.group for row in ROWS.values()):
