@@ -17,12 +17,16 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-import typer
+from reference_commands import registered_commands
 from reference_markdown import attribute_docs, code, prose
 
 import torchrepro
 from torchrepro.cli import main
-from torchrepro.cli.app import app
+from torchrepro.cli.command_table import ROWS
+from torchrepro.selftest.machine import machine_facts
+from torchrepro.selftest.promises import PROMISES
+from torchrepro.selftest.self_test import SelfTest
+from torchrepro.selftest.trials import Result, Row, Trial
 from torchrepro.verdict.diagnosis import EscalationLevel
 from torchrepro.verification.result import (
     EscalationTrial,
@@ -55,6 +59,10 @@ _CLASSES: Mapping[str, Mapping[str, str]] = {
     "list": {"[]": "torchrepro.profile.load:ProfileEntry"},
     "plan": _REPORT,
     "compare": _VERDICT,
+    "selftest": {
+        "": "torchrepro.selftest.self_test:SelfTest",
+        "rows[]": "torchrepro.selftest.trials:Row",
+    },
     "verify": {
         **_VERDICT,
         "": "torchrepro.verification.result:Verification",
@@ -63,7 +71,17 @@ _CLASSES: Mapping[str, Mapping[str, str]] = {
 }
 """Where the keys of an answer come from, by the path of the mapping that has them."""
 
-_DATA = ("counts", "software", "variables", "values", "origins", "backends", "versions", "env")
+_DATA = (
+    "counts",
+    "promises",
+    "software",
+    "variables",
+    "values",
+    "origins",
+    "backends",
+    "versions",
+    "env",
+)
 """Mappings whose keys are names of things rather than parts of the format."""
 
 _LIKE = {"verify": "compare"}
@@ -104,11 +122,9 @@ class Asked:
 
 def answers() -> str:
     """Return the keys of the answer of each command that has `--json`."""
-    registered: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    registered = registered_commands()
     able = [
-        name
-        for name, command in registered.items()
-        if any("--json" in param.opts for param in command.params)
+        name for name in ROWS if any("--json" in param.opts for param in registered[name].params)
     ]
     with tempfile.TemporaryDirectory() as folder:
         found = _documents(Path(folder))
@@ -139,6 +155,8 @@ def _documents(folder: Path) -> dict[str, list[Any]]:
         _asked("compare", [left, loose, "--rtol", "1", "--atol", "1"]),
     ]
     found["verify"] = [_verification(folder, bare=True), _verification(folder, bare=False)]
+    tried = (Row(Trial(PROMISES[0].name, "cpu"), Result.HELD),)
+    found["selftest"] = [SelfTest("", "", machine_facts(), PROMISES, tried, 1.0).to_json()]
     found[LOCK] = [json.loads((folder / LOCK).read_text(encoding="utf-8"))]
     return found
 

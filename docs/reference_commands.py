@@ -25,10 +25,7 @@ _TEXT = re.compile(r" <(str|list\[str\])>")
 
 def commands() -> str:
     """Return every command by group, in the order of the help."""
-    for module in iter_modules(cli.__path__):
-        if module.name.endswith("_commands"):  # they register commands
-            import_module(f"{cli.__name__}.{module.name}")
-    registered: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    registered = registered_commands()
     lines: list[str] = []
     for group in dict.fromkeys(row.group for row in ROWS.values()):
         lines.append(f"## {group}")
@@ -36,6 +33,14 @@ def commands() -> str:
             if row.group == group:
                 lines += _command(name, registered[name])
     return "\n\n".join(lines)
+
+
+def registered_commands() -> dict[str, Any]:
+    """Return every command of the application by its name."""
+    for module in iter_modules(cli.__path__):
+        if module.name.endswith("_commands"):  # they register commands
+            import_module(f"{cli.__name__}.{module.name}")
+    return dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 
 
 def _command(name: str, command: Any) -> Iterator[str]:

@@ -7,11 +7,9 @@ from html import unescape
 from typing import TYPE_CHECKING
 
 import pytest
-import typer
 
 import torchrepro
-from torchrepro.cli import profile_commands, run_commands  # noqa: F401 - they register commands
-from torchrepro.cli.app import app
+from torchrepro.cli.command_table import ROWS
 from torchrepro.errors import EXIT_STATUSES, TorchreproError
 from torchrepro.knobs.allowed_variables import ALLOWED
 from torchrepro.knobs.catalogue import CATALOGUE
@@ -22,8 +20,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+WITHOUT_JSON = ("run", "schema", "lock")
+"""Commands that start another one, or that write JSON as it is."""
+
 EXPECTED = {
-    "commands": [f"torchrepro {name}" for name in typer.main.get_command(app).commands],
+    "commands": [f"torchrepro {name}" for name in ROWS],
+    "answers": [f"torchrepro {name}" for name in ROWS if name not in WITHOUT_JSON],
     "python": [f"torchrepro.{name}" for name in torchrepro.__all__],
     "knobs": [knob.name for knob in CATALOGUE],
     "profile-keys": [knob.profile_key for knob in CATALOGUE if not knob.variable],
