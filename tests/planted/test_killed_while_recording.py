@@ -2,6 +2,7 @@
 
 import random
 import sqlite3
+import struct
 import subprocess
 import sys
 from contextlib import closing
@@ -9,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 import torchrepro
 from torchrepro import TraceError
@@ -16,6 +18,10 @@ from torchrepro.trace.format import SCHEMA, SUFFIX
 from torchrepro.trace.reader import Trace, read_run
 from torchrepro.verdict.value import Kind
 
+MAGIC = bytes.fromhex("d9d505f920a163d7")
+"""How a journal of SQLite begins: https://sqlite.org/fileformat2.html#the_rollback_journal."""
+
+SECTOR, PAGE = 512, 4096
 KILLS = 20
 LONGEST = 0.5
 ZYGOTE = """
@@ -97,6 +103,35 @@ def test_a_process_that_is_killed_as_it_begins_its_trace_leaves_none(
 
     with pytest.raises(TraceError, match="holds no trace"):
         read_run(tmp_path)
+
+
+@pytest.mark.parametrize("moment", ["as it begins", "as it ends"])
+def test_the_journal_of_a_killed_process_keeps_no_trace_from_being_read(
+    moment: str, tmp_path: Path
+) -> None:
+    """A process that was killed while SQLite changed how it keeps the file leaves a whole trace."""
+    path = tmp_path / f"rank0{SUFFIX}"
+    if moment == "as it ends":
+        with torchrepro.record(tmp_path):
+            torch.ones(3).exp()
+    else:
+        with closing(sqlite3.connect(path)) as store:
+            store.executescript("create table half(x); drop table half")
+    size = path.stat().st_size
+    header = struct.pack(">IIIII", 1, 0, size // PAGE, SECTOR, PAGE)
+    path.with_name(f"{path.name}-journal").write_bytes((MAGIC + header).ljust(SECTOR, b"\0"))
+    reader = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)
+    with closing(reader), pytest.raises(sqlite3.OperationalError, match="readonly"):
+        reader.execute("select * from sqlite_schema")
+
+    if moment == "as it ends":
+        (trace,) = read_run(tmp_path)
+        assert "finished" in trace.meta
+        trace.connection.close()
+    else:
+        with pytest.raises(TraceError, match="holds no trace"):
+            read_run(tmp_path)
+    assert path.stat().st_size == size
 
 
 @pytest.mark.slow

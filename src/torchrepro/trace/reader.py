@@ -275,17 +275,43 @@ def _connected(path: Path) -> Iterator[sqlite3.Connection]:
     size = sum(
         each.stat().st_size for each in (path, path.with_name(f"{path.name}-wal")) if each.exists()
     )
-    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+    connection = _opened(path)
     try:
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, META)
-        for pragma in ("trusted_schema = off", "cell_size_check = on", "query_only = on"):
-            connection.execute(f"pragma {pragma}")
         with _bounded(connection, size):
             connection.execute("begin")  # a run that still goes on adds rows
             yield connection
     except BaseException:
         connection.close()
         raise
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    """Open a file for reading.
+
+    A process that was killed while it opened or closed its file may leave a journal, which a reader
+    may not take back. It would take back nothing but how SQLite keeps the file, so the file is read
+    without it. See https://sqlite.org/rescode.html#readonly_rollback.
+    """
+    uri = f"{path.absolute().as_uri()}?mode=ro"
+    try:
+        return _guarded(sqlite3.connect(uri, uri=True))
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode != sqlite3.SQLITE_READONLY_ROLLBACK:
+            raise
+        return _guarded(sqlite3.connect(f"{uri}&immutable=1", uri=True))
+
+
+def _guarded(connection: sqlite3.Connection) -> sqlite3.Connection:
+    """Return the connection, limited to reading data; close it if its file cannot be read."""
+    try:
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, META)
+        for pragma in ("trusted_schema = off", "cell_size_check = on", "query_only = on"):
+            connection.execute(f"pragma {pragma}")
+        connection.execute("pragma schema_version")  # the first that reads the file
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 @contextmanager
