@@ -80,7 +80,7 @@ def test_a_strict_run_ends_with_the_lines_that_drew_without_a_seed(torchrepro, w
     assert ran.returncode == 0, ran.stderr
     drew = f"numpy.random.default_rng() at {program}"
     assert _said(ran.stderr) == [
-        f"torchrepro: drew without a seed, in workers: {drew}:{IN_WORKERS} ({TO_DO})",
+        f"torchrepro: drew without a seed, in workers: {drew}:{IN_WORKERS} (draw from torchrepro.sample_rng())",
         f"torchrepro: drew without a seed: {drew}:{FIRST} ({TO_DO})",
     ]
 

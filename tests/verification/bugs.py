@@ -219,8 +219,11 @@ BUGS = {
     "augmentation seeded from the clock": Bug(
         AUGMENTATION,
         "numpy.random.default_rng at train.py:",
-        ("default_rng(time.time_ns())", "default_rng(int(image[0]))"),
-        advice="a seed that is the same in every run",
+        (
+            "rng = np.random.default_rng(time.time_ns())",
+            "import torchrepro; rng = torchrepro.sample_rng()",
+        ),
+        advice="torchrepro.sample_rng()",
     ),
     "vocabulary from a set": Bug(
         VOCABULARY,

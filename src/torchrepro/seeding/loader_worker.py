@@ -22,6 +22,7 @@ from torchrepro.seeding.generators import host_states, seed_host
 from torchrepro.seeding.streams import (
     current_plan,
     keep_program_seed,
+    present_worker,
     put_program_seed,
     stream,
 )
@@ -51,6 +52,11 @@ class _Present(threading.local):
 
 
 _here = _Present()
+
+
+def loads_sample() -> bool:
+    """Whether this thread loads a sample for a loader that is seeded, or is a loader's worker."""
+    return _here.draw is not None or present_worker() is not None
 
 
 def sample_rng() -> np.random.Generator:

@@ -25,6 +25,7 @@ from torchrepro.callers import address, is_library, package
 from torchrepro.imports import AfterImport
 from torchrepro.messages import WIDE, shown
 from torchrepro.seeding.call_listeners import listen, stop_listening
+from torchrepro.seeding.loader_worker import loads_sample
 from torchrepro.seeding.seeding_calls import FUNCTIONS
 from torchrepro.seeding.worker_notes import say_in_first_worker
 
@@ -81,11 +82,18 @@ class Source(NamedTuple):
     """The seed that a call is given, as text by which two runs can be compared."""
     known_as: str = ""
     """The name to show, where it is not that of the function."""
+    in_sample: str = ""
+    """What to write instead while a sample is loaded, where one seed would repeat its numbers."""
 
     @property
     def name(self) -> str:
         """The name by which the program knows it."""
         return self.known_as or f"{self.module}.{self.attribute}"
+
+    def edit(self, called: str, *, in_sample: bool) -> str:
+        """Return what to write instead of a call of the function that is known as `called`."""
+        text = (in_sample and self.in_sample) or self.instead
+        return text.format(called)
 
 
 def _seed_at(position: int) -> Callable[[Arguments], Any]:
@@ -133,6 +141,7 @@ def _given(module: str, attribute: str, position: int, **more: Any) -> Source:
     )
 
 
+_SAMPLE = "draw from torchrepro.sample_rng()"
 _PYTHON = 'random.Random(1234), or torchrepro.stream("name").python()'
 _HANDS_ON = ("random", "secrets", "uuid")
 
@@ -143,6 +152,7 @@ UNSEEDED: tuple[Source, ...] = (
         ENTROPY,
         'pass a seed: numpy.random.default_rng(1234), or torchrepro.stream("name").numpy()',
         applies=_without_seed(0),
+        in_sample=_SAMPLE,
     ),
     Source(
         "random",
@@ -152,6 +162,7 @@ UNSEEDED: tuple[Source, ...] = (
         through=("random",),
         applies=_without_seed(1),
         known_as="random.Random",
+        in_sample=_SAMPLE,
     ),
     *(
         Source(
@@ -161,11 +172,14 @@ UNSEEDED: tuple[Source, ...] = (
             f"draw from {_PYTHON}",
             through=_HANDS_ON,
             known_as="random.SystemRandom",
+            in_sample=_SAMPLE,
         )
         for method in ("random", "getrandbits", "randbytes")
     ),
-    Source("os", "urandom", ENTROPY, f"draw from {_PYTHON}", through=_HANDS_ON),
-    Source("secrets", "randbits", ENTROPY, f"draw from {_PYTHON}"),
+    Source(
+        *("os", "urandom", ENTROPY, f"draw from {_PYTHON}"), through=_HANDS_ON, in_sample=_SAMPLE
+    ),
+    Source("secrets", "randbits", ENTROPY, f"draw from {_PYTHON}", in_sample=_SAMPLE),
     Source(
         "uuid",
         "uuid1",
@@ -184,8 +198,13 @@ UNSEEDED: tuple[Source, ...] = (
 """Draws that no seed decides. They are rare, so watching them costs nothing."""
 
 GIVEN_SEEDS: tuple[Source, ...] = (
-    _given("numpy.random", "default_rng", 0),
-    _given("random", "Random.seed", 1, through=("random",), known_as="random.Random"),
+    _given("numpy.random", "default_rng", 0, in_sample=_SAMPLE),
+    _given(
+        *("random", "Random.seed", 1),
+        through=("random",),
+        known_as="random.Random",
+        in_sample=_SAMPLE,
+    ),
     *(
         _given(module, attribute, 0, through=(_ANY,))
         for module, attribute in FUNCTIONS
@@ -262,6 +281,8 @@ class SourceRead:
     value: str | None
     """The seed that was given; None for a read."""
     instead: str
+    in_sample: bool
+    """Whether a loader was loading a sample."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the read as plain JSON values."""
@@ -324,7 +345,8 @@ class Watch:
                 step=step,
                 record=record,
                 value=value,
-                instead=row.instead.format(name),
+                in_sample=(loading := loads_sample()),
+                instead=row.edit(name, in_sample=loading),
             )
             self._on_first(read)
 

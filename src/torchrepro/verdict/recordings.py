@@ -344,7 +344,7 @@ def _reads(left: Sequence[Any], right: Sequence[Any]) -> tuple[SourceRead, ...]:
                     name=printable(name),
                     what=row.what,
                     where=read["where"],
-                    instead=row.instead.format(printable(name)),
+                    instead=row.edit(printable(name), in_sample=read.get("in_sample") is True),
                     step=read["step"],
                     record=read["record"],
                     left=seeds[0].get("value") or "",
