@@ -65,6 +65,7 @@ if __name__ == "__main__":
     hydra.main(version_base=None, config_path=CONFIG_PATH, config_name=CONFIG_NAME)(main)()
 """
 IN_WORKERS, FIRST = 8, 12  # the lines that draw without a seed, in DRAWS
+IN_SAMPLE = "draw from torchrepro.sample_rng()"
 TO_DO = 'pass a seed: numpy.random.default_rng(1234), or torchrepro.stream("name").numpy()'
 
 
@@ -80,7 +81,7 @@ def test_a_strict_run_ends_with_the_lines_that_drew_without_a_seed(torchrepro, w
     assert ran.returncode == 0, ran.stderr
     drew = f"numpy.random.default_rng() at {program}"
     assert _said(ran.stderr) == [
-        f"torchrepro: drew without a seed, in workers: {drew}:{IN_WORKERS} (draw from torchrepro.sample_rng())",
+        f"torchrepro: drew without a seed, in workers: {drew}:{IN_WORKERS} ({IN_SAMPLE})",
         f"torchrepro: drew without a seed: {drew}:{FIRST} ({TO_DO})",
     ]
 
