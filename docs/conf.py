@@ -36,7 +36,7 @@ nitpick_ignore = [
         *("random.Random", "torch.Generator", "np.random.Generator", "np.random.RandomState"),
         *("Destination", "Knob", "ProcessFacts", "Recording", "ResolvedProfile"),
         *("torchrepro.errors._WrongRequestError", "torchrepro.seeding.ranks.Mesh"),
-        *("torchrepro.seeding.generators.Generator", "torchrepro.verdict.value.SourceRead"),
+        "torchrepro.seeding.generators.Generator",
     )
 ]
 

@@ -31,9 +31,6 @@ PARTS = (
 )
 """Other classes whose values are found in answers, and which nobody makes or imports by name."""
 
-NAMESAKES = ("verdict.value.SourceRead",)
-"""Classes that share their name with one of `PARTS`: they are shown and nothing links to them."""
-
 CONSTRUCTED = ("Checkpoint",)
 """The public classes that a caller makes; the others are answers."""
 
@@ -71,10 +68,7 @@ def parts_of_answers() -> str:
     """Return the documentation of the classes that are found in answers."""
     names = [name for module in ANSWERS for name in _classes(module)]
     return "\n\n".join(
-        _directive(
-            f".. autoclass:: torchrepro.{name}", *_FIELDS, *["no-index"] * (name in NAMESAKES)
-        )
-        for name in (*PARTS, *names)
+        _directive(f".. autoclass:: torchrepro.{name}", *_FIELDS) for name in (*PARTS, *names)
     )
 
 

@@ -24,7 +24,7 @@ from torchrepro.verdict.value import (
     Loader,
     Program,
     Setting,
-    SourceRead,
+    UncontrolledRead,
     Verdict,
 )
 
@@ -225,7 +225,9 @@ CASES = {
     ),
     "nothing known": (divergence("aten::gelu"), (), CPU, "", "No known cause"),
 }
-CLOCK = SourceRead("time.time", uncontrolled.CLOCK, "a/train.py:5", "do not compute with it", 0)
+CLOCK = UncontrolledRead(
+    "time.time", uncontrolled.CLOCK, "a/train.py:5", "do not compute with it", 0
+)
 PROGRAM = {
     "another text": (
         divergence(),

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from torchrepro.knobs.knob import Knob
-    from torchrepro.verdict.value import Divergence, Program, Setting, SourceRead, Verdict
+    from torchrepro.verdict.value import Divergence, Program, Setting, UncontrolledRead, Verdict
 
 
 _FEW, _FEW_SUSPECTS = 3, 2
@@ -127,7 +127,7 @@ def _suspicion(evidence: Evidence) -> _Suspicion | None:
     return _Suspicion(f"It reads {read}.", edit_at(suspects[0]), is_sure)
 
 
-def edit_at(read: SourceRead) -> str:
+def edit_at(read: UncontrolledRead) -> str:
     """Return what to write instead of a read that no seed decides, and where."""
     return f"{read.instead} ({short(read.where)})"
 

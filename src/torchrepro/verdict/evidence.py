@@ -19,7 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torchrepro.trace.format import Site
-    from torchrepro.verdict.value import Divergence, Loader, Program, Setting, Side, SourceRead
+    from torchrepro.verdict.value import (
+        Divergence,
+        Loader,
+        Program,
+        Setting,
+        Side,
+        UncontrolledRead,
+    )
 
 
 def _names(text: str) -> frozenset[str]:
@@ -161,31 +168,31 @@ class Evidence:
         return op_name(self.first.op)
 
     @property
-    def earlier_reads(self) -> tuple[SourceRead, ...]:
+    def earlier_reads(self) -> tuple[UncontrolledRead, ...]:
         """What the program had read until the divergence, the last read first."""
         place = self.first.step, self.first.record
         earlier = [each for each in self.program.reads if (each.step, each.record) <= place]
         return tuple(reversed(earlier))
 
     @property
-    def other_seeds(self) -> tuple[SourceRead, ...]:
+    def other_seeds(self) -> tuple[UncontrolledRead, ...]:
         """The places at which the runs had given a generator different seeds."""
         return tuple(each for each in self.earlier_reads if each.is_other_seed)
 
     @property
-    def suspects(self) -> tuple[SourceRead, ...]:
+    def suspects(self) -> tuple[UncontrolledRead, ...]:
         """What the program had read that no seed decides: what it reads at the line first."""
         found = [each for each in self.earlier_reads if each.what in SUSPECTS]
         return tuple(
             sorted(found, key=lambda each: (not self.is_at(each), SUSPECTS.index(each.what)))
         )
 
-    def is_at(self, read: SourceRead) -> bool:
+    def is_at(self, read: UncontrolledRead) -> bool:
         """Whether the line of the divergence reads it."""
         return short(read.where) in {short(side.source) for side in self.sides}
 
     @property
-    def started_threads(self) -> SourceRead | None:
+    def started_threads(self) -> UncontrolledRead | None:
         """Where the program had started a thread."""
         return next((each for each in self.earlier_reads if each.what == THREADS), None)
 

@@ -22,7 +22,7 @@ from torchrepro.verdict.value import (
     RunFacts,
     Setting,
     Side,
-    SourceRead,
+    UncontrolledRead,
 )
 
 if TYPE_CHECKING:
@@ -328,7 +328,7 @@ def _loader(facts: Mapping[str, Any]) -> Loader:
     )
 
 
-def _reads(left: Sequence[Any], right: Sequence[Any]) -> tuple[SourceRead, ...]:
+def _reads(left: Sequence[Any], right: Sequence[Any]) -> tuple[UncontrolledRead, ...]:
     """Return the places at which either run reads what no seed decides, or gives a seed."""
     sides = [
         {(each["name"], each["what"], short(each["where"])): each for each in side}
@@ -340,7 +340,7 @@ def _reads(left: Sequence[Any], right: Sequence[Any]) -> tuple[SourceRead, ...]:
         if row is not None:
             seeds = [side.get((name, what, short(read["where"])), {}) for side in sides]
             found.append(
-                SourceRead(
+                UncontrolledRead(
                     name=printable(name),
                     what=row.what,
                     where=read["where"],

@@ -166,7 +166,7 @@ class Loader:
 
 
 @dataclass(frozen=True, slots=True)
-class SourceRead:
+class UncontrolledRead:
     """A place where a program reads what no seed decides, or gives a generator a seed."""
 
     name: str
@@ -199,7 +199,7 @@ class Program:
     accelerator: str = ""
     """The type of device that computed besides the CPU, as in ``cuda``; empty if none did."""
     loaders: tuple[Loader, ...] = ()
-    reads: tuple[SourceRead, ...] = ()
+    reads: tuple[UncontrolledRead, ...] = ()
     """In the order of reading."""
     threads: tuple[str, ...] = ()
     """Threads beside the main one that computed something."""
