@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 EXIT_STATUSES = {
     0: "yes, or done",
     1: "the answer is no: the runs diverged, a knob has drifted, a lock is not met",
-    2: "the request is wrong: an unknown profile, an illegal value, a damaged file",
+    2: "the request is wrong: an unknown profile, an illegal value, a damaged file, a command that "
+    "fails in every run",
     3: "the profile could not be put in force",
 }
 """What a command says with the status that it ends with."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 RUNS = "Runs"
 PROFILES = "Profiles"
-LOCKS = "Hold runs to it"
+LOCKS = "Hold runs to a lock"
 MACHINE = "This machine"
 
 
