@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import sqlite3
 import subprocess
 import sys
 import threading
+import weakref
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -272,3 +274,20 @@ def test_an_optimizer_steps_on_the_thread_that_steps_it(recorded: Recorder) -> N
     (thread,) = {one.thread for one in seen(trace) if one.op == "SGD.step()"}
 
     assert trace.threads[thread] == "trainer"
+
+
+def test_recording_keeps_no_variable_of_the_program_alive(tmp_path: Path) -> None:
+    """A tensor that a function lets go of is gone, recorded or not."""
+
+    def train() -> Any:
+        model, batch = torch.nn.Linear(2, 2), torch.ones(4, 2)
+        gone = weakref.ref(batch)
+        model(batch).sum().backward()
+        del batch
+        gc.collect()
+        return gone()
+
+    with torchrepro.record(tmp_path / "run"):
+        left = train()
+
+    assert left is None

@@ -18,7 +18,7 @@ from torchrepro.callers import address, is_library
 from torchrepro.policies.placement import bare
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from types import CodeType, FrameType
     from weakref import ReferenceType
 
@@ -185,7 +185,9 @@ def _outermost(module: Any, frame: FrameType) -> Any:
 def _name_in_program(model: Any, frame: FrameType) -> str:
     """Return the attribute, or else the variable, by which the program calls `model`; or nothing.
 
-    A variable of a function comes last: it may be a parameter that stands for any model.
+    A variable of a function comes last: it may be a parameter that stands for any model. It is
+    looked for since Python 3.13 alone: before, reading a function's variables would keep alive all
+    that they hold until the function ends (https://peps.python.org/pep-0667).
     """
     callers: list[FrameType] = []
     outer: FrameType | None = frame
@@ -193,11 +195,31 @@ def _name_in_program(model: Any, frame: FrameType) -> str:
         if is_of_program(outer.f_code):
             callers.append(outer)
         outer = outer.f_back
-    owners = (getattr(its.f_locals.get("self"), "__dict__", {}) for its in callers)
-    names = chain(owners, (its.f_globals for its in callers), (its.f_locals for its in callers))
+    owners = (_attributes_of_self(its) for its in callers)
+    variables = (its.f_locals for its in callers) if _LOCALS_ARE_A_VIEW else ()
+    names = chain(owners, (its.f_globals for its in callers), variables)
     return next(
         (name for values in names for name, value in [*values.items()] if value is model), ""
     )
+
+
+def _attributes_of_self(frame: FrameType) -> Mapping[str, Any]:
+    """Return the attributes of the object whose method `frame` runs."""
+    if frame.f_code.co_varnames[:1] != ("self",):
+        return {}
+    owner = frame.f_locals.get("self")
+    try:
+        found = getattr(owner, "__dict__", {})
+    except Exception:  # noqa: BLE001 - whatever a proxy raises that stands for nothing now
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _locals_are_a_view() -> bool:
+    return not isinstance(sys._getframe().f_locals, dict)  # noqa: SLF001 - see `place_of_call`
+
+
+_LOCALS_ARE_A_VIEW = _locals_are_a_view()
 
 
 def _unwrapped(model: Any) -> Any:
