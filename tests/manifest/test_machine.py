@@ -36,6 +36,12 @@ def _git(folder, *words):
     subprocess.run(["git", *identity, *words], cwd=folder, check=True, capture_output=True)
 
 
+def _forget():
+    """Have git asked again."""
+    module._commit.cache_clear()
+    module._repository.cache_clear()
+
+
 @pytest.fixture
 def source(tmp_path, monkeypatch):
     """A repository with one commit and one file that it does not track, which we are in."""
@@ -46,9 +52,20 @@ def source(tmp_path, monkeypatch):
     (tmp_path / "log.txt").write_text("written by a run\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "_folder", os.getcwd)
-    module._repository.cache_clear()
+    _forget()
     yield tmp_path
-    module._repository.cache_clear()
+    _forget()
+
+
+def test_without_a_current_folder_nothing_fails(tmp_path, monkeypatch):
+    """A process whose folder was removed is in no repository, and git is not to blame."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", sys.prefix + "/bin/pytest")
+    (tmp_path / "gone").rmdir()
+    _forget()
+
+    assert module.commit() == {"unknown": "not in a git repository"}
 
 
 def test_commit_and_changes_of_the_working_tree(source):
@@ -57,7 +74,7 @@ def test_commit_and_changes_of_the_working_tree(source):
     found = []
     for text in ("2\n", "3\n"):
         (source / "train.py").write_text(text, encoding="utf-8")
-        module._repository.cache_clear()
+        _forget()
         found.append(repository())
 
     assert (len(clean["commit"]), clean["changed_files"], "changes" in clean) == (40, 0, False)
@@ -177,7 +194,7 @@ def test_asking_loads_nothing_and_starts_no_device():
 def test_a_manifest_takes_tens_of_milliseconds():
     """The first manifest of a process takes at most 0.15 s, git included, and a later one 0.03."""
     plan = torchrepro.plan("debug-strict")
-    module._repository.cache_clear()
+    _forget()
     took = []
     for _ in range(4):
         start = time.perf_counter()

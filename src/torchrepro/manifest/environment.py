@@ -358,15 +358,19 @@ _STATUS = ("status", "--porcelain=v2", "--branch", "--untracked-files=no", "--ig
 _DIFF = ("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--ignore-submodules")
 
 
-def repository() -> dict[str, Any]:
-    """Return the commit, the number of changed files, the digest of the changes, and the remotes.
+def commit() -> dict[str, Any]:
+    """Return the commit and the number of changed files of the working tree.
 
-    The working tree is that of the program's script, or else of the current folder. Untracked
-    files count as no change, because runs write such files. Where git has no answer, the one key
-    is ``unknown``, with the reason. git runs once per process and folder. It writes nothing and
-    runs no hook, file monitor or external diff
-    (https://git-scm.com/docs/git#_environment_variables).
+    It is that of the program's script, or else of the current folder. Untracked files count as no
+    change, because runs write such files. Where git has no answer, the one key is ``unknown``, with
+    the reason. git runs once per process and folder. It writes nothing and runs no hook, file
+    monitor or external diff (https://git-scm.com/docs/git#_environment_variables).
     """
+    return dict(_commit(_folder()))
+
+
+def repository() -> dict[str, Any]:
+    """Return what `commit` does, and the digest of the changes, and the remotes."""
     return dict(_repository(_folder()))
 
 
@@ -374,19 +378,29 @@ def _folder() -> str:
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     place = Path(script).absolute().parent if script else None
     installed = place is not None and place.is_relative_to(sys.prefix)
-    return str(place) if place is not None and not installed else str(Path.cwd())
+    if place is not None and not installed:
+        return str(place)
+    try:
+        return str(Path.cwd())
+    except OSError:  # the current folder is gone
+        return os.sep
 
 
 @cache
-def _repository(folder: str) -> dict[str, Any]:
+def _commit(folder: str) -> Mapping[str, Any]:
+    return _answered(partial(_status, folder))
+
+
+@cache
+def _repository(folder: str) -> Mapping[str, Any]:
+    found = _commit(folder)
+    return found if "unknown" in found else _answered(partial(_changes, folder, found))
+
+
+def _answered(ask: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return what git says, or why it says nothing."""
     try:
-        status = _git(folder, *_STATUS).decode(errors="replace").splitlines()
-        heads = dict(line[2:].partition(" ")[::2] for line in status if line.startswith("# "))
-        changed = sum(not line.startswith("#") for line in status)
-        found = {"commit": heads.get("branch.oid", ""), "changed_files": changed}
-        if changed:
-            found["changes"] = hashlib.sha256(_git(folder, *_DIFF)).hexdigest()[:16]
-        return {**found, "remotes": _remotes(folder)}
+        return ask()
     except subprocess.TimeoutExpired:
         return {"unknown": f"git took longer than {TIMEOUT:g} s"}
     except FileNotFoundError:
@@ -395,10 +409,24 @@ def _repository(folder: str) -> dict[str, Any]:
         return {"unknown": _reason(error)}
 
 
+def _status(folder: str) -> Mapping[str, Any]:
+    status = _git(folder, *_STATUS).decode(errors="replace").splitlines()
+    heads = dict(line[2:].partition(" ")[::2] for line in status if line.startswith("# "))
+    changed = sum(not line.startswith("#") for line in status)
+    return {"commit": heads.get("branch.oid", ""), "changed_files": changed}
+
+
+def _changes(folder: str, found: Mapping[str, Any]) -> Mapping[str, Any]:
+    digest = hashlib.sha256(_git(folder, *_DIFF)).hexdigest()[:16] if found["changed_files"] else ""
+    changes = {"changes": digest} if digest else {}
+    return {**found, **changes, "remotes": _remotes(folder)}
+
+
 def _git(folder: str, *words: str) -> bytes:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     return subprocess.run(  # noqa: S603 - the words are those above
         ["git", *_RUN_NOTHING, "-C", folder, *words],  # noqa: S607 - the git that the user has
+        cwd=os.sep,  # ours may be gone
         env={**environment, **_QUIET},
         stdin=subprocess.DEVNULL,
         capture_output=True,

@@ -23,7 +23,7 @@ import xxhash
 from torchrepro.applier import in_force
 from torchrepro.errors import TraceError
 from torchrepro.manifest.contents import secrets_here
-from torchrepro.manifest.environment import hardware, repository, software
+from torchrepro.manifest.environment import commit, hardware, software
 from torchrepro.messages import Problem, shown
 from torchrepro.redaction import cleaner
 from torchrepro.seeding import generators
@@ -253,7 +253,7 @@ def _about_this_process() -> Mapping[str, Any]:
         "hardware": hardware() | _accelerator(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": platform.node(),
-        "repository": repository(),
+        "repository": commit(),
         "knobs": {},
     }
     profiles = in_force()
