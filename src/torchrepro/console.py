@@ -17,6 +17,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.messages import ends_in_line_number, printable, shortened
+from torchrepro.verbosity import Verbosity, verbosity
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -92,6 +93,12 @@ def say(*lines: object) -> None:
     """Tell standard error each of `lines`, where there is one: `pythonw` has none."""
     for line in lines if sys.stderr is not None else ():
         sys.stderr.write(f"torchrepro: {line}\n")
+
+
+def note(*lines: object) -> None:
+    """Tell standard error what is neither an error nor lowers a guarantee; nothing if quiet."""
+    if verbosity() is not Verbosity.QUIET:
+        say(*lines)
 
 
 @cache

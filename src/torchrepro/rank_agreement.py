@@ -14,7 +14,7 @@ from functools import wraps
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.console import say
+from torchrepro.console import note
 from torchrepro.errors import ApplyError
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.env_rows import ORDER_OF_SUMS
@@ -217,4 +217,4 @@ def name_what_is_not_pinned(backend: str) -> None:
         missing = [name for name in variables if name not in os.environ]
         if kind in backend and missing:
             unset = ", ".join(missing)
-            say(f"{kind} adds up in an order of its own choosing: {unset} not set")
+            note(f"{kind} adds up in an order of its own choosing: {unset} not set")

@@ -19,6 +19,7 @@ from torchrepro.console import (
     Styled,
     Table,
     as_text,
+    note,
     parts,
     say,
     say_once,
@@ -670,14 +671,15 @@ def announce_end(report: Report, announced: Report) -> None:
     """Tell standard error in one line what did not stay at the end of a run as it was announced."""
     if (report.guarantee, report.drift) == (announced.guarantee, announced.drift):
         return
+    tell = note if report.guarantee == announced.guarantee else say
     if os.environ.get("RANK", "0") == "0":
-        say(f"at the end, {report.summary}")
+        tell(f"at the end, {report.summary}")
 
 
 def announce_unseeded(report: Report) -> None:
     """Tell standard error where a run has drawn numbers that no seed decides, if it has."""
-    if os.environ.get("RANK", "0") == "0" and verbosity() is not Verbosity.QUIET:
-        say(*unseeded_lines(report))
+    if os.environ.get("RANK", "0") == "0":
+        note(*unseeded_lines(report))
 
 
 def announce_effects(report: Report) -> None:

@@ -86,6 +86,20 @@ def test_a_strict_run_ends_with_the_lines_that_drew_without_a_seed(torchrepro, w
     ]
 
 
+def test_a_quiet_run_says_nothing_of_what_drew_without_a_seed(torchrepro, write):
+    """Under --quiet draws without a seed are in the report alone, those in workers too."""
+    ran = torchrepro(
+        "run",
+        "--quiet",
+        "debug-strict",
+        "--",
+        sys.executable,
+        write({"draws.py": f"{DRAWS}\nmain()\n"}),
+    )
+
+    assert (ran.returncode, _said(ran.stderr)) == (0, [])
+
+
 def test_a_strict_job_says_and_keeps_what_drew_without_a_seed(hydra_app, run_python, tmp_path):
     """A Hydra job says it as it ends, and its manifest has every line that drew."""
     hydra_app(HYDRA_DRAWS, "own: 1\n")

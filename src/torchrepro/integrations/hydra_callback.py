@@ -26,7 +26,7 @@ from omegaconf import OmegaConf, open_dict, read_write
 
 from torchrepro.applier import Applied, apply_resolved, in_force, stop_or_relaunch
 from torchrepro.bootstrap import agreeing_run
-from torchrepro.console import say
+from torchrepro.console import note, say
 from torchrepro.errors import ApplyError, DriftError, TorchreproError
 from torchrepro.integrations.hydra_config import CALLBACK, note_on_the_apps_own, resolved_profile
 from torchrepro.integrations.hydra_unapplied import note_callback, note_launched, requesting_words
@@ -38,7 +38,6 @@ from torchrepro.profile.resolved import ResolvedProfile
 from torchrepro.report import announce, announce_end, unseeded_lines
 from torchrepro.seeding.ranks import world
 from torchrepro.seeding.streams import drawn_streams, never_drawn
-from torchrepro.verbosity import Verbosity, verbosity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -119,10 +118,10 @@ class ReproCallback(Callback):
             _restore()
             resolved = resolved_profile(config)
             if resolved is None:
-                note = note_on_the_apps_own(config)
-                if note and note not in _notes:
-                    _notes.add(note)
-                    say(f"note: {note}")
+                words = note_on_the_apps_own(config)
+                if words and words not in _notes:
+                    _notes.add(words)
+                    note(f"note: {words}")
                 _make_picklable(config)
                 return
             # With Hydra's own part, which is never in the config that the task gets and may save.
@@ -220,8 +219,6 @@ def _restore() -> None:
 
 def _report_random_numbers(applied: Applied) -> None:
     """Print the seeds and unseeded draws of the job, and the streams that it never drew from."""
-    if verbosity() is Verbosity.QUIET:
-        return
     lines = [f"seeded by the program itself: {call}" for call in applied.seeding_calls]
     lines += unseeded_lines(applied.report)
     lines += [
@@ -231,7 +228,7 @@ def _report_random_numbers(applied: Applied) -> None:
         for name in never_drawn()
     ]
     if world().rank == 0:
-        say(*lines)
+        note(*lines)
 
 
 def _record(job: _Job) -> None:

@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
-from torchrepro.console import say
+from torchrepro.console import note
 from torchrepro.errors import ApplyError
 from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.messages import Problem, near, some
@@ -309,7 +309,7 @@ class Placement:
                 f"{POLICY}: never called, so it never ran on its device: {some(idle)} "
                 "(a module may use the weights of its parts without calling them)"
             )
-        say(*filter(None, lines))
+        note(*filter(None, lines))
 
     @property
     def _compiled(self) -> bool:

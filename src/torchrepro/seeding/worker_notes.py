@@ -1,17 +1,17 @@
-"""Workers of a loader begin anew every epoch; what happens in them is said once in a run."""
+"""Workers of a loader begin anew every epoch; what happens in forked ones is said once in a run."""
 
 from __future__ import annotations
 
 import mmap
 import zlib
 
-from torchrepro.console import say
+from torchrepro.console import note
 from torchrepro.seeding.streams import present_worker
 
 _SLOTS = 1 << 16
 _said = mmap.mmap(-1, _SLOTS)
 """A byte for each note that was said. Processes that are forked share it with this one; those that
-are spawned have one of their own."""
+are spawned have one of their own. Two notes in 65,536 may share a byte: the later is not said."""
 
 
 def say_in_first_worker(key: str, text: str) -> None:
@@ -24,4 +24,4 @@ def say_in_first_worker(key: str, text: str) -> None:
     slot = zlib.crc32(key.encode()) % _SLOTS
     if not _said[slot]:
         _said[slot] = 1
-        say(text)
+        note(text)
