@@ -61,11 +61,9 @@ OVERRIDES = {  # what the override says, words of the message
     "a free target": ("env_extra._target_=evil.touch", ()),
 }
 HYDRAS_OWN = {  # requests that Hydra itself refuses before it asks for a profile
-    "an unknown profile": (["+repro=nothing-like-it"], "nothing-like-it"),
     "two values": (["+repro=seed-only", "repro.seed=1,2"], "repro.seed=1,2"),
     "a bracket left open": (["+repro=seed-only", "repro.seed=["], "'['"),
     "two values for the profile": (["+repro=seed-only,train-fast"], "seed-only,train-fast"),
-    "a directory": (["+repro=folder"], "folder"),
 }
 
 
@@ -182,6 +180,15 @@ def test_hydra_refuses_a_bad_override(hydra_app, marker, case):
 def test_hydra_refuses_a_mistyped_profile(hydra_app, marker):
     """A name that is nearly a profile's ends with status 3 and the near match; no task runs."""
     _was_refused(hydra_app("+repro=debug-strikt"), 3, ("did you mean: debug-strict",))
+    assert not marker.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nothing-like-it", "folder"])
+def test_hydra_refuses_a_name_that_no_profile_has(hydra_app, marker, name):
+    """A name that is like no profile's ends with status 3 and the profiles that there are."""
+    words = (f"unknown profile '{name}'", "legal: ", "debug-strict", "seed-only")
+    _was_refused(hydra_app(f"+repro={name}"), 3, words)
     assert not marker.exists()
 
 
