@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchrepro
+from torchrepro import console
 from torchrepro.lock.diff import compare
 from torchrepro.lock.snapshot import of_contents, of_profile, snapshot_of
 from torchrepro.manifest.contents import as_text, manifest
 from torchrepro.planner import plan
+from torchrepro.process_state import NOT_HERE
 
 KINDS = ("seed-only", "repro.lock", "out/.hydra/repro.json", "out", "recorded")
 OVERRIDES = st.fixed_dictionaries(
@@ -177,3 +179,23 @@ def test_a_profile_is_not_taken_for_a_folder_of_its_name(tmp_path, monkeypatch):
     (tmp_path / "seed-only").mkdir()
 
     assert snapshot_of("seed-only").kind == "profile"
+
+
+@pytest.mark.parametrize("absent", ["", NOT_HERE])
+def test_a_knob_is_named_unless_the_side_that_could_not_set_it_lacks_its_hardware(absent):
+    """A knob that torch does not have there stays in the table; one without hardware is counted."""
+    name = "backends.cudnn.benchmark"
+    set_here = {"knob": name, "outcome": "applied", "after": False, "absent": ""}
+    not_set = {"knob": name, "outcome": "unsupported", "after": None, "absent": absent}
+    sides = [
+        of_contents(side, "lock", {"report": {"guarantee": {"held": "seeded"}, "knobs": [row]}})
+        for side, row in (("locked", set_here), ("here", not_set))
+    ]
+
+    for left, right in (sides, sides[::-1]):
+        found = compare(left, right)
+        text = console.as_text(*console.parts(found))
+        assert [each.key for each in found.differences] == [name]
+        assert found.gaps == ()
+        assert (name in text) == (not absent)
+        assert ("1 setting for CUDA: not on both sides" in text) == bool(absent)

@@ -12,7 +12,7 @@ from torchrepro.console import parts, table
 from torchrepro.errors import ProfileError
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
 from torchrepro.knobs.knob import variable
-from torchrepro.lock.snapshot import ABSENT_IS_UNSET, Snapshot
+from torchrepro.lock.snapshot import ABSENT_HARDWARE, ABSENT_IS_UNSET, Snapshot
 from torchrepro.manifest.environment import UNKNOWN
 from torchrepro.messages import Problem, printable, shown, some
 from torchrepro.profile.composition import NOT_INHERITED
@@ -95,6 +95,9 @@ class Difference:
     """The processes of a recorded run that have it; empty if all have it."""
     here: Impact | None = None
     """How likely it changes numbers on this machine, where that is known."""
+    hardware: str = ""
+    """The hardware that one side lacks, so that it could not set this knob; empty if it is there.
+    """
 
     @property
     def impact(self) -> Impact:
@@ -177,7 +180,8 @@ def compare(left: Snapshot, right: Snapshot) -> Comparison:
         mine, other = left.of_rank(rank), right.of_rank(rank)
         missing += _gaps(mine, other)
         for each in _differences(mine, other):
-            known = found.get(text := _typed_text(each.to_json()), each)
+            text = _typed_text([each.to_json(), each.hardware])
+            known = found.get(text, each)
             found[text] = replace(known, ranks=(*known.ranks, rank))
     every = [replace(e, ranks=()) if len(e.ranks) == len(ranks) else e for e in found.values()]
     return Comparison(left.name, right.name, ordered(every), tuple(dict.fromkeys(missing)))
@@ -212,7 +216,7 @@ def _unpaired_ranks(left: Snapshot, right: Snapshot) -> Iterator[Gap]:
 
 def _differences(left: Snapshot, right: Snapshot) -> list[Difference]:
     """Return the differences of two processes, section by section."""
-    both = [name for name in left.sections if name in right.sections]
+    both = [name for name in left.sections if name in right.sections and name != ABSENT_HARDWARE]
     if "profile" in both:
         both = [name for name in both if name != "asked"]  # the values are compared themselves
     every = [each for name in both for each in _in_section(name, left, right)]
@@ -233,7 +237,19 @@ def _in_section(section: str, left: Snapshot, right: Snapshot) -> Iterator[Diffe
             if is_unknown(one.get(key)) or is_unknown(two.get(key)):
                 continue
         if as_compared(one.get(key)) != as_compared(two.get(key)):
-            yield Difference(section, key, one.get(key), two.get(key))
+            hardware = _lacking_hardware(key, left, right) if section == "knobs" else ""
+            yield Difference(section, key, one.get(key), two.get(key), hardware=hardware)
+
+
+def _lacking_hardware(name: str, left: Snapshot, right: Snapshot) -> str:
+    """Return the hardware of a knob that one side could not set for the lack of it, or nothing."""
+    knob = knobs_by_name().get(name)
+    lacking = any(
+        side.sections["knobs"].get(name) == Outcome.UNSUPPORTED
+        and name in side.sections.get(ABSENT_HARDWARE, {})
+        for side in (left, right)
+    )
+    return knob.hardware if knob and lacking else ""
 
 
 def is_unknown(value: Any) -> bool:
@@ -254,7 +270,7 @@ def _untyped_text(value: Any) -> str | None:
 def _gaps(left: Snapshot, right: Snapshot) -> Iterator[Gap]:
     for mine, other in ((left, right), (right, left)):
         for section, its in other.sections.items():
-            if section in ("asked", "started"):
+            if section in ("asked", "started", ABSENT_HARDWARE):
                 continue
             if section not in mine.sections:
                 yield Gap(mine.name, section)
@@ -262,7 +278,7 @@ def _gaps(left: Snapshot, right: Snapshot) -> Iterator[Gap]:
                 absent = its.keys() - mine.sections[section].keys()
                 yield from (Gap(mine.name, section, key) for key in sorted(absent))
         for section, its in mine.sections.items():
-            if section != "started":
+            if section not in ("started", ABSENT_HARDWARE):
                 unknown = sorted(key for key, value in its.items() if is_unknown(value))
                 yield from (Gap(mine.name, section, key) for key in unknown)
 
@@ -322,18 +338,10 @@ def _comparison_parts(found: Comparison) -> tuple[Part, ...]:
 
 def difference_parts(rows: Sequence[Difference], left: str, right: str) -> tuple[Part, ...]:
     """Return a table of differences, and a line for those of hardware that one side lacks."""
-    kept = [each for each in rows if not _hardware_of_one_side(each)]
-    names = [hardware for each in rows if (hardware := _hardware_of_one_side(each))]
+    kept = [each for each in rows if not each.hardware]
+    names = [each.hardware for each in rows if each.hardware]
     lines = [f"{for_hardware(names)}: not on both sides"] if names else []
     return *([difference_table(kept, left, right)] if kept else []), *lines
-
-
-def _hardware_of_one_side(found: Difference) -> str:
-    """Return the hardware for which a knob is that one side could not set, or an empty string."""
-    if found.section != "knobs" or Outcome.UNSUPPORTED not in (found.left, found.right):
-        return ""
-    knob = knobs_by_name().get(found.key)
-    return knob.hardware if knob else ""
 
 
 def difference_table(rows: Iterable[Difference], left: str, right: str) -> Table:

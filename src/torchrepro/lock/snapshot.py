@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 ABSENT_IS_UNSET = ("profile", "knobs", "seeding calls", "environment", "packs")
 """Sections in which an absent key was not set; in others an absent key was not looked for."""
 
+ABSENT_HARDWARE = "absent hardware"
+"""Section of the knobs whose hardware a process did not have, each with the reason in words.
+
+It says why a knob was not set and is not compared itself.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -115,6 +121,11 @@ def _knobs(report: Any) -> Section:
     }
 
 
+def _absent_hardware(report: Any) -> Section:
+    rows = _pairs(report)["knobs"]
+    return {str(row["knob"]): row["absent"] for row in rows if row.get("absent")}
+
+
 def _state(outcome: Any, after: Any, absent: Any) -> Any:
     """Return the value that a knob had after applying, or the outcome if it was not set."""
     return after if is_set(outcome, after, absent) else str(outcome)
@@ -160,6 +171,7 @@ READERS: Mapping[str, tuple[str, Callable[[Any], Section | None]]] = {
     "packs": ("origins", _packs),
     "guarantee": ("report", _guarantee),
     "knobs": ("report", _knobs),
+    ABSENT_HARDWARE: ("report", _absent_hardware),
     "seeding calls": ("seeding_calls", _seeding_calls),
     "environment": ("environment", _pairs),
     "versions": ("versions", _versions),
@@ -223,6 +235,7 @@ def _recorded(trace: Trace) -> Mapping[str, Section]:
     if meta.get("digest"):
         outcomes, absent = pairs("outcomes"), pairs("absent")
         sections["asked"] = {key: meta.get(key) for key in ("digest", "guarantee")}
+        sections[ABSENT_HARDWARE] = absent
         sections["knobs"] = {
             knob: _state(outcomes.get(knob, Outcome.APPLIED), after, knob in absent)
             for knob, after in pairs("knobs").items()
