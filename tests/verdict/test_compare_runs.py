@@ -1,6 +1,7 @@
 """Runs as a whole: their ranks, their ends, their settings, and what can be asked of them."""
 
 import sqlite3
+import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from torchrepro import TraceError
 from torchrepro.trace.format import SCHEMAS, WITHOUT_SEALS
 from torchrepro.verdict.comparison import compare, next_level
-from torchrepro.verdict.value import Kind, Setting
+from torchrepro.verdict.value import Kind, Program, Setting
 
 from .traces import META, Op, Run, Step, chain, computed, value, write
 
@@ -524,3 +525,35 @@ def test_what_an_older_recorder_did_not_record_is_not_compared(tmp_path: Path) -
         file.execute("update meta set value = '1' where key = 'format'")
     for one, other in ((older, newer), (newer, older)):
         assert compare(one, other).same
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "shown"),
+    [
+        ({"Net": "actor"}, {"Net#2": "actor"}, ()),
+        ({"Net": "actor", "Net#2": "critic"}, {"Net": "actor"}, ("actor", "critic")),
+        ({"Net": "Net#2", "Net#2": "critic"}, {}, ("critic",)),
+        ({"Net": "head", "Net#2": "critic"}, {}, ("critic",)),
+    ],
+)
+def test_the_name_of_a_model_stands_for_one_module_of_both_runs(
+    tmp_path: Path, left: dict[str, str], right: dict[str, str], shown: tuple[str, ...]
+) -> None:
+    """A name that two models have, or that is the path of a module, is not shown."""
+    op = computed(Op(module="head"), value("x"))
+    runs = [
+        write(tmp_path / side, [Step((op,))], {"models": models})
+        for side, models in (("a", left), ("b", right))
+    ]
+
+    assert tuple(sorted(name for _, name in compare(*runs).program.models)) == shown
+
+
+def test_naming_modules_takes_time_in_proportion() -> None:
+    """A recording with very many models is no slower to name for each of its modules."""
+    program = Program(models=tuple((f"Net#{n}", f"net{n}") for n in range(20_000)))
+    begin = time.process_time()
+    names = [program.name_of(f"Net#{n}:head") for n in range(20_000)]
+
+    assert names[-1] == "net19999:head"
+    assert time.process_time() - begin < 2

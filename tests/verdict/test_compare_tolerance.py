@@ -271,6 +271,20 @@ def test_the_distance_in_ulp_counts_the_numbers_of_a_type(
     assert (distance.max_ulp, distance.differing, distance.total) == (expected, 1, 1)
 
 
+@pytest.mark.parametrize(
+    ("one", "other"), [("float16", "bfloat16"), ("float8_e5m2", "float8_e4m3fn")]
+)
+def test_two_types_have_no_distance_in_ulp(one: str, other: str) -> None:
+    """Codes of one width count the numbers of one type only."""
+    width = np.dtype(SIGNED_MAGNITUDES[one]).itemsize
+    kept = [[("output", 0, dtype, "1", bytes([0x11] * width))] for dtype in (one, other)]
+
+    (element,), (distance,) = differences(*kept)
+
+    assert (element.ulp, distance.max_ulp) == (None, None)
+    assert distance.max_abs
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_the_first_wrong_elements_are_shown(tmp_path: Path, dtype: torch.dtype) -> None:
     """Where tensors were kept, a divergence shows where they differ, and by how much."""

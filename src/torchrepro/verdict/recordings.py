@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -281,7 +282,21 @@ def program(pair: Pair) -> Program:
                 if number != MAIN
             )
         ),
-        models=tuple({**(right.get("models") or {}), **(left.get("models") or {})}.items()),
+        models=_models(pair),
+    )
+
+
+def _models(pair: Pair) -> tuple[tuple[str, str], ...]:
+    """Return what each model of either run is called, where that stands for no other module."""
+    left, right = (trace.meta.get("models") or {} for trace in pair.traces)
+    named = {**right, **left}
+    times = Counter(named.values())
+    paths = {
+        site.module.partition(":")[0] for trace in pair.traces for site in trace.sites.values()
+    }
+    taken = paths.union(named)
+    return tuple(
+        (model, name) for model, name in named.items() if times[name] == 1 and name not in taken
     )
 
 

@@ -47,6 +47,7 @@ def differences(
 class Values:
     """A kept tensor as an array of numpy."""
 
+    dtype: str
     shape: tuple[int, ...]
     numbers: Any
     codes: Any
@@ -58,7 +59,7 @@ class Values:
         decode = DECODERS.get(dtype)
         code = SIGNED_MAGNITUDES.get(dtype)
         codes = None if code is None else np.frombuffer(data, code)
-        return None if decode is None else cls(shape, decode(data), codes)
+        return None if decode is None else cls(dtype, shape, decode(data), codes)
 
 
 def _plain(name: str) -> Callable[[bytes], Any]:
@@ -144,8 +145,11 @@ def _unequal(left: Any, right: Any) -> Any:
 
 
 def _ulps(left: Values, right: Values) -> Any:
-    """Return how many numbers of their type lie between each two; None if types have no such."""
-    if left.codes is None or right.codes is None or left.codes.dtype != right.codes.dtype:
+    """Return how many numbers of their type lie between each two.
+
+    None for two types, and for a type whose numbers have no such order.
+    """
+    if left.dtype != right.dtype or left.codes is None:
         return None
     sign = np.uint64(1 << 8 * left.codes.itemsize - 1)
     one, other = (each.codes.astype("uint64") for each in (left, right))

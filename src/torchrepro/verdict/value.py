@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import Displayed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 BOTH_CUT = "both runs were cut off"
 """Begins the sentence of a divergence that is the end of two recordings that were cut off."""
@@ -190,7 +194,7 @@ class UncontrolledRead:
         return bool(self.left and self.right) and self.left != self.right
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Program:
     """What a program has that may explain why its runs diverge."""
 
@@ -206,10 +210,14 @@ class Program:
     models: tuple[tuple[str, str], ...] = ()
     """What the recording calls each model and what the program does, where it has several."""
 
+    @cached_property
+    def _names(self) -> Mapping[str, str]:
+        return dict(self.models)
+
     def name_of(self, module: str) -> str:
         """Return the path of a module with its model as the program calls it."""
         model, colon, path = module.partition(":")
-        return f"{dict(self.models).get(model) or model}{colon}{path}"
+        return f"{self._names.get(model) or model}{colon}{path}"
 
 
 UNKNOWN_PROGRAM = Program()
