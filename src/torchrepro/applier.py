@@ -151,7 +151,7 @@ class Applied:
     def _set_and_guarded(self) -> Iterator[Knob]:
         """Yield the knobs that are to stay as they are: generators are there to move."""
         for step, row in self._done:
-            if step.knob.guarded and row.outcome in (Outcome.APPLIED, Outcome.UNCHANGED):
+            if step.knob.guarded and (row.is_written or row.outcome is Outcome.UNCHANGED):
                 yield step.knob
 
     def _note_seeds_of_the_program(self) -> None:
@@ -326,7 +326,7 @@ def _own_variables() -> dict[str, str]:
     own: dict[str, str] = {}
     for applied in _in_force:
         for step, row in applied._done:  # noqa: SLF001 - the same module
-            if row.outcome is Outcome.APPLIED:
+            if row.is_written:
                 own |= step.variable_in_force
     return own
 

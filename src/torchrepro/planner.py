@@ -65,7 +65,8 @@ class Step:
     @property
     def untouched(self) -> bool:
         """Whether the plan leaves the knob alone, whatever it reads by now."""
-        return self.expected.outcome in (Outcome.TOO_LATE, Outcome.CONFLICT, Outcome.UNSUPPORTED)
+        left = (Outcome.TOO_LATE, Outcome.CONFLICT, Outcome.UNSUPPORTED)
+        return self.expected.outcome in left and not self.expected.is_written
 
     def at_present(self) -> tuple[Action, Row]:
         """Return what is to be done now, and what becomes of it, decided as the plan was.
@@ -77,6 +78,8 @@ class Step:
         reading = _read(self.knob, self.value)
         if planned.outcome is Outcome.UNCHANGED and self.knob.variable:
             return Action.LEAVE, replace(planned, before=reading.value)
+        if planned.outcome is Outcome.TOO_LATE:
+            return Action.WRITE, replace(planned, before=reading.value)
         row = _decided(self.knob, self.value, reading)
         if row.outcome is Outcome.APPLIED:
             return Action.WRITE, row
@@ -91,7 +94,8 @@ class Step:
         if row.outcome not in (Outcome.APPLIED, Outcome.UNCHANGED):
             return row
         why = self.knob.inert(self.value, self.wanted)
-        return replace(row, outcome=Outcome.INEFFECTIVE, why=why) if why else row
+        ineffective = replace(row, outcome=Outcome.INEFFECTIVE, why=why, unverified=False)
+        return ineffective if why else row
 
     @property
     def variable_in_force(self) -> dict[str, str]:
@@ -188,14 +192,16 @@ def make_plan(
     names = {_variable_row(knob).variable for knob, _ in settings} & set(os.environ)
     own = {**(started_under.environment() if started_under else {}), **(own_variables or {})}
     ours = {name for name in names if own.get(name) == os.environ[name]}
+    facts = process_facts(resolved, closed)
     variables = _Variables(
         closed=closed,
+        absent=facts.absent,
         exported={name: os.environ[name] for name in names - ours},
         in_time=frozenset(ours | set(filter(set_before_start, names))),
     )
     wanted = {knob.name: value for knob, value in settings}
     steps = tuple(_step(knob, value, wanted, variables) for knob, value in settings)
-    return Plan(resolved, steps, process_facts(resolved, closed))
+    return Plan(resolved, steps, facts)
 
 
 def refusal(resolved: ResolvedProfile, rows: Iterable[Row]) -> str:
@@ -222,6 +228,9 @@ class _Variables(NamedTuple):
 
     closed: Mapping[str, str]
     """The one-way doors that are closed, each with the words for it."""
+
+    absent: Mapping[str, str]
+    """The hardware that is not here, with the reason in words."""
 
     exported: Mapping[str, str]
     """Variables that are set by the user's word, and not by torchrepro."""
@@ -314,8 +323,7 @@ def _expected_variable(knob: Knob, value: str, variables: _Variables, row: Row) 
     if not serves or text is None:
         if conflict := _conflict(knob, value, variables, row):
             return conflict
-        why = f"{late}; `torchrepro run` sets it in time" if late else ""
-        return replace(row, outcome=Outcome.TOO_LATE, after=row.before, why=why) if late else row
+        return _late(knob, late, variables, row) if late else row
     kept = replace(row, after=row.before)
     in_effect, instead = None, ""
     if knob.effect and (late or not knob.door):
@@ -332,6 +340,16 @@ def _expected_variable(knob: Knob, value: str, variables: _Variables, row: Row) 
         why = f"{late}, and nobody can tell whether it was set before that"
         return replace(kept, outcome=Outcome.UNCHANGED, why=why, unverified=True)
     return replace(kept, outcome=Outcome.UNCHANGED, why=why)
+
+
+def _late(knob: Knob, late: str, variables: _Variables, row: Row) -> Row:
+    """Return what becomes of a variable past its phase: it stays as it is where it is read here.
+
+    Where its hardware is not here, it is set for the processes that this one starts.
+    """
+    after = row.after if knob.hardware in variables.absent else row.before
+    why = f"{late}; `torchrepro run` sets it in time"
+    return replace(row, outcome=Outcome.TOO_LATE, after=after, why=why)
 
 
 def _conflict(knob: Knob, value: Any, variables: _Variables, row: Row) -> Row | None:

@@ -67,33 +67,42 @@ def closed_doors() -> dict[str, str]:
 
 NOT_HERE = "not on this machine"
 _NOT_BUILT = "this torch is not built for it"
+_WSL = "/dev/dxg"
+"""Windows' driver in WSL 2, which does not tell whose GPU it is."""
+
+_NVIDIA_ON_WINDOWS = f"{os.environ.get('SYSTEMROOT', '/nowhere')}/System32/nvcuda.dll"
 _DRIVERS: Mapping[str, tuple[str, ...]] = {
-    "cuda": (
-        *("/dev/nvidia[0-9]*", "/dev/nvmap", "/dev/kfd", "/dev/dxg"),
-        f"{os.environ.get('SYSTEMROOT', '/nowhere')}/System32/nvcuda.dll",
-    ),
+    "cuda": ("/dev/nvidia[0-9]*", "/dev/nvmap", _NVIDIA_ON_WINDOWS, _WSL),
+    "hip": ("/dev/kfd", _WSL),
     "npu": ("/dev/davinci[0-9]*",),
-    "xpu": ("/dev/dri/renderD*", "/dev/dxg"),
+    "xpu": ("/dev/dri/renderD*", _WSL),
 }
-"""Kind of device -> the files by which its driver shows: a file is looked for, no device asked."""
+"""What torch is built for -> the files by which its driver shows; no device is asked.
+
+The names are those of `torch.version`, but for that of `npu`, which is a package of its own.
+"""
+
+_GPU_BUILDS = ("cuda", "hip")
+"""What torch is built for where its device is called `cuda`."""
 
 
-def _has_driver(kind: str) -> bool:
-    return any(map(glob, _DRIVERS[kind]))
+def _has_driver(build: str) -> bool:
+    return any(map(glob, _DRIVERS[build]))
 
 
-def _is_built_for(*kinds: str) -> bool:
-    """Whether torch is built for one of `kinds`, as far as it is loaded and can tell."""
+def _is_built_for(build: str) -> bool:
+    """Whether torch is built for `build`, as far as it is loaded and can tell."""
     version = getattr(sys.modules.get("torch"), "version", None)
-    return version is None or any(getattr(version, kind, None) for kind in kinds)
+    return version is None or bool(getattr(version, build, None))
 
 
 def _no_gpu() -> str:
     if _initialised("cuda"):
         return ""
-    if not _has_driver("cuda"):
+    with_driver = [build for build in _GPU_BUILDS if _has_driver(build)]
+    if not with_driver:
         return NOT_HERE
-    if not _is_built_for("cuda", "hip"):
+    if not any(map(_is_built_for, with_driver)):
         return _NOT_BUILT
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return "hidden by CUDA_VISIBLE_DEVICES" if hidden else ""

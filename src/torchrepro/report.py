@@ -85,7 +85,7 @@ class Outcome(StrEnum):
     """Past its phase: not written, because it would change nothing."""
 
     UNSUPPORTED = "unsupported"
-    """Does not exist in this process; or is for hardware that is not here, and set all the same."""
+    """Does not exist in this process; or is for hardware that is not here, and set if it can be."""
 
     INEFFECTIVE = "ineffective"
     """Written, but reading it back gave something else, or nothing here acts on it."""
@@ -115,6 +115,16 @@ class Row:
 
     absent: str = ""
     """Why the hardware that the knob is for is not here, in words; empty where it is."""
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the profile has written it.
+
+        A late one is written where its hardware is not here, so that nothing in this process would
+        have read it: the processes that this one starts may.
+        """
+        late = self.outcome is Outcome.TOO_LATE
+        return self.outcome is Outcome.APPLIED or (late and self.after != self.before)
 
     @property
     def is_set(self) -> bool:
@@ -374,10 +384,14 @@ def _words_for_set(row: Row, knob: Knob) -> str:
     return f"set {who}"
 
 
+def _words_for_late(row: Row, knob: Knob) -> str:
+    return _words_for_set(row, knob) if row.is_written else row.why
+
+
 _WITHOUT_HARDWARE: Mapping[Outcome, Callable[[Row, Knob], str]] = {
     Outcome.APPLIED: _words_for_set,
     Outcome.UNCHANGED: lambda row, knob: row.why,
-    Outcome.TOO_LATE: lambda row, knob: f"not set: {row.why}",
+    Outcome.TOO_LATE: _words_for_late,
     Outcome.UNSUPPORTED: lambda row, knob: "",
 }
 """What a knob came to that is `unsupported` where its hardware is absent, and what is said of it.

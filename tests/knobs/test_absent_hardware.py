@@ -1,8 +1,11 @@
 """Knobs for hardware that is not here are `unsupported`, set all the same, and one line of text."""
 
+import fnmatch
 import json
 import os
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from torchrepro.console import as_text, parts
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.lock.check import check
 from torchrepro.lock.lock_file import write_lock
-from torchrepro.process_state import _ABSENCES, HARDWARE, NOT_HERE
+from torchrepro.process_state import _ABSENCES, HARDWARE, NOT_HERE, absent_hardware
 from torchrepro.report import Outcome, absent_lines
 
 World = Callable[[], dict[str, Any]]
@@ -107,16 +110,52 @@ def test_a_lock_of_a_machine_with_the_hardware_differs_in_no_knob_that_could_be_
 def test_what_is_late_for_absent_hardware_stops_and_relaunches_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A variable that is past its phase matters only where something would have read it."""
-    profile = {"on_late": "error", "env": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}}
+    """A variable that is past its phase matters only where something would have read it.
+
+    It is set for the processes that this one starts, also over another profile's, and undone.
+    """
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    profile = {"on_late": "error", "env": {name: ":4096:8"}}
+    inner = {"guarantee": "repeatable", "env": {name: ":16:8"}}
     monkeypatch.setitem(process_state.DOORS, "cuda", (lambda: True, "CUDA is initialised"))
     monkeypatch.setitem(process_state._ABSENCES, "cuda", lambda: NOT_HERE)
 
     with torchrepro.apply(profile) as applied:
-        row = applied.report["env.CUBLAS_WORKSPACE_CONFIG"]
-    monkeypatch.setitem(process_state._ABSENCES, "cuda", str)
+        row = applied.report[f"env.{name}"]
+        seen = [os.environ[name]]
+        with torchrepro.apply(inner):
+            seen.append(os.environ[name])
+        seen.append(os.environ[name])
+        monkeypatch.setitem(process_state._ABSENCES, "cuda", str)
+        late = applied.report[f"env.{name}"]
     with pytest.raises(torchrepro.LateError):
         torchrepro.apply(profile)
 
-    assert row.outcome is Outcome.UNSUPPORTED
-    assert "not set: CUDA is initialised" in row.why
+    assert seen == [":4096:8", ":16:8", ":4096:8"]
+    assert name not in os.environ
+    assert (row.outcome, row.is_set, row.state) == (Outcome.UNSUPPORTED, True, ":4096:8")
+    assert row.why == f"CUDA: {NOT_HERE}; set for the processes that this one starts"
+    assert late.outcome is Outcome.TOO_LATE
+
+
+@pytest.mark.parametrize("built_for", ["cuda", "hip", ""])
+@pytest.mark.parametrize(
+    ("file", "driven"),
+    [
+        ("/dev/nvidia0", {"cuda"}),
+        ("/dev/nvmap", {"cuda"}),
+        ("/dev/kfd", {"hip"}),
+        ("/dev/dxg", {"cuda", "hip"}),
+        ("/dev/davinci0", set()),
+        ("/dev/dri/renderD128", set()),
+    ],
+)
+def test_a_gpu_is_here_where_its_driver_and_torch_are_of_one_maker(
+    monkeypatch: pytest.MonkeyPatch, file: str, driven: set[str], built_for: str
+) -> None:
+    """A torch that is built for another maker's GPUs has none, whatever drivers there are."""
+    monkeypatch.setattr(process_state, "glob", lambda pattern: fnmatch.filter([file], pattern))
+    version = SimpleNamespace(**{each: "1" for each in (built_for,) if each})
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(version=version))
+
+    assert ("CUDA" in absent_hardware()) == (built_for not in driven)

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro import process_state
-from torchrepro.knobs.knob import Attribute
+from torchrepro.knobs.catalogue import CATALOGUE
+from torchrepro.knobs.knob import Attribute, Knob
+from torchrepro.planner import Step
 from torchrepro.process_state import NOT_HERE
-from torchrepro.report import Outcome
+from torchrepro.report import STANDINGS, Outcome, Row
 
 FLAG = {"backends": {"cudnn": {"deterministic": True}}}
 NAME = "backends.cudnn.deterministic"
@@ -144,3 +146,18 @@ def test_the_plan_is_what_apply_does() -> None:
 
     with torchrepro.apply("debug-strict") as applied:
         assert expected == [(row.knob, row.outcome) for row in applied.report]
+
+
+@pytest.mark.parametrize("outcome", [Outcome.APPLIED, Outcome.UNCHANGED])
+def test_what_nothing_acts_on_has_a_standing_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, outcome: Outcome
+) -> None:
+    """A row is ineffective where nothing acts on its knob, also one that nobody could verify."""
+    monkeypatch.setattr(Knob, "inert", lambda *_: "nothing reads it")
+    knob = next(each for each in CATALOGUE if each.variable)
+    row = Row(knob.name, outcome, "1", "1", unverified=outcome is Outcome.UNCHANGED)
+
+    judged = Step(knob, "1", row, {}).judged(row)
+
+    assert judged.standing == "ineffective"
+    assert judged.standing in STANDINGS
