@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 import torchrepro as library
-from torchrepro.cli.env_formats import EnvFormat
+from torchrepro.cli.env_formats import EnvFormat, written
 from torchrepro.knobs.catalogue import CATALOGUE, explanations, knobs_by_name
 from torchrepro.knobs.knob import MissingState
 
@@ -136,7 +138,9 @@ READERS = {
 
 
 @pytest.mark.parametrize("form", EnvFormat)
-@pytest.mark.parametrize("value", ['a b"$HOME`;', "$(NAME) $$X", "a,b=c#d", "0", "yes: no"])
+@pytest.mark.parametrize(
+    "value", ['a b"$HOME`;', "$(NAME) $$X", "a,b=c#d", "0", "yes: no", "é \U0001f680"]
+)
 def test_env_formats_hold_the_same_variables(command, form, value):
     """What reads a format finds the variables of the profile, whatever is in their values."""
     words = ["env", "debug-strict", f"env_extra.TEAM='{value}'"]
@@ -145,6 +149,13 @@ def test_env_formats_hold_the_same_variables(command, form, value):
 
     assert wanted["TEAM"] == value
     assert READERS[form](text, list(wanted)) == wanted
+
+
+@given(value=st.text(st.characters(exclude_categories=["Cs"])))
+@example("\x7f\x85\u2028\u2029\ufeff\uffff\U0001f680\U000e0001")
+def test_a_pod_gets_any_text_as_it_is(value):
+    """YAML's readers find every character of a value, those that JSON writes otherwise included."""
+    assert _by_k8s(written({"TEAM": value}, EnvFormat.K8S), ()) == {"TEAM": value}
 
 
 def test_a_job_script_hands_its_variables_to_what_srun_starts(command):

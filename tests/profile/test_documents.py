@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -147,6 +148,28 @@ def test_a_file_that_may_not_be_read_is_refused(write):
 
     with pytest.raises(torchrepro.ProfileError, match=r"loop\.yaml"):
         torchrepro.load(str(loop))
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (FileNotFoundError, "torchrepro list"),
+        (PermissionError, "right to read it"),
+        (OSError, "check the path"),
+    ],
+)
+def test_what_to_do_about_a_file_that_is_not_read_fits_the_reason(
+    write, monkeypatch, error, advice
+):
+    """Only who named no file is told how to name a profile."""
+    path = write("seed: 7\n")
+    monkeypatch.setattr(type(path), "open", Mock(side_effect=error(5, "refused")))
+
+    with pytest.raises(torchrepro.ProfileError, match="cannot be read: refused") as refused:
+        read_document(path)
+
+    assert advice in str(refused.value)
+    assert ("torchrepro list" in str(refused.value)) == (error is FileNotFoundError)
 
 
 def test_no_secret_is_shown(refusal, monkeypatch):

@@ -7,6 +7,7 @@ very values; a value that a format has no way to write is refused.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -61,10 +62,24 @@ def _in_k8s(variables: Mapping[str, str]) -> str:
     https://kubernetes.io/docs/tasks/inject-data-application/define-interdependent-environment-variables
     """
     entries = (
-        f"  - name: {name}\n    value: {json.dumps(value.replace('$', '$$'))}\n"
+        f"  - name: {name}\n    value: {_in_yaml(value.replace('$', '$$'))}\n"
         for name, value in variables.items()
     )
     return "env:\n" + "".join(entries)
+
+
+def _in_yaml(text: str) -> str:
+    """Return `text` as a quoted scalar on one line, with an escape for what is not printed.
+
+    JSON's own escapes would not do: YAML has no surrogate pairs, and takes U+0085, U+2028 and
+    U+2029 for ends of a line.
+    """
+    quoted = json.dumps(text, ensure_ascii=False)
+    return re.sub(r"[^ -~]", lambda found: _escaped(found[0]), quoted)
+
+
+def _escaped(letter: str) -> str:
+    return letter if letter.isprintable() else f"\\U{ord(letter):08X}"
 
 
 def _in_json(variables: Mapping[str, str]) -> str:

@@ -68,6 +68,13 @@ MAX_BYTES = 256 * 1024
 MAX_DEPTH = 16
 MAX_NODES = 2000  # keys and values
 _NAME_ONE = "name a profile: torchrepro list shows them, torchrepro quickstart writes one"
+_MEND = "mend the file, if it is that of a profile"
+_NOT_READ: Mapping[type[OSError], str] = {
+    FileNotFoundError: _NAME_ONE,
+    NotADirectoryError: _NAME_ONE,
+    PermissionError: "give this user the right to read it and the folders above it",
+}
+"""What to do about a file that the system refuses to open."""
 LONGEST_NUMBER = 64  # characters; nothing that a profile sets needs more
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is optional in PyYAML's builds
@@ -126,7 +133,7 @@ def parse_document(text: str, where: str) -> Document:
         raise ProfileError(_syntax_problem(error, where)) from None
     except (yaml.YAMLError, UnicodeError) as error:
         raise ProfileError.about(
-            f"not YAML: {str(error).splitlines()[0]}", where, todo=_NAME_ONE
+            f"not YAML: {str(error).splitlines()[0]}", where, todo=_MEND
         ) from None
     if root is None or (isinstance(root, yaml.ScalarNode) and root.value == ""):
         raise ProfileError.about(
@@ -161,16 +168,15 @@ def _text(path: Path, where: str) -> str:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ProfileError.about(
-            f"cannot be read: {error.strerror}", where, todo=_NAME_ONE
-        ) from None
+        todo = _NOT_READ.get(type(error), "check the path, and the disk it is on")
+        raise ProfileError.about(f"cannot be read: {error.strerror}", where, todo=todo) from None
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ProfileError.about(
             f"not UTF-8 text (byte {error.start} is {content[error.start]:#04x})",
             where,
-            todo=_NAME_ONE,
+            todo="save it as UTF-8, if it is the file of a profile",
         ) from None
     if "\0" in text:
         raise ProfileError.about("not text: the file contains NUL bytes", where, todo=_NAME_ONE)
