@@ -657,9 +657,14 @@ def announce(report: Report) -> None:
     _announced.add(known)
     if len(asked_for()) > 1:
         say_once(BOTH_SET)
-    first, *others = _ANNOUNCED[verbosity()](report) or ("",)
+    first, *others = announcement(report) or ("",)
     if first:
         show_aside(f"torchrepro: {first}", *others)
+
+
+def announcement(report: Report) -> tuple[Part, ...]:
+    """Return what is said of a profile that is put in force: as much as the reader wants."""
+    return _ANNOUNCED[verbosity()](report)
 
 
 def start_up(report: Report) -> tuple[Part, ...]:

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from torchrepro.integrations.pytest_session import header_lines
+from torchrepro.report import Guarantee, Lowered, Outcome, Report, Row
+
 pytest_plugins = ("pytester",)
 
 TIMEOUT = 100
@@ -135,12 +138,11 @@ def test_a_session_is_under_its_profile_in_time_and_every_test_starts_alike(pyte
     together.stdout.fnmatch_lines(
         [
             "torchrepro: team is in force: repeatable, except the order of sets (*; * 1 too_late",
-            "  sha256:*",
-            "  too late: env.PYTHONHASHSEED (Python has started)",
             "  imported too early: torch, by the pytest plugin culprit (*culprit.py)*",
             "  to set everything in time: torchrepro run *team.yaml dropout=zero -- pytest ...",
         ]
     )
+    together.stdout.no_fnmatch_line("  sha256:*")
     together.stdout.fnmatch_lines(["conftest found (True, 11)"])
     drawn = _drawn(together)
     assert {tuple(seen[:2]) for seen in drawn.values()} == {("True", "Ring")}
@@ -148,6 +150,28 @@ def test_a_session_is_under_its_profile_in_time_and_every_test_starts_alike(pyte
     shared, own, _ = drawn["first"][2:]
     assert drawn["second"][2:4] == [own, shared]
     assert shared != own, "a shared fixture draws from a stream of its own"
+
+
+def test_the_header_says_all_that_a_run_starts_with(monkeypatch):
+    """Conflicts and every reason are in it; the digest is for those who ask for more."""
+    lowered = tuple(Lowered(f"knob.{i}", f"what {i} does", f"reason {i}") for i in range(5))
+    rows = (Row("env.OMP_DYNAMIC", Outcome.CONFLICT, "true", "false", "exported"),)
+
+    def said(*lowered, verbosity=""):
+        with monkeypatch.context() as patch:
+            if verbosity:
+                patch.setenv(f"TORCHREPRO_{verbosity}", "1")
+            guarantee = Guarantee("repeatable", "none" if lowered else "repeatable", lowered)
+            report = Report("team", guarantee, "sha256:0", rows)
+            return "\n".join(header_lines(report, ("imported too early: torch",), "run"))
+
+    assert all(reason.because in said(*lowered) for reason in lowered)
+    for text in (said(*lowered), said(*lowered, verbosity="QUIET"), said()):
+        assert "conflict" in text.partition("\n")[2]
+        assert "imported too early: torch" in text
+        assert "sha256:0" not in text
+    assert "sha256:0" in said(verbosity="VERBOSE")
+    assert said(verbosity="QUIET") == ""
 
 
 def test_a_marker_rules_its_test_and_a_wrong_one_is_that_tests_error(pytester, run):

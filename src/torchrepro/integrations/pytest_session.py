@@ -25,15 +25,15 @@ from torchrepro.messages import Problem, shown
 from torchrepro.process_state import inherited
 from torchrepro.profile.load import resolve
 from torchrepro.redaction import shareable
-from torchrepro.report import Outcome, knob_parts
+from torchrepro.report import Outcome, announcement
 from torchrepro.seeding import streams
 from torchrepro.seeding.generators import seeded
-from torchrepro.verbosity import Verbosity, verbosity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from torchrepro.profile.resolved import ResolvedProfile
+    from torchrepro.report import Report
 
 
 LIBRARIES = ("torch", "torch_npu", "transformer_engine")
@@ -117,7 +117,7 @@ def begin(config: pytest.Config, profile: str, overrides: Sequence[str]) -> None
     words = ["pytest", f"--repro={profile}", *(f"--repro-set={text}" for text in overrides)]
     command = shlex.join(shareable(words, secrets))
     run = shlex.join(shareable(["torchrepro", "run", profile, *overrides], secrets))
-    lines = tuple(_header_lines(applied, early, run))
+    lines = tuple(header_lines(applied.report, early, run))
     config.stash[_SESSION] = _Session(applied, command, lines)
 
 
@@ -127,19 +127,14 @@ def header(config: pytest.Config) -> list[str]:
     return list(session.header) if session else []
 
 
-def _header_lines(applied: Applied, early: Sequence[str], run: str) -> Iterator[str]:
-    report = applied.report
-    if verbosity() is Verbosity.QUIET and not report.guarantee.lowered:
+def header_lines(report: Report, early: Sequence[str], run: str) -> Iterator[str]:
+    """Yield what a run starts with, what was imported early, and the command that is in time."""
+    said = announcement(report)
+    if not said:
         return
-    yield f"torchrepro: {report.summary}"
-    yield f"  {report.digest}"
-    late = report.having(Outcome.TOO_LATE)
-    for row in late:
-        yield f"  too late: {row.knob} ({row.why.partition(';')[0]})"
+    yield from f"torchrepro: {as_text(*said)}".splitlines()
     yield from (f"  {line}" for line in early)
-    if verbosity() is Verbosity.VERBOSE:
-        yield from as_text(*knob_parts(report)).splitlines()
-    if late:
+    if report.having(Outcome.TOO_LATE):
         yield f"  to set everything in time: {run} -- pytest ..."
 
 
