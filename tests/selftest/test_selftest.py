@@ -12,13 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from torchrepro import apply
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.selftest import tester
+from torchrepro.selftest.attempts import NotHereError, knob_holds
 from torchrepro.selftest.promises import PROMISES, promises_by_name
-from torchrepro.selftest.trials import DEVICES, Result
+from torchrepro.selftest.trials import DEVICES, Result, Trial
 
 PLANTED = Path(__file__).with_name("planted")
 SIMULATED = Path(__file__).parents[1] / "devices"
+TOKEN = "correct-horse-battery-staple"
 AUTOLOADED = "[torch.backends]\nsimulated = simulated_npu:install\n"
 
 pytestmark = pytest.mark.usefixtures("clean_process")
@@ -32,13 +35,19 @@ def plant(monkeypatch, tmp_path):
 
     def plant(*faults, promises=()):
         monkeypatch.setenv("PLANTED", ",".join(faults))
-        monkeypatch.setenv("PYTHONPATH", str(PLANTED))
+        monkeypatch.setenv("PYTHONPATH", os.path.relpath(PLANTED))
+        monkeypatch.setenv("API_TOKEN", TOKEN)
         if promises:
             rows = tuple(promises_by_name()[name] for name in promises)
             monkeypatch.setattr(tester, "PROMISES", rows)
 
     yield plant
     tester.tempfile.tempdir = None
+
+
+VARIABLES = ("OMP_NUM_THREADS", "OMP_DYNAMIC")
+DTYPE = "backends.torch.default_dtype"
+FILL = "backends.torch.fill_uninitialized_memory"
 
 
 def by_trial(document):
@@ -55,28 +64,33 @@ def test_a_row_for_every_promise_and_device():
     assert len(set(trials)) == len(trials)
     assert knobs == [knob.name for knob in CATALOGUE]
     assert others == {
-        (row.name, its) for row in PROMISES if not row.of_each_knob for its in DEVICES
+        (row.name, its) for row in PROMISES if not row.of_each_knob for its in row.devices
     }
+    assert ("host random numbers", "cpu") not in others, "it would be compared with itself"
     assert {trial.device for trial in trials} == set(DEVICES)
 
 
 def test_planted_faults_are_found_and_named(plant, answer):
     """A knob that does not hold, one that stays and dropout left on fail, and nothing else does.
 
-    Each row says what was expected and what was found.
+    Each row says what was expected and what was found; of variables that are not its knob's it has
+    the names only.
     """
-    faults = "write_that_does_not_hold", "undo_that_forgets", "dropout_left_on"
+    undone = "undo_that_forgets", "undo_that_leaves_another_variable"
+    faults = "write_that_does_not_hold", *undone, "dropout_left_on"
     plant(*faults, promises=("knob", "dropout", "fallback"))
     status, document = answer("selftest")
     rows = by_trial(document)
     failed = {name for name, row in rows.items() if row["result"] == "failed"}
-    variables = {(knob.name, "cpu") for knob in CATALOGUE if knob.variable} & rows.keys()
-    forgotten = {name for name in variables if rows[name]["result"] == "failed"}
+    forgotten = {(f"env.{name}", "cpu") for name in VARIABLES}
 
     assert status == 1
-    assert failed - forgotten == {("backends.torch.default_dtype", "cpu"), ("dropout", "cpu")}
-    assert len(forgotten) > 5
-    assert "ineffective" in rows["backends.torch.default_dtype", "cpu"]["found"]
+    assert failed == forgotten | {(name, "cpu") for name in (DTYPE, FILL, "dropout")}
+    for name in VARIABLES:
+        assert rows[f"env.{name}", "cpu"]["expected"] == f"{name} back at null after the undo"
+    assert "ineffective" in rows[DTYPE, "cpu"]["found"]
+    assert rows[FILL, "cpu"]["found"] == "changed: LEFT"
+    assert TOKEN not in json.dumps(document)
     assert "nn.Dropout" in rows["dropout", "cpu"]["found"]
     assert all(rows[name]["expected"] for name in failed)
 
@@ -90,6 +104,34 @@ def test_a_process_that_dies_fails_one_promise(plant, command):
     assert "signal SIGABRT" in next(line for line in out.splitlines() if "failed" in line)
     assert "1 held, 1 failed" in out
     assert "--json" in out.splitlines()[-1]
+    assert TOKEN not in out
+
+
+def test_a_failure_tells_no_secret_and_the_next_promise_starts_anew(plant, answer):
+    """An error that holds a secret is told without it, and another process tries the next one."""
+    plant("failure_that_lingers", promises=("dropout", "fallback"))
+    _, document = answer("selftest")
+    rows = by_trial(document)
+
+    assert rows["dropout", "cpu"]["found"] == "RuntimeError: no access with (hidden)"
+    assert rows["fallback", "cpu"]["result"] == "held"
+
+
+def test_a_knob_with_nothing_new_to_write_is_not_held(tmp_path):
+    """Where a knob has its only legal value already nothing is written, and nothing proved."""
+    trial = Trial("knob", "cpu", "dataloader.num_workers")
+
+    with apply({"dataloader": {"num_workers": 0}}), pytest.raises(NotHereError, match="has 0"):
+        knob_holds(trial, tmp_path)
+
+
+def test_what_libraries_write_goes_into_the_temporary_folder(tmp_path):
+    """Every cache and log is in a folder that exists there, and none of them is a knob."""
+    environment = tester.environment_below(tmp_path)
+
+    assert all(Path(environment[name]).parent == tmp_path for name in tester.CACHES)
+    assert all(Path(environment[name]).is_dir() for name in tester.CACHES)
+    assert not {knob.variable for knob in CATALOGUE} & {*tester.CACHES}
 
 
 def test_it_ends_when_it_is_asked_to(plant, tmp_path):

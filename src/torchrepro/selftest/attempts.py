@@ -1,7 +1,7 @@
 """Tries a promise in this process: returns if it is held, raises if it is not.
 
-Runs in a process of its own (see `child`), which starts without torch: variables are tried before
-torch is imported, as a program would set them.
+Runs in a process of the self-test (see `child`), which starts without torch: variables are tried
+before torch is imported, as a program would set them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchrepro.applier import apply
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.knob import MissingState
 from torchrepro.launch import prepared
-from torchrepro.messages import shown
+from torchrepro.messages import shown, some
 from torchrepro.profile.load import resolve
 from torchrepro.report import Outcome
 
@@ -56,7 +56,10 @@ class NotHereError(Exception):
 
 
 def knob_holds(trial: Trial, folder: Path) -> None:
-    """Write legal values of a knob until one is new to it; each is read back and undone."""
+    """Write legal values of a knob until one is new to it; each is read back and undone.
+
+    Raises `NotHereError` if none could be written that was not there before.
+    """
     knob = knobs_by_name()[trial.knob]
     if knob.door == "interpreter":
         _reaches_a_new_process(knob)
@@ -65,15 +68,15 @@ def knob_holds(trial: Trial, folder: Path) -> None:
         import_module(knob.library)
     rows = []
     for value in knob.legal.examples():
-        rows.append(_written_and_undone(knob, value))
-        if rows[-1].outcome is Outcome.APPLIED:
+        row = _written_and_undone(knob, value)
+        if row.outcome is Outcome.APPLIED:
             return
-    wrong = [row for row in rows if row.outcome not in (Outcome.UNCHANGED, Outcome.UNSUPPORTED)]
-    if wrong:
-        expected = f"{shown(wrong[0].after)} is written and reads back"
-        raise NotHeldError(expected, f"{wrong[0].outcome}: {wrong[0].why}")
-    if all(row.outcome is Outcome.UNSUPPORTED for row in rows):
-        raise NotHereError(rows[0].why)
+        if row.outcome not in (Outcome.UNCHANGED, Outcome.UNSUPPORTED):
+            expected = f"{shown(value)} is written and reads back"
+            raise NotHeldError(expected, f"{row.outcome}: {row.why}")
+        rows.append(row)
+    refused = [row.why for row in rows if row.outcome is Outcome.UNSUPPORTED]
+    raise NotHereError(refused[0] if refused else f"it has {_values(rows)} here, nothing is new")
 
 
 def _written_and_undone(knob: Knob, value: Any) -> Row:
@@ -83,11 +86,28 @@ def _written_and_undone(knob: Knob, value: Any) -> Row:
         if row.outcome is Outcome.APPLIED and not knob.holds(value):
             raise NotHeldError(f"{shown(value)} reads back", f"reads {shown(knob.access.read())}")
     after = _state(knob)
+    _same_variables(knob, before.pop(_VARIABLES), after.pop(_VARIABLES))
     for name in before:
         if before[name] != after[name]:
             expected = f"{name} back at {shown(before[name])} after the undo"
             raise NotHeldError(expected, shown(after[name]))
     return row
+
+
+def _values(rows: Sequence[Row]) -> str:
+    return " and ".join(dict.fromkeys(shown(row.after) for row in rows))
+
+
+def _same_variables(knob: Knob, before: Mapping[str, str], after: Mapping[str, str]) -> None:
+    """Raise if a variable is not what it was; other values than the knob's own may be secret."""
+    names = sorted({*before, *after})
+    changed = [name for name in names if before.get(name) != after.get(name)]
+    own = knob.variable
+    if own in changed:
+        expected = f"{own} back at {shown(before.get(own))} after the undo"
+        raise NotHeldError(expected, shown(after.get(own)))
+    if changed:
+        raise NotHeldError("every variable as it was, after the undo", f"changed: {some(changed)}")
 
 
 def _asking_for(knob: Knob, value: Any) -> dict[str, Any]:
@@ -106,9 +126,12 @@ def _asking_for(knob: Knob, value: Any) -> dict[str, Any]:
     return profile
 
 
+_VARIABLES = "the environment"
+
+
 def _state(knob: Knob) -> dict[str, Any]:
     """Return what the undo has to put back, by what it is called."""
-    state: dict[str, Any] = {"the environment": dict(os.environ)}
+    state: dict[str, Any] = {_VARIABLES: dict(os.environ)}
     if knob.variable:  # torch is not to be imported yet
         return state
     from torchrepro.seeding.state import rng_state
@@ -144,8 +167,7 @@ def _reaches_a_new_process(knob: Knob) -> None:
         text, (in_effect, words) = json.loads(done.stdout)
         if text != value or in_effect is False:
             raise NotHeldError(expected, words or f"{knob.variable}={text}")
-    if before != dict(os.environ):
-        raise NotHeldError("the environment as it was", "another one")
+    _same_variables(knob, before, os.environ)
 
 
 def dropout_is_zeroed(trial: Trial, folder: Path) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.process_state import HARDWARE
-from torchrepro.selftest.trials import CPU, DEVICES, Trial
+from torchrepro.selftest.trials import ACCELERATORS, CPU, DEVICES, Trial
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -60,6 +60,7 @@ PROMISES = (
         "host random numbers",
         "`device.rng: host` draws what the CPU draws",
         "selftest.attempts:host_draws",
+        devices=ACCELERATORS,  # the CPU draws what the CPU draws
     ),
     Promise(
         "fallback",

@@ -1,4 +1,4 @@
-"""Tries every promise on this machine, in processes of their own, and leaves nothing behind."""
+"""Tries every promise on this machine, in processes of ours, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torchrepro
 from torchrepro.errors import ApplyError
 from torchrepro.knobs.catalogue import CATALOGUE
+from torchrepro.manifest.contents import secrets_here
 from torchrepro.messages import printable
+from torchrepro.redaction import without_secrets
 from torchrepro.selftest.child import MACHINE
 from torchrepro.selftest.promises import PROMISES, Promise, promises_by_name
 from torchrepro.selftest.self_test import SelfTest
@@ -31,6 +33,12 @@ if TYPE_CHECKING:
 OURS = "TORCHREPRO_"
 """How the names of our own variables begin: a profile around this command is not tried here."""
 
+CACHES = (
+    *("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"),
+    *("ASCEND_PROCESS_LOG_PATH", "ASCEND_CACHE_PATH", "XDG_CACHE_HOME"),
+)
+"""Name folders for what libraries compile and log, which are in the home folder otherwise."""
+
 _START = 120.0  # seconds that a process has to import torch and say what the machine is
 
 
@@ -39,10 +47,12 @@ def selftest(
 ) -> SelfTest:
     """Try `promises`, all of them if none is given, on every device of this machine.
 
-    Each is tried in a process that is started without the variables that a knob sets, so what
-    the user has exported has no say. `meanwhile` takes what is being tried. All files are in a
-    temporary folder that is removed. Raises `ApplyError` if torch cannot be imported, and
-    `Interrupted` if a signal ends us, once the processes have ended.
+    They are tried one after another in a process that starts without the variables that a knob
+    sets, so what the user has exported has no say. After a promise that failed another process
+    goes on: what the failure has left behind is not there. `meanwhile` takes what is being tried.
+    All files are in a temporary folder that is removed. No secret is in the answer. Raises
+    `ApplyError` if torch cannot be imported, and `Interrupted` if a signal ends us, once the
+    processes have ended.
     """
     began, date = time.monotonic(), datetime.now(UTC)
     promises = promises or PROMISES
@@ -66,7 +76,7 @@ def selftest(
         date.isoformat(timespec="seconds"),
         machine,
         tuple(promises),
-        tuple(rows),
+        tuple(map(_shareable, rows)),
         time.monotonic() - began,
     )
 
@@ -77,7 +87,7 @@ def _all_tried(
     limits: dict[Trial, float],
     say: Callable[[str], object],
 ) -> Iterator[Row]:
-    """Yield the row of each trial; after one at which a process dies, another one goes on."""
+    """Yield the row of each trial; after one that fails, another process goes on."""
     number, total = 0, len(todo)
     while number < total:
         with processes.started([asdict(trial) for trial in todo[number:]]) as process:
@@ -89,12 +99,29 @@ def _all_tried(
                     expected = promises_by_name()[trial.promise].sentence
                     yield Row(trial, Result.FAILED, expected=expected, found=found)
                     break
-                yield _row(trial, answer)
+                row = _row(trial, answer)
+                yield row
+                if row.result is Result.FAILED:
+                    break
 
 
 def _row(trial: Trial, answer: dict[str, Any]) -> Row:
-    texts = {name: printable(answer[name]) for name in ("why", "expected", "found")}
+    texts = {name: answer[name] for name in ("why", "expected", "found")}
     return Row(trial, Result(answer["result"]), seconds=answer["seconds"], **texts)
+
+
+def _shareable(row: Row) -> Row:
+    """Return `row` as it may be sent to others: errors and logs hold whatever a library says."""
+    return replace(
+        row,
+        why=_shareable_text(row.why),
+        expected=_shareable_text(row.expected),
+        found=_shareable_text(row.found),
+    )
+
+
+def _shareable_text(text: str) -> str:
+    return printable(without_secrets(text, secrets_here())) if text else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +149,7 @@ class _Process:
     def _end(self) -> str:
         said = self.log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
         ended = f"the process ended with {status_in_words(self.process.wait())}"
-        return printable(f"{ended}: {said}" if said else ended)
+        return f"{ended}: {said}" if said else ended
 
 
 @dataclass(slots=True)
@@ -138,7 +165,8 @@ class _Processes:
             found, why = process.answer(_START)
         if found is None:
             raise ApplyError(
-                f"torch cannot be imported: {why}\n    to do: torchrepro doctor says more"
+                f"torch cannot be imported: {_shareable_text(why)}\n"
+                "    to do: torchrepro doctor says more"
             )
         return found
 
@@ -166,7 +194,7 @@ class _Processes:
         with words.open("rb") as source, log.open("wb") as output:
             return subprocess.Popen(  # noqa: S603 - our own Python
                 [sys.executable, "-m", "torchrepro.selftest.child", str(descriptor), str(own)],
-                env=_environment(own),
+                env=environment_below(own),
                 cwd=own,
                 stdin=source,
                 stdout=output,
@@ -176,12 +204,18 @@ class _Processes:
             )
 
 
-def _environment(folder: Path) -> dict[str, str]:
-    """Return the environment without what a knob sets; temporary files go into `folder`."""
+def environment_below(folder: Path) -> dict[str, str]:
+    """Return the environment without what a knob sets; files of libraries go into `folder`."""
     ours = {knob.variable for knob in CATALOGUE if knob.variable}
     kept = {
         name: value
         for name, value in os.environ.items()
         if name not in ours and not name.startswith(OURS)
     }
-    return {**kept, "TMPDIR": str(folder)}
+    if kept.get("PYTHONPATH"):  # a process starts in another folder than we did
+        paths = kept["PYTHONPATH"].split(os.pathsep)
+        kept["PYTHONPATH"] = os.pathsep.join(str(Path(path).absolute()) for path in paths)
+    caches = {name: folder / name.lower() for name in CACHES}
+    for cache in caches.values():
+        cache.mkdir()  # CANN passes over a folder that is not there
+    return {**kept, **{name: str(cache) for name, cache in caches.items()}, "TMPDIR": str(folder)}

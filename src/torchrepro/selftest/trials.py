@@ -7,7 +7,8 @@ from enum import StrEnum
 from typing import Any
 
 CPU = "cpu"
-DEVICES = (CPU, "cuda", "npu", "mps", "xpu")
+ACCELERATORS = ("cuda", "npu", "mps", "xpu")
+DEVICES = (CPU, *ACCELERATORS)
 
 
 @dataclass(frozen=True, slots=True)

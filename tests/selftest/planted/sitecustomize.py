@@ -23,14 +23,14 @@ def dropout_left_on():
 
 @fault
 def write_that_does_not_hold():
-    """A flag keeps the value that it has, whatever is written."""
+    """A flag takes every value but one, which it does not keep."""
     from torchrepro.knobs.catalogue import knobs_by_name
 
     access = type(knobs_by_name()["backends.torch.default_dtype"].access)
     write = access.write
 
     def kept(self, value):
-        if self.setter != "set_default_dtype":
+        if (self.setter, value) != ("set_default_dtype", "float64"):
             write(self, value)
 
     access.write = kept
@@ -38,18 +38,61 @@ def write_that_does_not_hold():
 
 @fault
 def undo_that_forgets():
-    """A variable stays as the profile has set it."""
+    """Variables of OpenMP stay as the profile has set them."""
     from torchrepro.knobs.knob import Variable
 
-    Variable.restore = lambda self, saved: None
+    restore = Variable.restore
+
+    def restored(self, saved):
+        if not self.name.startswith("OMP_"):
+            restore(self, saved)
+
+    Variable.restore = restored
+
+
+@fault
+def undo_that_leaves_another_variable():
+    """The undo of a flag sets a variable that is not the flag's."""
+    from torchrepro.knobs.catalogue import knobs_by_name
+
+    access = type(knobs_by_name()["backends.torch.fill_uninitialized_memory"].access)
+    restore = access.restore
+
+    def restored(self, saved):
+        restore(self, saved)
+        if self.name == "fill_uninitialized_memory":
+            os.environ["LEFT"] = os.environ["API_TOKEN"]
+
+    access.restore = restored
+
+
+@fault
+def failure_that_lingers():
+    """A promise fails with a secret in its error, and the next one fails in the same process."""
+    from torchrepro.selftest import attempts
+
+    failed = []
+
+    def fails(trial, folder):
+        failed.append(trial)
+        raise RuntimeError("no access with " + os.environ["API_TOKEN"])
+
+    def holds(trial, folder):
+        assert not failed
+
+    attempts.dropout_is_zeroed, attempts.fallback_goes_on = fails, holds
 
 
 @fault
 def crash():
-    """The process dies while it tries a promise."""
+    """The process says a secret and dies while it tries a promise."""
     from torchrepro.selftest import attempts
 
-    attempts.dropout_is_zeroed = lambda trial, folder: os.abort()
+    def crashes(trial, folder):
+        print("no access with", os.environ["API_TOKEN"], flush=True)
+        os.abort()
+
+    attempts.dropout_is_zeroed = crashes
 
 
 @fault
