@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import ApplyError, LateError
 from torchrepro.fork_safety import applying
+from torchrepro.frameworks.hooking import InForce
+from torchrepro.frameworks.known_frameworks import hook_frameworks
 from torchrepro.guard.baseline import Guard, look, moved_from_now
 from torchrepro.guard.checks import drift_behind, hold, last_look
 from torchrepro.knobs.knob import MissingState, unfrozen
@@ -56,6 +58,7 @@ class Applied:
         self._last: Report | None = None
         self._agreement: Agreement | None = None
         self._noting = False
+        self._meets_frameworks = False
         self._unseeded: Watch | None = None
         self._guard = Guard(self._refuse)
         self.refuse: Callable[[TorchreproError], None] = _raise
@@ -145,6 +148,7 @@ class Applied:
             if bad and self.resolved.strict:
                 raise ApplyError(refusal(self.resolved, bad), self._outcomes())
             self._agree_with_other_ranks()
+            self._meet_frameworks()
             self._undo.enter_context(hold(self._guard, (*moved(), *self._set_and_guarded())))
             until_done.pop_all()
 
@@ -179,6 +183,11 @@ class Applied:
         self._agreement = Agreement(lambda: self.report, self._refuse)
         self._agreement.watch()
         self._undo.callback(self._agreement.unwatch)
+
+    def _meet_frameworks(self) -> None:
+        if not self._meets_frameworks:
+            self._meets_frameworks = True
+            self._undo.callback(hook_frameworks(InForce(self.resolved, lambda: self.report)))
 
     def _abandon(self) -> None:
         with unfrozen():

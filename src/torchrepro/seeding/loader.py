@@ -8,8 +8,8 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 from torchrepro.seeding import streams
 from torchrepro.seeding.loader_worker import (
@@ -32,6 +32,14 @@ if TYPE_CHECKING:
 
 _NOTHING: Mapping[bytes, int] = {}
 _END = object()
+
+
+class Place(NamedTuple):
+    """How far a program has come with a loader."""
+
+    epoch: int
+    batches: int
+    """Batches of the epoch that the program has got."""
 
 
 class Loading:
@@ -58,6 +66,11 @@ class Loading:
         self.next_start = 0
         self.start = 0
         self.active = True
+        awaited = loaders.register.awaited.pop(name, None)
+        self.before_first_batch: list[Callable[[], None]] = [] if awaited is None else [awaited]
+        """What is done once, before the next batch that is the first of an iteration."""
+
+        self._delivery: ReferenceType[Delivery] | None = None
         self._enter(self.next_epoch)
 
     def __repr__(self) -> str:
@@ -72,6 +85,36 @@ class Loading:
         self.next_epoch += 1
         self.start, self.next_start = self.next_start, 0
 
+    def deliver(self, iterator: Iterator[Any], dropped: int) -> Delivery:
+        """Return `iterator`, which has just begun an epoch, as one that counts its batches.
+
+        The first `dropped` batches are loaded, and left out.
+        """
+        delivery = Delivery(iterator, self.before_first_batch, dropped)
+        self._delivery = ref(delivery)
+        return delivery
+
+    @property
+    def place(self) -> Place:
+        """How far the program has come: within an epoch while it holds its iterator."""
+        delivery = self._iterated()
+        if delivery is None:
+            return Place(self.next_epoch, self.next_start)
+        return Place(self.epoch, self.start + delivery.batches)
+
+    @property
+    def is_iterated(self) -> bool:
+        """Whether the program is in the middle of an epoch."""
+        return self._iterated() is not None
+
+    def _iterated(self) -> Delivery | None:
+        delivery = None if self._delivery is None else self._delivery()
+        return None if delivery is None or delivery.is_over else delivery
+
+    def go_to(self, place: Place) -> None:
+        """Have the next iteration begin at `place`."""
+        self.next_epoch, self.next_start = place
+
     def __call__(self, worker: int) -> None:
         """Seed worker number `worker`: torch calls this in the worker when it starts."""
         from torch.utils.data import get_worker_info
@@ -84,6 +127,7 @@ class Loading:
             self.author_init(worker)
 
     def _enter(self, epoch: int) -> None:
+        self.epoch = epoch
         rank = self.plan.rank or 0
         self.order = derive(self.name, self.root, epoch=epoch, kind="order")  # same on every rank
         self.stream = derive(self.name, self.root, rank, epoch=epoch, kind="loader")
@@ -97,6 +141,47 @@ class ExplicitLoading(Loading):
     def start_order(self, generator: torch.Generator) -> None:
         """Start the generator of the loader, from which torch draws the workers' own seeds."""
         generator.set_state(self.order.torch().get_state())
+
+
+class Delivery:
+    """The iterator of one epoch of a seeded loader, which counts the batches that it delivers."""
+
+    def __init__(
+        self, iterator: Iterator[Any], before_first: list[Callable[[], None]], dropped: int
+    ) -> None:
+        self._iterator = iterator
+        self._before_first = before_first
+        self._dropped = dropped
+        self._has_begun = False
+        self.batches = 0
+        self.is_over = False
+
+    def __iter__(self) -> Delivery:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._has_begun:
+            self._begin()
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            self.is_over = True
+            raise
+        self.batches += 1
+        return batch
+
+    def _begin(self) -> None:
+        self._has_begun = True
+        while self._before_first:
+            self._before_first.pop(0)()
+        for _ in range(self._dropped):
+            next(self._iterator, None)
+
+    def __len__(self) -> int:
+        return len(self._iterator)  # type: ignore[arg-type]  # torch's iterators have one
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
 
 
 class SeededSampler:
@@ -233,6 +318,9 @@ class Register:
     named: dict[str, int] = field(default_factory=dict)
     """Names of other loaders in a snapshot, not made again yet, each with its next epoch."""
 
+    awaited: dict[str, Callable[[], None]] = field(default_factory=dict)
+    """What is done before the first batch of a loader that has not appeared yet, by its name."""
+
 
 @dataclass(slots=True)
 class Loaders:
@@ -299,7 +387,8 @@ def bind_loader(loader: Any, name: str) -> None:
     """Have `loader`, seeded by the profile, go on as the loader called `name`."""
     present = loading_of(loader)
     if present is not None and not isinstance(present, ExplicitLoading) and present.name != name:
-        loaders.register.loadings[loader] = Loading(name, present.next_epoch)
+        register = loaders.register
+        register.loadings[loader] = Loading(name, register.resumed.pop(name, present.next_epoch))
 
 
 def _can_be_seeded(loader: Any) -> bool:
@@ -339,6 +428,44 @@ def _next_loading(kind: str) -> Loading:
             return Loading(name, register.resumed.pop(name))
     register.begun[kind] += 1
     return Loading(f"{kind}#{register.begun[kind]}")
+
+
+def saved_place(loader: Any) -> dict[str, Any] | None:
+    """Return name and place of `loader` as plain JSON values; None where it is not seeded."""
+    loading = loading_of(loader)
+    return None if loading is None else {"name": loading.name, **loading.place._asdict()}
+
+
+def take_up(loader: Any, saved: Mapping[str, Any]) -> Loading | None:
+    """Have `loader` go on where `saved_place` found it, and return what seeds it.
+
+    None where nothing does: it then begins an epoch of its own.
+    """
+    bind_loader(loader, saved["name"])
+    loading = loading_of(loader)
+    if loading is not None:
+        loading.go_to(Place(saved["epoch"], saved["batches"]))
+    return loading
+
+
+def interrupted() -> dict[str, int]:
+    """Return the loaders that the program is in the middle of, each with its epoch, by name."""
+    seeded = (*loaders.register.loadings.values(), *loaders.explicit)
+    return {each.name: each.epoch for each in seeded if each.is_iterated}
+
+
+def begin_again(epochs: Mapping[str, int], before_first_batch: Callable[[], None]) -> None:
+    """Have each loader of `interrupted` begin its epoch again, and do something before that."""
+    register = loaders.register
+    present = {each.name: each for each in (*register.loadings.values(), *loaders.explicit)}
+    for name, epoch in epochs.items():
+        loading = present.get(name)
+        if loading is not None:
+            loading.go_to(Place(epoch, 0))
+            loading.before_first_batch.append(before_first_batch)
+        else:
+            (register.named if name in register.named else register.resumed)[name] = epoch
+            register.awaited[name] = before_first_batch
 
 
 def epochs() -> dict[str, Any]:

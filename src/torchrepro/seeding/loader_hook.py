@@ -264,9 +264,15 @@ _finder = AfterImport(LOADERS, _wrap)
 def _wrapped_iter(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def __iter__(loader: Any) -> Any:  # noqa: N807 - it stands for that method
+        if any(other is loader for other in _being_started):
+            return original(loader)  # a wrapper of an earlier profile, inside somebody's own
+        loading = loading_of(loader)
         # torchdata has started one where a state was asked for before the first batch.
         started = getattr(loader, "_initial_iter_for_state_dict", False)
-        return original(loader) if started else _start(original, loader)
+        iterator = original(loader) if started else _start(original, loader, loading)
+        if loading is None:
+            return iterator
+        return loading.deliver(iterator, dropped=loading.start if yields_items(loader) else 0)
 
     return __iter__
 
@@ -275,8 +281,8 @@ def _wrapped_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def state_dict(loader: Any) -> Any:
         started = loader._iterator is not None  # noqa: SLF001 - it starts an iteration otherwise
-        state = original(loader) if started else _start(original, loader)
         loading = loading_of(loader)
+        state = original(loader) if started else _start(original, loader, loading)
         if loading is None:
             return state
         finished = loader._iterator._finished  # noqa: SLF001 - torchdata keeps it nowhere else
@@ -303,11 +309,8 @@ _WRAPPERS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 }
 
 
-def _start(original: Callable[[Any], Any], loader: Any) -> Any:
-    """Call `original`, which starts an iteration of `loader`, as the profile says."""
-    if any(other is loader for other in _being_started):
-        return original(loader)  # a wrapper of an earlier profile, inside somebody's own
-    loading = loading_of(loader)
+def _start(original: Callable[[Any], Any], loader: Any, loading: Loading | None) -> Any:
+    """Call `original`, which starts an iteration of `loader`, as the profile and `loading` say."""
     prepared = bool(_handed_on) and _starts_workers_afresh(loader)
     if loading is None and not _forced and not prepared:
         return original(loader)

@@ -55,6 +55,15 @@ def set_rng_state(state: Mapping[str, Any] | str | os.PathLike[str]) -> None:
     snapshot = _loaded(state)
     for problem in chain(_damage(snapshot), _mismatches(snapshot)):
         raise SeedingError(problem)
+    set_generators(snapshot)
+    loader.set_epochs(snapshot["loaders"])
+
+
+def set_generators(snapshot: Mapping[str, Any]) -> None:
+    """Put every generator where `snapshot` says, and leave the loaders where they are.
+
+    Raises `SeedingError`, with nothing changed, if a generator refuses its state.
+    """
     slots = all_slots()
     before = States(slots.values())
     try:
@@ -68,7 +77,6 @@ def set_rng_state(state: Mapping[str, Any] | str | os.PathLike[str]) -> None:
                 why = str(error).partition("\n")[0]
                 raise SeedingError(Problem(f"a generator refused its state: {why}")) from error
         raise
-    loader.set_epochs(snapshot["loaders"])
 
 
 def save_rng_state(path: str | os.PathLike[str]) -> None:

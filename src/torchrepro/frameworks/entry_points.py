@@ -1,0 +1,26 @@
+"""What a framework imports by itself, with or without a profile: it has to cost nothing.
+
+It loads the standard library only, and gives nothing where no profile is in force.
+"""
+
+import sys
+
+TYPE_CHECKING = False  # type checkers know the name; importing typing would cost 5 ms
+
+if TYPE_CHECKING:
+    from typing import Any
+
+
+def lightning() -> "list[Any]":
+    """Return the callbacks for a `Trainer` of the package `lightning`."""
+    return _callbacks("lightning.pytorch")
+
+
+def pytorch_lightning() -> "list[Any]":
+    """Return the callbacks for a `Trainer` of the package `pytorch_lightning`."""
+    return _callbacks("pytorch_lightning")
+
+
+def _callbacks(package: str) -> "list[Any]":
+    hooked: Any = sys.modules.get("torchrepro.frameworks.lightning")
+    return [] if hooked is None else hooked.callbacks(package)

@@ -1,0 +1,69 @@
+"""Lightning's Fabric: the state of the run in what `Fabric.save` writes and `Fabric.load` reads.
+
+Fabric calls a callback at no save and no load, so the two are wrapped. How far a program has come
+in an epoch is its own to say. It skips the batches that are done, or puts its loader into the state
+that it saves, where the loader says it.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.frameworks.hooking import MissingHookError, wrap
+from torchrepro.frameworks.loader_state import give_state, go_on, loaded_states
+from torchrepro.frameworks.run_state import (
+    KEY,
+    begin_interrupted_epochs,
+    checkpoint_entry,
+    of_all_ranks,
+    own_state,
+    put_back,
+    state_of_rank,
+)
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+def hook_fabric(module: ModuleType) -> ExitStack:
+    """Wrap `save` and `load` of the class `Fabric` of `module`, and give torch's loaders a state.
+
+    Raises `MissingHookError` where it has no such class or methods.
+    """
+    fabric = getattr(module, "Fabric", None)
+    if fabric is None:
+        raise MissingHookError("Fabric")
+    with ExitStack() as undo:
+        undo.enter_context(give_state())
+        wrap(undo, fabric, "save", _saving)
+        wrap(undo, fabric, "load", _loading)
+        return undo.pop_all()
+
+
+def _saving(original: Any) -> Any:
+    def save(self: Any, path: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        entry = checkpoint_entry(of_all_ranks(state_of_rank()))
+        return original(self, path, {**state, KEY: entry}, *args, **kwargs)
+
+    return save
+
+
+def _loading(original: Any) -> Any:
+    def load(self: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        with loaded_states() as loaders:
+            rest = original(self, path, *args, **kwargs)
+            entry = rest.pop(KEY, None)
+            _go_on(entry, f"fabric: {path}", loaders)
+        return rest
+
+    return load
+
+
+def _go_on(entry: Any, where: str, loaders: list[Any]) -> None:
+    state = own_state(entry, where)
+    if state is None or not put_back(state, where):
+        return
+    begin_interrupted_epochs(state)
+    for loader, saved in list(loaders):
+        go_on(loader, saved, state)

@@ -1,0 +1,70 @@
+"""What is hooked into a framework while a profile is in force: a row for each module.
+
+A framework is never imported for it. It is hooked once the program has imported it, and as it was
+before when the last profile is taken back.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torchrepro.console import say_once
+from torchrepro.frameworks.hooking import MissingHookError, in_force, profiles
+from torchrepro.imports import AfterImport, named
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import ExitStack
+
+    from torchrepro.frameworks.hooking import InForce
+
+HOOKS = {
+    "lightning.pytorch": "frameworks.lightning:hook_trainer",
+    "pytorch_lightning": "frameworks.lightning:hook_trainer",
+    "lightning.fabric.fabric": "frameworks.fabric:hook_fabric",
+    "lightning_fabric.fabric": "frameworks.fabric:hook_fabric",
+}
+"""Module of a framework -> the function that hooks into it, and returns its undo."""
+
+_hooked: dict[str, ExitStack] = {}
+
+
+def hook_frameworks(profile: InForce) -> Callable[[], None]:
+    """Hook into every framework that is loaded, or will be; return the undo.
+
+    Changes `sys.meta_path`, and in a loaded framework what its row says.
+    """
+    profiles.append(profile)
+    if len(profiles) == 1:
+        _finder.watch()
+        for module in filter(sys.modules.__contains__, HOOKS):
+            _hook(module)
+    return partial(_unhook, profile)
+
+
+def _unhook(profile: InForce) -> None:
+    profiles.remove(profile)
+    if profiles:
+        return
+    _finder.unwatch()
+    while _hooked:
+        _hooked.popitem()[1].close()
+
+
+def _hook(module: str) -> None:
+    if in_force() is None or module in _hooked:
+        return
+    try:
+        _hooked[module] = named(HOOKS[module])(sys.modules[module])
+    except MissingHookError as missing:
+        framework = module.partition(".")[0]
+        version = getattr(sys.modules.get(framework), "__version__", "")
+        say_once(
+            f"{framework} {version} has no {missing}: a run that goes on from its checkpoint may "
+            "draw other numbers than the uninterrupted one"
+        )
+
+
+_finder = AfterImport(HOOKS, _hook)

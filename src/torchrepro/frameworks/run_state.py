@@ -1,0 +1,111 @@
+"""The state of a run within a framework's checkpoint: every rank's generators and its loaders.
+
+It is made of numbers and texts in lists and dicts. So it can be read by
+``torch.load(weights_only=True)``, as JSON, and where torchrepro is not installed.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.console import say
+from torchrepro.errors import SeedingError
+from torchrepro.frameworks.hooking import in_force
+from torchrepro.seeding.loader import begin_again, interrupted
+from torchrepro.seeding.ranks import world
+from torchrepro.seeding.state import rng_state, set_generators, set_rng_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+KEY = "torchrepro"
+"""Under this name a checkpoint holds the state of its run."""
+
+FORMAT = 1
+
+
+def state_of_rank() -> dict[str, Any]:
+    """Return the state of this rank: its generators, and the loaders that it is iterating."""
+    return {"rng": rng_state(), "interrupted": interrupted()}
+
+
+def of_all_ranks(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the states of all ranks in their order; every rank has to call it with its own.
+
+    One process is all ranks where torch.distributed has no group.
+    """
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
+        return [state]
+    states: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(states, state)
+    return states
+
+
+def checkpoint_entry(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what a checkpoint holds under `KEY`: the states, and the profile they came from."""
+    from torchrepro.manifest.contents import as_text, manifest
+
+    profile = in_force()
+    entry: dict[str, Any] = {"format": FORMAT, "ranks": list(ranks)}
+    if profile is not None:
+        text = as_text(manifest(profile.resolved, profile.report()))
+        entry |= {
+            "profile": profile.resolved.name,
+            "digest": profile.resolved.digest,
+            "manifest": text,
+        }
+    return entry
+
+
+def own_state(entry: Any, where: str) -> Mapping[str, Any] | None:
+    """Return this rank's state of `entry`, which a checkpoint held under `KEY`.
+
+    None, and one line on standard error, where it has none for this rank.
+    """
+    here = world()
+    why = ""
+    if entry is None:
+        why = "it was saved without torchrepro"
+    elif entry["format"] != FORMAT:
+        why = f"its format is {entry['format']}, and this torchrepro reads {FORMAT}"
+    elif len(entry["ranks"]) != here.size:
+        why = f"it was saved by {len(entry['ranks'])} processes, and now there are {here.size}"
+    if why:
+        say_not_resumed(where, why)
+        return None
+    state: Mapping[str, Any] = entry["ranks"][here.rank]
+    return state
+
+
+def say_not_resumed(where: str, why: str) -> None:
+    """Say that a run which goes on from a checkpoint is not the uninterrupted one."""
+    say(f"{where}: generators and loaders do not go on from this checkpoint: {why}")
+
+
+def put_back(state: Mapping[str, Any], where: str) -> bool:
+    """Put every generator and loader where `state` says; return whether that was possible.
+
+    Where it was not, one line on standard error says why, and nothing is changed.
+    """
+    try:
+        set_rng_state(state["rng"])
+    except SeedingError as error:
+        say_not_resumed(where, str(error))
+        return False
+    return True
+
+
+def generators_of(state: Mapping[str, Any]) -> Callable[[], None]:
+    """Return what puts every generator where `state` says."""
+    return partial(set_generators, state["rng"])
+
+
+def begin_interrupted_epochs(state: Mapping[str, Any]) -> None:
+    """Have the loaders that were being iterated begin their epoch again, at its first batch.
+
+    What the program draws until then does not count: the generators are put back once more.
+    """
+    begin_again(state["interrupted"], generators_of(state))
