@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torchrepro.errors import SeedingError as SeedingError
     from torchrepro.errors import TorchreproError as TorchreproError
     from torchrepro.errors import TraceError as TraceError
-    from torchrepro.integrations.destinations import Logged as Logged
-    from torchrepro.integrations.destinations import log_to as log_to
+    from torchrepro.integrations.logging_profile import Logged as Logged
+    from torchrepro.integrations.logging_profile import log_to as log_to
     from torchrepro.planner import Plan as Plan
     from torchrepro.planner import plan as plan
     from torchrepro.policies.fallback import register_replacement as register_replacement
@@ -64,7 +64,7 @@ _PUBLIC = {
         "TorchreproError",
         "TraceError",
     ),
-    "integrations.destinations": ("Logged", "log_to"),
+    "integrations.logging_profile": ("Logged", "log_to"),
     "planner": ("Plan", "plan"),
     "policies.fallback": ("register_replacement", "unregister_replacement"),
     "policies.placement": ("place_modules",),

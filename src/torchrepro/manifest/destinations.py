@@ -1,4 +1,4 @@
-"""Log the profile in force to the tools that a team uses: one class per tool, in its own terms."""
+"""Where the profile of a run can be written: one class per tool, in its own terms."""
 
 from __future__ import annotations
 
@@ -12,19 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
-from torchrepro.applier import in_force
-from torchrepro.bootstrap import in_force_now
-from torchrepro.console import say_once
-from torchrepro.errors import TorchreproError
-from torchrepro.manifest.contents import FILE, as_text, hydra_folder, manifest, write_manifest
-from torchrepro.messages import Problem, near, shown
+from torchrepro.manifest.contents import FILE, as_text, hydra_folder, write_manifest
+from torchrepro.messages import near
 from torchrepro.profile.composition import flatten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from types import TracebackType
-
-    from torchrepro.applier import Applied
 
 
 NAMESPACE = "torchrepro"
@@ -231,7 +224,7 @@ class Folder(Destination):
         """Whether it is a path. A word that is nearly the name of a tool is taken for a typo."""
         if isinstance(target, str):
             is_path = "/" in target or "\\" in target or Path(target).is_dir()
-            return bool(target) and (is_path or not near(target, _TOOLS))
+            return bool(target) and (is_path or not near(target, TOOLS))
         return isinstance(target, PathLike)
 
     def write(self, target: Any, entry: Entry) -> str:
@@ -263,129 +256,10 @@ class HydraJob(Folder):
 DESTINATIONS: tuple[Destination, ...] = (Mlflow(), Wandb(), TensorBoard(), HydraJob(), Folder())
 """In the order in which a target is looked for."""
 
-_TOOLS = [each.name for each in DESTINATIONS if each.name != Folder.name]
-_LEGAL = ", ".join(each.takes for each in DESTINATIONS)
+TOOLS = [each.name for each in DESTINATIONS if each.name != Folder.name]
+LEGAL = ", ".join(each.takes for each in DESTINATIONS)
 
 
-@dataclass(slots=True)
-class Logged:
-    """Where a profile was logged; leaving a `with` block logs it again, as it is then."""
-
-    applied: Applied | None
-    """None where no profile was in force."""
-    targets: tuple[tuple[Destination, Any], ...]
-    places: tuple[str, ...] = ()
-    """What was written where, one line per destination."""
-
-    def again(self) -> Logged:
-        """Log the profile as it is now, over what was logged before.
-
-        Does nothing where no profile was in force when it was first logged. Raises
-        `TorchreproError` if a tool refuses, after all the others have been written.
-        """
-        if self.applied is None:
-            return self
-        entry = Entry(manifest(self.applied.resolved, self.applied.report))
-        places, refusals = [], []
-        for destination, target in self.targets:
-            try:
-                places.append(f"{destination.name}: {destination.write(target, entry)}")
-            except Exception as error:  # noqa: BLE001 - whatever a tool raises is its refusal
-                refusals.append(_refusal(destination, error))
-        self.places = tuple(places)
-        if refusals:
-            raise TorchreproError("\n".join(refusals + [f"logged to {place}" for place in places]))
-        return self
-
-    def __enter__(self) -> Logged:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            self.again()
-        except TorchreproError as refused:
-            if error is None:
-                raise
-            error.add_note(f"torchrepro: {refused}")  # what went wrong first is what to show
-
-    def __str__(self) -> str:
-        return "\n".join(self.places)
-
-
-def log_to(*targets: Any) -> Logged:
-    """Log digest, values and manifest of the profile in force to the tools that a team uses.
-
-    A target is ``mlflow`` or a run of it, ``wandb`` or a run of it, a ``SummaryWriter``, a folder
-    as a path or as text, or the name of a tool. Without targets, all that are active now are
-    meant. No tool is imported for that. A later call replaces what an earlier one has logged. So
-    call it again at the end of a run, or use it as a context manager, to include what policies and
-    seeds did.
-    Without a profile there is nothing to log: a note says so once, and nothing is written. Raises
-    `TorchreproError` if nothing is active, a target is not a place to log to, or a tool refuses.
-    """
-    applied = _innermost()
-    if applied is None:
-        say_once(
-            "log_to: no profile is in force, so nothing is logged; put one in force: "
-            "torchrepro.apply, +repro=NAME of a Hydra app, or torchrepro run"
-        )
-        return Logged(None, ())
-    chosen = tuple(_chosen(target) for target in targets) or _all_active()
-    return Logged(applied, chosen).again()
-
-
-def _innermost() -> Applied | None:
-    in_force_now()  # under `torchrepro run` it waits for the imports of what it sets
-    return in_force()[-1] if in_force() else None
-
-
-def _chosen(target: Any) -> tuple[Destination, Any]:
-    """Return the destination of `target`, and what is active in it if that is the tool itself."""
-    for destination in DESTINATIONS:
-        if destination.is_place(target):
-            return destination, target
-        if destination.is_tool(target):
-            return destination, _active_in(destination)
-    problem = Problem(
-        "not a place to log to, nor a folder that is there",
-        where="log_to",
-        found=shown(target),
-        legal=f"{_LEGAL}, or a name: {', '.join(_TOOLS)}",
-        near=near(target, _TOOLS) if isinstance(target, str) else "",
-    )
-    raise TorchreproError(str(problem))
-
-
-def _active_in(destination: Destination) -> Any:
-    active = destination.active()
-    if active is None:
-        start = f"start one: {destination.started_by}" if destination.started_by else ""
-        problem = Problem(
-            f"log_to: nothing is active in {destination.name}",
-            todo=start or f"hand over {destination.place} itself",
-        )
-        raise TorchreproError(str(problem))
-    return active
-
-
-def _all_active() -> tuple[tuple[Destination, Any], ...]:
-    active = [(destination, destination.active()) for destination in DESTINATIONS]
-    found = tuple(each for each in active if each[1] is not None)
-    if not found:
-        could_be = [f"{each.name} ({each.started_by})" for each in DESTINATIONS if each.started_by]
-        problem = Problem(
-            "log_to: nothing is active to log to",
-            todo=f"start one, {', '.join(could_be)}, or name a place: {_LEGAL}",
-        )
-        raise TorchreproError(str(problem))
-    return found
-
-
-def _refusal(destination: Destination, error: Exception) -> str:
-    words = json.dumps(str(error).strip().partition("\n")[0], ensure_ascii=False)
-    return f"log_to: {destination.name} refused: {type(error).__name__}: {words}"
+def destination_of(target: Any) -> Destination | None:
+    """Return the destination of which `target` is a place, or None."""
+    return next((each for each in DESTINATIONS if each.is_place(target)), None)
