@@ -1,0 +1,213 @@
+"""Runs a training program whole, and killed and resumed, in forks of one process that imported it.
+
+A program is a module with `STEPS`, its number of optimizer steps, and ``train(folder, workers,
+after_step)``. That trains to the end, goes on from a checkpoint in `folder` if there is one, calls
+``after_step(n)`` after optimizer step n counted from 1, and returns the weights as bytes and the
+checkpoint that it went on from, or None.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PROFILE = "debug-strict"
+SEED = 20
+TIMEOUT = 240
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run: once whole, and once killed and resumed for every step of `kills`."""
+
+    workers: int
+    kills: tuple[int, ...]
+    profile: str | None = PROFILE
+    """None for the program as it is, whose author has seeded it by hand."""
+
+    world: int = 1
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What became of a run that was killed and started again."""
+
+    killed: int
+    """The signal that ended the first run."""
+
+    resumed_from: str | None
+    equal: bool
+    """Whether its weights are bitwise those of the uninterrupted run."""
+
+    said: str
+    """What the second run wrote on standard error."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The weights of the uninterrupted run, and what became of each that was killed."""
+
+    weights: str
+    resumed: tuple[Resumed, ...]
+
+    @property
+    def equal(self) -> int:
+        """How many of the resumed runs have the weights of the uninterrupted one."""
+        return sum(each.equal for each in self.resumed)
+
+
+def outcomes(program: Path, folder: Path, plans: list[Plan]) -> list[Outcome]:
+    """Carry out `plans` with `program` in forks of a process of its own, within `folder`."""
+    done = subprocess.run(
+        [sys.executable, __file__, str(program), str(folder)],
+        input=json.dumps([asdict(plan) for plan in plans]),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT * sum(2 * len(plan.kills) + 1 for plan in plans),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [
+        Outcome(each["weights"], tuple(Resumed(**one) for one in each["resumed"]))
+        for each in json.loads(done.stdout.splitlines()[-1])
+    ]
+
+
+def table(name: str, plans: list[Plan], found: list[Outcome]) -> str:
+    """Return one line for each plan: how many killed runs were the uninterrupted one."""
+    lines = []
+    for plan, outcome in zip(plans, found, strict=True):
+        under = plan.profile or "seeded by hand"
+        lines.append(
+            f"{name:<14} {plan.world} process, {plan.workers} workers, {under:<14} "
+            f"equal after a kill: {outcome.equal} of {len(outcome.resumed)}"
+        )
+    return "\n".join(lines)
+
+
+def random_steps(program_steps: int, first: int, number: int) -> tuple[int, ...]:
+    """Return `number` steps at which to kill, at random, not before the step `first`."""
+    return tuple(sorted(random.sample(range(first, program_steps), number)))
+
+
+# What follows runs in the process of its own.
+
+
+def _main() -> None:
+    sys.path[:0] = [str(HERE.parent / "policies"), str(Path(sys.argv[1]).parent)]
+    import torch  # noqa: F401 - every fork has it
+
+    from known_layers import let_torchvision_be_imported
+
+    let_torchvision_be_imported()
+    spec = importlib.util.spec_from_file_location("program", sys.argv[1])
+    program = importlib.util.module_from_spec(spec)
+    sys.modules["program"] = program
+    spec.loader.exec_module(program)
+    plans = [Plan(**{**each, "kills": tuple(each["kills"])}) for each in json.load(sys.stdin)]
+    folder = Path(sys.argv[2])
+    found = [asdict(_carried_out(program, folder / str(n), plan)) for n, plan in enumerate(plans)]
+    print(json.dumps(found), flush=True)
+
+
+def _carried_out(program, folder: Path, plan: Plan) -> Outcome:
+    whole, _, _ = _run(program, folder / "whole", plan, None)
+    resumed = []
+    for step in plan.kills:
+        own = folder / f"killed-{step}"
+        _, killed, _ = _run(program, own, plan, step)
+        after, status, said = _run(program, own, plan, None)
+        assert status == 0, said
+        equal = after["weights"] == whole["weights"]
+        resumed.append(Resumed(-killed, after["resumed_from"], equal, said))
+    return Outcome(whole["weights"], tuple(resumed))
+
+
+def _run(program, folder: Path, plan: Plan, kill_at: int | None) -> tuple[dict, int, str]:
+    """Run `program` in as many forks as the plan has processes; return what rank 0 came to."""
+    folder.mkdir(parents=True, exist_ok=True)
+    answer, said = folder / "answer.json", folder / "said.txt"
+    answer.unlink(missing_ok=True)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(plan.world):
+        child = os.fork()
+        if not child:
+            _train(program, folder, plan, kill_at, rank, port)
+        children.append(child)
+    statuses = []
+    for child in children:
+        _, status = os.waitpid(child, 0)
+        statuses.append(os.waitstatus_to_exitcode(status))
+        if statuses[0] < 0:  # its rank 0 was killed: nobody else has to wait for it
+            for other in children[1:]:
+                os.kill(other, signal.SIGKILL)
+    found = json.loads(answer.read_text()) if answer.exists() else {}
+    return found, next(filter(None, statuses), 0), said.read_text()
+
+
+def _train(program, folder: Path, plan: Plan, kill_at: int | None, rank: int, port: int) -> None:
+    status = 1
+    signal.alarm(TIMEOUT)
+    for number, name in (
+        (1, f"out-{rank}.txt"),
+        (2, "said.txt" if not rank else f"said-{rank}.txt"),
+    ):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    if plan.world > 1:
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(plan.world),
+            "LOCAL_WORLD_SIZE": str(plan.world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    try:
+        _put_in_force(plan.profile)
+
+        def after_step(step: int) -> None:
+            if step == kill_at and rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        weights, resumed_from = program.train(folder, plan.workers, after_step)
+        if rank == 0:
+            digest = hashlib.sha256(weights).hexdigest()
+            answer = {"weights": digest, "resumed_from": resumed_from and str(resumed_from)}
+            (folder / "answer.json").write_text(json.dumps(answer))
+        status = 0
+    except BaseException:  # noqa: BLE001 - as the interpreter does
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _put_in_force(profile: str | None) -> None:
+    import numpy as np
+    import torch
+
+    import torchrepro
+
+    if profile is not None:
+        torchrepro.apply(profile)
+        return
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,61 @@
+"""A program of Lightning as its users write one; no line of it knows of torchrepro."""
+
+import logging
+import warnings
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from training import Augmented, network, weights
+
+STEPS = 18
+EVERY = 4
+ACCUMULATED = 2
+
+warnings.filterwarnings("ignore")
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+
+    def training_step(self, batch, index):
+        return self.net(batch).square().mean()
+
+    def validation_step(self, batch, index):
+        self.log("mean", self.net(batch).mean() + torch.rand(()))
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class AfterStep(lightning.Callback):
+    def __init__(self, after_step):
+        self.after_step = after_step
+
+    def on_train_batch_end(self, trainer, *_):
+        self.after_step(trainer.global_step)
+
+
+def train(folder, workers, after_step):
+    loader, validation = (
+        torch.utils.data.DataLoader(Augmented(), batch_size=4, shuffle=shuffle, num_workers=workers)
+        for shuffle in (True, False)
+    )
+    model, last = Model(), folder / "last.ckpt"
+    resumed_from = last if last.exists() else None
+    saving = ModelCheckpoint(folder, every_n_train_steps=EVERY, save_last=True)
+    trainer = lightning.Trainer(
+        max_epochs=3,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accumulate_grad_batches=ACCUMULATED,
+        callbacks=[saving, AfterStep(after_step)],
+    )
+    trainer.fit(model, loader, validation, ckpt_path=resumed_from)
+    assert trainer.global_step == STEPS
+    return weights(model), resumed_from

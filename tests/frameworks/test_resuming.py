@@ -1,0 +1,49 @@
+"""A run that is killed and started again is the uninterrupted run, bit for bit."""
+
+from pathlib import Path
+
+import pytest
+from .kills import Plan, outcomes, random_steps, table
+
+HERE = Path(__file__).parent
+STEPS, FIRST = 18, 5
+"""Optimizer steps of every program, and the first one after its first checkpoint."""
+
+PROGRAMS = ("lightning", "fabric")
+
+
+def _program(name: str) -> Path:
+    return HERE / f"{name}_program.py"
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_killed_run_goes_on_as_the_uninterrupted_one(name: str, tmp_path: Path) -> None:
+    """Without a line of the program: killed in mid-epoch, resumed, the weights are the same."""
+    plan = Plan(workers=0, kills=random_steps(STEPS, FIRST, 1))
+
+    (outcome,) = outcomes(_program(name), tmp_path, [plan])
+
+    (resumed,) = outcome.resumed
+    assert (resumed.killed, resumed.resumed_from is not None) == (9, True)
+    assert resumed.equal, (plan, resumed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_ten_kills(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Killed ten times at random, with 0 and 2 workers: always the uninterrupted run's weights."""
+    kills = random_steps(STEPS, FIRST, 10)
+    plans = [
+        Plan(workers, kills, profile) for profile in ("debug-strict", None) for workers in (0, 2)
+    ]
+
+    found = outcomes(_program(name), tmp_path, plans)
+
+    with capsys.disabled():
+        print(f"\n{table(name, plans, found)}")
+    ours = found[:2]
+    assert ours[0].weights == ours[1].weights
+    for outcome in ours:
+        for step, resumed in zip(kills, outcome.resumed, strict=True):
+            assert (resumed.killed, resumed.resumed_from is not None) == (9, True)
+            assert resumed.equal, (step, resumed)
