@@ -1,5 +1,7 @@
 """A loop on Fabric as its users write one; it skips the batches of an epoch that are done."""
 
+import os
+
 import torch
 from lightning.fabric import Fabric
 from training import Augmented, network, weights
@@ -7,10 +9,13 @@ from training import Augmented, network, weights
 STEPS = 18
 EVERY = 4
 ACCUMULATED = 2
+"""Batches for a step; two processes take half as many, and then one is a step."""
 
 
 def train(folder, workers, after_step):
-    fabric = Fabric(accelerator="cpu", devices="auto")
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    fabric = Fabric(accelerator="cpu", devices=world, strategy="ddp" if world > 1 else "auto")
+    fabric.launch()
     loader = torch.utils.data.DataLoader(
         Augmented(), batch_size=4, shuffle=True, num_workers=workers
     )
@@ -27,7 +32,7 @@ def train(folder, workers, after_step):
         for number, batch in enumerate(loader, 1):
             if number <= done:
                 continue
-            stepping = number % ACCUMULATED == 0
+            stepping = number % (ACCUMULATED // world) == 0
             with fabric.no_backward_sync(model, enabled=not stepping):
                 fabric.backward(model(batch).square().mean())
             if stepping:

@@ -20,11 +20,16 @@ import sys
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 HERE = Path(__file__).parent
 PROFILE = "debug-strict"
 SEED = 20
 TIMEOUT = 240
+"""Seconds that one run may take."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,6 @@ def random_steps(program_steps: int, first: int, number: int) -> tuple[int, ...]
 def _main() -> None:
     sys.path[:0] = [str(HERE.parent / "policies"), str(Path(sys.argv[1]).parent)]
     import torch  # noqa: F401 - every fork has it
-
     from known_layers import let_torchvision_be_imported
 
     let_torchvision_be_imported()
@@ -122,7 +126,8 @@ def _main() -> None:
 
 
 def _carried_out(program, folder: Path, plan: Plan) -> Outcome:
-    whole, _, _ = _run(program, folder / "whole", plan, None)
+    whole, status, said = _run(program, folder / "whole", plan, None)
+    assert status == 0, said
     resumed = []
     for step in plan.kills:
         own = folder / f"killed-{step}"
@@ -137,62 +142,77 @@ def _carried_out(program, folder: Path, plan: Plan) -> Outcome:
 def _run(program, folder: Path, plan: Plan, kill_at: int | None) -> tuple[dict, int, str]:
     """Run `program` in as many forks as the plan has processes; return what rank 0 came to."""
     folder.mkdir(parents=True, exist_ok=True)
-    answer, said = folder / "answer.json", folder / "said.txt"
+    answer, said = folder / "answer.json", folder / "said-0.txt"
     answer.unlink(missing_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
+    run = _Run(program, folder, plan, kill_at, port)
     children = []
     for rank in range(plan.world):
         child = os.fork()
         if not child:
-            _train(program, folder, plan, kill_at, rank, port)
+            run.as_rank(rank)
         children.append(child)
-    statuses = []
-    for child in children:
-        _, status = os.waitpid(child, 0)
-        statuses.append(os.waitstatus_to_exitcode(status))
-        if statuses[0] < 0:  # its rank 0 was killed: nobody else has to wait for it
-            for other in children[1:]:
-                os.kill(other, signal.SIGKILL)
+    first, *others = children
+    status = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
+    for other in others:
+        if status < 0:  # nobody else has to wait for a rank 0 that was killed
+            os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
     found = json.loads(answer.read_text()) if answer.exists() else {}
-    return found, next(filter(None, statuses), 0), said.read_text()
+    return found, status, said.read_text()
 
 
-def _train(program, folder: Path, plan: Plan, kill_at: int | None, rank: int, port: int) -> None:
-    status = 1
-    signal.alarm(TIMEOUT)
-    for number, name in (
-        (1, f"out-{rank}.txt"),
-        (2, "said.txt" if not rank else f"said-{rank}.txt"),
-    ):
-        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    if plan.world > 1:
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(plan.world),
-            "LOCAL_WORLD_SIZE": str(plan.world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-    try:
-        _put_in_force(plan.profile)
+@dataclass(frozen=True)
+class _Run:
+    """One run of a program, in as many processes as its plan has."""
 
+    program: ModuleType
+    folder: Path
+    plan: Plan
+    kill_at: int | None
+    port: int
+
+    def as_rank(self, rank: int) -> NoReturn:
+        """Be the process `rank`: train, write the answer, and end."""
+        status = 1
+        signal.alarm(TIMEOUT)
+        for descriptor, name in ((1, f"out-{rank}.txt"), (2, f"said-{rank}.txt")):
+            os.dup2(os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+        try:
+            self._join(rank)
+            _put_in_force(self.plan.profile)
+            self._train(rank)
+            status = 0
+        except BaseException:  # noqa: BLE001 - as the interpreter does
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+
+    def _join(self, rank: int) -> None:
+        if self.plan.world > 1:
+            os.environ |= {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(self.plan.world),
+                "LOCAL_WORLD_SIZE": str(self.plan.world),
+                "GROUP_RANK": "0",
+                "TORCHELASTIC_RUN_ID": "kills",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self.port),
+            }
+
+    def _train(self, rank: int) -> None:
         def after_step(step: int) -> None:
-            if step == kill_at and rank == 0:
+            if step == self.kill_at and rank == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        weights, resumed_from = program.train(folder, plan.workers, after_step)
+        weights, resumed_from = self.program.train(self.folder, self.plan.workers, after_step)
         if rank == 0:
             digest = hashlib.sha256(weights).hexdigest()
             answer = {"weights": digest, "resumed_from": resumed_from and str(resumed_from)}
-            (folder / "answer.json").write_text(json.dumps(answer))
-        status = 0
-    except BaseException:  # noqa: BLE001 - as the interpreter does
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
+            (self.folder / "answer.json").write_text(json.dumps(answer))
 
 
 def _put_in_force(profile: str | None) -> None:

@@ -1,6 +1,7 @@
 """A program of Lightning as its users write one; no line of it knows of torchrepro."""
 
 import logging
+import os
 import warnings
 
 import lightning
@@ -11,6 +12,7 @@ from training import Augmented, network, weights
 STEPS = 18
 EVERY = 4
 ACCUMULATED = 2
+"""Batches for a step; two processes take half as many, and then one is a step."""
 
 warnings.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -44,16 +46,19 @@ def train(folder, workers, after_step):
         torch.utils.data.DataLoader(Augmented(), batch_size=4, shuffle=shuffle, num_workers=workers)
         for shuffle in (True, False)
     )
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     model, last = Model(), folder / "last.ckpt"
     resumed_from = last if last.exists() else None
     saving = ModelCheckpoint(folder, every_n_train_steps=EVERY, save_last=True)
     trainer = lightning.Trainer(
         max_epochs=3,
         accelerator="cpu",
+        devices=world,
+        strategy="ddp" if world > 1 else "auto",
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        accumulate_grad_batches=ACCUMULATED,
+        accumulate_grad_batches=ACCUMULATED // world,
         callbacks=[saving, AfterStep(after_step)],
     )
     trainer.fit(model, loader, validation, ckpt_path=resumed_from)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from .kills import Plan, outcomes, random_steps, table
 
 HERE = Path(__file__).parent

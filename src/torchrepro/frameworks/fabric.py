@@ -21,6 +21,7 @@ from torchrepro.frameworks.run_state import (
     put_back,
     state_of_rank,
 )
+from torchrepro.seeding.loader_places import count_on
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -67,3 +68,4 @@ def _go_on(entry: Any, where: str, loaders: list[Any]) -> None:
     begin_interrupted_epochs(state)
     for loader, saved in list(loaders):
         go_on(loader, saved, state)
+        count_on(loader)

@@ -105,6 +105,7 @@ def _taken_out(checkpoint: Any, epoch_is_over: bool) -> list[Any]:  # noqa: FBT0
         for saved in filter(None, ours.values()):
             if saved["batches"]:
                 saved["epoch"], saved["batches"] = saved["epoch"] + 1, 0
+                saved["samplers"] = [epoch + 1 for epoch in saved["samplers"]]
     return [[number, saved] for number, saved in ours.items()]
 
 

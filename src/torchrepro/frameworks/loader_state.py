@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.frameworks.hooking import MissingHookError
 from torchrepro.frameworks.run_state import KEY, generators_of
-from torchrepro.seeding.loader import saved_place, take_up
+from torchrepro.seeding.loader_places import saved_place, take_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

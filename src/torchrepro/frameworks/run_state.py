@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.console import say
 from torchrepro.errors import SeedingError
 from torchrepro.frameworks.hooking import in_force
-from torchrepro.seeding.loader import begin_again, interrupted
+from torchrepro.seeding.loader_places import begin_again, interrupted
 from torchrepro.seeding.ranks import world
 from torchrepro.seeding.state import rng_state, set_generators, set_rng_state
 

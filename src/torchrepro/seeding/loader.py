@@ -66,12 +66,20 @@ class Loading:
         self.next_start = 0
         self.start = 0
         self.active = True
-        awaited = loaders.register.awaited.pop(name, None)
-        self.before_first_batch: list[Callable[[], None]] = [] if awaited is None else [awaited]
+        self.before_first_batch: list[Callable[[], None]] = []
         """What is done once, before the next batch that is the first of an iteration."""
+
+        self.sampler_epochs: tuple[int, ...] = ()
+        """The epochs of samplers that keep a count of their own, as the present epoch began."""
+
+        self.told_epochs: Callable[[Loading], tuple[int, ...]] | None = None
+        """Which epochs they are told as an epoch begins, where the run is a resumed one."""
 
         self._delivery: ReferenceType[Delivery] | None = None
         self._enter(self.next_epoch)
+        awaited = loaders.register.awaited.pop(name, None)
+        if awaited is not None:
+            awaited(self)
 
     def __repr__(self) -> str:
         return f"<torchrepro loading {self.name} seed={self.root} next epoch={self.next_epoch}>"
@@ -318,8 +326,8 @@ class Register:
     named: dict[str, int] = field(default_factory=dict)
     """Names of other loaders in a snapshot, not made again yet, each with its next epoch."""
 
-    awaited: dict[str, Callable[[], None]] = field(default_factory=dict)
-    """What is done before the first batch of a loader that has not appeared yet, by its name."""
+    awaited: dict[str, Callable[[Loading], None]] = field(default_factory=dict)
+    """What is done to the seeding of a loader that has not appeared yet, by its name."""
 
 
 @dataclass(slots=True)
@@ -428,44 +436,6 @@ def _next_loading(kind: str) -> Loading:
             return Loading(name, register.resumed.pop(name))
     register.begun[kind] += 1
     return Loading(f"{kind}#{register.begun[kind]}")
-
-
-def saved_place(loader: Any) -> dict[str, Any] | None:
-    """Return name and place of `loader` as plain JSON values; None where it is not seeded."""
-    loading = loading_of(loader)
-    return None if loading is None else {"name": loading.name, **loading.place._asdict()}
-
-
-def take_up(loader: Any, saved: Mapping[str, Any]) -> Loading | None:
-    """Have `loader` go on where `saved_place` found it, and return what seeds it.
-
-    None where nothing does: it then begins an epoch of its own.
-    """
-    bind_loader(loader, saved["name"])
-    loading = loading_of(loader)
-    if loading is not None:
-        loading.go_to(Place(saved["epoch"], saved["batches"]))
-    return loading
-
-
-def interrupted() -> dict[str, int]:
-    """Return the loaders that the program is in the middle of, each with its epoch, by name."""
-    seeded = (*loaders.register.loadings.values(), *loaders.explicit)
-    return {each.name: each.epoch for each in seeded if each.is_iterated}
-
-
-def begin_again(epochs: Mapping[str, int], before_first_batch: Callable[[], None]) -> None:
-    """Have each loader of `interrupted` begin its epoch again, and do something before that."""
-    register = loaders.register
-    present = {each.name: each for each in (*register.loadings.values(), *loaders.explicit)}
-    for name, epoch in epochs.items():
-        loading = present.get(name)
-        if loading is not None:
-            loading.go_to(Place(epoch, 0))
-            loading.before_first_batch.append(before_first_batch)
-        else:
-            (register.named if name in register.named else register.resumed)[name] = epoch
-            register.awaited[name] = before_first_batch
 
 
 def epochs() -> dict[str, Any]:

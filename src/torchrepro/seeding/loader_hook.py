@@ -351,6 +351,7 @@ class _PreparedWorker:
 def _begun(loader: Any, loading: Loading) -> Iterator[None]:
     """Begin an epoch of `loader`: what it builds within the block is seeded."""
     loading.begin()
+    _tell_samplers(loader, loading)
     sampler = "sampler" if loader.batch_sampler is None else "batch_sampler"
     with isolated_draws():
         # In the main process an IterableDataset is read as by the only worker of a loader.
@@ -364,6 +365,17 @@ def _begun(loader: Any, loading: Loading) -> Iterator[None]:
             nullcontext() if loader.num_workers else seeded_readers(loading.stream),
         ):
             yield
+
+
+def _tell_samplers(loader: Any, loading: Loading) -> None:
+    """Note which epoch the samplers of `loader` count, after telling them where it is resumed."""
+    counting = [
+        part for part in _parts_with_epochs(loader) if isinstance(getattr(part, "epoch", None), int)
+    ]
+    if loading.told_epochs is not None:
+        for part, epoch in zip(counting, loading.told_epochs(loading), strict=False):
+            part.set_epoch(epoch)
+    loading.sampler_epochs = tuple(part.epoch for part in counting)
 
 
 @contextmanager

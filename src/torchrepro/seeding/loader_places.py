@@ -1,0 +1,101 @@
+"""Where the seeded loaders of a run are, and how another run goes on there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.seeding.loader import Loading, Place, bind_loader, loaders, loading_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class SameEpochs:
+    """Tells samplers the epochs that were saved, in the epoch that was interrupted.
+
+    For a framework that tells them every later epoch by itself.
+    """
+
+    epoch: int
+    saved: tuple[int, ...]
+
+    def __call__(self, loading: Loading) -> tuple[int, ...]:
+        return self.saved if loading.epoch == self.epoch else ()
+
+
+@dataclass(frozen=True, slots=True)
+class CountedEpochs(SameEpochs):
+    """Tells samplers the epochs that were saved, and counts on from there.
+
+    For a framework that begins to count at 0 again when a run is resumed.
+    """
+
+    def __call__(self, loading: Loading) -> tuple[int, ...]:
+        return tuple(epoch + loading.epoch - self.epoch for epoch in self.saved)
+
+
+def saved_place(loader: Any) -> dict[str, Any] | None:
+    """Return the place of `loader` as plain JSON values; None where it is not seeded."""
+    loading = loading_of(loader)
+    return None if loading is None else _saved(loading)
+
+
+def _saved(loading: Loading) -> dict[str, Any]:
+    place = loading.place
+    samplers = [epoch + place.epoch - loading.epoch for epoch in loading.sampler_epochs]
+    return {"name": loading.name, **place._asdict(), "samplers": samplers}
+
+
+def take_up(loader: Any, saved: Mapping[str, Any]) -> Loading | None:
+    """Have `loader` go on where `saved_place` found it, and return what seeds it.
+
+    None where nothing does: it then begins an epoch of its own.
+    """
+    bind_loader(loader, saved["name"])
+    loading = loading_of(loader)
+    if loading is not None:
+        loading.go_to(Place(saved["epoch"], saved["batches"]))
+        loading.told_epochs = SameEpochs(saved["epoch"], tuple(saved["samplers"]))
+    return loading
+
+
+def count_on(loader: Any) -> None:
+    """Have the samplers of `loader`, which was taken up, count later epochs from there as well."""
+    loading = loading_of(loader)
+    if loading is not None and isinstance(loading.told_epochs, SameEpochs):
+        loading.told_epochs = CountedEpochs(loading.told_epochs.epoch, loading.told_epochs.saved)
+
+
+def interrupted() -> list[dict[str, Any]]:
+    """Return the places of the loaders that the program is in the middle of."""
+    seeded = (*loaders.register.loadings.values(), *loaders.explicit)
+    return [_saved(each) for each in seeded if each.is_iterated]
+
+
+def begin_again(places: list[dict[str, Any]], before_first_batch: Callable[[], None]) -> None:
+    """Have each loader of `interrupted` begin its epoch again, at its first batch.
+
+    `before_first_batch` is called before that. A loader that does not exist yet begins so when its
+    turn comes. Later epochs of its samplers are counted from there.
+    """
+    register = loaders.register
+    present = {each.name: each for each in (*register.loadings.values(), *loaders.explicit)}
+    for saved in places:
+        name, epoch = saved["name"], saved["epoch"]
+        begin = partial(_begin_again, saved=saved, before_first_batch=before_first_batch)
+        if name in present:
+            present[name].go_to(Place(epoch, 0))
+            begin(present[name])
+        else:
+            (register.named if name in register.named else register.resumed)[name] = epoch
+            register.awaited[name] = begin
+
+
+def _begin_again(
+    loading: Loading, saved: Mapping[str, Any], before_first_batch: Callable[[], None]
+) -> None:
+    loading.told_epochs = CountedEpochs(saved["epoch"], tuple(saved["samplers"]))
+    loading.before_first_batch.append(before_first_batch)
