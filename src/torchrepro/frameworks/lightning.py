@@ -9,11 +9,14 @@ Lightning resumes those loaders that have `state_dict` and `load_state_dict`.
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack, suppress
 from functools import cache
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.frameworks.hooking import in_force
+from torchrepro.frameworks.hooking import MissingHookError, in_force, wrap
 from torchrepro.frameworks.loader_state import give_state
+from torchrepro.frameworks.loggers import log_profile
 from torchrepro.frameworks.run_state import (
     KEY,
     checkpoint_entry,
@@ -23,9 +26,11 @@ from torchrepro.frameworks.run_state import (
     put_back,
     state_of_rank,
 )
+from torchrepro.frameworks.switches import Switch, say_switches
+from torchrepro.manifest.destinations import destination_of
 
 if TYPE_CHECKING:
-    from contextlib import ExitStack
+    from collections.abc import Callable
     from types import ModuleType
 
 _LOADERS = "combined_loader"
@@ -37,49 +42,109 @@ def callbacks(package: str) -> list[Any]:
     return [] if in_force() is None else [_callback_class(package)()]
 
 
-def hook_trainer(_: ModuleType) -> ExitStack:
-    """Give torch's loaders a state, which is how Lightning resumes one within an epoch."""
-    return give_state()
+def hook_trainer(module: ModuleType) -> ExitStack:
+    """Give torch's loaders a state, by which Lightning resumes one, and read a Trainer's switches.
+
+    Raises `MissingHookError` where `module` has no Trainer, or where loaders have a state.
+    """
+    with ExitStack() as undo:
+        undo.enter_context(give_state())
+        trainer = getattr(module, "Trainer", None)
+        if trainer is None:
+            raise MissingHookError("Trainer")
+        wrap(undo, trainer, "__init__", _saying_switches)
+        return undo.pop_all()
 
 
-@cache
-def _callback_class(package: str) -> type:
-    """Return our callback as a subclass of the `Callback` of `package`."""
-    base: Any = sys.modules[package].Callback
+SWITCHES = (
+    ("deterministic", True, "backends.torch.deterministic_algorithms", "error"),
+    ("deterministic", True, "env.CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
+    ("deterministic", "warn", "backends.torch.deterministic_algorithms", "warn"),
+    ("deterministic", False, "backends.torch.deterministic_algorithms", "none"),
+    ("benchmark", True, "backends.cudnn.benchmark", True),
+    ("benchmark", False, "backends.cudnn.benchmark", False),
+)
+"""Argument of `Trainer`, its value, the knob that it sets, and to what.
 
-    class TorchreproCallback(base):  # type: ignore[misc]  # the class is only known at run time
-        """Puts the state of the run into the checkpoints of a `Trainer`, and takes it up again."""
+As `_set_torch_flags` does in pytorch/trainer/connectors/accelerator_connector.py of Lightning.
+"""
 
-        def __init__(self) -> None:
-            self._pending: Any = None
 
-        def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
-            if in_force() is None:
-                return
+def _saying_switches(original: Any) -> Any:
+    parameters = signature(original)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it stands for that
+        with suppress(TypeError):  # the Trainer itself says which argument is wrong
+            given = parameters.bind(self, *args, **kwargs).arguments
+            found = [
+                Switch(f"Trainer({name}={value!r})", knob, becomes)
+                for name, value, knob, becomes in SWITCHES
+                if type(given.get(name)) is type(value) and given[name] == value
+            ]
+            say_switches("lightning", found)
+        original(self, *args, **kwargs)
+
+    return __init__
+
+
+class RunState:
+    """Puts the state of the run into the checkpoints of a `Trainer`, and takes it up again.
+
+    The hooks of a callback; `_callback_class` makes it one of the package that asks.
+    """
+
+    framework = "lightning"
+
+    def __init__(self) -> None:
+        self._pending: Callable[[], None] | None = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Write the profile to the loggers."""
+        if trainer.is_global_zero:
+            log_profile(self.framework, map(_place_of, trainer.loggers))
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        """Add the state of every rank; Lightning calls it on all of them."""
+        if in_force() is not None:
             state = state_of_rank()
             state["loaders"] = _taken_out(checkpoint, _epoch_is_over(trainer))
             checkpoint[KEY] = checkpoint_entry(of_all_ranks(state))
 
-        def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
-            if in_force() is None or trainer.state.fn != "fit":
-                return
-            where = f"{package.partition('.')[0]}: {trainer.ckpt_path or 'the checkpoint'}"
-            state = own_state(checkpoint.get(KEY), where)
-            if state is not None and put_back(state, where):
-                _put_in(checkpoint, state)
-                self._pending = generators_of(state)
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        """Put back the state of this rank, and hand its loaders' places to Lightning."""
+        if in_force() is None or trainer.state.fn != "fit":
+            return
+        where = f"{self.framework}: {trainer.ckpt_path or 'the checkpoint'}"
+        state = own_state(checkpoint.get(KEY), where)
+        if state is not None and put_back(state, where):
+            _put_in(checkpoint, state)
+            self._pending = generators_of(state)
 
-        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-            # An epoch that begins anew: whatever its start-up drew does not count.
-            if self._pending is not None:
-                self._pending()
-                self._pending = None
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Put the generators back once more: what a start-up draws does not count."""
+        if self._pending is not None:
+            self._pending()
+            self._pending = None
 
-        def on_train_batch_start(self, *_: Any) -> None:
-            self._pending = None  # in the middle of an epoch the loader has seen to it
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Forget them: in the middle of an epoch the loader has put them back."""
+        self._pending = None
 
-    TorchreproCallback.__module__ = __name__
-    return TorchreproCallback
+
+@cache
+def _callback_class(package: str) -> type:
+    """Return `RunState` as a subclass of the `Callback` of `package`."""
+    base = sys.modules[package].Callback
+    return type(RunState.__name__, (RunState, base), {"__doc__": RunState.__doc__})
+
+
+def _place_of(logger: Any) -> Any:
+    """Return what `logger` writes to: a run, a SummaryWriter, or the folder of its files."""
+    experiment = logger.experiment
+    if hasattr(experiment, "get_run") and hasattr(logger, "run_id"):
+        return experiment.get_run(logger.run_id)  # MLflow's client has the run under its id
+    known = destination_of(experiment) is not None
+    return experiment if known else getattr(logger, "log_dir", None) or experiment
 
 
 def _epoch_is_over(trainer: Any) -> bool:

@@ -1,0 +1,115 @@
+"""What Lightning does under a profile, and that nothing of it is there without one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchrepro
+
+HERE = Path(__file__).parent
+START = f"""
+import sys
+sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent / "policies")!r}]
+import torch
+from known_layers import let_torchvision_be_imported
+let_torchvision_be_imported()
+"""
+TRAIN = f"""{START}
+import lightning, lightning_program
+from pathlib import Path
+lightning_program.train(Path(sys.argv[1]), 0, lambda step: None)
+"""
+
+
+def _python(code: str, *words: str, under: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    torchrepro_run = [sys.executable, "-m", "torchrepro", "run", *under, "--"] if under else []
+    return subprocess.run(
+        [*torchrepro_run, sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_an_entry_point_loads_nothing_and_gives_nothing_without_a_profile() -> None:
+    """What Lightning imports by itself loads the standard library only, and returns no callback."""
+    code = (
+        "import sys; before = set(sys.modules)\n"
+        "from torchrepro.frameworks import entry_points as e\n"
+        "print(e.lightning(), e.pytorch_lightning())\n"
+        "ours = {name for name in set(sys.modules) - before if 'torchrepro' in name}\n"
+        "rest = {n.partition('.')[0] for n in set(sys.modules) - before - ours}\n"
+        "print(sorted(rest - sys.stdlib_module_names), len(ours) < 6)"
+    )
+    assert _python(code).stdout.splitlines() == ["[] []", "[] True"]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_plain_and_says_what_it_came_from(tmp_path: Path) -> None:
+    """Started by `torchrepro run`, a checkpoint loads as weights only, with digest and manifest."""
+    done = _python(TRAIN, str(tmp_path), under=("debug-strict",))
+    assert done.returncode == 0, done.stderr
+
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["torchrepro"]
+
+    assert json.loads(saved["manifest"])["digest"] == saved["digest"]
+    assert saved["profile"] == "debug-strict"
+    assert len(saved["ranks"]) == 1
+    without = _python(TRAIN.replace("step: None)", "step: None)\nassert 0"), str(tmp_path))
+    assert "AssertionError" in without.stderr.splitlines()[-1], "it resumes without a profile"
+    assert "torchrepro" not in without.stderr.replace("/torchrepro/", "")
+
+
+SWITCHES = {
+    "deterministic=True": "Trainer(deterministic=True) agrees with debug-strict",
+    "deterministic=False": (
+        "Trainer(deterministic=False) does not agree with debug-strict: "
+        "backends.torch.deterministic_algorithms is error there, and the switch makes it none"
+    ),
+}
+
+
+@pytest.mark.slow
+def test_switches_of_a_trainer_are_said() -> None:
+    """Each switch that sets what the profile sets is said: whether it agrees, and if not, why."""
+    code = f"""{START}
+import lightning, torchrepro
+with torchrepro.apply("debug-strict", ["guard=none"]):
+    for given in {[*SWITCHES]!r}:
+        eval(f"lightning.Trainer(accelerator='cpu', logger=False, {{given}})")
+assert not hasattr(torch.utils.data.DataLoader, "state_dict")
+assert lightning.Trainer.__init__.__module__.startswith("lightning")
+"""
+    done = _python(code)
+    assert done.returncode == 0, done.stderr
+    said = [line.partition("lightning: ")[2] for line in done.stderr.splitlines()]
+    assert [line for line in said if line.startswith("Trainer(")] == [*SWITCHES.values()]
+
+
+@pytest.mark.slow
+def test_a_missing_hook_is_one_line() -> None:
+    """A Lightning whose Fabric has another shape is trained with as ever, and one line says so."""
+    code = f"""{START}
+import lightning.fabric.fabric, torchrepro
+del lightning.fabric.fabric.Fabric.save
+with torchrepro.apply("debug-strict"):
+    pass
+"""
+    done = _python(code)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "Fabric.save" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("torchrepro: lightning ")
+
+
+def test_hooks_are_gone_after_the_profile() -> None:
+    """Taking a profile back takes its watch on frameworks back as well."""
+    before = list(sys.meta_path)
+    with torchrepro.apply("seed-only"):
+        assert len(sys.meta_path) > len(before)
+    assert sys.meta_path == before
