@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from contextlib import ExitStack
 
     from torchrepro.profile.resolved import ResolvedProfile
@@ -43,10 +45,30 @@ def wrap(undo: ExitStack, owner: Any, name: str, wrapping: Callable[[Any], Any])
         where = getattr(owner, "__qualname__", owner.__name__)
         raise MissingHookError(f"{where}.{name}")
     wrapper = wraps(original)(wrapping(original))
-    setattr(owner, name, wrapper)
+    undo.enter_context(_other_value(owner, name, wrapper, original))
 
-    def put_back() -> None:
-        if vars(owner).get(name) is wrapper:  # somebody else's wrapper stays, with ours within
-            setattr(owner, name, original)
 
-    undo.callback(put_back)
+def wrap_everywhere(
+    undo: ExitStack, module: Any, name: str, wrapping: Callable[[Any], Any]
+) -> None:
+    """Do as `wrap` with a function of `module`, and where others have imported it by its name.
+
+    Who imports it later keeps the wrapper, which has to ask for itself whether a profile is in
+    force. Raises `MissingHookError` where there is no such function.
+    """
+    original = vars(module).get(name)
+    wrap(undo, module, name, wrapping)
+    wrapper = vars(module)[name]
+    for other in list(sys.modules.values()):
+        if getattr(other, "__dict__", {}).get(name) is original:
+            undo.enter_context(_other_value(other, name, wrapper, original))
+
+
+@contextmanager
+def _other_value(owner: Any, name: str, value: Any, before: Any) -> Iterator[None]:
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if vars(owner).get(name) is value:  # somebody else's wrapper stays, with ours within
+            setattr(owner, name, before)

@@ -42,6 +42,14 @@ class Place(NamedTuple):
     """Batches of the epoch that the program has got."""
 
 
+class LateStart(NamedTuple):
+    """What a loader stands for that leaves out the first batches of another one."""
+
+    start: int
+    sampler: Any
+    """The sampler of the other one, which yields the first batches as well."""
+
+
 class Loading:
     """Where the random numbers of one DataLoader come from; also its `worker_init_fn`.
 
@@ -84,14 +92,17 @@ class Loading:
     def __repr__(self) -> str:
         return f"<torchrepro loading {self.name} seed={self.root} next epoch={self.next_epoch}>"
 
-    def begin(self) -> None:
-        """Start the next epoch, as the rank that this process has by now."""
+    def begin(self, start: int = 0) -> None:
+        """Start the next epoch at batch `start`, as the rank that this process has by now.
+
+        A start that was set for this epoch goes before.
+        """
         now = streams.current_plan()
         if (now.seed, now.streams) == (self.plan.seed, self.plan.streams):
             self.plan = replace(now, rank=now.coordinate(), program_seed=self.program_seed)
         self._enter(self.next_epoch)
         self.next_epoch += 1
-        self.start, self.next_start = self.next_start, 0
+        self.start, self.next_start = self.next_start or start, 0
 
     def deliver(self, iterator: Iterator[Any], dropped: int) -> Delivery:
         """Return `iterator`, which has just begun an epoch, as one that counts its batches.
@@ -195,9 +206,16 @@ class Delivery:
 class SeededSampler:
     """A sampler that draws from its own place in the generators and asks for seeded samples."""
 
-    def __init__(self, sampler: Any, loading: Loading, generator: torch.Generator | None) -> None:
+    def __init__(
+        self,
+        sampler: Any,
+        loading: Loading,
+        generator: torch.Generator | None,
+        late: LateStart | None = None,
+    ) -> None:
         self.sampler, self.loading = sampler, loading
-        self.generators = _torchdata_generators(sampler) if generator is None else [generator]
+        self.whole = sampler if late is None else late.sampler
+        self.generators = _torchdata_generators(self.whole) if generator is None else [generator]
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -213,10 +231,10 @@ class SeededSampler:
         with isolated_draws():
             draw_from(order)
             with own:
-                indices = iter(self.sampler)
+                indices = iter(self.whole)
                 index = next(indices, _END)
-            place = nullcontext() if _draws_at_first_only(self.sampler) else Position()
-        counted = self.loading.request is SampleRequest and _may_repeat(self.sampler)
+            place = nullcontext() if _draws_at_first_only(self.whole) else Position()
+        counted = self.loading.request is SampleRequest and _may_repeat(self.whole)
         repeats = Repeats() if counted else None
         for number in count():
             if index is _END:
@@ -342,6 +360,9 @@ class Loaders:
 
     explicit: WeakSet[ExplicitLoading] = field(default_factory=WeakSet)
     """The seeding of the loaders made with `dataloader_kwargs`, while they are alive."""
+
+    late: WeakKeyDictionary[Any, LateStart] = field(default_factory=WeakKeyDictionary)
+    """Loaders that stand for another one without its first batches."""
 
 
 loaders = Loaders()

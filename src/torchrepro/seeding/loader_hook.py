@@ -208,11 +208,9 @@ def yields_items(loader: Any) -> bool:
 
 def _parts_with_epochs(loader: Any) -> list[Any]:
     """Return the samplers and the dataset of `loader` that have a `set_epoch` of their own."""
-    batches = getattr(loader, "batch_sampler", None)
     parts = (
-        getattr(loader, "sampler", None),
-        batches,
-        getattr(batches, "sampler", None),
+        *_samplers_within(getattr(loader, "sampler", None)),
+        *_samplers_within(getattr(loader, "batch_sampler", None)),
         getattr(loader, "dataset", None),
     )
     own = {id(part): part for part in parts if callable(getattr(part, "set_epoch", None))}
@@ -350,15 +348,18 @@ class _PreparedWorker:
 @contextmanager
 def _begun(loader: Any, loading: Loading) -> Iterator[None]:
     """Begin an epoch of `loader`: what it builds within the block is seeded."""
-    loading.begin()
+    late = loaders.late.get(loader)
+    loading.begin(0 if late is None else late.start)
     _tell_samplers(loader, loading)
     sampler = "sampler" if loader.batch_sampler is None else "batch_sampler"
     with isolated_draws():
         # In the main process an IterableDataset is read as by the only worker of a loader.
         draw_from(worker_stream(loading.stream, 0))
+        generator = loader.generator
         if isinstance(loading, ExplicitLoading):
-            loading.start_order(loader.generator)
-        seeded = SeededSampler(getattr(loader, sampler), loading, loader.generator)
+            generator = _generator_in(loader, getattr(loader, sampler))
+            loading.start_order(generator)
+        seeded = SeededSampler(getattr(loader, sampler), loading, generator, late)
         with (
             _with(loader, worker_init_fn=loading, **{sampler: seeded}),
             # A worker that is forked here must find torch's own readers.
@@ -376,6 +377,23 @@ def _tell_samplers(loader: Any, loading: Loading) -> None:
         for part, epoch in zip(counting, loading.told_epochs(loading), strict=False):
             part.set_epoch(epoch)
     loading.sampler_epochs = tuple(part.epoch for part in counting)
+
+
+def _generator_in(loader: Any, sampler: Any) -> Any:
+    """Return the generator that `loader` was made with.
+
+    A loader that was made of it may keep it in a sampler alone: accelerate's dispatcher does.
+    """
+    parts = (loader, *_samplers_within(sampler))
+    return next(part.generator for part in parts if getattr(part, "generator", None) is not None)
+
+
+def _samplers_within(sampler: Any) -> Iterator[Any]:
+    """Yield `sampler`, the one that it makes batches of or shares out, and so on."""
+    while sampler is not None:
+        yield sampler
+        inner = getattr(sampler, "batch_sampler", None)
+        sampler = getattr(sampler, "sampler", None) if inner is None else inner
 
 
 @contextmanager

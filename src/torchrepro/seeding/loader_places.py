@@ -6,10 +6,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.seeding.loader import Loading, Place, bind_loader, loaders, loading_of
+from torchrepro.seeding.loader import (
+    ExplicitLoading,
+    Loading,
+    Place,
+    bind_loader,
+    loaders,
+    loading_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from torchrepro.seeding.loader import LateStart
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +78,25 @@ def count_on(loader: Any) -> None:
         loading.told_epochs = CountedEpochs(loading.told_epochs.epoch, loading.told_epochs.saved)
 
 
+def stand_for(loader: Any, other: Any, late: LateStart | None) -> bool:
+    """Have `other` iterate the epochs of `loader` in its place, each with a `late` start, if any.
+
+    Returns whether that was possible: something has to seed `loader`, and then seeds both.
+    """
+    loading = loading_of(loader)
+    if loading is None:
+        return False
+    if not isinstance(loading, ExplicitLoading):  # that one is the other's `worker_init_fn` as well
+        loaders.register.loadings[other] = loading
+    if late is not None:
+        loaders.late[other] = late
+    return True
+
+
 def interrupted() -> list[dict[str, Any]]:
     """Return the places of the loaders that the program is in the middle of."""
-    seeded = (*loaders.register.loadings.values(), *loaders.explicit)
+    # A loader that stands for another one has its seeding.
+    seeded = dict.fromkeys((*loaders.register.loadings.values(), *loaders.explicit))
     return [_saved(each) for each in seeded if each.is_iterated]
 
 
