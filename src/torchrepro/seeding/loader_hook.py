@@ -390,7 +390,9 @@ def _generator_in(loader: Any, sampler: Any) -> Any:
 
 def _samplers_within(sampler: Any) -> Iterator[Any]:
     """Yield `sampler`, the one that it makes batches of or shares out, and so on."""
-    while sampler is not None:
+    seen: list[Any] = []
+    while sampler is not None and all(sampler is not other for other in seen):
+        seen.append(sampler)
         yield sampler
         inner = getattr(sampler, "batch_sampler", None)
         sampler = getattr(sampler, "sampler", None) if inner is None else inner
