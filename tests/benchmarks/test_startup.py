@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,37 @@ def test_apply_costs_at_most_a_tenth_of_the_peer() -> None:
     _report("first call after import torch", [*rows, seen.cells("ratio", 0.1)])
 
     require(not seen.refutes(0.1), "a tenth of the peer")
+
+
+LAYERS = Path(__file__).parent.parent / "policies"  # known_layers.py lets torchvision be imported
+FRAMEWORK = f"""
+import sys, time, torch
+sys.path.insert(0, {str(LAYERS)!r})
+from known_layers import let_torchvision_be_imported
+let_torchvision_be_imported()
+{{}}
+start = time.perf_counter()
+from {{}} import Trainer
+print(time.perf_counter() - start)
+"""
+UNDER = "import torchrepro; torchrepro.apply('debug-strict')"
+
+
+@pytest.mark.parametrize("framework", ["lightning.pytorch", "transformers"])
+def test_a_framework_is_imported_as_fast_under_a_profile(framework: str) -> None:
+    """Importing a Trainer takes at most 1.05x under a profile, hooks included."""
+    if find_spec(framework.partition(".")[0]) is None:
+        pytest.skip("the framework is not installed")
+    bare = partial(_said, FRAMEWORK.format("", framework))
+    ours = partial(_said, FRAMEWORK.format(UNDER, framework))
+    seen = compare(bare, ours, 1.05)
+    rows = [
+        (f"from {framework} import Trainer", f"{seen.plain * 1e3:.0f} ms"),
+        ("the same under debug-strict", f"{seen.other * 1e3:.0f} ms"),
+    ]
+    _report(f"importing {framework}", [*rows, seen.cells("ratio", 1.05)])
+
+    require(not seen.refutes(1.05), "1.05 times importing the framework")
 
 
 def test_apply_reaches_the_end_state_of_the_peer() -> None:
