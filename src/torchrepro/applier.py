@@ -18,6 +18,7 @@ from torchrepro.knobs.knob import MissingState, unfrozen
 from torchrepro.planner import Action, Plan, Step, lateness, make_plan, refusal
 from torchrepro.policies.policy import counts_so_far, effects, handle_with, reset_counts
 from torchrepro.profile.load import resolve
+from torchrepro.ray_workers import reach_workers
 from torchrepro.relaunch import obstacle_to_relaunch, relaunch
 from torchrepro.report import STOPPING, Outcome, Report, Row, make_report, process_facts
 from torchrepro.seeding import streams
@@ -64,6 +65,7 @@ class Applied:
         self.refuse: Callable[[TorchreproError], None] = _raise
         """What is done when a profile in force turns out not to hold, on this rank or for all."""
         self._undo.callback(handle_with(self._refuse))
+        self._undo.callback(reach_workers(lambda: self.resolved, self._refuse))
 
     def _refuse(self, error: TorchreproError) -> None:
         self.refuse(error)  # looked up when it is needed: whoever holds this may have set it since

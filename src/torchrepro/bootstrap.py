@@ -36,13 +36,48 @@ _seeded_alone: list[str] = []
 
 
 def put_in_force_on_import() -> None:
-    """Wait for the imports of random, numpy.random and torch; changes `sys.meta_path`."""
+    """Wait for the imports of random, numpy.random, torch and Ray; changes `sys.meta_path`."""
     _state["waiting"] = True
     _watch_sources_if_asked()
     AfterImport(_MODULES, _when_imported).watch()
     for module in _MODULES:
         if module in sys.modules:
             _when_imported(module)
+    AfterImport(["ray"], _reach_workers).watch()
+    if "ray" in sys.modules:
+        _reach_workers("ray")
+
+
+def put_in_force_in_worker() -> None:
+    """Put the profile that came with a worker of Ray in force there, and below it.
+
+    Ray calls this before the first task. The Python of a worker may have started without our
+    sitecustomize, as that of a cluster which ran before the program does.
+    """
+    if "waiting" in _state or not os.environ.get("TORCHREPRO_PROFILE"):
+        return
+    from pathlib import Path  # Ray has imported it
+
+    below = [str(Path(__file__).parent / "boot"), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, below))
+    put_in_force_on_import()
+
+
+def _reach_workers(module: str) -> None:
+    """Have the workers of Ray, which has just been imported, get the profile."""
+    from torchrepro.ray_workers import reach_workers
+
+    reach_workers(_inherited, _end)
+
+
+def _inherited() -> ResolvedProfile:
+    from torchrepro.errors import ApplyError
+    from torchrepro.process_state import inherited
+
+    resolved = inherited()
+    if resolved is None:
+        raise ApplyError("no profile came with this process")
+    return resolved
 
 
 def record_on_import() -> None:
@@ -184,14 +219,9 @@ def _leave(error: TorchreproError, status: int) -> NoReturn:
 def _applied() -> Applied:
     """Return the profile in force; the first call begins it, with what was seeded up to now."""
     from torchrepro.applier import begin
-    from torchrepro.errors import ApplyError
-    from torchrepro.process_state import inherited
 
     if "applied" not in _state:
-        resolved = inherited()
-        if resolved is None:
-            raise ApplyError("no profile came with this process")
-        _state["applied"] = begin(resolved, "the process was started by `torchrepro run`")
+        _state["applied"] = begin(_inherited(), "the process was started by `torchrepro run`")
         _state["applied"].refuse = _refuse
         _state["applied"].carry_out(_steps_for(_BEFORE_ALL, _state["applied"].plan.steps))
         for module in _seeded_alone:

@@ -1,0 +1,323 @@
+"""Hands the profile in force to the workers of Ray, wherever Ray starts them.
+
+A worker inherits the environment of whoever started Ray on its machine. For a cluster that runs
+already that is not this process. So the profile travels in Ray's runtime environment, which comes
+with the job: as variables, which are there before a worker's Python starts, and as Ray's set-up
+hook, which runs in each worker before the first task
+(https://docs.ray.io/en/latest/ray-core/handling-dependencies.html#api-reference).
+
+Ray is never imported here. `ray.init` is wrapped once the program has imported Ray, and Ray's
+variable for a hook on runtime environments names `add_profile`, for whoever has taken `init` from
+Ray before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchrepro.frameworks.hooking import MissingHookError, wrap
+from torchrepro.imports import AfterImport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torchrepro.errors import TorchreproError
+    from torchrepro.profile.resolved import ResolvedProfile
+
+HOOK = "RAY_RUNTIME_ENV_HOOK"
+"""Ray's variable for the one function that may change the runtime environment of a job."""
+
+FORMER = "TORCHREPRO_FORMER_RAY_HOOK"
+"""Variable that keeps what `HOOK` named before, for this process and those that inherit both."""
+
+_OURS = f"{__name__}.add_profile"
+_SET_UP = "worker_process_setup_hook"
+_SET_UP_OF_THE_JOB = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
+"""Where Ray keeps the set-up hook of a submitted job; another one beside it is an error there."""
+
+_SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Set for a job that was submitted to Ray, whose runtime environment Ray merges before our hook."""
+
+_ENTER = "torchrepro.bootstrap.put_in_force_in_worker"
+_PASSED = (
+    *("TORCHREPRO_SEED", "TORCHREPRO_FIRST", "TORCHREPRO_RECORD", "TORCHREPRO_STRESS"),
+    *("TORCHREPRO_QUIET", "TORCHREPRO_VERBOSE"),
+)
+
+
+class _Scope(NamedTuple):
+    """A profile that workers get, and what is done where they cannot."""
+
+    resolved: Callable[[], ResolvedProfile]
+    refuse: Callable[[TorchreproError], None]
+
+
+_scopes: list[_Scope] = []  # innermost last
+_undo: list[ExitStack] = []  # what was done to Ray and to the environment, while it is
+
+
+def reach_workers(
+    resolved: Callable[[], ResolvedProfile], refuse: Callable[[TorchreproError], None]
+) -> Callable[[], None]:
+    """Have workers of Ray that are started from now on get `resolved`; return the undo.
+
+    Nothing changes until Ray is imported. Workers that a strict profile cannot reach go to
+    `refuse`, and otherwise to standard error.
+    """
+    scope = _Scope(resolved, refuse)
+    _scopes.append(scope)
+    if "ray" in sys.modules:
+        _attach("ray")
+        _say_if_started_before(sys.modules["ray"], scope)
+    else:
+        _waiting.watch()
+
+    def leave() -> None:
+        _scopes.remove(scope)
+        if not _scopes:
+            _waiting.unwatch()
+            while _undo:
+                _undo.pop().close()
+
+    return leave
+
+
+def _attach(module: str) -> None:
+    """Name our hook to Ray, and wrap `ray.init`."""
+    if _undo:
+        return
+    _undo.append(ExitStack())
+    _undo[0].callback(_name_hook())
+    ray = sys.modules[module]
+    try:
+        wrap(_undo[0], ray, "init", lambda init: _with_profile_in(ray, init))
+    except MissingHookError as missing:
+        from torchrepro.console import say_once
+
+        version = getattr(ray, "__version__", "")
+        say_once(f"ray {version} has no {missing}: its workers may not be under the profile")
+
+
+_waiting = AfterImport(["ray"], _attach)
+
+
+def _name_hook() -> Callable[[], None]:
+    before = {name: os.environ.get(name) for name in (HOOK, FORMER)}
+    if before[HOOK] != _OURS:
+        os.environ[FORMER] = before[HOOK] or ""
+        os.environ[HOOK] = _OURS
+
+    def restore() -> None:
+        if os.environ.get(HOOK) != _OURS:
+            before.pop(HOOK)  # the program has named another one since
+        for name, text in before.items():
+            os.environ.pop(name, None)
+            if text is not None:
+                os.environ[name] = text
+
+    return restore
+
+
+def _with_profile_in(ray: Any, init: Any) -> Any:
+    """Return `ray.init` that hands over the profile, and looks whether it has arrived."""
+
+    def init_with_profile(*args: Any, **kwargs: Any) -> Any:
+        if _scopes and _is_client(args, kwargs):
+            _unreached(
+                "Ray runs no set-up hook for a client", "start the driver on the cluster itself"
+            )
+            return init(*args, **kwargs)
+        if _scopes and not ray.is_initialized() and _SUBMITTED not in os.environ:
+            kwargs = _with_runtime_env(kwargs)
+        result = init(*args, **kwargs)
+        if _scopes:
+            _check(ray)
+        return result
+
+    return init_with_profile
+
+
+def _is_client(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether these arguments of `ray.init` connect to a cluster through Ray Client."""
+    address = args[0] if args else kwargs.get("address")
+    if address in (None, "auto"):
+        address = os.environ.get("RAY_ADDRESS")
+    return "://" in (address or "")
+
+
+def _with_runtime_env(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `ray.init` with a runtime environment that carries the profile.
+
+    Ray calls no hook for a driver that `uv run` started, and drops a runtime environment of
+    `job_config` where a hook returns one.
+    """
+    given = kwargs.get("runtime_env") or getattr(kwargs.get("job_config"), "runtime_env", None)
+    return {**kwargs, "runtime_env": _with_profile(given)}
+
+
+def add_profile(runtime_env: Mapping[str, Any] | None = None) -> Any:
+    """Return `runtime_env` of a job with what puts the profile in force in its workers.
+
+    Ray calls this hook in `ray.init`. A hook that was there before is called first.
+    """
+    former = os.environ.get(FORMER)
+    if former:
+        runtime_env = _named(former)(runtime_env)
+    return _with_profile(runtime_env)
+
+
+def _with_profile(runtime_env: Mapping[str, Any] | None) -> Any:
+    """Return `runtime_env` with what puts the innermost profile in force in a worker."""
+    if not _scopes:
+        return runtime_env  # a process that has inherited the variable, and no profile
+    from torchrepro.errors import TorchreproError
+    from torchrepro.process_state import PROFILE
+
+    given = dict(runtime_env or {})
+    theirs = dict(given.get("env_vars") or {})
+    try:
+        resolved = _scopes[-1].resolved()
+        ours = _variables(resolved)
+    except TorchreproError as error:
+        _scopes[-1].refuse(error)
+        return runtime_env
+    _tell_of_contradictions(resolved, ours, theirs)
+    set_up = given.get(_SET_UP)
+    if theirs.get(PROFILE) == ours[PROFILE] and getattr(set_up, "__module__", "") == __name__:
+        return runtime_env  # `ray.init` has handed it over already
+    if _SET_UP_OF_THE_JOB in theirs:
+        why = f"the submitted job has a {_SET_UP}, and Ray takes no other beside it"
+        _unreached(why, f"call {_ENTER} in it")
+        return runtime_env
+    always = {name: ours[name] for name in (PROFILE, *_PASSED) if name in ours}
+    return {
+        **given,
+        "env_vars": {**ours, **theirs, **always},
+        _SET_UP: _entering(resolved.name, resolved.strict, set_up),
+    }
+
+
+def _variables(resolved: ResolvedProfile) -> dict[str, str]:
+    """Return the variables that put `resolved` in force in a worker, the user's exports kept."""
+    from torchrepro.launch import environment_for
+    from torchrepro.planner import make_plan
+    from torchrepro.process_state import PROFILE
+
+    environment = environment_for(make_plan(resolved, closed={}), os.environ)
+    names = (*resolved.environment(), *_PASSED, PROFILE)
+    chosen = {name: environment[name] for name in names if name in environment}
+    # Ray replaces $NAME by the value of a variable, which JSON has another spelling to prevent.
+    chosen[PROFILE] = json.dumps(json.loads(chosen[PROFILE]), sort_keys=True).replace(
+        "$", "\\u0024"
+    )
+    return chosen
+
+
+def _tell_of_contradictions(
+    resolved: ResolvedProfile, ours: Mapping[str, str], theirs: Mapping[str, str]
+) -> None:
+    """Say which variables the program gives to workers against the profile; the program's win."""
+    against = [
+        f"{knob.variable} is {theirs[knob.variable]} there, and the profile wants {value}"
+        for knob, value in resolved.settings()
+        if knob.variable in theirs
+        and theirs[knob.variable] not in (value, ours.get(knob.variable))
+        and not (knob.enough and knob.enough(theirs[knob.variable]))
+    ]
+    if against:
+        why = f"env_vars in the program's runtime_env contradict it: {'; '.join(against)}"
+        _unreached(why, "take it out of runtime_env, or override the profile")
+
+
+def _unreached(why: str, todo: str) -> None:
+    """Say that workers are not under the innermost profile; a strict one is refused."""
+    from torchrepro.console import say_once
+    from torchrepro.errors import ApplyError
+
+    scope = _scopes[-1]
+    resolved = scope.resolved()
+    words = f"workers of Ray are not under {resolved.name}: {why}\n  to do: {todo}"
+    if resolved.strict:
+        scope.refuse(ApplyError(words))
+    else:
+        say_once(words)
+
+
+def _entering(name: str, strict: bool, former: Any) -> Callable[[], None]:  # noqa: FBT001
+    """Return the set-up hook. Ray sends its code, so it runs where no torchrepro is installed."""
+
+    module, _, function = _ENTER.rpartition(".")
+
+    def enter() -> None:
+        import sys
+        from importlib import import_module
+
+        try:
+            put_in_force = getattr(import_module(module), function)
+        except (ImportError, SyntaxError) as error:
+            words = (
+                f"torchrepro: this worker of Ray is not under {name}: {sys.executable} cannot "
+                f"import torchrepro: {error}"
+            )
+            if strict:
+                raise RuntimeError(words) from None
+            sys.stderr.write(words + "\n")
+        else:
+            put_in_force()
+        if callable(former):
+            former()
+        elif former:
+            path = former.rpartition(".")
+            getattr(import_module(path[0]), path[2])()
+
+    return enter
+
+
+def _named(path: str) -> Any:
+    """Return the function that `path` names, as Ray finds a hook."""
+    from importlib import import_module
+
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def _say_if_started_before(ray: Any, scope: _Scope) -> None:
+    """Say so where this process is a driver whose workers were started under no profile."""
+    from torchrepro.console import say_once
+
+    if _is_driver(ray) and not _carries(ray, scope.resolved()):
+        say_once(
+            f"workers of Ray are not under {scope.resolved().name}: ray.init was called before\n"
+            "  to do: put the profile in force before ray.init, or call ray.shutdown first"
+        )
+
+
+def _check(ray: Any) -> None:
+    """Say or refuse where the job that `ray.init` began does not carry the profile."""
+    if _is_driver(ray) and not _carries(ray, _scopes[-1].resolved()):
+        _unreached(
+            "Ray was started before the profile, or dropped what came with it",
+            "call ray.shutdown before ray.init, so that the job begins anew",
+        )
+
+
+def _is_driver(ray: Any) -> bool:
+    """Whether this process has started a job of Ray, rather than being a worker of one."""
+    if not getattr(ray, "is_initialized", bool)():
+        return False
+    worker = getattr(ray.get_runtime_context(), "worker", None)
+    return getattr(worker, "mode", None) != getattr(ray, "WORKER_MODE", 1)
+
+
+def _carries(ray: Any, resolved: ResolvedProfile) -> bool:
+    """Whether the job's runtime environment carries `resolved`."""
+    from torchrepro.process_state import PROFILE
+    from torchrepro.profile.resolved import ResolvedProfile
+
+    env_vars = dict(ray.get_runtime_context().runtime_env or {}).get("env_vars") or {}
+    text = env_vars.get(PROFILE, "")
+    return bool(text) and ResolvedProfile.from_json(json.loads(text)).digest == resolved.digest

@@ -1,0 +1,227 @@
+"""Workers of Ray are under the profile of their driver, whoever started Ray, or it is said."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed"),
+]
+
+QUIET = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+PATIENCE = 60
+
+PROGRAM = """
+import json, os, sys
+import ray
+
+def facts():
+    import os, sys
+    early = "torch" in sys.modules
+    import random, numpy, torch, torchrepro
+    return {
+        "early": early,
+        "order of sets": hash("a"),
+        "cublas": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+        "flag": torch.are_deterministic_algorithms_enabled(),
+        "drawn": [random.random(), float(numpy.random.rand()), torch.rand(()).item()],
+        "stream": torchrepro.stream("sample-0").seed,
+        "kept": [os.environ.get(name) for name in ("OF_THE_PROGRAM", "OWN", "OF_THE_HOOK")],
+    }
+
+@ray.remote
+class Actor:
+    def facts(self):
+        return facts()
+
+def main(init=ray.init):
+    def set_up():
+        import os
+        os.environ["OF_THE_PROGRAM"] = "set up"
+
+    given = {"worker_process_setup_hook": set_up, "env_vars": {"OWN": "given"}}
+    init(os.environ["CLUSTER"], runtime_env=given, log_to_driver=False)
+    in_actor = ray.get(Actor.remote().facts.remote())
+    own = {"env_vars": {"OWN": "of the task", "PYTHONPATH": "/nowhere"}}
+    in_task = ray.get(ray.remote(facts).options(runtime_env=own).remote())
+    print(json.dumps({"actor": in_actor, "task": in_task, "hash here": hash("a")}))
+    ray.shutdown()
+"""
+HOOK = """
+def add(runtime_env):
+    env_vars = {**(runtime_env or {}).get("env_vars", {}), "OF_THE_HOOK": "added"}
+    return {**(runtime_env or {}), "env_vars": env_vars}
+"""
+APP = """
+import os
+import hydra, ray
+from program import main
+
+taken = ray.init
+
+@hydra.main(version_base=None, config_path=CONFIG_PATH, config_name=CONFIG_NAME)
+def job(config):
+    main(taken)  # as with `from ray import init`: Ray's variable alone leads to us
+
+if __name__ == "__main__":
+    job()
+    print("after", os.environ["RAY_RUNTIME_ENV_HOOK"], ray.init is taken, len(os.environ))
+"""
+LACKING = """
+import os, sys
+import ray
+ray.init(os.environ["CLUSTER"], runtime_env={"env_vars": {"PYTHONPATH": os.environ["LACKING"]}})
+print("task:", ray.get(ray.remote(max_retries=0)(lambda: "ran").remote()))
+"""
+DEAF = {
+    "a variable of its own": (
+        "ray.init(os.environ['CLUSTER'],"
+        " runtime_env={'env_vars': {'CUBLAS_WORKSPACE_CONFIG': ':0:0'}})",
+        "CUBLAS_WORKSPACE_CONFIG is :0:0 there",
+    ),
+    "a client": ("ray.init('ray://127.0.0.1:1')", "no set-up hook for a client"),
+    "a hook named later": (
+        "os.environ['RAY_RUNTIME_ENV_HOOK'] = 'hook.add'; taken(os.environ['CLUSTER']);"
+        " ray.init(ignore_reinit_error=True)",
+        "Ray was started before the profile, or dropped what came with it",
+    ),
+}
+"""Programs whose workers cannot get a profile, and what is said of each."""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """The address of a Ray that was started before any driver, under no profile."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ray = Path(sys.executable).with_name("ray")
+    start = ("start", "--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1")
+    small = ("--num-cpus=3", "--include-dashboard=false", "--disable-usage-stats")
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:  # sockets: short paths
+        head = subprocess.Popen(
+            [str(ray), *start, *small, f"--temp-dir={folder}"],
+            env={**os.environ, **QUIET},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            _wait_for(port)
+            yield f"127.0.0.1:{port}"
+        finally:
+            head.terminate()  # it ends what it has started
+            head.wait(timeout=PATIENCE)
+            with suppress(ProcessLookupError):
+                os.killpg(head.pid, signal.SIGKILL)
+
+
+def _wait_for(port):
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        else:
+            return
+
+
+def facts_of(done):
+    """Return what the program printed, which ended well."""
+    assert done.returncode == 0, done.stderr
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+
+
+def test_tasks_and_actors_of_a_running_cluster_are_under_the_profile_from_before_torch(
+    under, write, cluster
+):
+    """Variables, flags and seeds hold in workers that did not inherit them from the driver.
+
+    Two runs draw the same numbers in the same actor; what the program gives to Ray itself stays.
+    """
+    write({"hook.py": HOOK, "program.py": PROGRAM})
+    write({"driver.py": "import program\nprogram.main()\n"})
+    env = {**QUIET, "CLUSTER": cluster, "RAY_RUNTIME_ENV_HOOK": "hook.add"}
+    first, second = (facts_of(under("debug-strict", "driver.py", env=env)) for _ in range(2))
+
+    for worker in (first["actor"], first["task"]):
+        assert not worker["early"]
+        assert worker["order of sets"] == first["hash here"]
+        assert worker["cublas"] == ":4096:8"
+        assert worker["flag"]
+    assert first["actor"]["kept"] == ["set up", "given", "added"]
+    assert first["task"]["kept"] == ["set up", "of the task", "added"]
+    assert second == first
+
+
+def test_a_job_of_hydra_hands_its_profile_to_ray_and_takes_it_back(
+    run_python, hydra_app, write, cluster
+):
+    """`+repro=` reaches workers as `run` does; afterwards Ray and its variables are as before."""
+    write({"hook.py": HOOK, "program.py": PROGRAM})
+    hydra_app(APP, None)
+    env = {**QUIET, "CLUSTER": cluster, "RAY_RUNTIME_ENV_HOOK": "hook.add"}
+    job = ("+repro=debug-strict", "repro.on_late=warn")
+    with_profile, without = (run_python("app.py", *words, env=env) for words in (job, ()))
+
+    workers = facts_of(with_profile)
+    others = facts_of(without)
+    for worker in (workers["actor"], workers["task"]):
+        assert worker["flag"]
+        assert not worker["early"]
+        assert worker["drawn"] == workers["task"]["drawn"]
+        assert worker["stream"] == workers["task"]["stream"]
+        assert worker["order of sets"] == workers["task"]["order of sets"]
+    assert others["task"]["drawn"] != workers["task"]["drawn"]
+    assert others["task"]["flag"] is False
+    assert others["task"]["kept"] == workers["task"]["kept"] == ["set up", "of the task", "added"]
+    assert with_profile.stdout.splitlines()[-1] == without.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("deaf", DEAF)
+def test_workers_that_get_no_profile_are_said_and_stop_a_strict_run(deaf, under, write, cluster):
+    """A line names the reason and what to do, and a profile that promises more than seeds ends."""
+    call, reason = DEAF[deaf]
+    write({"hook.py": HOOK})
+    write({"driver.py": f"import os, ray\ntaken = ray.init.__wrapped__\n{call}\nprint('went on')"})
+
+    done = under("debug-strict", "driver.py", env={**QUIET, "CLUSTER": cluster})
+
+    assert "workers of Ray are not under debug-strict: " in done.stderr
+    assert reason in done.stderr
+    assert "\n  to do: " in done.stderr
+    assert (done.returncode, done.stdout) == (3, "")
+
+
+@pytest.mark.parametrize("profile", ["seed-only", "debug-strict"])
+def test_a_worker_without_torchrepro_says_so_and_fails_under_a_strict_profile(
+    profile, under, write, cluster, tmp_path
+):
+    """Its Python is named; under `seed-only` the task runs, and Ray ends a strict program."""
+    write({"lacking/torchrepro/__init__.py": "raise ImportError('none here')\n"})
+    write({"driver.py": LACKING})
+    env = {**QUIET, "CLUSTER": cluster, "LACKING": str(tmp_path / "lacking")}
+
+    done = under(profile, "driver.py", env=env)
+
+    said = next(line for line in (done.stderr + done.stdout).splitlines() if "cannot" in line)
+    assert f"torchrepro: this worker of Ray is not under {profile}: {sys.prefix}" in said
+    assert said.endswith("cannot import torchrepro: none here")
+    assert ("task: ran" in done.stdout) == (profile == "seed-only")
+    assert (done.returncode == 0) == (profile == "seed-only")
