@@ -121,6 +121,7 @@ class Applied:
             effects=tuple(done),
             unseen=self._unseen(),
             unseeded=self._unseeded.reads() if self._unseeded is not None else (),
+            loading=_loading_notes(),
         )
 
     def _outcomes(self, **more: Any) -> Report:
@@ -320,6 +321,12 @@ def stop_or_relaunch(plan: Plan, obstacle: str, *, by_itself: bool = False) -> s
     if on_late == "relaunch_or_warn":
         return why
     raise LateError(lateness(plan, why), plan.report)
+
+
+def _loading_notes() -> tuple[str, ...]:
+    """Return what a reader has to know of the loading of data; nothing where none was seeded."""
+    loader: Any = sys.modules.get("torchrepro.seeding.loader")
+    return () if loader is None else tuple(loader.loaders.register.notes.values())
 
 
 def was_applied() -> bool:

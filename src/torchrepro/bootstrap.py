@@ -180,11 +180,11 @@ def _record_if_asked() -> None:
 def _tell_of_the_end(announced: Report, process: int) -> None:
     if os.getpid() != process:
         return  # a copy of the process, of whose end nobody asked
-    from torchrepro.report import announce_effects, announce_end, announce_unseeded
+    from torchrepro.report import announce_effects, announce_end, announce_random_numbers
 
     report = _applied().report
     announce_effects(report)
-    announce_unseeded(report)
+    announce_random_numbers(report)
     announce_end(report, announced)
 
 

@@ -21,6 +21,7 @@ from torchrepro.knobs.env_rows import ORDER_OF_SUMS
 from torchrepro.messages import shown
 from torchrepro.seeding import streams
 from torchrepro.seeding.global_seeds import seed_as_this_rank
+from torchrepro.seeding.program_seed import agree_on, given_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -36,6 +37,8 @@ _MODULES = (
 """Every module that holds the function which makes the process group under a name of its own."""
 
 _FUNCTION = "init_process_group"
+_PROGRAM_SEED = "seed given by the program"
+_NOTHING: Mapping[str, str] = {}
 
 
 _watching: list[Agreement] = []  # innermost last: it alone compares
@@ -88,13 +91,16 @@ class Agreement:
         @wraps(original)
         def init_process_group(*args: Any, **kwargs: Any) -> Any:
             made = original(*args, **kwargs)
-            self.compare()
+            self.compare(_program_seed())
             return made
 
         return init_process_group
 
-    def compare(self) -> None:
-        """Compare with the other ranks if there are any and they were not compared yet."""
+    def compare(self, program_seed: Mapping[str, str] = _NOTHING) -> None:
+        """Compare with the other ranks if there are any and they were not compared yet.
+
+        Where all ranks have the same `program_seed`, their loaders depend on it from then on.
+        """
         import torch.distributed as dist
 
         if not dist.is_available() or not dist.is_initialized():
@@ -110,14 +116,35 @@ class Agreement:
         if dist.get_backend() == "fake":
             return  # torch's stand-in for a group whose other ranks do not exist
         try:
-            differing = exchange(_turn(_store()), size, rank, in_force(self._report()))
+            mine = {**in_force(self._report()), **program_seed}
+            differing = exchange(_turn(_store()), size, rank, mine)
         except ApplyError as error:
             self._refuse(error)
             return
+        if program_seed:
+            differing = _agree_on_seed(program_seed, differing)
         if differing:
             self._refuse(ApplyError(_disagreement(differing), self._report()))
         elif rank == 0:
             name_what_is_not_pinned(dist.get_backend())
+
+
+def _program_seed() -> dict[str, str]:
+    """Return what the program has given as a seed, which need not be the same on all ranks."""
+    return {_PROGRAM_SEED: json.dumps(given_seed())}
+
+
+def _agree_on_seed(
+    mine: Mapping[str, str], differing: Mapping[int, Mapping[str, list[str]]]
+) -> dict[int, dict[str, list[str]]]:
+    """Take up the program's own seed if all ranks have it; return in what else they differ."""
+    is_same = not any(_PROGRAM_SEED in keys for keys in differing.values())
+    agree_on(json.loads(mine[_PROGRAM_SEED]) if is_same else None)
+    others = {
+        rank: {key: values for key, values in keys.items() if key != _PROGRAM_SEED}
+        for rank, keys in differing.items()
+    }
+    return {rank: keys for rank, keys in others.items() if keys}
 
 
 def in_force(report: Report) -> dict[str, str]:

@@ -304,6 +304,9 @@ class Report(Displayed):
     unseeded: tuple[SourceRead, ...] = ()
     """Where the program has drawn numbers that no seed decides."""
 
+    loading: tuple[str, ...] = ()
+    """What a reader has to know of how the program's data was loaded, in a line for each."""
+
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
 
@@ -362,6 +365,7 @@ class Report(Displayed):
             "unseen": list(self.unseen),
             "drift": [drift.to_json() for drift in self.drift],
             "unseeded": [read.to_json() for read in self.unseeded],
+            "loading": list(self.loading),
         }
 
 
@@ -528,7 +532,7 @@ def whole(report: Report) -> tuple[Part, ...]:
 def _happened(report: Report) -> tuple[Part, ...]:
     """Return what a report says of the time since the profile was put in force."""
     drift = (_drift_table(report.drift),) if report.drift else ()
-    return *drift, *_effects_parts(report), *unseeded_lines(report)
+    return *drift, *_effects_parts(report), *random_number_lines(report)
 
 
 def attention(report: Report) -> tuple[Part, ...]:
@@ -582,6 +586,11 @@ def unseeded_lines(report: Report) -> list[str]:
     for read in report.unseeded:
         first.setdefault(read.name, read)
     return [f"drew without a seed: {read} ({read.instead})" for read in first.values()]
+
+
+def random_number_lines(report: Report) -> list[str]:
+    """Return what a reader has to know of the random numbers of a run, in a line for each."""
+    return [*unseeded_lines(report), *report.loading]
 
 
 def _drift_table(drift: Iterable[Drift]) -> Table:
@@ -695,10 +704,10 @@ def announce_end(report: Report, announced: Report) -> None:
         tell(f"at the end, {report.summary}")
 
 
-def announce_unseeded(report: Report) -> None:
-    """Tell standard error where a run has drawn numbers that no seed decides, if it has."""
+def announce_random_numbers(report: Report) -> None:
+    """Tell standard error what a reader has to know of the random numbers of a run."""
     if os.environ.get("RANK", "0") == "0":
-        note(*unseeded_lines(report))
+        note(*random_number_lines(report))
 
 
 def announce_effects(report: Report) -> None:

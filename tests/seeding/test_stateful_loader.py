@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,25 @@ def _stopped(loader: Any, epoch: int, done: int) -> Any:
     for _ in range(done):
         next(batches)
     return loader.state_dict(), list(batches)
+
+
+@SEEDINGS
+@pytest.mark.parametrize("done", [2, LENGTH])
+def test_a_state_holds_the_seed_that_the_program_had_given(seeding: str, done: int) -> None:
+    """An epoch goes on as it began, whatever the program seeds torch with after its beginning."""
+    with run(seeding) as make:
+        torch.manual_seed(1)
+        batches = iter(loader := make(StatefulDataLoader))
+        _ = list(islice(batches, done))
+        torch.manual_seed(2)
+        state, expected = loader.state_dict(), [*chain(*batches), *_epoch(loader)]
+    with run(seeding) as make:
+        torch.manual_seed(2)
+        resumed = make(StatefulDataLoader)
+        resumed.load_state_dict(state)
+        within = _epoch(resumed) if done < LENGTH else []
+
+        assert expected == [*within, *_epoch(resumed)]
 
 
 @SEEDINGS

@@ -35,7 +35,7 @@ from torchrepro.messages import near, some
 from torchrepro.planner import plan
 from torchrepro.process_state import inherited
 from torchrepro.profile.resolved import ResolvedProfile
-from torchrepro.report import announce, announce_end, unseeded_lines
+from torchrepro.report import announce, announce_end, random_number_lines
 from torchrepro.seeding.ranks import world
 from torchrepro.seeding.streams import drawn_streams, never_drawn
 
@@ -220,7 +220,7 @@ def _restore() -> None:
 def _report_random_numbers(applied: Applied) -> None:
     """Print the seeds and unseeded draws of the job, and the streams that it never drew from."""
     lines = [f"seeded by the program itself: {call}" for call in applied.seeding_calls]
-    lines += unseeded_lines(applied.report)
+    lines += random_number_lines(applied.report)
     lines += [
         f"streams.{name} was not drawn from in this process; "
         f"drawn: {some(drawn_streams()) or 'none'}"

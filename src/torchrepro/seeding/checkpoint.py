@@ -15,6 +15,7 @@ from zipfile import BadZipFile, ZipFile
 from torchrepro.console import say_once
 from torchrepro.errors import SeedingError
 from torchrepro.messages import Problem, shown, some
+from torchrepro.seeding import streams
 from torchrepro.seeding.loader import bind_loader, loading_of, set_epochs
 from torchrepro.seeding.loader_hook import (
     advice,
@@ -83,6 +84,9 @@ class Checkpoint:
         self._first_save = True
         self._loader = ""
         self._loader_seed: int | None = None
+        self._loading: Loading | None = None
+        self._given_seeds: list[int | None] = []  # one, until the first loader has begun
+        self._own_seed: int | None = None  # the program's when the checkpoint was loaded
         self._rng: dict[str, Any] | None = None
         self._check_parts()
         step = None if self.folder is None else _latest(self.folder)
@@ -145,10 +149,12 @@ class Checkpoint:
             self._loader_seed = None if loading is None else loading.root
             if self._rng is not None and self._loader:
                 bind_loader(loader, self._loader)
-            self._loader = _name_of(loader)
+            self._loading = loading_of(loader)
+            self._loader = "" if self._loading is None else self._loading.name
         reread = yields_items(loader)
         if knows_epochs(loader):
             set_epoch(loader, self.epoch, start=0 if reread else self.batch)
+        self._restore_given_seed()
         batches = islice(loader, self.batch if reread else 0, None)
         self._counted = True
         self._restore_generators()
@@ -156,6 +162,16 @@ class Checkpoint:
             self.batch, self.step = self.batch + 1, self.step + 1
             yield batch
         self._whole_epoch = True
+
+    def _restore_given_seed(self) -> None:
+        """Have the epoch draw from the seed that the program had given when it was interrupted.
+
+        An epoch that had not begun yet has another seed if the program has given one since.
+        """
+        reseeded = streams.current_plan().own_seed() != self._own_seed
+        if self._loading is not None and self._given_seeds and (self.batch or not reseeded):
+            self._loading.go_on_with(self._given_seeds[0])
+        self._given_seeds.clear()
 
     def _restore_generators(self) -> None:
         if self._rng is not None:
@@ -202,6 +218,7 @@ class Checkpoint:
                 "step": self.step,
                 "loader": self._loader,
                 "loader_seed": self._loader_seed,
+                "given_seed": self._seed_to_go_on_with(),
                 "rng": rng_state(),
                 "parts": states,
             },
@@ -216,6 +233,12 @@ class Checkpoint:
                 path.parent.rmdir()  # what cannot be written leaves no empty step
             raise
         _delete_old_steps(self.folder)
+
+    def _seed_to_go_on_with(self) -> int | None:
+        """Return the seed of the program with which the interrupted or the next epoch begins."""
+        if self._loading is None:
+            return None
+        return self._loading.given_now() if self._whole_epoch else self._loading.given_seed
 
     def _check_parts(self) -> None:
         for name, part in self.parts.items():
@@ -255,6 +278,8 @@ class Checkpoint:
             part.load_state_dict(parts[name])
         self.epoch, self.batch, self.step, self._loader = place
         self._loader_seed = saved.get("loader_seed")  # 0.2.0 only saved under a profile
+        self._given_seeds = [saved["given_seed"]] if "given_seed" in saved else []
+        self._own_seed = streams.current_plan().own_seed()
         self._rng = rng
         set_epochs(rng["loaders"])  # a loader has to know which one it was
 
@@ -275,11 +300,6 @@ def _check_loader(loader: Any) -> None:
             what = "draws from a generator of its own, so its order cannot be resumed"
             todo = "make the sampler without a generator: the loader's seeding then reaches it"
             raise SeedingError(Problem(what, key=type(part).__name__, todo=todo))
-
-
-def _name_of(loader: Any) -> str:
-    loading = loading_of(loader)
-    return loading.name if loading is not None else ""
 
 
 def _check_state(name: str, state: Any) -> None:

@@ -56,9 +56,9 @@ class RootSeed(PlanField):
     def write(self, value: int) -> None:
         PlanField.write(self, value)
         loader.put_register(loader.Register())
-        plan = streams.current_plan()
-        if plan.ranks_differ:
-            streams.put_plan(replace(plan, started_as=plan.coordinate()))
+        plan = replace(streams.current_plan(), agreed_seed=None)
+        started_as = plan.coordinate() if plan.ranks_differ else plan.started_as
+        streams.put_plan(replace(plan, started_as=started_as))
 
     def save(self) -> Any:
         return streams.current_plan(), loader.loaders.register

@@ -13,6 +13,7 @@ from torchrepro.console import say
 from torchrepro.errors import SeedingError
 from torchrepro.imports import AfterImport
 from torchrepro.messages import Problem, shown
+from torchrepro.seeding.program_seed import note_not_given
 from torchrepro.seeding.streams import derive
 
 if TYPE_CHECKING:
@@ -235,3 +236,4 @@ def reseed(seed: int) -> None:
     torch: Any = sys.modules.get("torch")
     if torch is not None:
         torch.manual_seed(seed % 2**32)
+        note_not_given(seed % 2**32)

@@ -23,6 +23,7 @@ from torchrepro.seeding.loader_worker import (
     seed_readers_of_worker,
     worker_stream,
 )
+from torchrepro.seeding.program_seed import seed_left_out, seed_of_loaders, with_given
 from torchrepro.seeding.streams import Stream, derive, whole
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ class Loading:
     """Where the random numbers of one DataLoader come from; also its `worker_init_fn`.
 
     Every iteration is the next epoch, unless `set_epoch` names one. The order of an epoch depends
-    on (seed, name, epoch), a batch's numbers on (seed, name, rank, epoch, the batch's number).
+    on (seed, name, epoch), a batch's numbers on (seed, name, rank, epoch, the batch's number). What
+    the program itself had seeded torch with when the epoch began is part of the seed.
     """
 
     request: type[BatchRequest] = BatchRequest
@@ -67,9 +69,8 @@ class Loading:
         self.name = name
         self.author_init = author_init
         self.root = plan.root(name)
-        self.program_seed = plan.own_seed() if plan.seed is None else None
         streams.note_drawn(name)
-        self.plan = replace(plan, rank=plan.coordinate(), program_seed=self.program_seed)
+        self.plan = replace(plan, rank=plan.coordinate(), program_seed=plan.own_seed())
         self.next_epoch = whole("epoch", epoch)
         self.next_start = 0
         self.start = 0
@@ -84,6 +85,11 @@ class Loading:
         """Which epochs they are told as an epoch begins, where the run is a resumed one."""
 
         self._delivery: ReferenceType[Delivery] | None = None
+        self.given_seed = self.given_now()
+        """What the program had seeded torch with when the present epoch began, if that is part of
+        the seed; see `program_seed.py`."""
+
+        self._given_then: list[int | None] = []
         self._enter(self.next_epoch)
         awaited = loaders.register.awaited.pop(name, None)
         if awaited is not None:
@@ -99,7 +105,11 @@ class Loading:
         """
         now = streams.current_plan()
         if (now.seed, now.streams) == (self.plan.seed, self.plan.streams):
-            self.plan = replace(now, rank=now.coordinate(), program_seed=self.program_seed)
+            own = self.plan.program_seed if now.seed is None else now.own_seed()
+            self.plan = replace(now, rank=now.coordinate(), program_seed=own)
+            self.given_seed = self.given_now()
+        if self._given_then:
+            self.given_seed = self._given_then.pop()
         self._enter(self.next_epoch)
         self.next_epoch += 1
         self.start, self.next_start = self.next_start or start, 0
@@ -134,6 +144,19 @@ class Loading:
         """Have the next iteration begin at `place`."""
         self.next_epoch, self.next_start = place
 
+    def go_on_with(self, given_seed: int | None) -> None:
+        """Have the next iteration be an epoch that began with `given_seed` and was interrupted."""
+        self._given_then = [given_seed]
+
+    def given_now(self) -> int | None:
+        """Return what an epoch that begins now has as its `given_seed`."""
+        if self.name in self.plan.streams:
+            return None  # it has a seed of its own, to be varied alone
+        left_out = seed_left_out()
+        if left_out:
+            loaders.register.notes["seed of ranks"] = left_out
+        return seed_of_loaders()
+
     def __call__(self, worker: int) -> None:
         """Seed worker number `worker`: torch calls this in the worker when it starts."""
         from torch.utils.data import get_worker_info
@@ -148,8 +171,9 @@ class Loading:
     def _enter(self, epoch: int) -> None:
         self.epoch = epoch
         rank = self.plan.rank or 0
-        self.order = derive(self.name, self.root, epoch=epoch, kind="order")  # same on every rank
-        self.stream = derive(self.name, self.root, rank, epoch=epoch, kind="loader")
+        order = derive(self.name, self.root, epoch=epoch, kind="order")  # same on every rank
+        stream = derive(self.name, self.root, rank, epoch=epoch, kind="loader")
+        self.order, self.stream = (with_given(each, self.given_seed) for each in (order, stream))
 
 
 class ExplicitLoading(Loading):
@@ -346,6 +370,9 @@ class Register:
 
     awaited: dict[str, Callable[[Loading], None]] = field(default_factory=dict)
     """What is done to the seeding of a loader that has not appeared yet, by its name."""
+
+    notes: dict[str, str] = field(default_factory=dict)
+    """What a reader has to know of the loading of data, by what it is about."""
 
 
 @dataclass(slots=True)

@@ -52,6 +52,9 @@ LOADERS = {
 EPOCH = "torchrepro_epoch"
 """Key of a StatefulDataLoader's state under which its epoch is kept."""
 
+GIVEN_SEED = "torchrepro_given_seed"
+"""Key under which the `Loading.given_seed` of an epoch in progress is kept."""
+
 _forced: list[int] = []  # the number of workers of every loader, where a profile says so
 _handed_on: dict[str, Any] = {}  # what a worker that is started afresh puts in force first
 _wrapped: dict[tuple[type, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
@@ -284,7 +287,9 @@ def _wrapped_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
         if loading is None:
             return state
         finished = loader._iterator._finished  # noqa: SLF001 - torchdata keeps it nowhere else
-        return {**state, EPOCH: loading.next_epoch - (not finished)}
+        if finished:
+            return {**state, EPOCH: loading.next_epoch}
+        return {**state, EPOCH: loading.next_epoch - 1, GIVEN_SEED: loading.given_seed}
 
     return state_dict
 
@@ -295,7 +300,10 @@ def _wrapped_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]
         loading = loading_of(loader)
         if loading is not None and EPOCH in state_dict:
             loading.next_epoch = state_dict[EPOCH]
-        return original(loader, {k: v for k, v in state_dict.items() if k != EPOCH})
+            if GIVEN_SEED in state_dict:
+                loading.go_on_with(state_dict[GIVEN_SEED])
+        own = (EPOCH, GIVEN_SEED)
+        return original(loader, {k: v for k, v in state_dict.items() if k not in own})
 
     return load_state_dict
 

@@ -55,7 +55,8 @@ def saved_place(loader: Any) -> dict[str, Any] | None:
 def _saved(loading: Loading) -> dict[str, Any]:
     place = loading.place
     samplers = [epoch + place.epoch - loading.epoch for epoch in loading.sampler_epochs]
-    return {"name": loading.name, **place._asdict(), "samplers": samplers}
+    saved = {"name": loading.name, **place._asdict(), "samplers": samplers}
+    return {**saved, "given_seed": loading.given_seed} if loading.is_iterated else saved
 
 
 def take_up(loader: Any, saved: Mapping[str, Any]) -> Loading | None:
@@ -67,6 +68,7 @@ def take_up(loader: Any, saved: Mapping[str, Any]) -> Loading | None:
     loading = loading_of(loader)
     if loading is not None:
         loading.go_to(Place(saved["epoch"], saved["batches"]))
+        _restore_given_seed(loading, saved)
         loading.told_epochs = SameEpochs(saved["epoch"], tuple(saved["samplers"]))
     return loading
 
@@ -122,5 +124,11 @@ def begin_again(places: list[dict[str, Any]], before_first_batch: Callable[[], N
 def _begin_again(
     loading: Loading, saved: Mapping[str, Any], before_first_batch: Callable[[], None]
 ) -> None:
+    _restore_given_seed(loading, saved)
     loading.told_epochs = CountedEpochs(saved["epoch"], tuple(saved["samplers"]))
     loading.before_first_batch.append(before_first_batch)
+
+
+def _restore_given_seed(loading: Loading, saved: Mapping[str, Any]) -> None:
+    if "given_seed" in saved:  # the epoch had begun
+        loading.go_on_with(saved["given_seed"])

@@ -11,6 +11,7 @@ from torchrepro.callers import package, place
 from torchrepro.messages import shown
 from torchrepro.policies.policy import count
 from torchrepro.seeding.call_listeners import is_listening, listen, stop_listening
+from torchrepro.seeding.program_seed import LEFT_TO_CHANCE, note_not_given
 from torchrepro.seeding.worker_notes import say_in_first_worker
 
 if TYPE_CHECKING:
@@ -116,6 +117,8 @@ def given_by_program() -> frozenset[str]:
 def _note(
     function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
 ) -> None:
+    if function in LEFT_TO_CHANCE:
+        note_not_given(sys.modules["torch"].initial_seed())
     if package(frame) in _OWN:
         return
     where = place(frame)

@@ -218,7 +218,10 @@ class SeedPlan:
     """The number by which this process differs, if it was handed down by another process."""
 
     program_seed: int | None = None
-    """The program's own seed, where no profile gives one and torchrepro has seeded torch since."""
+    """The program's own seed, where torchrepro has seeded torch since."""
+
+    agreed_seed: int | None = None
+    """The seed that the program gave on every rank before they met; see `program_seed.py`."""
 
     started_as: int = 0
     """The rank from whose seed the global generators started."""
@@ -236,7 +239,10 @@ class SeedPlan:
         return self.own_seed() if seed is None else seed
 
     def own_seed(self) -> int:
-        """Return the program's own seed, as far as it can be known."""
+        """Return what the program has seeded torch with, as far as it can be known.
+
+        Where it has given no seed, that is the profile's, or one that no other run has.
+        """
         if self.program_seed is not None:
             return self.program_seed
         torch = sys.modules.get("torch")
@@ -278,9 +284,8 @@ def put_plan(plan: SeedPlan) -> None:
 
 
 def keep_program_seed() -> None:
-    """Have streams derive from what they derive from now, although torchrepro seeds torch."""
-    if _plan.seed is None:
-        put_program_seed(_plan.own_seed())
+    """Keep the program's own seed as it is now, although torchrepro seeds torch."""
+    put_program_seed(_plan.own_seed())
 
 
 def put_program_seed(seed: int | None) -> None:
