@@ -229,18 +229,21 @@ def _tell_of_contradictions(
         and not (knob.enough and knob.enough(theirs[knob.variable]))
     ]
     if against:
-        why = f"env_vars in the program's runtime_env contradict it: {'; '.join(against)}"
-        _unreached(why, "take it out of runtime_env, or override the profile")
+        why = f"env_vars in the program's runtime_env differ from it: {'; '.join(against)}"
+        _unreached(why, "take it out of runtime_env, or override the profile", extent="wholly ")
 
 
-def _unreached(why: str, todo: str) -> None:
-    """Say that workers are not under the innermost profile; a strict one is refused."""
+def _unreached(why: str, todo: str, extent: str = "") -> None:
+    """Say that workers are not under the innermost profile; a strict one is refused.
+
+    `extent` says how far they are not, in a word.
+    """
     from torchrepro.console import say_once
     from torchrepro.errors import ApplyError
 
     scope = _scopes[-1]
     resolved = scope.resolved()
-    words = f"workers of Ray are not under {resolved.name}: {why}\n  to do: {todo}"
+    words = f"workers of Ray are not {extent}under {resolved.name}: {why}\n  to do: {todo}"
     if resolved.strict:
         scope.refuse(ApplyError(words))
     else:
