@@ -118,6 +118,8 @@ class Applied:
         done = [effect for effect in effects(self._counts_before) if effect.policy in policies]
         return self._outcomes(
             drift=tuple(self._guard.drift.values()),
+            as_good=tuple(self._guard.as_good.values()),
+            switches=self._guard.agreeing,
             effects=tuple(done),
             unseen=self._unseen(),
             unseeded=self._unseeded.reads() if self._unseeded is not None else (),

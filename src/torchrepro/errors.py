@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.messages import MANY, Problem
+from torchrepro.messages import MANY, Problem, printable, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from typing import Self
 
 
@@ -67,7 +67,7 @@ class DriftError(TorchreproError, RuntimeError):
     def __init__(self, drift: Sequence[Any]) -> None:
         self.drift = tuple(drift)
         """The `torchrepro.report.Drift` of each knob that changed."""
-        lines = [str(drift.problem) for drift in self.drift]
+        lines = [line for written in by_write(self.drift) for line in _lines(written)]
         head = "knobs have changed since the profile was put in force (guard: error):"
         todo = (
             "    to do: let that code run before the profile is put in force, take the write out, "
@@ -77,6 +77,25 @@ class DriftError(TorchreproError, RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.drift,)
+
+
+def by_write(drift: Iterable[Any]) -> list[list[Any]]:
+    """Return drift, all of it that one line wrote together; where no line was seen, each alone."""
+    groups: dict[Any, list[Any]] = {}
+    for number, each in enumerate(drift):
+        one = (each.where, each.called, each.when) if each.where else number
+        groups.setdefault(one, []).append(each)
+    return list(groups.values())
+
+
+def _lines(written: Sequence[Any]) -> Iterator[str]:
+    """Yield what a message says of the drift that one line wrote."""
+    first, *others = written
+    yield str(first.problem)
+    for each in others:
+        yield f"    also: {each.knob} = {shown(each.now)}: the profile had set {shown(each.was)}"
+    if first.called:
+        yield f"    called from: {printable(first.called)}"
 
 
 class LateError(ApplyError):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchrepro.as_good import why_as_good
 from torchrepro.console import Displayed, parts
 from torchrepro.errors import ApplyError
 from torchrepro.knobs.catalogue import knobs_by_name
@@ -319,8 +320,8 @@ def _expected_variable(knob: Knob, value: str, variables: _Variables, row: Row) 
     name, late = knob.variable, variables.closed.get(knob.door, "")
     text = os.environ.get(name)
     exported = name in variables.exported
-    serves = text == value or bool(exported and text and knob.enough and knob.enough(text))
-    if not serves or text is None:
+    as_good = why_as_good(knob, text) if exported else ""
+    if text is None or not (text == value or as_good):
         if conflict := _conflict(knob, value, variables, row):
             return conflict
         return _late(knob, late, variables, row) if late else row
@@ -335,7 +336,7 @@ def _expected_variable(knob: Knob, value: str, variables: _Variables, row: Row) 
         todo = "" if name in variables.in_time else "; `torchrepro run` sets it in time"
         why = f"{late}, and {instead}{todo}"
         return replace(kept, outcome=Outcome.TOO_LATE, why=why)
-    why = "" if text == value else "exported, and as good"
+    why = "" if text == value else f"exported, and {as_good}"
     if late and in_effect is None and name not in variables.in_time:
         why = f"{late}, and nobody can tell whether it was set before that"
         return replace(kept, outcome=Outcome.UNCHANGED, why=why, unverified=True)

@@ -26,6 +26,7 @@ from torchrepro.console import (
     show_aside,
     table,
 )
+from torchrepro.errors import by_write
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.knob import MissingState, Scope
 from torchrepro.messages import Problem, near, shown, some
@@ -176,19 +177,29 @@ class Drift(NamedTuple):
     """The first moment at which it was seen, such as `before step 4`; steps count from 0."""
 
     where: str = ""
-    """``file:line`` of the code that wrote it, where that was seen."""
+    """``file:line`` of the first write that left the profile's value, where that was seen."""
+
+    called: str = ""
+    """``file:line`` of the program's own code that led there, where `where` is a library's."""
+
+    by: str = ""
+    """The framework's determinism switch that made that write, if one did."""
+
+    moved_on: bool = False
+    """Whether the value of now is another one than that write gave."""
 
     def __str__(self) -> str:
-        place = f"; set at {self.where}" if self.where else ""
-        change = f"was {shown(self.was)}, is {shown(self.now)}"
-        return f"{self.knob} {change} ({self.when}{place})"
+        return in_words([self])
 
     @property
     def problem(self) -> Problem:
         """What a message says of it."""
-        unseen = "" if self.where else "; the line that wrote it was not seen"
+        note = "" if self.where else "; the line that wrote it was not seen"
+        if self.moved_on:
+            note = "; the line was the first to change it, another has written since"
+        by = f"; by {self.by}" if self.by else ""
         return Problem(
-            f"the profile had set {shown(self.was)} (seen {self.when}{unseen})",
+            f"the profile had set {shown(self.was)} (seen {self.when}{note}{by})",
             where=self.where,
             key=self.knob,
             found=shown(self.now),
@@ -202,7 +213,78 @@ class Drift(NamedTuple):
             "now": _json_or_text(self.now),
             "when": self.when,
             "where": self.where,
+            "called": self.called,
+            "by": self.by,
+            "moved_on": self.moved_on,
         }
+
+
+def in_words(written: Sequence[Drift]) -> str:
+    """Return in a line what one write has changed."""
+    first = written[0]
+    changes = ", ".join(f"{it.knob} was {shown(it.was)}, is {shown(it.now)}" for it in written)
+    verb = "first changed" if first.moved_on else "set"
+    place = f"; {verb} at {first.where}" if first.where else ""
+    called = f", called from {first.called}" if first.called else ""
+    return f"{changes} ({first.when}{place}{called})"
+
+
+class Rewrite(NamedTuple):
+    """A knob to which later code has given another value that is as good as the profile's."""
+
+    knob: str
+    was: Any
+    """What it read when the profile had set it."""
+
+    now: Any
+    """The value in effect."""
+
+    why: str
+    """Why that is no drift."""
+
+    when: str
+    """The first moment at which it was seen, as with `Drift`."""
+
+    where: str = ""
+    """``file:line`` of the write, where that was seen."""
+
+    called: str = ""
+    """``file:line`` of the program's own code that led there, where `where` is a library's."""
+
+    by: str = ""
+    """The framework's determinism switch that wrote it, or that writes such values."""
+
+    @property
+    def words(self) -> str:
+        """Why the knob has another value than the profile's, in words."""
+        unseen = f"as {self.by} writes it" if self.by else "written by the program"
+        written = f"written by {self.by}" if self.by and self.where else unseen
+        return f"{self.why}, instead of {shown(self.was)}; {written}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the change as plain JSON values."""
+        plain = {"was": _json_or_text(self.was), "now": _json_or_text(self.now)}
+        return {**self._asdict(), **plain}
+
+
+class Agreement(NamedTuple):
+    """A determinism switch of a framework that has changed nothing of what a profile promises."""
+
+    name: str
+    """What its users call it."""
+
+    where: str
+    """``file:line`` of a write of it."""
+
+    called: str = ""
+    """``file:line`` of the program's own code that led there."""
+
+    outcome: str = "unchanged"
+    """What became of the profile's knobs."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the agreement as plain JSON values."""
+        return self._asdict()
 
 
 class Lowered(NamedTuple):
@@ -307,6 +389,13 @@ class Report(Displayed):
     loading: tuple[str, ...] = ()
     """What a reader has to know of how the program's data was loaded, in a line for each."""
 
+    as_good: tuple[Rewrite, ...] = ()
+    """Knobs to which later code has given another value, as good as the profile's."""
+
+    switches: tuple[Agreement, ...] = ()
+    """Determinism switches of frameworks that agree with the profile, as far as writes are watched:
+    see `guard: error`."""
+
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
 
@@ -366,6 +455,8 @@ class Report(Displayed):
             "drift": [drift.to_json() for drift in self.drift],
             "unseeded": [read.to_json() for read in self.unseeded],
             "loading": list(self.loading),
+            "as_good": [rewrite.to_json() for rewrite in self.as_good],
+            "switches": [agreement.to_json() for agreement in self.switches],
         }
 
 
@@ -374,12 +465,26 @@ def make_report(
     rows: tuple[Row, ...],
     facts: ProcessFacts,
     drift: tuple[Drift, ...] = (),
+    as_good: tuple[Rewrite, ...] = (),
     **more: Any,
 ) -> Report:
-    """Return the report on `resolved` with these rows; `more` are further fields of it."""
+    """Return the report on `resolved` with these rows; `more` are further fields of it.
+
+    The rows of knobs in `as_good` get the value in effect.
+    """
+    in_effect = {rewrite.knob: rewrite for rewrite in as_good}
+    rows = tuple(_rewritten(row, in_effect.get(row.knob)) for row in rows)
     guarantee = judge(resolved.guarantee, rows, drift, facts)
     here = tuple(_row_here(row, facts.absent) for row in rows)
-    return Report(resolved.name, guarantee, resolved.digest, here, drift=drift, **more)
+    more |= {"drift": drift, "as_good": as_good}
+    return Report(resolved.name, guarantee, resolved.digest, here, **more)
+
+
+def _rewritten(row: Row, rewrite: Rewrite | None) -> Row:
+    if rewrite is None:
+        return row
+    why = "; ".join(filter(None, (row.why, rewrite.words)))
+    return replace(row, after=rewrite.now, why=why)
 
 
 def _words_for_set(row: Row, knob: Knob) -> str:
@@ -532,7 +637,28 @@ def whole(report: Report) -> tuple[Part, ...]:
 def _happened(report: Report) -> tuple[Part, ...]:
     """Return what a report says of the time since the profile was put in force."""
     drift = (_drift_table(report.drift),) if report.drift else ()
-    return *drift, *_effects_parts(report), *random_number_lines(report)
+    return *drift, *agreement_lines(report), *_effects_parts(report), *random_number_lines(report)
+
+
+def agreement_lines(report: Report) -> list[str]:
+    """Return a line for each change and each switch that leaves the profile's promise whole."""
+    agreeing = [each for each in report.switches if each.name not in _writers(report.as_good)]
+    return [
+        *(
+            f"unchanged: {rewrite.knob} is {shown(rewrite.now)}: {rewrite.words}{_seen_at(rewrite)}"
+            for rewrite in report.as_good
+        ),
+        *(f"unchanged: {each.name} agrees with the profile{_seen_at(each)}" for each in agreeing),
+    ]
+
+
+def _writers(rewrites: Iterable[Rewrite]) -> set[str]:
+    return {rewrite.by for rewrite in rewrites}
+
+
+def _seen_at(written: Rewrite | Agreement) -> str:
+    place = written.called or written.where
+    return f" ({place})" if place else ""
 
 
 def attention(report: Report) -> tuple[Part, ...]:
@@ -594,18 +720,24 @@ def random_number_lines(report: Report) -> list[str]:
 
 
 def _drift_table(drift: Iterable[Drift]) -> Table:
-    """Return the table of the knobs that later code has changed."""
+    """Return the table of the knobs that later code has changed, each write once."""
     rows = [
         (
             Styled("drifted", _style("drifted")),
             each.knob,
             _change(each.was, each.now),
             each.when,
-            each.where or "not seen",
+            "the same line" if each is not written[0] else _written_at(each),
         )
-        for each in drift
+        for written in by_write(drift)
+        for each in written
     ]
     return table(("", "knob", "was -> is", "seen", "written at"), rows)
+
+
+def _written_at(drift: Drift) -> str:
+    called = f", called from {drift.called}" if drift.called else ""
+    return f"{drift.where}{called}" if drift.where else "not seen"
 
 
 def _effects_table(effects: Iterable[Effect]) -> Table:
@@ -696,7 +828,12 @@ def _is_refused(row: Row) -> bool:
 
 
 def announce_end(report: Report, announced: Report) -> None:
-    """Tell standard error in one line what did not stay at the end of a run as it was announced."""
+    """Tell standard error what did not stay at the end of a run as it was announced, in one line.
+
+    Whoever wants all of it is also told what has changed to something as good.
+    """
+    if verbosity() is Verbosity.VERBOSE and os.environ.get("RANK", "0") == "0":
+        note(*agreement_lines(report))
     if (report.guarantee, report.drift) == (announced.guarantee, announced.drift):
         return
     tell = note if report.guarantee == announced.guarantee else say

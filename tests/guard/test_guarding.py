@@ -45,7 +45,7 @@ def test_what_is_put_back_before_the_next_step_is_no_drift(
             pass
         flip()
         torch.backends.cudnn.benchmark = False
-        os.environ["NCCL_ALGO"] = "Tree"
+        os.environ["NCCL_ALGO"] = "^Tree"
         os.environ["NCCL_ALGO"] = "Ring"
         torch.use_deterministic_algorithms(False)
         torch.use_deterministic_algorithms(True)
@@ -111,15 +111,24 @@ def test_a_report_in_the_middle_is_fresh_and_whole(step: Callable[[], Any]) -> N
     with guarded("warn") as applied:
         assert applied.report.drift == ()
         step()
-        os.environ["NCCL_ALGO"] = "Tree"
+        os.environ["NCCL_ALGO"] = "^Tree"
         report = applied.report
         torch_says = applied.report.to_json()["drift"]
 
     assert json.loads(json.dumps(torch_says)) == [
-        {"knob": NCCL, "was": "Ring", "now": "Tree", "when": "after step 0", "where": ""}
+        {
+            "knob": NCCL,
+            "was": "Ring",
+            "now": "^Tree",
+            "when": "after step 0",
+            "where": "",
+            "called": "",
+            "by": "",
+            "moved_on": False,
+        }
     ]
-    assert "Ring -> Tree" in str(report)
-    assert "Ring -&gt; Tree" in report._repr_html_()
+    assert "Ring -> ^Tree" in str(report)
+    assert "Ring -&gt; ^Tree" in report._repr_html_()
 
 
 def test_an_inner_profile_decides_while_it_is_in_force(step: Callable[[], Any]) -> None:

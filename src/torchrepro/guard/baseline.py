@@ -12,11 +12,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrepro.guard.writers import watch_writers, writing_place
+from torchrepro.as_good import why_as_good
+from torchrepro.guard.switches import switch_that_writes
+from torchrepro.guard.writers import (
+    UNSEEN,
+    Writer,
+    present_writer,
+    switch_that_calls,
+    watch_writers,
+)
 from torchrepro.knobs.knob import Scope
 from torchrepro.knobs.linked_state import Fp32Precision, InductorVariable
 from torchrepro.messages import shown
-from torchrepro.report import Drift
+from torchrepro.process_state import closed_doors
+from torchrepro.report import Agreement, Drift, Rewrite
 from torchrepro.seeding.streams import present_worker
 
 if TYPE_CHECKING:
@@ -36,11 +45,22 @@ _FULL = "ieee"
 ``torch.backends.cudnn.flags`` unsets those of cuDNN."""
 
 
-class LastWrite(NamedTuple):
-    """What a knob read after the last write to anything that was seen, and the line that set it."""
+class Departure(NamedTuple):
+    """A write that moved a knob away from where it was to stay."""
+
+    to: Any = None
+    writer: Writer = UNSEEN
+
+
+class Written(NamedTuple):
+    """What a knob read after the last write to anything that was seen, and what led there."""
 
     now: Any
-    place: str = ""
+    moved: Departure = Departure()
+    """The first write since the knob read what is held."""
+
+    broke: Departure = Departure()
+    """The first write since it read that, or something as good."""
 
 
 @dataclass(eq=False, slots=True)
@@ -52,7 +72,9 @@ class BaselineEntry:
     thread: int
     """The only thread in which the knob can be read, or 0 for any."""
 
-    written: LastWrite
+    written: Written
+    judged: tuple[Any, str] = (None, "")
+    """Another value that the knob has read, and why it is as good, if it is."""
 
     @classmethod
     def of(cls, knob: Knob) -> BaselineEntry:
@@ -64,12 +86,35 @@ class BaselineEntry:
             or isinstance(knob.access, InductorVariable)
         )
         now = reading(knob)
-        return cls(knob, now, threading.get_ident() if per_thread else 0, LastWrite(now))
+        return cls(knob, now, threading.get_ident() if per_thread else 0, Written(now))
 
     @property
     def readable_here(self) -> bool:
         """Whether what the present thread reads is what is held."""
         return self.thread in (0, threading.get_ident())
+
+    def why_as_good(self, now: Any) -> str:
+        """Return in words why `now`, another value than what is held, is as good; else nothing."""
+        if now != self.judged[0]:
+            self.judged = now, why_as_good(self.knob, now)
+        return self.judged[1]
+
+    def write(self, now: Any, writer: Writer) -> None:
+        """Take note that `writer` has made the knob read `now`.
+
+        Whoever writes once it has been moved changes nothing about who moved it first.
+        """
+        was, this = self.written, Departure(now, writer)
+        if now == self.value:
+            self.written = Written(now)
+            return
+        was_held = was.now == self.value
+        moved = this if was_held else was.moved
+        if self.why_as_good(now):
+            self.written = Written(now, moved)
+        else:
+            was_good = was_held or self.why_as_good(was.now)
+            self.written = Written(now, moved, this if was_good else was.broke)
 
 
 @dataclass(eq=False, slots=True)
@@ -87,7 +132,21 @@ class Guard:
 
     baseline: dict[str, BaselineEntry] = field(default_factory=dict)
     drift: dict[tuple[str, str], Drift] = field(default_factory=dict)
+    as_good: dict[str, Rewrite] = field(default_factory=dict)
+    """The knobs that now read another value which is as good, by name."""
+
+    switches: dict[str, Writer] = field(default_factory=dict)
+    """The determinism switches of frameworks that were seen to write, by name."""
+
     said: set[tuple[str, str]] = field(default_factory=set)
+
+    @property
+    def agreeing(self) -> tuple[Agreement, ...]:
+        """The switches that were seen to write, and that no drift comes from."""
+        blamed = {drift.by for drift in self.drift.values()}
+        seen = self.switches.items()
+        agreeing = ((name, who) for name, who in seen if name not in blamed)
+        return tuple(Agreement(name, who.place, who.called) for name, who in agreeing)
 
     @property
     def since(self) -> str:
@@ -129,7 +188,7 @@ def settle() -> None:
     for name, (each, _) in deciding.items():
         if each.readable_here:
             now, last = reading(each.knob), before.get(name)
-            each.written = last if last is not None and last.now == now else LastWrite(now)
+            each.written = last if last is not None and last.now == now else Written(now)
     _watched[:] = deciding.values()  # in one step: other threads look and write meanwhile
 
 
@@ -158,12 +217,37 @@ def look(
         if guard not in concerned or not each.readable_here:
             continue
         now = reading(each.knob)
-        if now != each.value:
-            line = each.written.place if each.written.now == now else ""
-            drift = Drift(each.knob.name, each.value, now, moment(guard), line)
-            # What was seen before keeps the moment at which that was.
-            found.append((guard, guard.drift.setdefault(key(drift), drift)))
+        if now == each.value:
+            guard.as_good.pop(each.knob.name, None)
+            continue
+        # What was seen before keeps the moment at which that was.
+        if why := each.why_as_good(now):
+            known = guard.as_good.get(each.knob.name)
+            if known is None or known.now != now:
+                guard.as_good[each.knob.name] = _rewrite(each, now, why, moment(guard))
+            continue
+        guard.as_good.pop(each.knob.name, None)
+        drift = _drift(each, now, moment(guard))
+        found.append((guard, guard.drift.setdefault(key(drift), drift)))
     return found
+
+
+def _drift(each: BaselineEntry, now: Any, when: str) -> Drift:
+    name, was, written = each.knob.name, each.value, each.written
+    if written.now != now:
+        return Drift(name, was, now, when)
+    to, writer = written.broke
+    moved_on = bool(writer.place) and to != now
+    return Drift(name, was, now, when, writer.place, writer.called, writer.switch, moved_on)
+
+
+def _rewrite(each: BaselineEntry, now: Any, why: str, when: str) -> Rewrite:
+    written = each.written
+    writer = written.moved.writer if written.now == now and written.moved.to == now else UNSEEN
+    by = writer.switch or switch_that_writes(each.knob.variable, now)
+    if closed := closed_doors().get(each.knob.door):
+        why = f"{why}; {closed}, and what has read it by then goes on with {shown(each.value)}"
+    return Rewrite(each.knob.name, each.value, now, why, when, writer.place, writer.called, by)
 
 
 def key(drift: Drift) -> tuple[str, str]:
@@ -187,13 +271,16 @@ def noting_writers() -> Iterator[None]:
         finally:
             _noting.clear()
             for each, _ in tuple(_watched):  # the next write may go unseen
-                each.written = LastWrite(each.written.now)
+                each.written = Written(each.written.now)
 
 
 def _note_writer() -> None:
-    place = ""
+    writer = switch_that_calls()
     for each, _ in tuple(_watched):
         now = reading(each.knob) if each.readable_here else each.written.now
         if now != each.written.now:
-            place = place or writing_place()
-            each.written = LastWrite(now, place)
+            writer = writer if writer.place else present_writer()
+            each.write(now, writer)
+    if writer.switch:
+        for guard in guards_at_steps():
+            guard.switches.setdefault(writer.switch, writer)

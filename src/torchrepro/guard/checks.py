@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import say
-from torchrepro.errors import DriftError
+from torchrepro.errors import DriftError, by_write
 from torchrepro.exit_status import ExitStatus
 from torchrepro.guard.baseline import (
     BaselineEntry,
@@ -26,6 +26,7 @@ from torchrepro.guard.baseline import (
     settle,
 )
 from torchrepro.knobs.catalogue import knobs_by_name
+from torchrepro.report import in_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -144,8 +145,11 @@ def _act_on(found: list[tuple[Guard, Drift]], mode: str) -> None:
 
 
 def _say(found: Iterable[tuple[Guard, Drift]]) -> None:
-    """Say on standard error what has drifted, each knob and new value once."""
+    """Say on standard error what has drifted, each knob and new value once, and each write once."""
+    new = []
     for guard, drift in found:
         if key(drift) not in guard.said:
             guard.said.add(key(drift))
-            say(f"drift: {drift}")
+            new.append(drift)
+    for written in by_write(new):
+        say(f"drift: {in_words(written)}")

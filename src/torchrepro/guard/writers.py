@@ -1,4 +1,4 @@
-"""Which line writes: torch's setters and the environment tell as they are written.
+"""Who writes: torch's setters and the environment tell as they are written.
 
 Nothing in torch says who changed a flag, so while a guard wants to know, the functions through
 which flags and variables change are wrapped: those of torch's C module that torch itself looks up
@@ -14,9 +14,10 @@ from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from functools import wraps
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrepro.callers import package
+from torchrepro.callers import is_library, package
+from torchrepro.guard.switches import switch_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,6 +46,22 @@ _CONFIG = "torch.utils._config_module"
 _THEIRS = frozenset({"torch", "torch_npu", "torchrepro"})
 
 
+class Writer(NamedTuple):
+    """Who made a write; all of it is empty where that was not seen."""
+
+    place: str = ""
+    """``file:line`` of the nearest caller outside torch and Python."""
+
+    called: str = ""
+    """``file:line`` of the program's own innermost code, where `place` is a library's."""
+
+    switch: str = ""
+    """The name of the framework's determinism switch that wrote, if one did."""
+
+
+UNSEEN = Writer()
+
+
 def watch_writers(then: Callable[[], None]) -> ExitStack:
     """Have `then` called after every write; closing what is returned takes everything back.
 
@@ -60,15 +77,41 @@ def watch_writers(then: Callable[[], None]) -> ExitStack:
         return undo.pop_all()
 
 
-def writing_place() -> str:
-    """Return ``file:line`` of the code that writes: the nearest caller outside torch and Python."""
+def present_writer() -> Writer:
+    """Return who writes now."""
+    nearest = _nearest()
+    if nearest is None:
+        return UNSEEN
+    own: FrameType | None = nearest
+    while own is not None and is_library(own.f_code.co_filename):
+        own = own.f_back
+    called = _line(own) if own is not None and own is not nearest else ""
+    return Writer(_line(nearest), called, _switch(nearest))
+
+
+def switch_that_calls() -> Writer:
+    """Return who writes now if it is a framework's determinism switch, else nobody."""
+    nearest = _nearest()
+    return present_writer() if nearest is not None and _switch(nearest) else UNSEEN
+
+
+def _nearest() -> FrameType | None:
+    """Return the nearest caller outside torch, Python and torchrepro."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - documented, and the cheap way
     while frame is not None:
         owner = package(frame)
         if owner not in _THEIRS and owner not in sys.stdlib_module_names:
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            return frame
         frame = frame.f_back
-    return ""
+    return None
+
+
+def _line(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _switch(frame: FrameType) -> str:
+    return switch_of(frame.f_globals.get("__name__"), frame.f_code.co_name)
 
 
 def _c_setters() -> Iterator[tuple[Any, str]]:

@@ -80,6 +80,7 @@ def row(  # noqa: PLR0913 - the columns of the tables below
     cost: str = "none",
     aliases: tuple[str, ...] = (),
     enough: Callable[[str], bool] | None = None,
+    misspelt: tuple[str, ...] = (),
     effect: Effect | None = None,
     access: Variable | None = None,
     hardware: str = "",
@@ -99,6 +100,7 @@ def row(  # noqa: PLR0913 - the columns of the tables below
         scope=Scope.PROCESS_AND_CHILDREN,
         aliases=aliases,
         enough=enough,
+        misspelt=misspelt,
         effect=effect,
         hardware=hardware,
     )
@@ -107,6 +109,21 @@ def row(  # noqa: PLR0913 - the columns of the tables below
 def pinned(value: str) -> bool:
     """Whether a list of algorithms names some rather than excluding some."""
     return bool(value) and not value.startswith("^")
+
+
+def of_fixed_size(value: str) -> bool:
+    """Whether a configuration of cuBLAS's workspace is one under which its sums repeat."""
+    return not CUBLAS.complaint(value)
+
+
+def in_fixed_order(value: str) -> bool:
+    """Whether HCCL's collectives then add up in a fixed order."""
+    return value.lower() in ("true", "strict")
+
+
+def switched_on(value: str) -> bool:
+    """Whether a switch of the ATB library is on, which takes two texts for it."""
+    return value in ("1", "true")
 
 
 def _option(option: str, summary: str, **more: Any) -> Knob:
@@ -145,7 +162,7 @@ ENV = (
         "raises at the first cuBLAS call under deterministic algorithms if it is not set.",
         "https://docs.nvidia.com/cuda/cublas/index.html#results-reproducibility",
         cost=":4096:8 takes 24 MiB of GPU memory, :16:8 less memory and some speed",
-        enough=lambda value: not CUBLAS.complaint(value),
+        enough=of_fixed_size,
         hardware="CUDA",
     ),
     row(
@@ -353,7 +370,8 @@ COLLECTIVES = (
         ASCEND_ENV,
         cost="true: slower all-reduce; strict: slower still, A2 and A3 only",
         aliases=("backends.distributed.hccl_deterministic",),
-        enough=lambda value: value.lower() in ("true", "strict"),
+        enough=in_fixed_order,
+        misspelt=("1",),  # as transformers writes it; HCCL takes the words alone
         hardware="Ascend",
     ),
     row(
@@ -380,6 +398,7 @@ COLLECTIVES = (
         ASCEND_ENV,
         cost="slower all-reduce",
         aliases=("backends.distributed.lccl_deterministic",),
+        enough=switched_on,
         hardware="Ascend",
     ),
 )

@@ -136,7 +136,13 @@ class Knob:
     """The values of the knob `needs` that suffice; any value, if this is empty."""
 
     enough: Callable[[str], bool] | None = None
-    """For a variable: whether a value that the user exported is as good as the profile's."""
+    """For a variable: whether another legal text serves the guarantee; asked by `as_good` only."""
+
+    misspelt: tuple[str, ...] = ()
+    """For a variable: illegal texts by which programs mean the profile's value.
+
+    Its library refuses them aloud, so that nothing is ever computed under one.
+    """
 
     effect: Effect | None = None
     """For a variable: how to see what its library made of it, if it shows that."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrepro.knobs.env_rows import pinned
+from torchrepro.knobs.env_rows import in_fixed_order, of_fixed_size, pinned, switched_on
 from torchrepro.profile.resolved import STRICT
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ NEEDS: tuple[Need, ...] = (
     Need(
         REPEATABLE,
         "env.CUBLAS_WORKSPACE_CONFIG",
-        _is(":4096:8", ":16:8"),
+        of_fixed_size,
         "the sums of cuBLAS",
         ("cuda",),
     ),
@@ -194,7 +194,7 @@ NEEDS: tuple[Need, ...] = (
     Need(
         STRICT,
         "env.HCCL_DETERMINISTIC",
-        _is("true", "strict"),
+        in_fixed_order,
         "the sums of HCCL's collectives",
         ("npu", "several"),
         broken_by=("false",),
@@ -203,7 +203,7 @@ NEEDS: tuple[Need, ...] = (
     Need(
         STRICT,
         "env.LCCL_DETERMINISTIC",
-        _is("1", "true"),
+        switched_on,
         "the sums of ATB's collectives",
         ("npu", "several"),
         broken_by=("0", "false"),

@@ -88,6 +88,7 @@ class Recording:
         self._warn_of_unmatched_requests()
         if self._store is not None:
             with self._unwritable_handled():
+                self._store.write_knobs_in_effect()
                 self._store.write_meta({**self._facts(), "finished": True})
                 self._store.close()
                 self._store.must_exist()

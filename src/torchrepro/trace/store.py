@@ -74,6 +74,13 @@ class Store:
         self._digests["meta"] = xxhash.xxh3_128(as_bytes(sorted(self._meta.items())))
         self._unsealed.add("meta")
 
+    def write_knobs_in_effect(self) -> None:
+        """Write the values of knobs that have changed since to others as good."""
+        rewrites = [each for applied in in_force() for each in applied.report.as_good]
+        if rewrites:
+            now = {each.knob: shown(each.now) for each in rewrites}
+            self.write_meta({"knobs": json.loads(self._meta["knobs"]) | now})
+
     def add_sites(self, sites: Iterable[tuple[int, Sequence[str]]]) -> None:
         """Add places of the program that records refer to."""
         sites = list(sites)

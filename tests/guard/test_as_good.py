@@ -1,0 +1,241 @@
+"""What is as good for the guarantee is kept, whoever wrote it: it is no drift, and it is said."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import torchrepro
+from torchrepro import process_state
+from torchrepro.knobs.catalogue import knobs_by_name
+from torchrepro.lock.on_this_machine import differences_of
+from torchrepro.manifest.contents import manifest, write_manifest
+from torchrepro.planner import plan
+from torchrepro.profile.needs import NEEDS
+from torchrepro.report import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+GOOD = {  # variables that nothing in this process reads: what is asked for, and what is as good
+    CUBLAS: (":4096:8", ":16:8"),
+    "NCCL_ALGO": ("Ring", "Tree", "Tree,Ring"),
+    "NCCL_PROTO": ("Simple", "LL128"),
+    "HCCL_DETERMINISTIC": ("true", "TRUE", "strict"),
+    "HCCL_ALGO": ("level0:NA;level1:ring", "level0:NA;level1:NHR"),
+    "LCCL_DETERMINISTIC": ("1", "true"),
+}
+BAD = {
+    CUBLAS: (":0:0", ":4096:2", ""),
+    "NCCL_ALGO": ("^Tree", "another", ""),
+    "NCCL_PROTO": ("^LL", "Simples"),
+    "HCCL_DETERMINISTIC": ("false", "0", "yes", ""),
+    "HCCL_ALGO": ("ring", ""),
+    "LCCL_DETERMINISTIC": ("0", "yes"),
+}
+CHOICES = st.sampled_from(
+    [(name, text) for rows in (GOOD, BAD) for name, texts in rows.items() for text in texts]
+)
+LIBRARY = """
+import os
+
+def enable(**variables):
+    os.environ.update(variables)
+
+def clear_and_restore():
+    old = os.environ.copy()
+    os.environ.clear()
+    os.environ.update(old)
+
+def turn_off():
+    import torch
+    torch.use_deterministic_algorithms(False)
+"""
+FILE = os.path.join(sysconfig.get_path("purelib"), "some_framework.py")  # noqa: PTH118 - its text
+ENABLE, RESTORE, TURN_OFF = f"{FILE}:5", f"{FILE}:10", f"{FILE}:14"
+
+
+@pytest.fixture
+def framework() -> dict[str, Callable[..., None]]:
+    """Return the functions of a library that is installed beside torch."""
+    functions: dict[str, Any] = {"__name__": "some_framework"}
+    exec(compile(LIBRARY, FILE, "exec"), functions)
+    return functions
+
+
+@pytest.fixture
+def apply(clean_process: None) -> Iterator[Callable[..., torchrepro.Applied]]:
+    """Return `torchrepro.apply` under a guard that stops, in a process with no such variable."""
+    return partial(torchrepro.apply, "debug-strict", ["guard=error"])
+
+
+def is_kept(name: str, text: str) -> bool:
+    """Whether `text` is kept where it was exported before a profile asks for another one."""
+    os.environ[name] = text
+    try:
+        row = plan({"guarantee": "repeatable", "env": {name: GOOD[name][0]}}).report[f"env.{name}"]
+    finally:
+        del os.environ[name]
+    assert row.outcome in (Outcome.UNCHANGED, Outcome.UNSUPPORTED, Outcome.CONFLICT)
+    return row.outcome is not Outcome.CONFLICT
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(choice=CHOICES, hidden=st.sampled_from(["", process_state.NOT_HERE]))
+def test_what_is_kept_where_it_was_exported_is_no_drift_where_it_is_written(
+    clean_process: None, choice: tuple[str, str], hidden: str
+) -> None:
+    """One judgement: a text is kept by a plan exactly if no guard calls writing it drift.
+
+    The report then has the value in effect, whatever hardware the machine has.
+    """
+    name, text = choice
+    values = {"guarantee": "repeatable", "env": {name: GOOD[name][0]}}
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in process_state._ABSENCES:
+            patch.setitem(process_state._ABSENCES, kind, lambda: hidden)
+        kept = is_kept(name, text)
+        with torchrepro.apply(values) as applied:
+            os.environ[name] = text
+            report = applied.report
+
+    assert kept == (report.drift == ()) == (text in GOOD[name])
+    assert report[f"env.{name}"].after == (text if kept else GOOD[name][0])
+    changed = kept and text != GOOD[name][0]
+    assert [rewrite.now for rewrite in report.as_good] == [text] * changed
+
+
+def test_what_is_as_good_meets_the_need_of_the_guarantee() -> None:
+    """A value that the row of a variable calls enough lowers no guarantee that needs the knob."""
+    compared = 0
+    for need in NEEDS:
+        knob = knobs_by_name()[need.knob]
+        if knob.enough is None or need.met_by is None:
+            continue
+        for text in (*GOOD.get(knob.variable, ()), *BAD.get(knob.variable, ())):
+            if not knob.legal.complaint(text):
+                assert knob.enough(text) == need.met_by(text), (need.knob, text)
+                compared += 1
+    assert compared > len(GOOD)
+
+
+def test_a_value_that_its_library_refuses_is_drift_where_the_library_is(
+    clean_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HCCL refuses `1`: with an NPU it is drift, without one nothing reads it and the run goes on.
+
+    A workspace of no size is drift everywhere: cuBLAS takes it, and computes in varying order.
+    """
+    drifted = {}
+    for absence in ("", process_state.NOT_HERE):
+        for kind in process_state._ABSENCES:
+            monkeypatch.setitem(process_state._ABSENCES, kind, lambda absence=absence: absence)
+        with torchrepro.apply(
+            {"env": {"HCCL_DETERMINISTIC": "true", CUBLAS: ":4096:8"}}
+        ) as applied:
+            os.environ.update({"HCCL_DETERMINISTIC": "1", CUBLAS: ":0:0"})
+            drifted[absence] = {drift.knob for drift in applied.report.drift}
+
+    both = {"env.HCCL_DETERMINISTIC", f"env.{CUBLAS}"}
+    assert drifted == {"": both, process_state.NOT_HERE: {f"env.{CUBLAS}"}}
+
+
+def test_the_first_write_is_named_with_the_line_of_the_program(
+    apply: Callable[..., torchrepro.Applied], framework: dict[str, Any], step: Callable[[], Any]
+) -> None:
+    """Who restores what another has written is not the culprit; the program's own line is named."""
+    with pytest.raises(torchrepro.DriftError) as caught, apply():  # noqa: PT012 - the step raises
+        mine = next_line()
+        framework["enable"](CUBLAS_WORKSPACE_CONFIG=":0:0")
+        framework["clear_and_restore"]()
+        step()
+
+    (drift,) = caught.value.drift
+    assert (drift.now, drift.where, drift.called) == (":0:0", ENABLE, mine)
+    assert not drift.moved_on
+    assert str(caught.value).count(ENABLE) == str(caught.value).count(mine) == 1
+    assert RESTORE not in str(caught.value)
+
+
+def test_a_later_write_to_what_has_drifted_does_not_hide_the_first(
+    apply: Callable[..., torchrepro.Applied], framework: dict[str, Any], step: Callable[[], Any]
+) -> None:
+    """The first write is named, and said to be the first, if the value is another one by now."""
+    with pytest.raises(torchrepro.DriftError) as caught, apply():  # noqa: PT012 - the step raises
+        framework["enable"](CUBLAS_WORKSPACE_CONFIG=":0:0")
+        os.environ[CUBLAS] = ":0:1"
+        step()
+
+    (drift,) = caught.value.drift
+    assert (drift.now, drift.where, drift.moved_on) == (":0:1", ENABLE, True)
+    assert "first" in str(caught.value)
+
+
+def test_a_write_as_good_is_named_through_what_restores_it(
+    apply: Callable[..., torchrepro.Applied], framework: dict[str, Any], step: Callable[[], Any]
+) -> None:
+    """A run goes on under a value as good, and its report names value, line and program's line."""
+    with apply() as applied:
+        mine = next_line()
+        framework["enable"](CUBLAS_WORKSPACE_CONFIG=":16:8")
+        framework["clear_and_restore"]()
+        step()
+        report = applied.report
+        os.environ[CUBLAS] = ":4096:8"
+        put_back = applied.report
+
+    (rewrite,) = report.as_good
+    assert (rewrite.was, rewrite.now) == (":4096:8", ":16:8")
+    assert (rewrite.where, rewrite.called) == (ENABLE, mine)
+    assert report.drift == put_back.drift == put_back.as_good == ()
+    assert report.to_json()["as_good"][0]["now"] == ":16:8"
+    assert mine in report.table()
+    assert (report[f"env.{CUBLAS}"].after, put_back[f"env.{CUBLAS}"].after) == (":16:8", ":4096:8")
+
+
+def test_what_one_line_writes_is_listed_once(
+    apply: Callable[..., torchrepro.Applied], framework: dict[str, Any], step: Callable[[], Any]
+) -> None:
+    """torch's flag and inductor's, which one call turns off, are one write in every message."""
+    with pytest.raises(torchrepro.DriftError) as caught, apply() as applied:  # noqa: PT012 - see above
+        mine = next_line()
+        framework["turn_off"]()
+        step()
+
+    assert {(drift.where, drift.called) for drift in caught.value.drift} == {(TURN_OFF, mine)}
+    table = applied.report.table()
+    assert table.count("the same line") == len(caught.value.drift) - 1
+    assert str(caught.value).count(TURN_OFF) == str(caught.value).count(mine) == 1
+
+
+def test_a_diff_shows_the_value_in_effect(clean_process: None, tmp_path: Path) -> None:
+    """Two runs that each repeat under another workspace differ, by manifest and by recording."""
+    for name, text in (("plain", ":4096:8"), ("changed", ":16:8")):
+        with (
+            torchrepro.apply("debug-strict", ["guard=none"]) as applied,
+            torchrepro.record(tmp_path / name / "trace"),
+        ):
+            torch.ones(2).sum()
+            os.environ[CUBLAS] = text
+            write_manifest(tmp_path / name, manifest(applied.resolved, applied.report))
+
+    for folder in ("", "trace"):
+        found = differences_of(str(tmp_path / "plain" / folder), str(tmp_path / "changed" / folder))
+        rows = [(each.key, each.left, each.right) for each in found.substantial]
+        assert rows == [(f"env.{CUBLAS}", ":4096:8", ":16:8")]
+
+
+def next_line() -> str:
+    """Return the line after the one that calls this."""
+    frame = sys._getframe(1)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno + 1}"

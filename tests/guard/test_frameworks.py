@@ -1,0 +1,164 @@
+"""The determinism switches of real frameworks: those that agree with a profile, and those not."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.slow
+
+TORCHREPRO = str(Path(sysconfig.get_path("scripts")) / "torchrepro")
+LAYERS = Path(__file__).parent.parent / "policies"  # lets torchvision be imported anywhere
+START = f"""
+import sys
+sys.path.insert(0, {str(LAYERS)!r})
+import torch
+from known_layers import let_torchvision_be_imported
+let_torchvision_be_imported()
+"""
+TRANSFORMERS = f"""{START}
+from transformers import Trainer, TrainingArguments
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def forward(self, x, labels=None):
+        out = self.layer(x)
+        return {{{{"loss": (out - labels).square().mean(), "logits": out}}}}
+
+data = [{{{{"x": torch.full((2,), float(i)), "labels": torch.ones(1)}}}} for i in range(8)]
+args = TrainingArguments(
+    "out", full_determinism=True, max_steps=2, report_to=[], use_cpu=True, save_strategy="no",
+    disable_tqdm=True)
+trainer = Trainer(Model(), args, train_dataset=data)  # the user's line
+trainer.train()
+"""
+LIGHTNING = f"""{START}
+import lightning
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def training_step(self, batch, index):
+        return self.layer(batch).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+trainer = lightning.Trainer(deterministic={{deterministic}},  # the user's line
+    max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    enable_model_summary=False, accelerator="cpu")
+trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=4))
+"""
+ACCELERATE = f"""{START}
+import accelerate
+
+accelerate.utils.set_seed(3, deterministic={{deterministic}})  # the user's line
+layer = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+layer(torch.ones(2)).sum().backward()
+optimizer.step()
+"""
+END = """
+import json, os
+from torchrepro.applier import in_force
+(applied,) = in_force()
+print(json.dumps(applied.report.to_json()))
+print(os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["HCCL_DETERMINISTIC"])
+print(torch.are_deterministic_algorithms_enabled())
+"""
+AGREEING = {
+    # program, the switch's name, what it changed to something as good, the variables at the end
+    "transformers": (
+        TRANSFORMERS,
+        "transformers' enable_full_determinism",
+        ["env.CUBLAS_WORKSPACE_CONFIG", "env.HCCL_DETERMINISTIC"],
+        ":16:8 1",
+    ),
+    "lightning": (LIGHTNING, "Lightning's Trainer(deterministic)", [], ":4096:8 true"),
+    "accelerate": (ACCELERATE, "accelerate's set_seed(deterministic)", [], ":4096:8 true"),
+}
+
+
+def run(execute: Callable[..., Any], text: str, guard: str = "error") -> Any:
+    words = ("run", "debug-strict", f"guard={guard}", "--verbose", "--")
+    return execute(text, TORCHREPRO, *words)
+
+
+def needs(package: str) -> None:
+    """Skip a test whose `package` is not installed; nothing is imported here."""
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+
+
+def line_of(text: str) -> str:
+    lines = enumerate(text.splitlines(), 1)
+    return next(f"program.py:{number}" for number, line in lines if "the user's line" in line)
+
+
+@pytest.mark.parametrize("framework", AGREEING)
+def test_a_switch_that_agrees_is_unchanged_with_its_name(
+    framework: str, execute: Callable[..., Any]
+) -> None:
+    """The strictest switch of a framework runs to its end under a guard that stops.
+
+    The report, as people see it and as JSON, has its name, and the program's line where it was on.
+    """
+    needs(framework)
+    template, name, rewritten, variables = AGREEING[framework]
+    program = template.format(deterministic=True) + END
+    done = run(execute, program)
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    said, *state = [line for line in done.stdout.splitlines() if line.startswith(('{"', ":", "T"))]
+    report = json.loads(said)
+    assert state == [variables, "True"]
+    assert report["drift"] == []
+    assert [(each["knob"], each["by"]) for each in report["as_good"]] == [
+        (knob, name) for knob in rewritten
+    ]
+    assert [(each["name"], each["outcome"]) for each in report["switches"]] == [(name, "unchanged")]
+    mine = line_of(program)
+    assert all(each["called"].endswith(mine) for each in (*report["as_good"], *report["switches"]))
+    last = done.stderr.splitlines()[-max(1, len(rewritten)) :]
+    assert all("unchanged" in line and name in line and mine in line for line in last)
+
+
+def test_the_switch_is_named_where_no_write_is_watched(execute: Callable[..., Any]) -> None:
+    """Under `guard: warn` a switch is known by the values that it sets, and no line is claimed."""
+    needs("transformers")
+    done = run(execute, TRANSFORMERS.format() + END, "warn")
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = next(line for line in done.stdout.splitlines() if line.startswith('{"'))
+    report = json.loads(said)
+    assert [(each["by"], each["where"]) for each in report["as_good"]] == [
+        ("transformers' enable_full_determinism", "")
+    ] * 2
+    assert "as transformers' enable_full_determinism writes it" in done.stderr
+    assert report["drift"] == []
+
+
+def test_a_switch_that_turns_determinism_off_is_stopped_at_both_lines(
+    execute: Callable[..., Any],
+) -> None:
+    """The line of Lightning and that of the program are named, once each, before step 0."""
+    needs("lightning")
+    program = LIGHTNING.format(deterministic=False)
+    done = run(execute, program)
+
+    assert done.returncode == 1
+    told = done.stderr[done.stderr.index("knobs have changed") :]
+    assert told.count("accelerator_connector.py:") == told.count(line_of(program)) == 1
+    assert "backends.torch.deterministic_algorithms = none" in told
+    assert "backends.torch.inductor_deterministic = false" in told
+    assert "before step 0" in told
