@@ -46,6 +46,8 @@ _REPORT = {
     "guarantee.lowered[]": "torchrepro.report:Lowered",
     "knobs[]": "torchrepro.report:Row",
     "drift[]": "torchrepro.report:Drift",
+    "as_good[]": "torchrepro.report:Rewrite",
+    "switches[]": "torchrepro.report:Agreement",
 }
 _VERDICT = {
     "": "torchrepro.verdict.value:Verdict",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchrepro.as_good import why_as_good
 from torchrepro.console import note, say
 from torchrepro.frameworks.hooking import in_force
+from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.messages import shown
 from torchrepro.profile.composition import flatten
 
@@ -35,8 +37,8 @@ def say_switches(framework: str, switches: Iterable[Switch]) -> None:
         return
     name, asked = profile.resolved.name, flatten(profile.resolved.values)
     concerned = [switch for switch in switches if switch.knob in asked]
-    agreeing = dict.fromkeys(s.spelling for s in concerned if asked[s.knob] == s.value)
-    contrary = [s for s in concerned if asked[s.knob] != s.value]
+    contrary = [s for s in concerned if not _agrees(s, asked[s.knob])]
+    agreeing = dict.fromkeys(s.spelling for s in concerned)
     for switch in contrary:
         agreeing.pop(switch.spelling, None)
         say(
@@ -46,3 +48,8 @@ def say_switches(framework: str, switches: Iterable[Switch]) -> None:
     if agreeing:
         verb = "agrees" if len(agreeing) == 1 else "agree"
         note(f"{framework}: {', '.join(agreeing)} {verb} with {name}")
+
+
+def _agrees(switch: Switch, asked: Any) -> bool:
+    knob = knobs_by_name().get(switch.knob)
+    return bool(switch.value == asked or (knob and why_as_good(knob, switch.value)))

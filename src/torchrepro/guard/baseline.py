@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.as_good import why_as_good
-from torchrepro.guard.switches import switch_that_writes
+from torchrepro.guard.switch_functions import switch_that_writes
 from torchrepro.guard.writers import (
     UNSEEN,
     Writer,

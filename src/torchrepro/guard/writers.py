@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.callers import is_library, package
-from torchrepro.guard.switches import switch_of
+from torchrepro.guard.switch_functions import switch_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

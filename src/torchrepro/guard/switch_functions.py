@@ -1,4 +1,4 @@
-"""The determinism switches of frameworks: rows by which a report can call one by its name.
+"""The functions by which frameworks switch determinism on or off, with what users call them.
 
 Nothing depends on a row but the name. What a switch writes is judged as any other write is.
 """
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-class Switch(NamedTuple):
+class SwitchFunction(NamedTuple):
     """One function of a framework that switches determinism on or off."""
 
     module: str
@@ -31,34 +31,31 @@ _FULL_DETERMINISM = {
     "ASCEND_LAUNCH_BLOCKING": "1",
     "HCCL_DETERMINISTIC": "1",
 }
+_HUGGING_FACE = "transformers.trainer_utils"
 _LIGHTNING = "trainer.connectors.accelerator_connector"
 _RAY_TRAIN = "train_loop_utils"
 
-SWITCHES = (
-    Switch(
-        "transformers.trainer_utils",
+SWITCH_FUNCTIONS = (
+    SwitchFunction(
+        _HUGGING_FACE,
         "enable_full_determinism",
         "transformers' enable_full_determinism",
         _FULL_DETERMINISM,
     ),
-    Switch("transformers.trainer_utils", "set_seed", "transformers' set_seed(deterministic)"),
-    Switch("accelerate.utils.random", "set_seed", "accelerate's set_seed(deterministic)"),
+    SwitchFunction(_HUGGING_FACE, "set_seed", "transformers' set_seed(deterministic)"),
+    SwitchFunction("accelerate.utils.random", "set_seed", "accelerate's set_seed(deterministic)"),
     *(
-        Switch(f"{package}.{_LIGHTNING}", "_set_torch_flags", "Lightning's Trainer(deterministic)")
-        for package in ("lightning.pytorch", "pytorch_lightning")
+        SwitchFunction(module, "_set_torch_flags", "Lightning's Trainer(deterministic)")
+        for module in (f"lightning.pytorch.{_LIGHTNING}", f"pytorch_lightning.{_LIGHTNING}")
     ),
     *(
-        Switch(
-            f"ray.train.{package}.{_RAY_TRAIN}",
-            "enable_reproducibility",
-            "Ray Train's enable_reproducibility",
-        )
-        for package in ("torch", "v2.torch")
+        SwitchFunction(module, "enable_reproducibility", "Ray Train's enable_reproducibility")
+        for module in (f"ray.train.torch.{_RAY_TRAIN}", f"ray.train.v2.torch.{_RAY_TRAIN}")
     ),
 )
 """What a framework's switch is further is a further row."""
 
-_NAMES = {(row.module, row.function): row.name for row in SWITCHES}
+_NAMES = {(row.module, row.function): row.name for row in SWITCH_FUNCTIONS}
 
 
 def switch_of(module: object, function: str) -> str:
@@ -71,7 +68,7 @@ def switch_that_writes(variable: str, text: str) -> str:
 
     Its module is loaded, and `variable` with this `text` is among them.
     """
-    for row in SWITCHES:
+    for row in SWITCH_FUNCTIONS:
         as_set = (os.environ.get(name) == its for name, its in row.variables.items())
         if row.variables.get(variable) == text and row.module in sys.modules and all(as_set):
             return row.name
