@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import pkgutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import torchrepro
+from torchrepro import console
 
 from .training import Augmented
 
@@ -94,3 +97,202 @@ def test_without_a_profile_accelerate_is_as_it_was() -> None:
 
     assert within is not before
     assert accelerate.accelerator.skip_first_batches is accelerate.skip_first_batches is before
+
+
+class Progress:
+    """How far a program has come: what its author registers with accelerate."""
+
+    def __init__(self) -> None:
+        self.epoch = self.batches = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        vars(self).update(state)
+
+
+def _drawn(folder: Path, save_at: int | None, config: dict[str, Any]) -> list[list[float]]:
+    """Return what the batches of three epochs and the draws beside them came to.
+
+    It goes on from the last checkpoint in `folder`, and ends after the batch `save_at`, if any.
+    """
+    project = accelerate.utils.ProjectConfiguration(
+        str(folder), automatic_checkpoint_naming=True, total_limit=1
+    )
+    loading = accelerate.utils.DataLoaderConfiguration(**config)
+    accelerator = accelerate.Accelerator(project_config=project, dataloader_config=loading)
+    others, loader = accelerator.prepare(_loader("shuffled", 0), _loader("shuffled", 0))
+    at, drawn = Progress(), []
+    accelerator.register_for_checkpointing(at)
+    if (folder / "checkpoints").exists():
+        accelerator.load_state()
+        torch.rand(3)  # a start-up draws what it likes
+    first = at.epoch
+    for epoch in range(first, 3):
+        skipping = at.batches if epoch == first and not config.get("use_stateful_dataloader") else 0
+        for batch in accelerator.skip_first_batches(loader, skipping) if skipping else loader:
+            at.epoch, at.batches = epoch, at.batches + 1
+            drawn.append([float(batch.sum()), float(torch.rand(()))])
+            if len(drawn) == save_at:
+                accelerator.save_state()
+                return drawn
+        at.epoch, at.batches = epoch + 1, 0
+        drawn.append([float(batch.sum()) for batch in others])
+    return drawn
+
+
+MIDDLE, LAST = (17,), (25,)
+"""How many things were drawn, validation among them: within an epoch, and at its last batch."""
+
+CONFIGS = [
+    ({}, MIDDLE + LAST),
+    ({"use_seedable_sampler": True}, MIDDLE + LAST),
+    ({"dispatch_batches": True}, MIDDLE),  # which cannot skip all of an epoch
+    ({"use_stateful_dataloader": True}, MIDDLE),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "save_at"), [(config, at) for config, places in CONFIGS for at in places], ids=str
+)
+def test_a_run_goes_on_from_any_batch(config: dict[str, Any], save_at: int, tmp_path: Path) -> None:
+    """Saved after any batch, an epoch's last one too, a run draws what the uninterrupted one does.
+
+    So it is with two loaders over the same data, names that accelerate finds, and a registered
+    object.
+    """
+    with torchrepro.apply("debug-strict"):
+        whole = _drawn(tmp_path / "whole", None, config)
+    with torchrepro.apply("debug-strict"):
+        before = _drawn(tmp_path / "run", save_at, config)
+    with torchrepro.apply("debug-strict"):
+        after = _drawn(tmp_path / "run", None, config)
+
+    assert before + after == whole
+
+
+def _files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_checkpoint_tells_of_its_run_where_torchrepro_is_not(tmp_path: Path) -> None:
+    """It holds the profile, its digest and the manifest, in JSON of plain values."""
+    with torchrepro.apply("debug-strict"):
+        accelerate.Accelerator().save_state(str(tmp_path))
+    entry = json.loads((tmp_path / "torchrepro_0.json").read_text())
+
+    manifest = json.loads(entry["manifest"])
+    assert entry["profile"] == manifest["profile"]["name"] == "debug-strict"
+    assert entry["digest"] == manifest["digest"]
+
+
+def test_attaching_twice_is_attaching_once() -> None:
+    """An accelerator that was made under a profile, or attached, has our hooks once."""
+    with torchrepro.apply("debug-strict"):
+        accelerator = accelerate.Accelerator()
+        hooks = len(accelerator._save_model_state_pre_hook)
+        torchrepro.attach(accelerator)
+
+    assert hooks == len(accelerator._save_model_state_pre_hook) == 1
+
+
+def test_an_accelerator_made_before_the_profile_can_be_attached(tmp_path: Path) -> None:
+    """Its checkpoints then hold the state of the run, while a profile is in force."""
+    accelerator = accelerate.Accelerator()
+    torchrepro.attach(accelerator)
+    accelerator.save_state(str(tmp_path / "without"))
+    with torchrepro.apply("debug-strict"):
+        accelerator.save_state(str(tmp_path / "under"))
+
+    ours = {"torchrepro_0.json"}
+    assert _files(tmp_path / "under") - _files(tmp_path / "without") == ours
+
+
+def test_only_an_accelerator_can_be_attached() -> None:
+    """Anything else is named in the error."""
+    with pytest.raises(torchrepro.SeedingError, match="run: not an Accelerator"):
+        torchrepro.attach("run")
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "it was saved without torchrepro"),
+        ('{"format": 1', "damaged"),
+        (
+            '{"format": 1, "size": 2, "rank": 0, "ranks": [{}]}',
+            "by 2 processes, and now there are 1",
+        ),
+    ],
+)
+def test_what_cannot_be_taken_up_is_said_and_the_program_goes_on(
+    content: str | None, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint of another run is loaded as accelerate does, and one line says what is amiss."""
+    with torchrepro.apply("debug-strict"):
+        accelerator = accelerate.Accelerator()
+        accelerator.save_state(str(tmp_path))
+        own = tmp_path / "torchrepro_0.json"
+        own.unlink() if content is None else own.write_text(content)
+        accelerator.load_state(str(tmp_path))
+
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "do not go on" in line]
+    assert why in line
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("accelerate.data_loader", "skip_first_batches"),
+        ("accelerate.accelerator", "Accelerator.register_save_state_pre_hook"),
+        ("accelerate.utils.random", "set_seed"),
+    ],
+)
+def test_a_missing_hook_is_one_line(
+    module: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With another accelerate a program runs as without the hook, and one line says which it is."""
+    console.say_once.cache_clear()
+    owner, _, attribute = f"{module}.{name}".rpartition(".")
+    monkeypatch.delattr(pkgutil.resolve_name(owner), attribute)
+
+    with torchrepro.apply("debug-strict"):
+        list(accelerate.Accelerator().prepare(_loader("shuffled", 0)))
+
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if name in line]
+    assert f"accelerate {accelerate.__version__} has no " in line
+
+
+@pytest.mark.parametrize(
+    ("value", "agrees"), [("error", "agrees with"), ("warn", "does not agree with")]
+)
+def test_a_switch_is_held_against_the_profile(
+    value: str,
+    agrees: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`set_seed(deterministic=True)` sets what a profile sets: one line says whether they agree."""
+    override = f"backends.torch.deterministic_algorithms={value}"
+    with torchrepro.apply("seed-only", overrides=[override]), monkeypatch.context() as patch:
+        patch.setattr(torch, "use_deterministic_algorithms", lambda _: None)  # no profile undoes it
+        accelerate.utils.set_seed(1, deterministic=True)
+
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "set_seed" in line]
+    assert agrees in line
+
+
+def test_trackers_get_the_profile(tmp_path: Path) -> None:
+    """What `init_trackers` starts holds the digest of the profile."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with torchrepro.apply("debug-strict"):
+        accelerator = accelerate.Accelerator(log_with="tensorboard", project_dir=tmp_path)
+        accelerator.init_trackers("runs")
+        accelerator.end_training()
+    events = EventAccumulator(str(tmp_path / "runs"))
+    events.Reload()
+
+    assert any("repro" in tag for tag in events.Tags()["tensors"])

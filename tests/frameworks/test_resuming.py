@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 STEPS, FIRST = 18, 5
 """Optimizer steps of every program, and the first one after its first checkpoint."""
 
-PROGRAMS = ("lightning", "fabric", "fabric_loader")
+PROGRAMS = ("lightning", "fabric", "fabric_loader", "accelerate")
 
 
 def _program(name: str) -> Path:

@@ -25,6 +25,8 @@ HOOKS = {
     "pytorch_lightning": "frameworks.lightning:hook_trainer",
     "lightning.fabric.fabric": "frameworks.fabric:hook_fabric",
     "lightning_fabric.fabric": "frameworks.fabric:hook_fabric",
+    "accelerate.accelerator": "frameworks.accelerate:hook_accelerator",
+    "accelerate.utils.random": "frameworks.accelerate:hook_seeds",
     "accelerate.data_loader": "frameworks.accelerate_loaders:hook_loaders",
 }
 """Module of a framework -> the function that hooks into it, and returns its undo."""

@@ -136,6 +136,12 @@ class Loading:
         """Whether the program is in the middle of an epoch."""
         return self._iterated() is not None
 
+    @property
+    def is_at_last_batch(self) -> bool:
+        """Whether its iterator is at its end, and somebody holds it who has batches of it left."""
+        delivery = None if self._delivery is None else self._delivery()
+        return delivery is not None and delivery.is_over
+
     def _iterated(self) -> Delivery | None:
         delivery = None if self._delivery is None else self._delivery()
         return None if delivery is None or delivery.is_over else delivery
@@ -239,7 +245,7 @@ class SeededSampler:
     ) -> None:
         self.sampler, self.loading = sampler, loading
         self.whole = sampler if late is None else late.sampler
-        self.generators = _torchdata_generators(self.whole) if generator is None else [generator]
+        self.generators = _generators_of_others(self.whole) if generator is None else [generator]
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -344,11 +350,27 @@ def _draws_at_first_only(sampler: Any) -> bool:
     )
 
 
-def _torchdata_generators(sampler: Any) -> list[torch.Generator]:
-    """Return the generators that torchdata's samplers make where the author gave none."""
-    parts = (sampler, getattr(sampler, "sampler", None))
-    own = [part for part in parts if type(part).__module__.partition(".")[0] == "torchdata"]
-    found = (getattr(part, "generator", None) for part in own)
+def samplers_within(sampler: Any) -> Iterator[Any]:
+    """Yield `sampler`, the one that it makes batches of or shares out, and so on."""
+    seen: list[Any] = []
+    while sampler is not None and all(sampler is not other for other in seen):
+        seen.append(sampler)
+        yield sampler
+        inner = getattr(sampler, "batch_sampler", None)
+        sampler = getattr(sampler, "sampler", None) if inner is None else inner
+
+
+def _generators_of_others(sampler: Any) -> list[torch.Generator]:
+    """Return the generators that a library gave to samplers whose author gave them none.
+
+    torchdata's samplers make one for themselves; accelerate gives one to torch's.
+    """
+    given = [
+        part
+        for part in samplers_within(sampler)
+        if type(part).__module__.partition(".")[0] == "torchdata" or part in loaders.adopted
+    ]
+    found = (getattr(part, "generator", None) for part in given)
     return [generator for generator in found if generator is not None]
 
 
@@ -390,6 +412,9 @@ class Loaders:
 
     late: WeakKeyDictionary[Any, LateStart] = field(default_factory=WeakKeyDictionary)
     """Loaders that stand for another one without its first batches."""
+
+    adopted: WeakSet[Any] = field(default_factory=WeakSet)
+    """Samplers of torch to which a framework gave a generator, where their author gave none."""
 
 
 loaders = Loaders()
@@ -441,10 +466,13 @@ def author_seeds(loader: Any) -> bool:
 
 def bind_loader(loader: Any, name: str) -> None:
     """Have `loader`, seeded by the profile, go on as the loader called `name`."""
+    register = loaders.register
+    if loaders.automatic and name in register.resumed and _can_be_seeded(loader):
+        register.loadings[loader] = Loading(name, register.resumed.pop(name))
+        return
     present = loading_of(loader)
     if present is not None and not isinstance(present, ExplicitLoading) and present.name != name:
-        register = loaders.register
-        register.loadings[loader] = Loading(name, register.resumed.pop(name, present.next_epoch))
+        register.loadings[loader] = Loading(name, present.next_epoch)
 
 
 def _can_be_seeded(loader: Any) -> bool:

@@ -27,6 +27,7 @@ from torchrepro.seeding.loader import (
     first_epoch,
     loaders,
     loading_of,
+    samplers_within,
     set_automatic,
 )
 from torchrepro.seeding.loader_worker import (
@@ -212,8 +213,8 @@ def yields_items(loader: Any) -> bool:
 def _parts_with_epochs(loader: Any) -> list[Any]:
     """Return the samplers and the dataset of `loader` that have a `set_epoch` of their own."""
     parts = (
-        *_samplers_within(getattr(loader, "sampler", None)),
-        *_samplers_within(getattr(loader, "batch_sampler", None)),
+        *samplers_within(getattr(loader, "sampler", None)),
+        *samplers_within(getattr(loader, "batch_sampler", None)),
         getattr(loader, "dataset", None),
     )
     own = {id(part): part for part in parts if callable(getattr(part, "set_epoch", None))}
@@ -392,18 +393,8 @@ def _generator_in(loader: Any, sampler: Any) -> Any:
 
     A loader that was made of it may keep it in a sampler alone: accelerate's dispatcher does.
     """
-    parts = (loader, *_samplers_within(sampler))
+    parts = (loader, *samplers_within(sampler))
     return next(part.generator for part in parts if getattr(part, "generator", None) is not None)
-
-
-def _samplers_within(sampler: Any) -> Iterator[Any]:
-    """Yield `sampler`, the one that it makes batches of or shares out, and so on."""
-    seen: list[Any] = []
-    while sampler is not None and all(sampler is not other for other in seen):
-        seen.append(sampler)
-        yield sampler
-        inner = getattr(sampler, "batch_sampler", None)
-        sampler = getattr(sampler, "sampler", None) if inner is None else inner
 
 
 @contextmanager

@@ -73,6 +73,15 @@ def take_up(loader: Any, saved: Mapping[str, Any]) -> Loading | None:
     return loading
 
 
+def known_loading(loader: Any) -> Loading | None:
+    """Return what seeds `loader`, as `loading_of` does; None before its first iteration as well.
+
+    To ask for it does not give a loader its name, which depends on the order of first iterations.
+    """
+    own = getattr(loader, "worker_init_fn", None)
+    return own if isinstance(own, Loading) else loaders.register.loadings.get(loader)
+
+
 def count_on(loader: Any) -> None:
     """Have the samplers of `loader`, which was taken up, count later epochs from there as well."""
     loading = loading_of(loader)
@@ -80,19 +89,19 @@ def count_on(loader: Any) -> None:
         loading.told_epochs = CountedEpochs(loading.told_epochs.epoch, loading.told_epochs.saved)
 
 
-def stand_for(loader: Any, other: Any, late: LateStart | None) -> bool:
+def stand_for(loader: Any, other: Any, late: LateStart | None) -> Loading | None:
     """Have `other` iterate the epochs of `loader` in its place, each with a `late` start, if any.
 
-    Returns whether that was possible: something has to seed `loader`, and then seeds both.
+    Returns what seeds both; None where nothing seeds `loader`.
     """
     loading = loading_of(loader)
     if loading is None:
-        return False
+        return None
     if not isinstance(loading, ExplicitLoading):  # that one is the other's `worker_init_fn` as well
         loaders.register.loadings[other] = loading
     if late is not None:
         loaders.late[other] = late
-    return True
+    return loading
 
 
 def interrupted() -> list[dict[str, Any]]:

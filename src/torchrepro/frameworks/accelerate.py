@@ -1,0 +1,178 @@
+"""accelerate's Accelerator: the state of the run in what `save_state` writes.
+
+An Accelerator calls hooks before it saves and before it loads, which are public. It loads its own
+generators after that, and its loaders fetch one batch ahead: the generators are put back once more
+before the first batch of an epoch that was interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from torchrepro.errors import SeedingError
+from torchrepro.frameworks.accelerate_loaders import saved_loaders, take_up_loaders
+from torchrepro.frameworks.hooking import MissingHookError, in_force, wrap, wrap_everywhere
+from torchrepro.frameworks.loggers import log_profile
+from torchrepro.frameworks.run_state import (
+    begin_interrupted_epochs,
+    checkpoint_entry,
+    generators_of,
+    own_state,
+    put_back,
+    say_not_resumed,
+    state_of_rank,
+)
+from torchrepro.frameworks.switches import Switch, say_switches
+from torchrepro.messages import Problem, shown
+from torchrepro.seeding.ranks import world
+from torchrepro.seeding.state import write_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import ModuleType
+
+_HOOKS = ("register_save_state_pre_hook", "register_load_state_pre_hook")
+_FILE = "torchrepro_{}.json"
+"""The file of one rank in the folder of a checkpoint, as `random_states_0.pkl` is accelerate's."""
+
+_attached: WeakSet[Any] = WeakSet()
+
+
+def attach(accelerator: Any) -> None:
+    """Have the checkpoints of `accelerator` hold the state of the run, and a run go on from it.
+
+    `save_state` writes one more file for each rank: its generators, how far its loaders have come,
+    and the profile with the manifest. After `load_state` and `skip_first_batches` the run is the
+    uninterrupted one. Under a profile every `Accelerator` that is made is attached by itself; this
+    is for one that was made before. Without a profile it changes nothing. Raises `SeedingError`
+    for what is no Accelerator.
+    """
+    if not all(callable(getattr(accelerator, hook, None)) for hook in _HOOKS):
+        raise SeedingError(
+            Problem(
+                "not an Accelerator",
+                found=shown(accelerator),
+                legal="an object of the class accelerate.Accelerator",
+            )
+        )
+    if accelerator in _attached:
+        return
+    _attached.add(accelerator)
+    hooks = _Hooks(accelerator)
+    accelerator.register_save_state_pre_hook(hooks.save)
+    accelerator.register_load_state_pre_hook(hooks.load)
+
+
+def hook_accelerator(module: ModuleType) -> ExitStack:
+    """Attach every Accelerator that is made, and write the profile to its trackers.
+
+    Raises `MissingHookError` where the class has no hooks.
+    """
+    accelerator = getattr(module, "Accelerator", None)
+    for name in _HOOKS:
+        if not hasattr(accelerator, name):
+            raise MissingHookError(f"Accelerator.{name}")
+    with ExitStack() as undo:
+        wrap(undo, accelerator, "__init__", _attaching)
+        wrap(undo, accelerator, "init_trackers", _logging)
+        return undo.pop_all()
+
+
+def hook_seeds(module: ModuleType) -> ExitStack:
+    """Read the switch of `set_seed`, wherever it was imported to."""
+    with ExitStack() as undo:
+        wrap_everywhere(undo, module, "set_seed", _saying_switches)
+        return undo.pop_all()
+
+
+def _attaching(original: Any) -> Any:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it stands for that
+        original(self, *args, **kwargs)
+        attach(self)
+
+    return __init__
+
+
+def _logging(original: Any) -> Any:
+    def init_trackers(self: Any, *args: Any, **kwargs: Any) -> Any:
+        returned = original(self, *args, **kwargs)
+        if self.is_main_process:
+            log_profile("accelerate", [tracker.tracker for tracker in self.trackers])
+        return returned
+
+    return init_trackers
+
+
+_DETERMINISTIC = Switch(
+    "set_seed(deterministic=True)", "backends.torch.deterministic_algorithms", "error"
+)
+
+
+def _saying_switches(original: Any) -> Any:
+    def set_seed(
+        seed: int,
+        device_specific: bool = False,  # noqa: FBT001, FBT002 - as accelerate has it
+        deterministic: bool = False,  # noqa: FBT001, FBT002
+    ) -> Any:
+        if deterministic:
+            say_switches("accelerate", [_DETERMINISTIC])
+        return original(seed, device_specific, deterministic)
+
+    return set_seed
+
+
+class _Hooks:
+    """What one Accelerator calls before it saves its state, and before it loads one."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self.accelerator = accelerator
+
+    def save(self, models: Any, weights: Any, folder: str) -> None:
+        """Write the state of this rank, whole, before accelerate writes its own files."""
+        if in_force() is None:
+            return
+        here = world()
+        state = state_of_rank() | {"loaders": saved_loaders(_prepared(self.accelerator))}
+        entry = checkpoint_entry([state]) | here._asdict()
+        write_whole(Path(folder, _FILE.format(here.rank)), json.dumps(entry).encode())
+
+    def load(self, models: Any, folder: str) -> None:
+        """Put back the state of this rank; accelerate then loads what it has of the same."""
+        if in_force() is None:
+            return
+        where = f"accelerate: {folder}"
+        try:
+            entry = _read(Path(folder))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            say_not_resumed(where, f"{_FILE} is damaged: {error}")
+            return
+        state = own_state(entry, where)
+        if state is not None and put_back(state, where):
+            prepared, generators = _prepared(self.accelerator), generators_of(state)
+            take_up_loaders(prepared, state["loaders"], generators)
+            begin_interrupted_epochs(state)
+
+
+def _prepared(accelerator: Any) -> list[Any]:
+    """Return the loaders that `accelerator` has prepared, in their order.
+
+    Undocumented (`_dataloaders`); its own checkpoints number their files by it. Without it, loaders
+    are told apart by their data and the order in which they are first iterated.
+    """
+    return list(getattr(accelerator, "_dataloaders", ()))
+
+
+def _read(folder: Path) -> Mapping[str, Any] | None:
+    """Return what `_Hooks.save` of all ranks wrote, as far as this rank needs to know it."""
+    own = folder / _FILE.format(world().rank)
+    there = own if own.exists() else next(folder.glob(_FILE.format("*")), None)
+    if there is None:
+        return None
+    entry: dict[str, Any] = json.loads(there.read_text(encoding="utf-8"))
+    ranks = [None] * entry["size"]
+    (ranks[entry["rank"]],) = entry["ranks"]
+    return entry | {"ranks": ranks}

@@ -1,0 +1,57 @@
+"""A loop on accelerate as its users write one; no line of it knows of torchrepro."""
+
+import os
+import re
+
+import torch
+from accelerate import Accelerator
+from training import Augmented, network, weights
+
+STEPS = 18
+EVERY = 4
+EPOCHS = 3
+ACCUMULATED = 2
+"""Batches for a step; two processes take half as many, and then one is a step."""
+
+
+def train(folder, workers, after_step):
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED // world)
+    loader, validation = (
+        torch.utils.data.DataLoader(Augmented(), batch_size=4, shuffle=shuffle, num_workers=workers)
+        for shuffle in (True, False)
+    )
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    model, optimizer, validation, loader = accelerator.prepare(model, optimizer, validation, loader)
+    step, last = 0, _last(folder)
+    if last is not None:
+        accelerator.load_state(last)
+        step = int(last.name.removeprefix("step_"))
+    first, done = divmod(step * ACCUMULATED // world, len(loader))
+    for epoch in range(first, EPOCHS):
+        batches = accelerator.skip_first_batches(loader, done) if epoch == first else loader
+        for batch in batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                step += 1
+                if step % EVERY == 0:
+                    accelerator.save_state(folder / f"step_{step}")
+                    accelerator.wait_for_everyone()
+                after_step(step)
+        model.eval()
+        with torch.no_grad():
+            for batch in validation:
+                accelerator.gather(model(batch).mean())
+        model.train()
+    assert step == STEPS, step
+    return weights(model), last
+
+
+def _last(folder):
+    """Return the folder of the last checkpoint, or None."""
+    saved = [path for path in folder.iterdir() if re.fullmatch(r"step_\d+", path.name)]
+    return max(saved, key=lambda path: int(path.name.removeprefix("step_")), default=None)
