@@ -7,7 +7,7 @@ from lightning.fabric import Fabric
 from training import Augmented, network, weights
 
 STEPS = 18
-EVERY = 4
+EVERY = 5
 ACCUMULATED = 2
 """Batches for a step; two processes take half as many, and then one is a step."""
 

@@ -7,7 +7,7 @@ import pytest
 from .kills import Plan, outcomes, random_steps, table
 
 HERE = Path(__file__).parent
-STEPS, FIRST = 18, 5
+STEPS, FIRST = 18, 6
 """Optimizer steps of every program, and the first one after its first checkpoint."""
 
 PROGRAMS = ("lightning", "fabric", "fabric_loader", "accelerate")

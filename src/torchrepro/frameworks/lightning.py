@@ -107,7 +107,7 @@ class RunState:
         """Add the state of every rank; Lightning calls it on all of them."""
         if in_force() is not None:
             state = state_of_rank()
-            state["loaders"] = _taken_out(checkpoint, _epoch_is_over(trainer))
+            state["loaders"] = _taken_out(checkpoint, trainer)
             checkpoint[KEY] = checkpoint_entry(of_all_ranks(state))
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
@@ -155,7 +155,17 @@ def _epoch_is_over(trainer: Any) -> bool:
     return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
 
 
-def _taken_out(checkpoint: Any, epoch_is_over: bool) -> list[Any]:  # noqa: FBT001 - a fact
+def _fetched_ahead(trainer: Any) -> int:
+    """Return how many batches wait to be trained on: one where a loader has no length, else none.
+
+    Private (``fit_loop._data_fetcher.batches``), because Lightning says nowhere else how far it
+    has read ahead. Where that is gone, a loader without a length goes on one batch too far.
+    """
+    fetcher = getattr(trainer.fit_loop, "_data_fetcher", None)
+    return len(getattr(fetcher, "batches", ()))
+
+
+def _taken_out(checkpoint: Any, trainer: Any) -> list[Any]:
     """Take the states of our loaders out of Lightning's list, and return them with their places.
 
     A program that resumes without torchrepro has loaders without a state.
@@ -166,11 +176,12 @@ def _taken_out(checkpoint: Any, epoch_is_over: bool) -> list[Any]:  # noqa: FBT0
     others = [state for state in states if KEY not in state]
     if others:
         fit[_LOADERS] = others
-    if epoch_is_over:
-        for saved in filter(None, ours.values()):
-            if saved["batches"]:
-                saved["epoch"], saved["batches"] = saved["epoch"] + 1, 0
-                saved["samplers"] = [epoch + 1 for epoch in saved["samplers"]]
+    for saved in filter(None, ours.values()):
+        if saved["batches"] and _epoch_is_over(trainer):
+            saved["epoch"], saved["batches"] = saved["epoch"] + 1, 0
+            saved["samplers"] = [epoch + 1 for epoch in saved["samplers"]]
+        elif saved["batches"]:
+            saved["batches"] -= _fetched_ahead(trainer)
     return [[number, saved] for number, saved in ours.items()]
 
 
