@@ -28,9 +28,11 @@ from torchrepro.frameworks.run_state import (
 )
 from torchrepro.frameworks.switches import Switch, say_switches
 from torchrepro.manifest.destinations import destination_of
+from torchrepro.seeding.loader_hook import NAME
+from torchrepro.seeding.loader_places import await_first_batch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import ModuleType
 
 _LOADERS = "combined_loader"
@@ -117,18 +119,20 @@ class RunState:
         where = f"{self.framework}: {trainer.ckpt_path or 'the checkpoint'}"
         state = own_state(checkpoint.get(KEY), where)
         if state is not None and put_back(state, where):
+            for name in _with_a_state_of_their_own(checkpoint):
+                await_first_batch(name, generators_of(state))
             _put_in(checkpoint, state)
-            self._pending = generators_of(state)
+            if not _is_within_an_epoch(state):  # else a loader does it, before its first batch
+                self._pending = generators_of(state)
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_start(self, *_: Any) -> None:
         """Put the generators back once more: what a start-up draws does not count."""
         if self._pending is not None:
             self._pending()
             self._pending = None
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        """Forget them: in the middle of an epoch the loader has put them back."""
-        self._pending = None
+    # Lightning leaves out the start of an epoch after a checkpoint of the last batch before it.
+    on_train_batch_start = on_train_epoch_start
 
 
 @cache
@@ -180,9 +184,21 @@ def _taken_out(checkpoint: Any, trainer: Any) -> list[Any]:
         if saved["batches"] and _epoch_is_over(trainer):
             saved["epoch"], saved["batches"] = saved["epoch"] + 1, 0
             saved["samplers"] = [epoch + 1 for epoch in saved["samplers"]]
+            saved.pop("given_seed", None)  # it is that of the epoch which is over
         elif saved["batches"]:
             saved["batches"] -= _fetched_ahead(trainer)
     return [[number, saved] for number, saved in ours.items()]
+
+
+def _with_a_state_of_their_own(checkpoint: Any) -> Iterator[str]:
+    """Yield the names of the loaders that Lightning resumes by a state of torchdata's."""
+    for state in checkpoint["loops"]["fit_loop"]["state_dict"].get(_LOADERS, ()):
+        if NAME in state:
+            yield state[NAME]
+
+
+def _is_within_an_epoch(state: Any) -> bool:
+    return any(saved is not None and saved["batches"] for _, saved in state["loaders"])
 
 
 def _put_in(checkpoint: Any, state: Any) -> None:

@@ -24,6 +24,7 @@ from torchrepro.seeding.loader import (
     Loading,
     SeededSampler,
     author_seeds,
+    bind_loader,
     first_epoch,
     loaders,
     loading_of,
@@ -50,8 +51,8 @@ LOADERS = {
 }
 """Module -> class and the methods of it that are wrapped, none of which calls another's."""
 
-EPOCH = "torchrepro_epoch"
-"""Key of a StatefulDataLoader's state under which its epoch is kept."""
+EPOCH, NAME = "torchrepro_epoch", "torchrepro_name"
+"""Keys of a StatefulDataLoader's state under which its epoch and its name are kept."""
 
 GIVEN_SEED = "torchrepro_given_seed"
 """Key under which the `Loading.given_seed` of an epoch in progress is kept."""
@@ -288,6 +289,7 @@ def _wrapped_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
         if loading is None:
             return state
         finished = loader._iterator._finished  # noqa: SLF001 - torchdata keeps it nowhere else
+        state = {**state, NAME: loading.name}
         if finished:
             return {**state, EPOCH: loading.next_epoch}
         return {**state, EPOCH: loading.next_epoch - 1, GIVEN_SEED: loading.given_seed}
@@ -298,13 +300,16 @@ def _wrapped_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrapped_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def load_state_dict(loader: Any, state_dict: Mapping[str, Any]) -> Any:
+        ours = (EPOCH, NAME, GIVEN_SEED)
+        own = {key: value for key, value in state_dict.items() if key not in ours}
+        if NAME in state_dict:  # what 0.2.0 saved has none
+            bind_loader(loader, state_dict[NAME])
         loading = loading_of(loader)
         if loading is not None and EPOCH in state_dict:
             loading.next_epoch = state_dict[EPOCH]
             if GIVEN_SEED in state_dict:
                 loading.go_on_with(state_dict[GIVEN_SEED])
-        own = (EPOCH, GIVEN_SEED)
-        return original(loader, {k: v for k, v in state_dict.items() if k not in own})
+        return original(loader, own)
 
     return load_state_dict
 

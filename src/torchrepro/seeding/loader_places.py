@@ -130,6 +130,13 @@ def begin_again(places: list[dict[str, Any]], before_first_batch: Callable[[], N
             register.awaited[name] = begin
 
 
+def await_first_batch(name: str, before_first_batch: Callable[[], None]) -> None:
+    """Call `before_first_batch` before the first batch of the loader `name`, once it appears."""
+    loaders.register.awaited[name] = lambda loading: loading.before_first_batch.append(
+        before_first_batch
+    )
+
+
 def _begin_again(
     loading: Loading, saved: Mapping[str, Any], before_first_batch: Callable[[], None]
 ) -> None:
