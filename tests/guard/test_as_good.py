@@ -226,6 +226,7 @@ def test_a_diff_shows_the_value_in_effect(clean_process: None, tmp_path: Path) -
             torchrepro.record(tmp_path / name / "trace"),
         ):
             torch.ones(2).sum()
+            torchrepro.end_step()  # the recording has described the process by now
             os.environ[CUBLAS] = text
             write_manifest(tmp_path / name, manifest(applied.resolved, applied.report))
 
