@@ -41,12 +41,12 @@ def test_an_entry_point_loads_nothing_and_gives_nothing_without_a_profile() -> N
     code = (
         "import sys; before = set(sys.modules)\n"
         "from torchrepro.frameworks import entry_points as e\n"
-        "print(e.lightning(), e.pytorch_lightning())\n"
+        "print(e.lightning(), e.pytorch_lightning(), e.fabric())\n"
         "ours = {name for name in set(sys.modules) - before if 'torchrepro' in name}\n"
         "rest = {n.partition('.')[0] for n in set(sys.modules) - before - ours}\n"
         "print(sorted(rest - sys.stdlib_module_names), len(ours) < 6)"
     )
-    assert _python(code).stdout.splitlines() == ["[] []", "[] True"]
+    assert _python(code).stdout.splitlines() == ["[] [] []", "[] True"]
 
 
 @pytest.mark.slow
@@ -113,3 +113,25 @@ def test_hooks_are_gone_after_the_profile() -> None:
     with torchrepro.apply("seed-only"):
         assert len(sys.meta_path) > len(before)
     assert sys.meta_path == before
+
+
+@pytest.mark.slow
+def test_loggers_get_the_manifest(tmp_path: Path) -> None:
+    """The loggers of a Trainer and of a Fabric hold the manifest of the profile in force."""
+    code = f"""{START}
+import lightning, lightning_program as program
+from lightning.fabric.loggers import CSVLogger as FabricLogger
+from lightning.pytorch.loggers import CSVLogger
+loader = torch.utils.data.DataLoader(program.Augmented(), batch_size=8)
+lightning.Trainer(max_steps=1, accelerator="cpu", logger=CSVLogger(sys.argv[1], "trainer"),
+                  enable_checkpointing=False).fit(program.Model(), loader)
+fabric = lightning.Fabric(accelerator="cpu", loggers=FabricLogger(sys.argv[1], "fabric"))
+fabric.setup(torch.nn.Linear(2, 2))
+"""
+    done = _python(code, str(tmp_path), under=("debug-strict",))
+    assert done.returncode == 0, done.stderr
+
+    manifests = [json.loads(path.read_text()) for path in tmp_path.rglob("repro.json")]
+
+    assert len(manifests) == 2
+    assert {each["digest"] for each in manifests} == {torchrepro.load("debug-strict").digest}

@@ -13,14 +13,19 @@ if TYPE_CHECKING:
 
 def lightning() -> "list[Any]":
     """Return the callbacks for a `Trainer` of the package `lightning`."""
-    return _callbacks("lightning.pytorch")
+    return _callbacks("lightning", "lightning.pytorch")
 
 
 def pytorch_lightning() -> "list[Any]":
     """Return the callbacks for a `Trainer` of the package `pytorch_lightning`."""
-    return _callbacks("pytorch_lightning")
+    return _callbacks("lightning", "pytorch_lightning")
 
 
-def _callbacks(package: str) -> "list[Any]":
-    hooked: Any = sys.modules.get("torchrepro.frameworks.lightning")
-    return [] if hooked is None else hooked.callbacks(package)
+def fabric() -> "list[Any]":
+    """Return the callbacks for a `Fabric`, of whichever package."""
+    return _callbacks("fabric")
+
+
+def _callbacks(module: str, *package: str) -> "list[Any]":
+    hooked: Any = sys.modules.get("torchrepro.frameworks." + module)
+    return [] if hooked is None else hooked.callbacks(*package)

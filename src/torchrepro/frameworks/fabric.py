@@ -10,8 +10,9 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.frameworks.hooking import MissingHookError, wrap
+from torchrepro.frameworks.hooking import MissingHookError, in_force, wrap
 from torchrepro.frameworks.loader_state import give_state, go_on, loaded_states
+from torchrepro.frameworks.loggers import log_profile, place_of
 from torchrepro.frameworks.run_state import (
     KEY,
     begin_interrupted_epochs,
@@ -25,6 +26,24 @@ from torchrepro.seeding.loader_places import count_on
 
 if TYPE_CHECKING:
     from types import ModuleType
+
+
+def callbacks() -> list[Any]:
+    """Return the callback that a `Fabric` gets; none without a profile."""
+    return [] if in_force() is None else [ProfileLogged()]
+
+
+class ProfileLogged:
+    """Writes the profile to the loggers of a `Fabric`, once it has set up its first model."""
+
+    def __init__(self) -> None:
+        self._is_done = False
+
+    def on_after_setup(self, fabric: Any, module: Any) -> None:
+        """Write it; Fabric calls this by itself."""
+        if not self._is_done and fabric.is_global_zero:
+            log_profile("fabric", map(place_of, fabric.loggers))
+        self._is_done = True
 
 
 def hook_fabric(module: ModuleType) -> ExitStack:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.frameworks.hooking import MissingHookError, in_force, wrap
 from torchrepro.frameworks.loader_state import give_state
-from torchrepro.frameworks.loggers import log_profile
+from torchrepro.frameworks.loggers import log_profile, place_of
 from torchrepro.frameworks.run_state import (
     KEY,
     checkpoint_entry,
@@ -27,7 +27,6 @@ from torchrepro.frameworks.run_state import (
     state_of_rank,
 )
 from torchrepro.frameworks.switches import Switch, say_switches
-from torchrepro.manifest.destinations import destination_of
 from torchrepro.seeding.loader_hook import NAME
 from torchrepro.seeding.loader_places import await_first_batch
 
@@ -103,7 +102,7 @@ class RunState:
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Write the profile to the loggers."""
         if trainer.is_global_zero:
-            log_profile(self.framework, map(_place_of, trainer.loggers))
+            log_profile(self.framework, map(place_of, trainer.loggers))
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
         """Add the state of every rank; Lightning calls it on all of them."""
@@ -140,15 +139,6 @@ def _callback_class(package: str) -> type:
     """Return `RunState` as a subclass of the `Callback` of `package`."""
     base = sys.modules[package].Callback
     return type(RunState.__name__, (RunState, base), {"__doc__": RunState.__doc__})
-
-
-def _place_of(logger: Any) -> Any:
-    """Return what `logger` writes to: a run, a SummaryWriter, or the folder of its files."""
-    experiment = logger.experiment
-    if hasattr(experiment, "get_run") and hasattr(logger, "run_id"):
-        return experiment.get_run(logger.run_id)  # MLflow's client has the run under its id
-    known = destination_of(experiment) is not None
-    return experiment if known else getattr(logger, "log_dir", None) or experiment
 
 
 def _epoch_is_over(trainer: Any) -> bool:

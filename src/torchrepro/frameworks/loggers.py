@@ -32,3 +32,12 @@ def log_profile(framework: str, places: Iterable[Any]) -> None:
         except Exception as error:  # noqa: BLE001 - whatever a tool raises is its refusal
             why = str(error).strip().partition("\n")[0]
             say(f"{framework}: {destination.name} did not take the profile: {why}")
+
+
+def place_of(logger: Any) -> Any:
+    """Return what a logger of Lightning writes to: a run, a SummaryWriter, a folder of files."""
+    experiment = logger.experiment
+    if hasattr(experiment, "get_run") and hasattr(logger, "run_id"):
+        return experiment.get_run(logger.run_id)  # MLflow's client has the run under its id
+    known = destination_of(experiment) is not None
+    return experiment if known else getattr(logger, "log_dir", None) or experiment
