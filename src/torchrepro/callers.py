@@ -28,6 +28,15 @@ def is_library(file: str) -> bool:
     return file.startswith(_LIBRARIES) or file.startswith(_OWN)
 
 
+def program_place(frame: FrameType) -> str:
+    """Return ``file:line`` of the nearest caller that is the program's, or of `frame`."""
+    caller: FrameType | None = frame
+    while caller is not None and is_library(caller.f_code.co_filename):
+        caller = caller.f_back
+    found = caller or frame
+    return f"{found.f_code.co_filename}:{found.f_lineno}"
+
+
 def place(frame: FrameType) -> str:
     """Return ``file:line`` of the nearest caller that is no library, or of `frame` if all are."""
     caller: FrameType | None = frame

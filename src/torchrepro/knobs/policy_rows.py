@@ -127,8 +127,9 @@ POLICIES = (
         "dataloader.seeding",
         OneOf(("auto", "none")),
         LazyAccess("seeding.loader_hook:seeding_policy"),
-        "auto seeds every DataLoader whose author gave neither generator nor worker_init_fn: "
-        "order, workers and each batch, whatever the number of workers.",
+        "auto seeds every DataLoader whose author gave neither generator nor worker_init_fn; that "
+        "of Lightning, transformers, timm and detectron2 is taken over: order, workers and each "
+        "batch, whatever the number of workers.",
         "auto: 30 us per batch in a worker, 100 to 200 us in the main process",
         source=RANDOMNESS,
         needs="seed.streams",

@@ -25,6 +25,7 @@ from torchrepro.seeding.loader_worker import (
 )
 from torchrepro.seeding.program_seed import seed_left_out, seed_of_loaders, with_given
 from torchrepro.seeding.streams import Stream, derive, whole
+from torchrepro.seeding.worker_seeders import worker_seeder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -459,9 +460,14 @@ def loading_of(loader: Any) -> Loading | None:
 
 
 def author_seeds(loader: Any) -> bool:
-    """Whether the author of `loader` gave it a generator or a `worker_init_fn`."""
-    given = (getattr(loader, name, None) for name in ("worker_init_fn", "generator"))
-    return any(value is not None for value in given)
+    """Whether the author of `loader` gave it a generator or a `worker_init_fn` of its own."""
+    return getattr(loader, "generator", None) is not None or has_own_worker_init(loader)
+
+
+def has_own_worker_init(loader: Any) -> bool:
+    """Whether `loader` has a `worker_init_fn` that is not a framework's."""
+    init = getattr(loader, "worker_init_fn", None)
+    return init is not None and worker_seeder(init) is None
 
 
 def bind_loader(loader: Any, name: str) -> None:

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
+from torchrepro.callers import program_place
 from torchrepro.console import say_once
 from torchrepro.errors import SeedingError
 from torchrepro.fork_safety import fork_safe_lock
@@ -26,6 +27,7 @@ from torchrepro.seeding.loader import (
     author_seeds,
     bind_loader,
     first_epoch,
+    has_own_worker_init,
     loaders,
     loading_of,
     samplers_within,
@@ -33,11 +35,13 @@ from torchrepro.seeding.loader import (
 )
 from torchrepro.seeding.loader_worker import (
     draw_from,
+    is_loading,
     isolated_draws,
     seeded_readers,
     worker_stream,
 )
 from torchrepro.seeding.streams import checked_name, whole
+from torchrepro.seeding.worker_seeders import worker_seeder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -273,11 +277,33 @@ def _wrapped_iter(original: Callable[..., Any]) -> Callable[..., Any]:
         # torchdata has started one where a state was asked for before the first batch.
         started = getattr(loader, "_initial_iter_for_state_dict", False)
         iterator = original(loader) if started else _start(original, loader, loading)
+        if loaders.automatic and loader.num_workers:
+            _note_seeding_of_workers(loader, loading)
         if loading is None:
             return iterator
         return loading.deliver(iterator, dropped=loading.start if yields_items(loader) else 0)
 
     return __iter__
+
+
+def _note_seeding_of_workers(loader: Any, loading: Loading | None) -> None:
+    """Note what a `worker_init_fn` means for what `loader` loads, once for each line."""
+    if is_loading():
+        return
+    seeder = worker_seeder(loader.worker_init_fn)
+    where = program_place(sys._getframe())  # noqa: SLF001 - documented; `inspect` takes 100 times as long
+    if loading is not None and seeder is not None:
+        names_none = yields_items(loader)
+        loaders.register.notes[f"{seeder} at {where}"] = (
+            f"numbers in data loading {'depend on' if names_none else 'are the same for any'} "
+            f"num_workers: loader at {where} is seeded by torchrepro instead of by {seeder}"
+            f"{', but reads an IterableDataset' if names_none else ''}"
+        )
+    elif loading is None and has_own_worker_init(loader):
+        loaders.register.notes[f"worker_init_fn at {where}"] = (
+            f"numbers in data loading depend on num_workers: loader at {where} has a "
+            "worker_init_fn of its own"
+        )
 
 
 def _wrapped_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,231 @@
+"""A framework's own seeding of workers is taken over; a program's own is left alone, and said."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import torchrepro
+from torchrepro.seeding.worker_seeders import WORKER_SEEDERS, worker_seeder
+
+AUTO = {"seed": 5, "dataloader": {"seeding": "auto"}}
+LAYERS = Path(__file__).parents[1] / "policies"  # known_layers.py lets torchvision be imported
+HEAD = f"""
+import hashlib, json, random, sys, warnings
+warnings.filterwarnings("ignore")
+sys.path.insert(0, {str(LAYERS)!r})
+import numpy as np, torch, torchrepro
+from known_layers import let_torchvision_be_imported
+let_torchvision_be_imported()
+
+class Augmented(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+    def __getitem__(self, index):
+        noise = torch.randn(4) + random.random() + float(np.random.rand())
+        return {{"x": noise + index}}
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+    def forward(self, x):
+        return {{"loss": self.layer(torch.nn.functional.dropout(x)).square().mean()}}
+"""
+TAIL = """
+found = []
+for workers in (0, 2):
+    with torchrepro.apply("seed-only") as applied:
+        weights = train(workers)
+        text = b"".join(each.detach().numpy().tobytes() for each in weights)
+        found.append([hashlib.sha256(text).hexdigest(), list(applied.report.loading)])
+print(json.dumps(found))
+"""
+LIGHTNING = """
+import logging
+import PACKAGE as lightning
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+    def training_step(self, batch, index):
+        return self.net(**batch)["loss"]
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.001)
+
+def train(workers):
+    lightning.seed_everything(7, workers=True, verbose=False)
+    loader = torch.utils.data.DataLoader(
+        Augmented(), batch_size=4, shuffle=True, num_workers=workers)
+    model = Model()
+    lightning.Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False).fit(model, loader)
+    return model.parameters()
+"""
+HUGGING_FACE = """
+from transformers import Trainer, TrainingArguments
+
+def train(workers):
+    net = Net()
+    Trainer(model=net, train_dataset=Augmented(), args=TrainingArguments(
+        "out", num_train_epochs=2, per_device_train_batch_size=4, report_to=[], use_cpu=True,
+        save_strategy="no", disable_tqdm=True, dataloader_num_workers=workers,
+        remove_unused_columns=False, learning_rate=0.001)).train()
+    return net.parameters()
+"""
+ACCELERATE = """
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+def train(workers):
+    accelerator = Accelerator(cpu=True)
+    set_seed(7)
+    net = Net()
+    loader = torch.utils.data.DataLoader(
+        Augmented(), batch_size=4, shuffle=True, num_workers=workers)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
+    net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+    for _ in range(2):
+        for batch in loader:
+            optimizer.zero_grad()
+            accelerator.backward(net(**batch)["loss"])
+            optimizer.step()
+    return net.parameters()
+"""
+TIMM = """
+from PIL import Image
+from timm.data import create_loader
+
+class Pictures(torch.utils.data.Dataset):
+    transform = None
+    def __len__(self):
+        return 12
+    def __getitem__(self, index):
+        picture = Image.new("RGB", (12, 12), (20 * index, 7, 99))
+        return self.transform(picture), float(np.random.rand())
+
+def train(workers):
+    loader = create_loader(Pictures(), (3, 8, 8), 4, is_training=True, num_workers=workers,
+        use_prefetcher=False, persistent_workers=False, re_prob=0.5, device=torch.device("cpu"))
+    return [part for _ in range(2) for batch in loader for part in batch]
+"""
+PROGRAMS = {
+    "lightning": (LIGHTNING.replace("PACKAGE", "lightning"), "pl_worker_init_function"),
+    "pytorch_lightning": (
+        LIGHTNING.replace("PACKAGE", "pytorch_lightning"),
+        "pl_worker_init_function",
+    ),
+    "transformers": (HUGGING_FACE, "seed_worker"),
+    "accelerate": (ACCELERATE, ""),
+    "timm": (TIMM, "_worker_init"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", PROGRAMS)
+def test_0_and_2_workers_give_the_same_weights(
+    framework: str, answer_of: Callable[..., Any]
+) -> None:
+    """With the framework's own seeding of workers on; the report says it in one line."""
+    if find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed")
+    program, function = PROGRAMS[framework]
+
+    none, two = answer_of(HEAD + program + TAIL)
+
+    assert none[0] == two[0]
+    assert none[1] == []
+    assert len(two[1]) == bool(function)
+    assert all("are the same for any num_workers" in line and function in line for line in two[1])
+
+
+class Noisy(Dataset[Any]):
+    """Samples that torch's generator gives."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return index, torch.rand(()).item()
+
+
+class Items(IterableDataset[Any]):
+    """Eight such samples, which have no index."""
+
+    def __iter__(self) -> Any:
+        return (torch.rand(()).item() for _ in range(8))
+
+
+def _seeds(worker: int, **_: Any) -> None:
+    torch.manual_seed(worker)
+
+
+def _likeness(name: str) -> Callable[..., None]:
+    """Return a function of the program that is called as a framework's is."""
+
+    def likeness(worker: int, **_: Any) -> None:
+        torch.manual_seed(worker)
+
+    likeness.__name__ = likeness.__qualname__ = name
+    return likeness
+
+
+@pytest.fixture(params=WORKER_SEEDERS, ids=lambda row: row.module)
+def framework(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Put a module of a framework's name in place that has its function, and return its row."""
+    row = request.param
+    module = ModuleType(row.module)
+    vars(module)[row.function] = _likeness(row.function)
+    monkeypatch.setitem(sys.modules, row.module, module)
+    return row
+
+
+def _report(dataset: Any, init: Any) -> tuple[list[Any], str]:
+    """Return an epoch on two workers, and what the report says of it."""
+    with torchrepro.apply(AUTO) as applied:
+        loader = DataLoader(dataset, num_workers=2, worker_init_fn=init, collate_fn=list)
+        epochs = [list(loader) for _ in range(2)]
+        assert len(applied.report.loading) <= 1
+        assert applied.report.to_json()["loading"] == list(applied.report.loading)
+        return epochs, "".join(applied.report.loading)
+
+
+def test_a_function_is_known_by_its_identity(framework: Any) -> None:
+    """The framework's own is taken over, through `partial` too; a likeness of it is left alone."""
+    own = getattr(sys.modules[framework.module], framework.function)
+    plain, _ = _report(Noisy(), None)
+    for init in (own, partial(own, rank=0), partial(partial(own, rank=0), num_workers=2)):
+        assert _report(Noisy(), init) == (plain, _report(Noisy(), init)[1])
+        assert str(framework) in _report(Noisy(), init)[1]
+    likeness = _likeness(framework.function)
+    likeness.__module__ = framework.module
+    for init in (likeness, partial(likeness, rank=0), partial(own, worker_seeding=_seeds)):
+        epochs, said = _report(Noisy(), init)
+        assert worker_seeder(init) is None
+        assert epochs != plain
+        assert "depend on num_workers" in said
+
+
+def test_what_a_worker_init_fn_of_ones_own_means_is_said_with_its_line() -> None:
+    """The line is the one that iterates the loader; it is said once, however many epochs."""
+    _, said = _report(Noisy(), _seeds)
+
+    assert said.startswith("numbers in data loading depend on num_workers: loader at ")
+    assert f"{Path(__file__)}:" in said
+    assert said.endswith(" has a worker_init_fn of its own")
+
+
+def test_no_more_is_claimed_than_is_true(framework: Any) -> None:
+    """Items of an IterableDataset depend on the number of workers, whoever seeds them."""
+    _, said = _report(Items(), getattr(sys.modules[framework.module], framework.function))
+
+    assert "depend on num_workers" in said
