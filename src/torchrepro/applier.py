@@ -17,6 +17,7 @@ from torchrepro.guard.checks import drift_behind, hold, last_look
 from torchrepro.knobs.knob import MissingState, unfrozen
 from torchrepro.planner import Action, Plan, Step, lateness, make_plan, refusal
 from torchrepro.policies.policy import counts_so_far, effects, handle_with, reset_counts
+from torchrepro.process_state import profile_of_then
 from torchrepro.profile.load import resolve
 from torchrepro.ray_workers import reach_workers
 from torchrepro.relaunch import obstacle_to_relaunch, relaunch
@@ -280,7 +281,9 @@ def apply(profile: Any, overrides: Sequence[str] = ()) -> Applied:
     `relaunch_or_warn` it never does.
     """
     with applying:  # the profile is read by modules that are imported only then
-        return apply_resolved(resolve(profile, overrides), "")
+        return apply_resolved(
+            profile_of_then(profile, overrides) or resolve(profile, overrides), ""
+        )
 
 
 def apply_resolved(resolved: ResolvedProfile, obstacle: str) -> Applied:

@@ -146,6 +146,7 @@ def _carry_out(module: str) -> None:
         _end(error)
     if module == "torch":
         _record_if_asked()
+        _log_if_asked()
     if module == "torch" and os.environ.get("TORCHREPRO_FIRST") == str(os.getpid()):
         from torchrepro.report import announce
 
@@ -175,6 +176,17 @@ def _record_if_asked() -> None:
         from torchrepro.trace.recorder import record_process
 
         record_process(request, _end)
+
+
+def _log_if_asked() -> None:
+    """Write the manifest of this process, if it is the one of which that is asked."""
+    folder = os.environ.get("TORCHREPRO_LOG_TO")
+    if folder:
+        from torchrepro.manifest.of_process import ProcessManifest
+
+        its = ProcessManifest(folder, _applied)
+        its.write()
+        atexit.register(its.write)
 
 
 def _tell_of_the_end(announced: Report, process: int) -> None:

@@ -10,9 +10,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from torchrepro.errors import ApplyError, ProfileError, TraceError
+from torchrepro.manifest.started import COMMAND
 from torchrepro.messages import Problem
 from torchrepro.planner import Plan, make_plan
 from torchrepro.process_state import PROFILE, outer_run
@@ -91,7 +92,7 @@ def _python_path(environment: Mapping[str, str]) -> str:
     return os.pathsep.join(filter(None, [str(BOOT), environment.get("PYTHONPATH", "")]))
 
 
-def start(resolved: ResolvedProfile, command: Sequence[str], more: Mapping[str, str]) -> None:
+def start(resolved: ResolvedProfile, command: Sequence[str], more: Mapping[str, str]) -> NoReturn:
     """Replace this process by `command` under `resolved`, with `more` variables; does not return.
 
     Raises `ProfileError` for a command that is not there, and `ApplyError` for one whose Python
@@ -99,8 +100,16 @@ def start(resolved: ResolvedProfile, command: Sequence[str], more: Mapping[str, 
     run under another profile.
     """
     program, environment = prepared(resolved, command)
+    started = {"command": list(command), "folder": os.getcwd()}  # noqa: PTH109 - text for JSON
+    replace_process(program, command, {**environment, COMMAND: json.dumps(started), **more})
+
+
+def replace_process(
+    program: str, command: Sequence[str], environment: Mapping[str, str]
+) -> NoReturn:
+    """Replace this process by `command`; raises `ProfileError` if the system refuses."""
     try:
-        os.execve(program, list(command), {**environment, **more})  # noqa: S606 - no shell is wanted
+        os.execve(program, list(command), environment)  # noqa: S606 - no shell is wanted
     except OSError as error:
         raise ProfileError(Problem(f"cannot be started: {error.strerror}", found=program)) from None
 
@@ -111,7 +120,7 @@ def prepared(resolved: ResolvedProfile, command: Sequence[str]) -> tuple[str, di
     Raises as `start` does.
     """
     outer_run(resolved, "the run inside it")
-    program = _program(command)
+    program = program_of(command)
     barrier = unreachable(program, command)
     if barrier:
         raise ApplyError(f"the profile cannot reach `{_shown(command)}`: {barrier}")
@@ -125,14 +134,15 @@ def prepared_as_it_is(command: Sequence[str]) -> tuple[str, dict[str, str]]:
     No profile comes with it. Raises `ProfileError` for a command that is not there, and
     `TraceError` for one whose Python would not record.
     """
-    program = _program(command)
+    program = program_of(command)
     barrier = unreachable(program, command)
     if barrier:
         raise TraceError(Problem(f"`{_shown(command)}` cannot be recorded: {barrier}"))
     return program, {**os.environ, "PYTHONPATH": _python_path(os.environ)}
 
 
-def _program(command: Sequence[str]) -> str:
+def program_of(command: Sequence[str]) -> str:
+    """Return the program that `command` names; raises `ProfileError` if there is none."""
     program = shutil.which(command[0])
     if program is None:
         raise ProfileError(
@@ -177,13 +187,18 @@ def _drops_the_environment(options: Sequence[str]) -> bool:
     return False
 
 
+def is_python(word: str) -> bool:
+    """Whether the first word of a command names a Python."""
+    return _PYTHON.fullmatch(Path(word).name) is not None
+
+
 def _barrier(command: Sequence[str], program: str) -> str:
     """Return what keeps a profile from a command that is a Python, or a script of one."""
-    if _PYTHON.fullmatch(Path(command[0]).name):
+    if is_python(command[0]):
         return _ignoring(command[1:]) or _lacking(program)
     shebang = _shebang(Path(program or shutil.which(command[0]) or ""))
     for position, word in enumerate(shebang):
-        if _PYTHON.fullmatch(Path(word).name):
+        if is_python(word):
             return _ignoring(shebang[position + 1 :]) or _lacking(shutil.which(word))
     return ""
 

@@ -24,11 +24,26 @@ from torchrepro.profile.resolved import ResolvedProfile
 from torchrepro.seeding.ranks import world
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from types import FrameType
 
 PROFILE = "TORCHREPRO_PROFILE"
 """Variable that carries the resolved profile and its origins to every process below `run`."""
+
+REPEATED = "TORCHREPRO_REPEATED"
+"""Variable in which `torchrepro rerun` tells what it starts which run that repeats: its profile
+and what asked for it, the folder of its manifest, and that of the new one."""
+
+
+def _current_folder() -> str:
+    try:
+        return os.getcwd()  # noqa: PTH109 - half the time of Path.cwd at every start
+    except OSError:  # it is gone
+        return ""
+
+
+FOLDER = _current_folder()
+"""The folder in which the program was started, unless it left it before it used torchrepro."""
 
 
 def _loaded(module: str) -> bool:
@@ -236,6 +251,60 @@ def _parsed(text: str) -> ResolvedProfile:
         return ResolvedProfile.from_json(json.loads(text))
     except (ValueError, AttributeError, KeyError, TypeError):
         raise ApplyError(f"{PROFILE} does not hold what `torchrepro run` writes there") from None
+
+
+def profile_of_then(name: Any, overrides: Sequence[str] = ()) -> ResolvedProfile | None:
+    """Return the profile of the run that is repeated here, if it was asked for in these words.
+
+    None where nothing is repeated. The files of a profile may have changed since then, or be gone.
+    """
+    its = _repeated()
+    if its is None or [str(name), *overrides] != its["asked"]:
+        return None
+    return ResolvedProfile.from_json(its["profile"])
+
+
+def named_then(name: str) -> ResolvedProfile | None:
+    """Return the profile that `name` meant in the run that is repeated here, or None.
+
+    Below `torchrepro run` every name that was accepted then meant the profile of that run.
+    """
+    its = _repeated()
+    if its is None:
+        return None
+    outer = inherited()
+    if outer is not None:
+        return outer
+    return ResolvedProfile.from_json(its["profile"]) if its["asked"][:1] == [name] else None
+
+
+def other_than_then(resolved: ResolvedProfile) -> str:
+    """Return a line if the run that is repeated here had another profile than `resolved`."""
+    its = _repeated()
+    then = ResolvedProfile.from_json(its["profile"]) if its else resolved
+    if then.digest == resolved.digest:
+        return ""
+    return (
+        f"this run has another profile than the one that it repeats: {resolved.digest}, and then "
+        f"{then.digest}"
+    )
+
+
+def _repeated() -> dict[str, Any] | None:
+    text = os.environ.get(REPEATED)
+    return dict(json.loads(text)) if text else None
+
+
+def folder_for(folder: Path) -> Path:
+    """Return where a manifest for `folder` goes: a repeated run leaves that of then alone."""
+    its = _repeated()
+    if its is None:
+        return folder
+    try:
+        same = folder.samefile(its["folder"])
+    except OSError:
+        return folder
+    return Path(its["into"]) if same else folder
 
 
 def outer_run(resolved: ResolvedProfile, asker: str) -> ResolvedProfile | None:

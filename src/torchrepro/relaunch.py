@@ -120,7 +120,8 @@ def _in_pytest() -> bool:
     )
 
 
-def _interactive() -> bool:
+def is_interactive() -> bool:
+    """Whether somebody types this program line by line, in a shell or a notebook."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive) or "ipykernel" in sys.modules
 
 
@@ -213,6 +214,12 @@ def _monitored(tool: int) -> bool:
     return monitoring is not None and monitoring.get_tool(tool) is not None
 
 
+def launcher() -> str:
+    """Return what has started this process, perhaps as one of several, or an empty string."""
+    rows = (("MPI", _in_mpi), ("Slurm", _task_of_slurm), ("a launcher", _launched))
+    return next((words for words, is_so in rows if is_so()), "")
+
+
 def _in_mpi() -> bool:
     return "mpi4py.MPI" in sys.modules or any(name.startswith(_MPI) for name in os.environ)
 
@@ -274,7 +281,7 @@ OBSTACLES = (
         always=True,
     ),
     Obstacle(_in_pytest, "it runs under pytest", always=True),
-    Obstacle(_interactive, "it is interactive or a notebook", always=True),
+    Obstacle(is_interactive, "it is interactive or a notebook", always=True),
     Obstacle(_is_worker, "it is a worker of another process", always=True),
     Obstacle(_script_read_once, "its script came on standard input or by a pipe", always=True),
     Obstacle(

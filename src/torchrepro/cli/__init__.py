@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from torchrepro.errors import TorchreproError
 
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # Typer consumes `--`, which begins the command to start after `run` and `verify`.
+    # Typer consumes `--`, which begins the command to start after `run`, `rerun` and `verify`.
     ours, theirs = _split(words)
     try:
         app(ours, prog_name="torchrepro", obj=theirs)
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str] | None]:
-    if words[:1] not in (["run"], ["verify"]) or "--" not in words:
+    if words[:1] not in (["run"], ["rerun"], ["verify"]) or "--" not in words:
         return words, None
     at = words.index("--")
     return words[:at], words[at + 1 :]

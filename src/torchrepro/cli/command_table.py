@@ -63,6 +63,18 @@ ROWS: dict[str, Row] = {
         ),
         starts_a_command=True,
     ),
+    "rerun": Row(
+        RUNS,
+        (
+            Example("torchrepro rerun outputs/2026-11-20/10-30-00", "a Hydra job once more"),
+            Example("torchrepro rerun runs/a --dry-run", "what differs from then; starts nothing"),
+            Example(
+                "torchrepro rerun runs/a -- python train.py --token $TOKEN",
+                "with the arguments that its manifest hides",
+            ),
+        ),
+        starts_a_command=True,
+    ),
     "verify": Row(
         RUNS,
         (

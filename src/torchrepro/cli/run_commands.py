@@ -1,4 +1,4 @@
-"""The commands about runs: lock, check, diff, run, compare and verify.
+"""The commands about runs: lock, check, diff, run, rerun, compare and verify.
 
 Each calls one function of the package and prints its answer.
 """
@@ -29,6 +29,7 @@ from torchrepro.cli.command_table import command
 from torchrepro.cli.progress import IMPORTING, Progress, doing
 from torchrepro.console import parts, say, show_aside
 from torchrepro.errors import ProfileError, TraceError
+from torchrepro.manifest.of_process import VARIABLE as LOG_TO
 from torchrepro.messages import Problem
 from torchrepro.trace.request import VARIABLE, Request
 from torchrepro.verbosity import Verbosity, verbosity
@@ -146,6 +147,12 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
         str, typer.Option(metavar="FILE", help="Start only if this lock is met; names the profile.")
     ] = "",
     record: Record = "",
+    log_to: Annotated[
+        str,
+        typer.Option(
+            metavar="DIR", help="Write the manifest into this folder; --record DIR does so too."
+        ),
+    ] = "",
     level: Annotated[Level, typer.Option(help="How much is recorded.")] = Level.OP,
     steps: Steps = "",
     keep: Keep = None,
@@ -175,7 +182,7 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
 
     command = _given_command(context, f"run {profile or 'PROFILE'}")
     resolved = _to_run(profile, overrides, lock)
-    more = {}
+    more = {LOG_TO: os.path.abspath(log_to or record)} if log_to or record else {}  # noqa: PTH100 - text
     if record:
         request = Request(
             folder=record,
@@ -197,6 +204,50 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
             )
         )
     start(resolved, command, more)
+
+
+@command(app, "rerun")
+def rerun_command(  # noqa: PLR0913, PLR0917 - see above
+    context: typer.Context,
+    run: Annotated[
+        str,
+        typer.Argument(metavar="DIR", help="The folder of a run with a manifest, or a manifest."),
+    ],
+    allow_env: AllowEnv = None,
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="DIR", help="The folder of the new run.")
+    ] = "",
+    strict: Annotated[  # noqa: FBT002
+        bool, typer.Option("--strict", help="Start only if nothing that may matter differs.")
+    ] = False,
+    dry_run: Annotated[  # noqa: FBT002
+        bool, typer.Option("--dry-run", help="Say what differs and what would be started.")
+    ] = False,
+    verbose: Verbose = False,  # noqa: FBT002
+    quiet: Quiet = False,  # noqa: FBT002
+    as_json: Annotated[  # noqa: FBT002
+        bool, typer.Option("--json", help="Print that as one JSON document, and start nothing.")
+    ] = False,
+) -> None:
+    """Start the command of an earlier run again, with its profile and overrides, in a new folder.
+
+    What differs from then is said first. The values of the profile are those in the manifest,
+    whatever its files hold now. COMMAND is needed only where the manifest hides arguments.
+    """
+    from torchrepro.relaunch import untouched
+    from torchrepro.rerun import prepare
+
+    with untouched(), doing(IMPORTING):
+        found = prepare(run, context.obj or (), output)
+    refused = strict and bool(found.differences)
+    if dry_run or as_json:
+        answer(found.to_json(), parts(found), as_json=as_json)
+        raise typer.Exit(int(refused))
+    if refused or verbosity() is not Verbosity.QUIET:
+        show_aside(*parts(found))
+    if refused:
+        raise typer.Exit(1)
+    found.start()
 
 
 def _locked_profile(lock: str, profile: str, overrides: list[str] | None) -> ResolvedProfile:

@@ -36,7 +36,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from torchrepro.errors import ProfileError
 from torchrepro.integrations.hydra_callback import ReproCallback
-from torchrepro.integrations.hydra_config import CALLBACK, GROUP, chosen
+from torchrepro.integrations.hydra_config import CALLBACK, GROUP, chosen, values_of_then
 from torchrepro.integrations.hydra_ownership import (
     Ownership,
     cannot_be_a_profile,
@@ -50,6 +50,7 @@ from torchrepro.integrations.hydra_unapplied import (
     requested_names,
     requesting_words,
 )
+from torchrepro.process_state import named_then
 from torchrepro.profile.compose import compose
 from torchrepro.profile.composition import NOT_INHERITED
 from torchrepro.profile.load import REFUSED
@@ -184,6 +185,8 @@ class ReproConfigSource(ConfigSource):
         name = _profile_name(config_path)
         if name is None or self._is_the_apps_own(name):
             return False
+        if named_then(name) is not None:
+            return True
         try:
             find(name, self._folders())
         except UnknownProfileError:
@@ -246,6 +249,9 @@ class ReproConfigSource(ConfigSource):
 
     def _values(self, name: str) -> dict[str, Any]:
         """Return the values of a profile with the pieces chosen so far, or those of a piece."""
+        then = None if is_piece(name) else values_of_then(name, self._folders())
+        if then is not None:
+            return then
         try:
             pieces = () if is_piece(name) else chosen.overrides
             values = compose(name, pieces, self._folders()).values

@@ -31,9 +31,10 @@ from torchrepro.errors import ApplyError, DriftError, TorchreproError
 from torchrepro.integrations.hydra_config import CALLBACK, note_on_the_apps_own, resolved_profile
 from torchrepro.integrations.hydra_unapplied import note_callback, note_launched, requesting_words
 from torchrepro.manifest.contents import FILE, hydra_folder, manifest, write_manifest
+from torchrepro.manifest.started import note_sweep, sweep_or_this
 from torchrepro.messages import near, some
 from torchrepro.planner import plan
-from torchrepro.process_state import inherited
+from torchrepro.process_state import inherited, other_than_then
 from torchrepro.profile.resolved import ResolvedProfile
 from torchrepro.report import announce, announce_end, random_number_lines
 from torchrepro.seeding.ranks import world
@@ -84,11 +85,14 @@ class ReproCallback(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Take the requests along: a launcher's processes have other command lines."""
-        return {**self.__dict__, "words": requesting_words()}
+        command, folder = sweep_or_this()
+        more = {"words": requesting_words(), "command": command, "folder": folder}
+        return {**self.__dict__, **more}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Arrive in a process in which a launcher composes and runs jobs of a sweep."""
         note_launched(state.pop("words"))
+        note_sweep(state.pop("command"), state.pop("folder"))
         self.__dict__.update(state)
         note_callback(sweeping=True)
 
@@ -124,6 +128,7 @@ class ReproCallback(Callback):
                     note(f"note: {words}")
                 _make_picklable(config)
                 return
+            note(*filter(None, [other_than_then(resolved)]))
             # With Hydra's own part, which is never in the config that the task gets and may save.
             OmegaConf.get_cache(config.hydra)[_ENTRY] = _PickledProfile(resolved.to_json())
             started_under = agreeing_run(resolved, "job")
@@ -237,7 +242,8 @@ def _record(job: _Job) -> None:
         return
     folder = hydra_folder(job.config.hydra)
     try:
-        write_manifest(folder, manifest(job.applied.resolved, job.applied.report))
+        its = manifest(job.applied.resolved, job.applied.report, job.config.hydra)
+        write_manifest(folder, its)
     except OSError as error:
         _restore()
         path = folder / FILE

@@ -12,11 +12,21 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from torchrepro.console import say_once
 from torchrepro.errors import ProfileError
 from torchrepro.integrations.hydra_ownership import Ownership, close_name, mistyped, ownership_of
+from torchrepro.manifest.started import APP
 from torchrepro.messages import Problem, shown, some
+from torchrepro.process_state import named_then, profile_of_then
 from torchrepro.profile.compose import compose
-from torchrepro.profile.composition import EXTRA, NOT_INHERITED, Composition, Origin, flatten
+from torchrepro.profile.composition import (
+    EXTRA,
+    NOT_INHERITED,
+    Composition,
+    Origin,
+    flatten,
+    plain,
+)
 from torchrepro.profile.load import SECTION, from_mapping, validate
 from torchrepro.profile.overrides import key_of, parsed
 from torchrepro.profile.search_path import PIECES, is_piece
@@ -30,7 +40,6 @@ if TYPE_CHECKING:
 
 GROUP = SECTION
 CALLBACK = "torchrepro"  # its name among the callbacks of an app, and in its defaults list
-APP = "this app's config"
 _IF_OWN = f"if it is the app's own and no profile, ~hydra.callbacks.{CALLBACK} leaves it alone"
 
 
@@ -105,6 +114,15 @@ def resolved_profile(config: DictConfig) -> ResolvedProfile | None:
     if not _is_asked_for(config):
         _refuse_unchosen(_plain_section(config))
         return None
+    asked = _asked(config)
+    return profile_of_then(*asked) or _composed_profile(config, asked)
+
+
+def _composed_profile(
+    config: DictConfig, asked: tuple[str, Sequence[str]]
+) -> ResolvedProfile | None:
+    """Return the profile in the section of a config that asks for one, if it is there."""
+    names = chosen.profiles
     section = config.get(GROUP)
     if section is None:
         _refuse_other_package(names)
@@ -123,10 +141,51 @@ def resolved_profile(config: DictConfig) -> ResolvedProfile | None:
         composition.typed |= _typed(composition, config)
     if not chosen and _choices(config):  # a file of the app that is a profile because it was chosen
         composition.name_it(_choices(config)[0], Origin(APP))
+    composition.asked = (asked[0], *asked[1]) if asked[0] else ()
     try:
         return validate(composition).resolved
     except ProfileError as error:
         raise ProfileError([_of_the_app(problem, names) for problem in error.problems]) from None
+
+
+def values_of_then(name: str, folders: tuple[Folder, ...]) -> dict[str, Any] | None:
+    """Return the values of the profile `name` in the run that is repeated here, or None.
+
+    Where the files give another profile now, or none, a line says so.
+    """
+    then = named_then(name)
+    if then is None:
+        return None
+    if then.asked[:1] == (name,) and _of_files_alone(then):
+        try:
+            now = validate(compose(name, then.asked[1:], folders)).resolved.digest
+        except ProfileError as error:
+            now = str(error.problems[0].what)
+        if now != then.digest:
+            say_once(
+                f"profile {name} is another now ({now}): this run has it as it was then, "
+                f"{then.digest}"
+            )
+    values: dict[str, Any] = plain(then.values)
+    return values
+
+
+def _of_files_alone(resolved: ResolvedProfile) -> bool:
+    """Whether all values come from files of profiles and from overrides that stand for themselves.
+
+    Others depend on the config of the app, which is not composed yet.
+    """
+    of_app = any(origin.set_by == APP for origin in resolved.origins.values())
+    return not of_app and not any("${" in text for text in resolved.asked)
+
+
+def _asked(config: DictConfig) -> tuple[str, list[str]]:
+    """Return the profile that `config` chose, and what was laid on top of it."""
+    keys = {text: key_of(text) for text in _overrides(config)}
+    own = [text for text, key in keys.items() if key.startswith(f"{GROUP}.")]
+    own = [text for text in own if keys[text] != f"{GROUP}.{PIECES}"]  # they are chosen as well
+    words = [text.lstrip("+").replace(f"{GROUP}.", "", 1) for text in own]
+    return (chosen.profiles or [""])[0], [*chosen.overrides, *words]
 
 
 def note_on_the_apps_own(config: DictConfig) -> str:

@@ -182,10 +182,11 @@ READERS: Mapping[str, tuple[str, Callable[[Any], Section | None]]] = {
 """Section -> the key of a manifest that holds it, and how it is read; None leaves it out."""
 
 
-def _of_folder(name: str, folder: Path) -> Snapshot:
-    """Return the snapshot of a recording, or of a Hydra job with this output folder."""
-    from torchrepro.trace.reader import read_run
+def manifest_in(name: str, folder: Path) -> Path | None:
+    """Return the manifest in the folder of a run, or None.
 
+    Raises `ProfileError` for a folder with several, such as that of a sweep.
+    """
     manifests = sorted(
         path for path in (folder / FILE, *folder.glob(f"*/{FILE}")) if path.is_file()
     )
@@ -193,14 +194,24 @@ def _of_folder(name: str, folder: Path) -> Snapshot:
         todo = f"name one of them: {some([str(path) for path in manifests])}"
         raise ProfileError(Problem("holds several manifests", found=name, todo=todo))
     if manifests:
-        return of_contents(name, *read_whole(manifests[0]))
+        return manifests[0]
     jobs = sorted(folder.glob(f"*/.hydra/{FILE}"))
     if jobs:
         job = jobs[0].parent.parent
         raise ProfileError(
             Problem("holds the jobs of a sweep", found=name, todo=f"name one of them: {job}")
         )
-    if not any(folder.glob(f"rank*{SUFFIX}")):
+    return None
+
+
+def _of_folder(name: str, folder: Path) -> Snapshot:
+    """Return the snapshot of a recording, or of a Hydra job with this output folder."""
+    from torchrepro.trace.reader import read_run
+
+    recorded = any(folder.glob(f"rank*{SUFFIX}"))
+    if not recorded and (path := manifest_in(name, folder)) is not None:
+        return of_contents(name, *read_whole(path))
+    if not recorded:
         raise ProfileError(
             Problem(
                 "holds neither a manifest nor a recording",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.errors import ProfileError
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.manifest.environment import VARIABLES, hardware, repository, software
+from torchrepro.manifest.started import started_here
 from torchrepro.messages import Problem
 from torchrepro.profile.composition import plain
 from torchrepro.redaction import secret_values, shareable, without_secrets
@@ -52,18 +53,26 @@ Those of the catalogue are knobs; the others have their reasons in `VARIABLES`.
 """
 
 
-def manifest(resolved: ResolvedProfile, report: Report) -> dict[str, Any]:
+def manifest(
+    resolved: ResolvedProfile, report: Report, hydra: DictConfig | None = None
+) -> dict[str, Any]:
     """Return the manifest of a run under `resolved` as plain JSON values, without any secret.
+
+    `hydra` is Hydra's own part of the config of its job, which is the one that runs now unless it
+    is given: Hydra forgets it while a job ends.
 
     It includes what the run has done with random numbers so far: the streams it drew from, and
     where it seeded a generator itself.
     """
+    secrets = secrets_here(resolved)
+    hydra = hydra_job() if hydra is None else hydra
     return common_contents(
         resolved,
         report,
         streams=list(streams.drawn_streams()),
         seeding_calls=[asdict(call) for call in seeding_calls()],
-        command_line=shareable(sys.orig_argv, secrets_here(resolved)),
+        command_line=shareable(sys.orig_argv, secrets),
+        started=started_here(resolved, hydra, secrets).to_json(),
     )
 
 
@@ -173,6 +182,15 @@ def _too_deep(value: Any, levels: int = DEEPEST) -> bool:
         return False
     entries = value.values() if isinstance(value, dict) else value
     return not levels or any(_too_deep(entry, levels - 1) for entry in entries)
+
+
+def hydra_job() -> DictConfig | None:
+    """Return Hydra's own part of the config of the job that runs in this process now, or None."""
+    module: Any = sys.modules.get("hydra.core.hydra_config")
+    if module is None or not module.HydraConfig.initialized():
+        return None
+    config: DictConfig = module.HydraConfig.get()
+    return config if config.runtime.get("output_dir", None) else None
 
 
 def hydra_folder(config: DictConfig) -> Path:

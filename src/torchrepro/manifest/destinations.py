@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
-from torchrepro.manifest.contents import FILE, as_text, hydra_folder, write_manifest
+from torchrepro.manifest.contents import FILE, as_text, hydra_folder, hydra_job, write_manifest
 from torchrepro.messages import near
+from torchrepro.process_state import folder_for
 from torchrepro.profile.composition import flatten
 
 if TYPE_CHECKING:
@@ -229,7 +230,7 @@ class Folder(Destination):
 
     def write(self, target: Any, entry: Entry) -> str:
         """Write the manifest into a folder, which is created if missing."""
-        return str(write_manifest(Path(target), entry.manifest))
+        return str(write_manifest(folder_for(Path(target)), entry.manifest))
 
 
 class HydraJob(Folder):
@@ -246,11 +247,8 @@ class HydraJob(Folder):
 
     def active(self) -> Path | None:
         """Return the folder of the job."""
-        hydra: Any = sys.modules.get("hydra.core.hydra_config")
-        if hydra is None or not hydra.HydraConfig.initialized():
-            return None
-        config = hydra.HydraConfig.get()
-        return hydra_folder(config) if config.runtime.get("output_dir", None) else None
+        config = hydra_job()
+        return hydra_folder(config) if config is not None else None
 
 
 DESTINATIONS: tuple[Destination, ...] = (Mlflow(), Wandb(), TensorBoard(), HydraJob(), Folder())

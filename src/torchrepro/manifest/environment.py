@@ -369,9 +369,12 @@ def commit() -> dict[str, Any]:
     return dict(_commit(_folder()))
 
 
-def repository() -> dict[str, Any]:
-    """Return what `commit` does, and the digest of the changes, and the remotes."""
-    return dict(_repository(_folder()))
+def repository(folder: str = "") -> dict[str, Any]:
+    """Return what `commit` does, and the digest of the changes, and the remotes.
+
+    `folder` takes the place of the program's own.
+    """
+    return dict(_repository(folder or _folder()))
 
 
 def _folder() -> str:

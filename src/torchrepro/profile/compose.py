@@ -57,7 +57,7 @@ def compose(
     Bare names are looked up in `folders` and on the search path. `typed` says whether the user who
     starts the run wrote the overrides. Raises `ProfileError`.
     """
-    composition = Composition()
+    composition = Composition(asked=(name, *overrides))
     chain = _Layers(composition, folders)
     chain.add_named(name)
     _finish(composition, chain, overrides, typed=typed)

@@ -84,6 +84,9 @@ class Composition:
     only_shipped: bool = True
     """Whether only torchrepro's own files were composed, without overrides."""
 
+    asked: tuple[str, ...] = ()
+    """The name or path that was asked for, and the overrides; empty for values from elsewhere."""
+
     def add(
         self, values: Mapping[str, Any], places: Mapping[str, str], package: str, *, typed: bool
     ) -> None:

@@ -32,6 +32,8 @@ class ResolvedProfile:
     values: Mapping[str, Any]
     origins: Mapping[str, Origin] = field(default_factory=dict, compare=False, repr=False)
     """Dotted key -> where its value comes from, as far as that is known."""
+    asked: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """The name or path by which it was asked for, and the overrides; empty for plain values."""
 
     @classmethod
     def of(
@@ -42,13 +44,14 @@ class ResolvedProfile:
         if composition is None:
             return cls(MappingProxyType(kept))
         origins = {k: o for k in flatten(kept) if (o := composition.origins.get(k)) is not None}
-        return cls(MappingProxyType(kept), MappingProxyType(origins))
+        return cls(MappingProxyType(kept), MappingProxyType(origins), composition.asked)
 
     def to_json(self) -> dict[str, Any]:
         """Return the values with their origins as plain JSON values, for a process below."""
         return {
             "values": plain(self.values),
             "origins": {key: origin.to_json() for key, origin in self.origins.items()},
+            "asked": list(self.asked),
         }
 
     @classmethod
@@ -56,7 +59,8 @@ class ResolvedProfile:
         """Return what `to_json` wrote."""
         origins = {k: Origin.from_json(each) for k, each in content["origins"].items()}
         values = _without_null(content["values"])
-        return cls(MappingProxyType(values), MappingProxyType(origins))
+        asked = tuple(content.get("asked", ()))  # versions up to 0.2 did not write it
+        return cls(MappingProxyType(values), MappingProxyType(origins), asked)
 
     @property
     def name(self) -> str:

@@ -1,0 +1,215 @@
+"""How a run was started, as its manifest holds it: what starting it again needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.errors import ProfileError
+from torchrepro.messages import Problem
+from torchrepro.process_state import FOLDER, inherited
+from torchrepro.redaction import HIDDEN, shareable
+from torchrepro.relaunch import is_interactive, launcher
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from omegaconf import DictConfig
+
+    from torchrepro.profile.resolved import ResolvedProfile
+
+
+COMMAND = "TORCHREPRO_COMMAND"
+"""Variable in which `torchrepro run` tells the processes below it what it started, and where."""
+
+_RECORD = "TORCHREPRO_RECORD"  # as torchrepro.trace.request writes it, which builds on this
+
+RUN, HYDRA, CODE = "run", "hydra", "code"
+WAYS = (RUN, HYDRA, CODE)
+"""How a profile came into force: `torchrepro run`, a Hydra app's `+repro=`, `torchrepro.apply`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HydraJob:
+    """What Hydra was asked for: its job may be one of a sweep."""
+
+    task: tuple[str, ...]
+    """The overrides of this job, in which those of a sweep have one value."""
+    own: tuple[str, ...]
+    """The overrides of Hydra's own config."""
+    sweep: bool
+    number: int | None
+    """The number of the job in its sweep."""
+    subdir: str
+    """The folder in the run's output folder that holds the manifest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """How a run was started."""
+
+    by: str
+    folder: str
+    """The working directory."""
+    command: tuple[str, ...]
+    """The command line, with `(hidden)` for what may be secret; empty if there is none."""
+    launcher: str = ""
+    """What started this process as one of several and has a command line that is not known."""
+    asked: tuple[str, ...] = ()
+    """The profile's name or path, and the overrides of it; empty where it came as values."""
+    in_app: bool = False
+    """Whether the config of a Hydra app has values of the profile, besides those asked for."""
+    hydra: HydraJob | None = None
+    recording: Mapping[str, Any] = field(default_factory=dict)
+    """What `torchrepro run --record` was asked for."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain JSON values."""
+        return asdict(self)
+
+
+_sweep: list[tuple[tuple[str, ...], str]] = []  # in a launcher's process: how the sweep was started
+
+
+def note_sweep(command: Sequence[str], folder: str) -> None:
+    """Note that a Hydra launcher runs jobs here of a sweep that was started so."""
+    _sweep[:] = [(tuple(command), folder)]
+
+
+def sweep_or_this() -> tuple[tuple[str, ...], str]:
+    """Return the command line of the sweep whose jobs run here, or of this process; its folder."""
+    return _sweep[0] if _sweep else (tuple(sys.orig_argv), FOLDER)
+
+
+def started_here(
+    resolved: ResolvedProfile, hydra: DictConfig | None, secrets: Iterable[str]
+) -> Started:
+    """Return how this process was started under `resolved`, without any secret.
+
+    `hydra` is Hydra's own part of the config of the job that runs, if one does.
+    """
+    secrets = tuple(secrets)
+    command, folder, unknown = _command_line()
+    by = RUN if inherited() is not None else CODE if hydra is None else HYDRA
+    return Started(
+        by,
+        str(hydra.runtime.cwd) if hydra is not None else folder,
+        tuple(shareable(command, secrets)),
+        unknown,
+        _shown(resolved.asked, secrets),
+        any(origin.set_by == APP for origin in resolved.origins.values()),
+        _hydra_job(hydra, secrets) if hydra is not None else None,
+        _recording(),
+    )
+
+
+APP = "this app's config"
+"""The place of values that the config of a Hydra app sets."""
+
+
+def _command_line() -> tuple[Sequence[str], str, str]:
+    """Return the command that started the run, its folder, and who started it if that is unknown.
+
+    A process of a launcher has a command line of its own, which would start that process alone.
+    """
+    if _sweep:
+        return (*_sweep[0], "")
+    if is_interactive():
+        return (), FOLDER, ""
+    by = launcher()
+    if not by:
+        return sys.orig_argv, FOLDER, ""
+    if COMMAND in os.environ:
+        outer = json.loads(os.environ[COMMAND])
+        return outer["command"], outer["folder"], ""
+    return sys.orig_argv, FOLDER, by
+
+
+def _shown(words: Sequence[str], secrets: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(shareable(("", *words), secrets)[1:])
+
+
+def _hydra_job(hydra: DictConfig, secrets: tuple[str, ...]) -> HydraJob:
+    from omegaconf import OmegaConf
+
+    # Unresolved: an override shows what was written, never what a resolver makes of it.
+    written: Any = OmegaConf.to_container(hydra.overrides, resolve=False)
+    sweep = getattr(hydra.mode, "name", str(hydra.mode)) == "MULTIRUN"
+    number = hydra.job.get("num") if sweep else None
+    return HydraJob(
+        _shown(written["task"], secrets),
+        _shown(written["hydra"], secrets),
+        sweep,
+        number if isinstance(number, int) else None,
+        hydra.output_subdir or ".hydra",
+    )
+
+
+def _recording() -> dict[str, Any]:
+    text = os.environ.get(_RECORD)
+    return dict(json.loads(text)) if text else {}
+
+
+def started_in(path: Path, contents: Mapping[str, Any]) -> Started | None:
+    """Return how the run of the manifest `path` was started; None in one of an older version.
+
+    Raises `ProfileError` for a damaged one.
+    """
+    if "started" not in contents:
+        return None
+    its = contents["started"]
+    try:
+        job = its["hydra"]
+        found = Started(
+            _one_of(its["by"], WAYS),
+            _text(its["folder"]),
+            _texts(its["command"]),
+            _text(its["launcher"]),
+            _texts(its["asked"]),
+            bool(its["in_app"]),
+            None if job is None else _job_in(job),
+            dict(its["recording"]),
+        )
+    except (TypeError, ValueError, KeyError, AttributeError):
+        problem = Problem("damaged: it does not say how the run was started", str(path), "started")
+        raise ProfileError(problem) from None
+    return found
+
+
+def _job_in(its: Mapping[str, Any]) -> HydraJob:
+    number = its["number"]
+    if number is not None and type(number) is not int:
+        raise TypeError(number)
+    task, own, subdir = _texts(its["task"]), _texts(its["own"]), _text(its["subdir"])
+    return HydraJob(task, own, bool(its["sweep"]), number, subdir)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    return value
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise TypeError(value)
+    return tuple(map(_text, value))
+
+
+def _one_of(value: Any, legal: Sequence[str]) -> str:
+    if value not in legal:
+        raise ValueError(value)
+    return str(value)
+
+
+def hidden_in(words: Sequence[str]) -> list[str]:
+    """Return every argument that is hidden, each with the option before it."""
+    return [
+        f"{words[at - 1]} {word}" if word == HIDDEN and words[at - 1].startswith("-") else word
+        for at, word in enumerate(words)
+        if HIDDEN in word
+    ]

@@ -1,0 +1,430 @@
+"""Start the command of an earlier run again, from its manifest, under the profile of then.
+
+What differs from then is found and said first. The run of then is left as it is: what is started
+writes into a new folder beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import chdir
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torchrepro.console import parts
+from torchrepro.errors import ProfileError
+from torchrepro.launch import is_python, program_of, replace_process, start
+from torchrepro.lock.check import HERE
+from torchrepro.lock.diff import (
+    Comparison,
+    Difference,
+    Impact,
+    change,
+    compare,
+    difference_parts,
+    gap_lines,
+)
+from torchrepro.lock.lock_file import plan_of_a_run, read_whole, refuse_lost_file, true_digest
+from torchrepro.lock.snapshot import manifest_in, of_contents
+from torchrepro.manifest.contents import common_contents
+from torchrepro.manifest.environment import repository
+from torchrepro.manifest.of_process import VARIABLE as LOG_TO
+from torchrepro.manifest.started import HYDRA, RUN, Started, hidden_in, started_in
+from torchrepro.messages import Problem, some
+from torchrepro.process_state import REPEATED
+from torchrepro.profile.compose import compose_document
+from torchrepro.profile.composition import Origin
+from torchrepro.profile.document import Document
+from torchrepro.profile.load import resolve, validate
+from torchrepro.profile.overrides import key_of
+from torchrepro.profile.resolved import ResolvedProfile
+from torchrepro.redaction import HIDDEN, secret_values, shareable, shell_line
+from torchrepro.relaunch import interpreter_line
+from torchrepro.report import Outcome
+from torchrepro.trace.request import VARIABLE as RECORD
+from torchrepro.trace.request import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torchrepro.console import Part
+
+RUN_DIR = "hydra.run.dir"
+_NOT_FOR_ONE_JOB = (RUN_DIR, "hydra.mode", "hydra.sweep", "hydra.sweeper", "hydra.launcher")
+"""Keys of Hydra's own config that say how a sweep is run; the rest is kept for one of its jobs."""
+
+_OPTIONS_WITH_VALUE = (
+    *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--package", "-p"),
+)
+"""https://hydra.cc/docs/advanced/hydra-command-line-flags"""
+
+_FORBIDDEN = (Impact.CHANGES, Impact.MAY, Impact.PROGRAM)
+_PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./+@%")
+
+
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """What would be started, and what differs from the run that it repeats."""
+
+    run: Path
+    """The folder of the run of then."""
+    into: Path
+    """The folder of the new one."""
+    resolved: ResolvedProfile
+    started: Started
+    command: tuple[str, ...]
+    comparison: Comparison
+    """Then on the left, this machine on the right."""
+
+    @property
+    def differences(self) -> tuple[Difference, ...]:
+        """The differences that may change numbers, a changed program included."""
+        return self.comparison.having(*_FORBIDDEN)
+
+    @property
+    def others(self) -> tuple[Difference, ...]:
+        """The differences that should not change numbers."""
+        return self.comparison.having(Impact.SHOULD_NOT)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain JSON values."""
+        return {
+            "run": str(self.run),
+            "into": str(self.into),
+            "profile": {"name": self.resolved.name, "digest": self.resolved.digest},
+            "folder": self.started.folder,
+            "command": self.shown_command(),
+            "same": not self.differences,
+            "differences": [each.to_json("then", "here") for each in self.differences],
+            "should_not_matter": [each.to_json("then", "here") for each in self.others],
+            "not_compared": [each.to_json() for each in self.comparison.gaps],
+        }
+
+    def shown_command(self) -> list[str]:
+        """Return the command as it may be shown."""
+        return shareable(self.command, secret_values(os.environ))
+
+    def start(self) -> NoReturn:
+        """Replace this process by the command; raises as `torchrepro.launch.start` does."""
+        os.chdir(self.started.folder)
+        more = {REPEATED: self._told()}
+        if self.started.by == RUN:
+            start(self.resolved, self.command, {**more, **self._recorded()})
+        replace_process(program_of(self.command), self.command, {**os.environ, **more})
+
+    def _told(self) -> str:
+        profile = self.resolved.to_json()
+        its = {"profile": profile, "asked": profile["asked"], "folder": str(self.run)}
+        return json.dumps({**its, "into": str(self.into)})
+
+    def _recorded(self) -> dict[str, str]:
+        """Return what has a run write what the one of then has written, elsewhere."""
+        more = {} if self.started.hydra else {LOG_TO: str(self.into)}
+        if self.started.recording:
+            its = {key: _tuple(value) for key, value in self.started.recording.items()}
+            before = Path(its["folder"])
+            folder = self.into if _same(before, self.run) else beside(before)
+            request = replace(Request(**its), folder=str(folder))
+            request.prepare_folder()
+            more[RECORD] = request.to_variable()
+        return more
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False
+
+
+def prepare(name: str, command: Sequence[str] = (), into: str = "") -> Rerun:
+    """Return what repeats the run in the folder `name`, or of the manifest `name`.
+
+    `command` takes the place of the one in the manifest, and `into` that of a new folder beside
+    the run. Imports torch. Raises `ProfileError` for what holds no manifest or a damaged one, for
+    hidden arguments, and for a folder or a program that is gone.
+    """
+    path = _manifest(Path(name))
+    kind, contents = read_whole(path)
+    if kind != "manifest":
+        todo = f"`torchrepro run --lock {name} -- COMMAND` holds a run to it"
+        raise ProfileError(Problem("a lock, which no run has left", str(path), todo=todo))
+    resolved = _profile_of_then(path, contents)
+    started = started_in(path, contents) or _unknown_start(name, path, command)
+    folder = Path(started.folder)
+    if not folder.is_dir():
+        todo = "put the program back there; a run begins in the folder in which it began then"
+        what = "the folder in which it was started is gone"
+        raise ProfileError(Problem(what, str(path), "started.folder", started.folder, todo=todo))
+    run = _folder_of_run(path, started)
+    new = _new_folder(run, into)
+    with chdir(folder):
+        words = tuple(command) or _command_of_then(name, path, started)
+        words = into_new_folder(words, started, new, repeated=not command)
+        _refuse_lost_program(words, path)
+        found = _differences(path, contents, resolved, started, words)
+    return Rerun(run, new, resolved, started, words, found)
+
+
+def _manifest(place: Path) -> Path:
+    if not place.is_dir():
+        return place
+    found = manifest_in(str(place), place)
+    if found is None:
+        raise ProfileError(
+            Problem(
+                "holds no manifest",
+                found=str(place),
+                todo="name the output folder of a Hydra job under +repro=, the folder of "
+                "`torchrepro run --record` or `--log-to`, or that of torchrepro.log_to",
+            )
+        )
+    return found
+
+
+def _profile_of_then(path: Path, contents: Mapping[str, Any]) -> ResolvedProfile:
+    """Return the profile in a manifest, validated as that of a file which somebody else wrote."""
+    digest = true_digest(contents)
+    if digest is None:
+        raise ProfileError(Problem("a value of the profile is hidden", str(path), "profile"))
+    if digest != contents.get("digest"):
+        problem = Problem(
+            "damaged: the values of the profile are not those of its digest",
+            str(path),
+            "digest",
+            str(contents.get("digest"))[:80],
+        )
+        raise ProfileError(problem)
+    document = Document(str(path), contents["profile"], ("_self_",), typed=False)
+    valid = validate(compose_document(document)).resolved
+    try:
+        origins = {str(k): Origin.from_json(each) for k, each in contents["origins"].items()}
+        asked = tuple(map(str, contents.get("started", {}).get("asked", ())))
+    except (TypeError, KeyError, AttributeError):
+        problem = Problem("damaged: not what is written there", str(path), "origins or started")
+        raise ProfileError(problem) from None
+    return ResolvedProfile(valid.values, origins, asked)
+
+
+def _unknown_start(name: str, path: Path, command: Sequence[str]) -> Started:
+    if not command:
+        raise ProfileError(
+            Problem(
+                "an older torchrepro wrote it, which did not note how the run was started",
+                str(path),
+                todo=f"give the command, in its folder: torchrepro rerun {name} -- COMMAND",
+            )
+        )
+    return Started(RUN, str(Path.cwd()), ())
+
+
+def _folder_of_run(path: Path, started: Started) -> Path:
+    folder = path.absolute().parent
+    inside = started.hydra is not None and folder.name == started.hydra.subdir
+    return folder.parent if inside else folder
+
+
+def _new_folder(run: Path, into: str) -> Path:
+    if not into:
+        return beside(run)
+    place = Path(into).absolute()
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        todo = "name a new or an empty folder"
+        raise ProfileError(Problem("exists already", key="--output", found=into, todo=todo))
+    return place
+
+
+def beside(run: Path) -> Path:
+    """Return a folder that is not there yet, next to that of a run and named after it."""
+    names = (run.with_name(f"{run.name}-rerun-{number}") for number in count(1))
+    return next(each for each in names if not each.exists())
+
+
+def _command_of_then(name: str, path: Path, started: Started) -> tuple[str, ...]:
+    """Return the command line in a manifest; raises `ProfileError` where it is not all there."""
+    again = f"torchrepro rerun {name} --"
+    if not started.command:
+        todo = f"give a command: {again} COMMAND"
+        raise ProfileError(Problem("the run was interactive", str(path), todo=todo))
+    if started.launcher:
+        line = shell_line(("torchrun", "...", *_program(started.command)[1]))
+        raise ProfileError(
+            Problem(
+                f"{started.launcher} had started this process as one of several; its command line "
+                "alone would start one process",
+                str(path),
+                todo=f"give the command of the launcher: {again} {line}",
+            )
+        )
+    words = _single_run(started)
+    hidden = hidden_in(words)
+    if hidden:
+        raise ProfileError(
+            Problem(
+                f"the manifest hides {len(hidden)} of the arguments, which may be secret",
+                str(path),
+                found=", ".join(hidden),
+                todo=f"give the command with them: {again} {shell_line(words)}",
+            )
+        )
+    if is_python(words[0]):
+        if _program(words)[1][:1] in ((), ("-",)):
+            todo = f"give the command: {again} COMMAND"
+            what = "the program came on standard input"
+            raise ProfileError(Problem(what, str(path), todo=todo))
+        return (sys.executable, *words[1:])  # what differs is said of this Python
+    return words
+
+
+def _program(command: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the words before the program of a Python's command line, and those from it on."""
+    _, program = interpreter_line(command[1:])
+    number = len(command) - len(program)
+    return tuple(command[:number]), tuple(command[number:])
+
+
+def _single_run(started: Started) -> tuple[str, ...]:
+    """Return the command line of then, and for a job of a sweep, that of this job alone."""
+    job = started.hydra
+    if job is None or not job.sweep:
+        return started.command
+    before, program = _program(started.command)
+    number = 2 if program[:1] == ("-m",) else 1
+    its = (*program[:number], *_options(program[number:]), *job.task)
+    own = [text for text in job.own if not _is_of(key_of(text), _NOT_FOR_ONE_JOB)]
+    numbered = [] if job.number is None else [f"hydra.job.num={job.number}"]
+    return (*before, *its, *own, *numbered, "hydra.mode=RUN")
+
+
+def _options(words: Sequence[str]) -> Iterator[str]:
+    """Yield the options of a Hydra app but that for a sweep, each with its value."""
+    before = ""
+    for word in words:
+        is_option = word.startswith("-") and word not in ("-m", "--multirun")
+        if is_option or before in _OPTIONS_WITH_VALUE:
+            yield word
+        before = word
+
+
+def _is_of(key: str, sections: Sequence[str]) -> bool:
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
+
+
+def into_new_folder(
+    words: Sequence[str], started: Started, new: Path, *, repeated: bool
+) -> tuple[str, ...]:
+    """Return `words` with the output folder of a Hydra job replaced by a new one.
+
+    A command that somebody gives anew is changed only where it is a Python or names the folder.
+    """
+    kept = tuple(word for word in words if key_of(word) != RUN_DIR)
+    named = len(kept) < len(words)
+    of_hydra = started.hydra is not None and (repeated or is_python(words[0]))
+    if not (named or of_hydra):
+        return tuple(words)
+    place = new if started.hydra is not None else new / "hydra"
+    return (*kept, f"{RUN_DIR}={_as_value(str(place))}")
+
+
+def _as_value(text: str) -> str:
+    """Return text as a value of Hydra's grammar for overrides."""
+    if set(text) <= _PLAIN:
+        return text
+    escaped = text.replace("'", "\\'").replace("${", "\\${")
+    return f"'{escaped}'"
+
+
+def _refuse_lost_program(words: Sequence[str], path: Path) -> None:
+    program_of(words)
+    if not is_python(words[0]):
+        return
+    program = _program(words)[1]
+    if program and program[0] not in ("-c", "-m") and not Path(program[0]).exists():
+        what = "the program is not there any more"
+        todo = f"put it back into {Path.cwd()}"
+        raise ProfileError(Problem(what, str(path), found=program[0], todo=todo))
+
+
+def _differences(
+    path: Path,
+    contents: Mapping[str, Any],
+    resolved: ResolvedProfile,
+    started: Started,
+    words: Sequence[str],
+) -> Comparison:
+    """Return in what this machine, and the files of the profile, differ from then."""
+    then = of_contents(str(path), "manifest", contents)
+    report = plan_of_a_run(resolved).report
+    here = {**common_contents(resolved, report), "repository": repository(_source_of(words))}
+    found = compare(then, of_contents(HERE, "manifest", here))
+    rows = tuple(each for each in found.differences if _matters(each))
+    gaps = tuple(each for each in found.gaps if each.section in _COMPARED)
+    found = replace(found, differences=rows, gaps=gaps)
+    return found.preceded_by(*_changed_profile(resolved, started))
+
+
+_COMPARED = ("knobs", "environment", "versions", "hardware", "source")
+"""What can differ although the profile is the same; what the program did comes with its end."""
+
+
+def _matters(found: Difference) -> bool:
+    # What was late then is late again: the command is started in the same way.
+    return found.section in _COMPARED and found.left != Outcome.TOO_LATE
+
+
+def _source_of(words: Sequence[str]) -> str:
+    """Return the folder whose commit counts: that of the script, or else the present one."""
+    program = _program(words)[1] if is_python(words[0]) else ()
+    script = Path(program[0]).absolute() if program and program[0] not in ("-c", "-m") else None
+    installed = script is None or script.is_relative_to(sys.prefix)
+    return str(Path.cwd() if script is None or installed else script.parent)
+
+
+def _changed_profile(resolved: ResolvedProfile, started: Started) -> Iterator[Difference]:
+    """Yield how the files of the profile differ from the profile of then, which is run.
+
+    Under Hydra they may be the app's own, and its config source says so.
+    """
+    asked = resolved.asked
+    if started.by == HYDRA or not asked or any(HIDDEN in word for word in asked):
+        return
+    try:
+        refuse_lost_file(asked[0])
+        now = resolve(asked[0], asked[1:]).digest
+    except ProfileError as error:
+        now = error.problems[0].what
+    if now != resolved.digest:
+        yield Difference(
+            "files",
+            f"profile {asked[0]}, which is run as it was then",
+            resolved.digest,
+            now,
+            here=Impact.NOTHING_HERE,
+        )
+
+
+@parts.register(Rerun)
+def _rerun_parts(found: Rerun) -> tuple[Part, ...]:
+    """Return what differs from then, and what is started where."""
+    rows = found.differences
+    changed = found.comparison.having(Impact.NOTHING_HERE)
+    return (
+        *difference_parts(rows, "then", "here"),
+        *map(change, changed),
+        *([f"should not change numbers: {some(map(change, found.others))}"] * bool(found.others)),
+        *gap_lines(found.comparison.gaps),
+        *([] if rows else [_NOTHING]),
+        f"in {found.started.folder}: {shell_line(found.shown_command())}",
+        f"into {found.into}",
+    )
+
+
+_NOTHING = "nothing that may change numbers differs from then"
