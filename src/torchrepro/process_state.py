@@ -278,6 +278,15 @@ def named_then(name: str) -> ResolvedProfile | None:
     return ResolvedProfile.from_json(its["profile"]) if its["asked"][:1] == [name] else None
 
 
+def changed_files(name: str, now: str) -> str:
+    """Return a line on the profile `name`, whose files give something else `now`."""
+    what = now[:_DIGEST] if now.startswith("sha256:") else now
+    return f"the files of profile {name} have changed since ({what}): the run has it as it was then"
+
+
+_DIGEST = 19  # characters by which people tell digests apart
+
+
 def other_than_then(resolved: ResolvedProfile) -> str:
     """Return a line if the run that is repeated here had another profile than `resolved`."""
     its = _repeated()

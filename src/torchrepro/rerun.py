@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from contextlib import chdir
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from torchrepro.lock.diff import (
     compare,
     difference_parts,
     gap_lines,
+    shared_impact,
 )
 from torchrepro.lock.lock_file import plan_of_a_run, read_whole, refuse_lost_file, true_digest
 from torchrepro.lock.snapshot import manifest_in, of_contents
@@ -35,7 +37,7 @@ from torchrepro.manifest.environment import repository
 from torchrepro.manifest.of_process import VARIABLE as LOG_TO
 from torchrepro.manifest.started import HYDRA, RUN, Started, hidden_in, started_in
 from torchrepro.messages import Problem, some
-from torchrepro.process_state import REPEATED
+from torchrepro.process_state import REPEATED, changed_files
 from torchrepro.profile.compose import compose_document
 from torchrepro.profile.composition import Origin
 from torchrepro.profile.document import Document
@@ -62,6 +64,7 @@ _OPTIONS_WITH_VALUE = (
 )
 """https://hydra.cc/docs/advanced/hydra-command-line-flags"""
 
+_RERUN = re.compile(r"-rerun-\d+$")
 _FORBIDDEN = (Impact.CHANGES, Impact.MAY, Impact.PROGRAM)
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./+@%")
 
@@ -79,6 +82,8 @@ class Rerun:
     command: tuple[str, ...]
     comparison: Comparison
     """Then on the left, this machine on the right."""
+    changed: str = ""
+    """What the files of the profile give now, where it is known not to be what they gave then."""
 
     @property
     def differences(self) -> tuple[Difference, ...]:
@@ -95,7 +100,7 @@ class Rerun:
         return {
             "run": str(self.run),
             "into": str(self.into),
-            "profile": {"name": self.resolved.name, "digest": self.resolved.digest},
+            "profile": self._profile(),
             "folder": self.started.folder,
             "command": self.shown_command(),
             "same": not self.differences,
@@ -103,6 +108,10 @@ class Rerun:
             "should_not_matter": [each.to_json("then", "here") for each in self.others],
             "not_compared": [each.to_json() for each in self.comparison.gaps],
         }
+
+    def _profile(self) -> dict[str, str]:
+        now = {"files_now": self.changed} if self.changed else {}
+        return {"name": self.resolved.name, "digest": self.resolved.digest, **now}
 
     def shown_command(self) -> list[str]:
         """Return the command as it may be shown."""
@@ -160,8 +169,11 @@ def prepare(name: str, command: Sequence[str] = (), into: str = "") -> Rerun:
     resolved = _profile_of_then(path, contents)
     started = started_in(path, contents) or _unknown_start(name, path, command)
     folder = Path(started.folder)
+    if command and not folder.is_dir():  # as on another machine
+        started = replace(started, folder=str(Path.cwd()))
+        folder = Path.cwd()
     if not folder.is_dir():
-        todo = "put the program back there; a run begins in the folder in which it began then"
+        todo = f"give the command, where the program is now: torchrepro rerun {name} -- COMMAND"
         what = "the folder in which it was started is gone"
         raise ProfileError(Problem(what, str(path), "started.folder", started.folder, todo=todo))
     run = _folder_of_run(path, started)
@@ -171,10 +183,14 @@ def prepare(name: str, command: Sequence[str] = (), into: str = "") -> Rerun:
         words = into_new_folder(words, started, new, repeated=not command)
         _refuse_lost_program(words, path)
         found = _differences(path, contents, resolved, started, words)
-    return Rerun(run, new, resolved, started, words, found)
+        changed = _changed_profile(resolved, started)
+    return Rerun(run, new, resolved, started, words, found, changed)
 
 
 def _manifest(place: Path) -> Path:
+    if not place.exists():
+        todo = "name the folder of a run, such as the output folder of a Hydra job"
+        raise ProfileError(Problem("there is no such folder or file", found=str(place), todo=todo))
     if not place.is_dir():
         return place
     found = manifest_in(str(place), place)
@@ -244,7 +260,8 @@ def _new_folder(run: Path, into: str) -> Path:
 
 def beside(run: Path) -> Path:
     """Return a folder that is not there yet, next to that of a run and named after it."""
-    names = (run.with_name(f"{run.name}-rerun-{number}") for number in count(1))
+    first = _RERUN.sub("", run.name)
+    names = (run.with_name(f"{first}-rerun-{number}") for number in count(1))
     return next(each for each in names if not each.exists())
 
 
@@ -360,15 +377,15 @@ def _differences(
     started: Started,
     words: Sequence[str],
 ) -> Comparison:
-    """Return in what this machine, and the files of the profile, differ from then."""
+    """Return in what this machine differs from then."""
     then = of_contents(str(path), "manifest", contents)
     report = plan_of_a_run(resolved).report
     here = {**common_contents(resolved, report), "repository": repository(_source_of(words))}
     found = compare(then, of_contents(HERE, "manifest", here))
-    rows = tuple(each for each in found.differences if _matters(each))
+    ranked = started.ranked
+    rows = tuple(e for e in found.differences if _matters(e) and not (ranked and _of_launcher(e)))
     gaps = tuple(each for each in found.gaps if each.section in _COMPARED)
-    found = replace(found, differences=rows, gaps=gaps)
-    return found.preceded_by(*_changed_profile(resolved, started))
+    return replace(found, differences=rows, gaps=gaps)
 
 
 _COMPARED = ("knobs", "environment", "versions", "hardware", "source")
@@ -380,6 +397,12 @@ def _matters(found: Difference) -> bool:
     return found.section in _COMPARED and found.left != Outcome.TOO_LATE
 
 
+def _of_launcher(found: Difference) -> bool:
+    """Whether a launcher gives a value to each of its processes, which is none of them here."""
+    exported = found.section == "environment" and found.right is None
+    return exported or (found.section, found.key) == ("hardware", "threads")
+
+
 def _source_of(words: Sequence[str]) -> str:
     """Return the folder whose commit counts: that of the script, or else the present one."""
     program = _program(words)[1] if is_python(words[0]) else ()
@@ -388,37 +411,31 @@ def _source_of(words: Sequence[str]) -> str:
     return str(Path.cwd() if script is None or installed else script.parent)
 
 
-def _changed_profile(resolved: ResolvedProfile, started: Started) -> Iterator[Difference]:
-    """Yield how the files of the profile differ from the profile of then, which is run.
+def _changed_profile(resolved: ResolvedProfile, started: Started) -> str:
+    """Return what the files of the profile give now, if that is not what is run.
 
-    Under Hydra they may be the app's own, and its config source says so.
+    Under Hydra they may be the app's own: its config source looks at them.
     """
     asked = resolved.asked
     if started.by == HYDRA or not asked or any(HIDDEN in word for word in asked):
-        return
+        return ""
     try:
         refuse_lost_file(asked[0])
         now = resolve(asked[0], asked[1:]).digest
     except ProfileError as error:
         now = error.problems[0].what
-    if now != resolved.digest:
-        yield Difference(
-            "files",
-            f"profile {asked[0]}, which is run as it was then",
-            resolved.digest,
-            now,
-            here=Impact.NOTHING_HERE,
-        )
+    return now if now != resolved.digest else ""
 
 
 @parts.register(Rerun)
 def _rerun_parts(found: Rerun) -> tuple[Part, ...]:
     """Return what differs from then, and what is started where."""
     rows = found.differences
-    changed = found.comparison.having(Impact.NOTHING_HERE)
+    changed = [changed_files(found.resolved.asked[0], found.changed)] if found.changed else []
     return (
         *difference_parts(rows, "then", "here"),
-        *map(change, changed),
+        *([f"each of these: {shared}"] if (shared := shared_impact(rows)) else []),
+        *changed,
         *([f"should not change numbers: {some(map(change, found.others))}"] * bool(found.others)),
         *gap_lines(found.comparison.gaps),
         *([] if rows else [_NOTHING]),

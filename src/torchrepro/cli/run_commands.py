@@ -237,8 +237,9 @@ def rerun_command(  # noqa: PLR0913, PLR0917 - see above
     from torchrepro.relaunch import untouched
     from torchrepro.rerun import prepare
 
+    given = _given_command(context, f"rerun {run}") if context.obj is not None else ()
     with untouched(), doing(IMPORTING):
-        found = prepare(run, context.obj or (), output)
+        found = prepare(run, given, output)
     refused = strict and bool(found.differences)
     if dry_run or as_json:
         answer(found.to_json(), parts(found), as_json=as_json)

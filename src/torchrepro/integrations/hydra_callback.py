@@ -28,7 +28,12 @@ from torchrepro.applier import Applied, apply_resolved, in_force, stop_or_relaun
 from torchrepro.bootstrap import agreeing_run
 from torchrepro.console import note, say
 from torchrepro.errors import ApplyError, DriftError, TorchreproError
-from torchrepro.integrations.hydra_config import CALLBACK, note_on_the_apps_own, resolved_profile
+from torchrepro.integrations.hydra_config import (
+    CALLBACK,
+    lines_on_changed_files,
+    note_on_the_apps_own,
+    resolved_profile,
+)
 from torchrepro.integrations.hydra_unapplied import note_callback, note_launched, requesting_words
 from torchrepro.manifest.contents import FILE, hydra_folder, manifest, write_manifest
 from torchrepro.manifest.started import note_sweep, sweep_or_this
@@ -128,7 +133,7 @@ class ReproCallback(Callback):
                     note(f"note: {words}")
                 _make_picklable(config)
                 return
-            note(*filter(None, [other_than_then(resolved)]))
+            note(*lines_on_changed_files(), *filter(None, [other_than_then(resolved)]))
             # With Hydra's own part, which is never in the config that the task gets and may save.
             OmegaConf.get_cache(config.hydra)[_ENTRY] = _PickledProfile(resolved.to_json())
             started_under = agreeing_run(resolved, "job")

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from torchrepro.console import say_once
 from torchrepro.errors import ProfileError
 from torchrepro.integrations.hydra_ownership import Ownership, close_name, mistyped, ownership_of
 from torchrepro.manifest.started import APP
 from torchrepro.messages import Problem, shown, some
-from torchrepro.process_state import named_then, profile_of_then
+from torchrepro.process_state import changed_files, named_then, profile_of_then
 from torchrepro.profile.compose import compose
 from torchrepro.profile.composition import (
     EXTRA,
@@ -151,7 +150,7 @@ def _composed_profile(
 def values_of_then(name: str, folders: tuple[Folder, ...]) -> dict[str, Any] | None:
     """Return the values of the profile `name` in the run that is repeated here, or None.
 
-    Where the files give another profile now, or none, a line says so.
+    Notes a line where the files give another profile now, or none.
     """
     then = named_then(name)
     if then is None:
@@ -162,12 +161,19 @@ def values_of_then(name: str, folders: tuple[Folder, ...]) -> dict[str, Any] | N
         except ProfileError as error:
             now = str(error.problems[0].what)
         if now != then.digest:
-            say_once(
-                f"profile {name} is another now ({now}): this run has it as it was then, "
-                f"{then.digest}"
-            )
+            _changed_since.append(changed_files(name, now))
     values: dict[str, Any] = plain(then.values)
     return values
+
+
+_changed_since: list[str] = []  # lines about files of profiles, to be said once a job starts
+
+
+def lines_on_changed_files() -> list[str]:
+    """Return what is to be said about files of profiles that have changed since then, once."""
+    lines = list(dict.fromkeys(_changed_since))
+    _changed_since.clear()
+    return lines
 
 
 def _of_files_alone(resolved: ResolvedProfile) -> bool:

@@ -58,7 +58,9 @@ class Started:
     command: tuple[str, ...]
     """The command line, with `(hidden)` for what may be secret; empty if there is none."""
     launcher: str = ""
-    """What started this process as one of several and has a command line that is not known."""
+    """What started the process, perhaps as one of several, if its command line is not known."""
+    ranked: bool = False
+    """Whether a launcher started the process; its variables are none of the command's own."""
     asked: tuple[str, ...] = ()
     """The profile's name or path, and the overrides of it; empty where it came as values."""
     in_app: bool = False
@@ -100,6 +102,7 @@ def started_here(
         str(hydra.runtime.cwd) if hydra is not None else folder,
         tuple(shareable(command, secrets)),
         unknown,
+        bool(launcher()) and not _sweep,
         _shown(resolved.asked, secrets),
         any(origin.set_by == APP for origin in resolved.origins.values()),
         _hydra_job(hydra, secrets) if hydra is not None else None,
@@ -169,6 +172,7 @@ def started_in(path: Path, contents: Mapping[str, Any]) -> Started | None:
             _text(its["folder"]),
             _texts(its["command"]),
             _text(its["launcher"]),
+            bool(its["ranked"]),
             _texts(its["asked"]),
             bool(its["in_app"]),
             None if job is None else _job_in(job),
