@@ -184,7 +184,7 @@ def _log_if_asked() -> None:
     if folder:
         from torchrepro.manifest.of_process import ProcessManifest
 
-        its = ProcessManifest(folder, _applied)
+        its = ProcessManifest(folder, lambda: (_applied().resolved, _applied().report))
         its.write()
         atexit.register(its.write)
 

@@ -17,6 +17,7 @@ import os
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -25,11 +26,12 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict, read_write
 
 from torchrepro.applier import Applied, apply_resolved, in_force, stop_or_relaunch
-from torchrepro.bootstrap import agreeing_run
+from torchrepro.bootstrap import agreeing_run, in_force_now
 from torchrepro.console import note, say
 from torchrepro.errors import ApplyError, DriftError, TorchreproError
 from torchrepro.integrations.hydra_config import (
     CALLBACK,
+    GROUP,
     lines_on_changed_files,
     note_on_the_apps_own,
     resolved_profile,
@@ -71,15 +73,69 @@ class _PickledProfile:
 
 
 def _unpickle(content: Mapping[str, Any]) -> _PickledProfile:
-    words = [word.partition("=")[0] for word in sys.argv[1:]]
-    # argparse takes a shorter option too
-    rerun = any(word.startswith("--e") and _OPTION.startswith(word) for word in words)
-    if rerun and not in_force():
+    if _is_rerun() and not in_force():
         _apply_for_rerun(ResolvedProfile.from_json(content))
     return _PickledProfile(content)
 
 
+def _is_rerun() -> bool:
+    return any(map(_is_rerun_option, sys.argv[1:]))
+
+
+def _is_rerun_option(word: str) -> bool:
+    name = word.partition("=")[0]
+    return name.startswith("--e") and _OPTION.startswith(name)  # argparse takes a shorter one too
+
+
 _REFUSED_STATUS = 3
+
+
+def _refuse_pickle_without_profile() -> None:
+    """End a rerun of Hydra 1.3 whose pickle has a job that asked for a profile, and no profile.
+
+    Versions up to 0.1 wrote such a pickle. Reading it imports this module, because it names our
+    callback, and then Hydra hands the config to `HydraConfig.set_config`. Where Hydra composes
+    anew, it has loaded our plugin, and the callback is called.
+    """
+    hand_over = HydraConfig.set_config
+
+    def checked(self: HydraConfig, config: DictConfig) -> None:
+        composed = "torchrepro.integrations.hydra" in sys.modules
+        if not composed and _ENTRY not in OmegaConf.get_cache(config.hydra) and _asks(config):
+            say(
+                "the pickle holds no profile, as an older torchrepro wrote it, and its job had "
+                "one: this run would not be protected\n"
+                "    to do: start it by `torchrepro rerun DIR`, DIR being the job's output folder"
+            )
+            raise SystemExit(_REFUSED_STATUS)
+        hand_over(self, config)
+
+    HydraConfig.set_config = checked  # type: ignore[method-assign,assignment]
+
+
+def _refuse_rerun_without_profile() -> None:
+    """Raise `ApplyError` for a rerun of Hydra 1.4 whose job had the profile of `torchrepro run`.
+
+    What Hydra composes anew does not hold that.
+    """
+    words = [*sys.argv[1:], ""]
+    options = [at for at, word in enumerate(words) if _is_rerun_option(word)]
+    for at in options:
+        folder = words[at].partition("=")[2] or words[at + 1]
+        if (Path(folder) / ".hydra" / FILE).is_file():
+            raise ApplyError(
+                f"the job in {folder} was under a profile of `torchrepro run`, and this run is "
+                f"under none\n    to do: torchrepro rerun {folder}"
+            )
+
+
+def _asks(config: DictConfig) -> bool:
+    added = any(str(text).startswith(f"+{GROUP}") for text in config.hydra.overrides.task)
+    return added or GROUP in (config.hydra.runtime.get("choices") or {})
+
+
+if _is_rerun():
+    _refuse_pickle_without_profile()
 
 
 @dataclass
@@ -131,11 +187,15 @@ class ReproCallback(Callback):
                 if words and words not in _notes:
                     _notes.add(words)
                     note(f"note: {words}")
-                _make_picklable(config)
+                outer = inherited()
+                if outer is None:
+                    _refuse_rerun_without_profile()
+                    _make_picklable(config)
+                else:
+                    _put_into_pickle(outer, config)
                 return
             note(*lines_on_changed_files(), *filter(None, [other_than_then(resolved)]))
-            # With Hydra's own part, which is never in the config that the task gets and may save.
-            OmegaConf.get_cache(config.hydra)[_ENTRY] = _PickledProfile(resolved.to_json())
+            _put_into_pickle(resolved, config)
             started_under = agreeing_run(resolved, "job")
             if started_under is not None and config.hydra.mode is RunMode.RUN:
                 # `run` has applied this very profile: there is nothing to change.
@@ -150,6 +210,8 @@ class ReproCallback(Callback):
     def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
         """Complete the manifest and restore the state: the next job starts clean."""
         with _exit_on_error():
+            if not _job:
+                _record_outer_run(config)
             _end()
             _restore()
 
@@ -204,6 +266,23 @@ def _apply_for_rerun(resolved: ResolvedProfile) -> None:
             applied.refuse = _exit
             announce(applied.report)
             _begin(_Job(None, applied, applied.report))
+
+
+def _put_into_pickle(resolved: ResolvedProfile, config: DictConfig) -> None:
+    # With Hydra's own part, which is never in the config that the task gets and may save.
+    OmegaConf.get_cache(config.hydra)[_ENTRY] = _PickledProfile(resolved.to_json())
+
+
+def _record_outer_run(config: DictConfig) -> None:
+    """Write the manifest of a job that asks for no profile and had that of `torchrepro run`.
+
+    Only where it used torch: a program that does without is not made to import it.
+    """
+    if inherited() is None or "torch" not in sys.modules or config.hydra.mode is not RunMode.RUN:
+        return
+    applied = in_force_now()
+    if applied is not None:
+        _record(_Job(config, applied, applied.report, from_run=True))
 
 
 def _make_picklable(config: DictConfig) -> None:

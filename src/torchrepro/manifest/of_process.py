@@ -13,7 +13,8 @@ from torchrepro.seeding.ranks import VARIABLES, world
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torchrepro.applier import Applied
+    from torchrepro.profile.resolved import ResolvedProfile
+    from torchrepro.report import Report
 
 VARIABLE = "TORCHREPRO_LOG_TO"
 """Variable that holds the folder, for every process below `run`."""
@@ -26,9 +27,9 @@ class ProcessManifest:
     have imported torch before it.
     """
 
-    def __init__(self, folder: str, applied: Callable[[], Applied]) -> None:
+    def __init__(self, folder: str, read: Callable[[], tuple[ResolvedProfile, Report]]) -> None:
         self._folder = Path(folder)
-        self._applied = applied
+        self._read = read
         self._process = os.getpid()
         self._written = ""
 
@@ -36,8 +37,7 @@ class ProcessManifest:
         """Write it, unless another process has it; a folder that cannot be written is said."""
         if os.getpid() != self._process or world().rank or not self._is_ours():
             return
-        applied = self._applied()
-        its = manifest(applied.resolved, applied.report)
+        its = manifest(*self._read())
         try:
             write_manifest(self._folder, its)
         except OSError as error:

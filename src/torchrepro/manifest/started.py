@@ -172,7 +172,7 @@ def started_in(path: Path, contents: Mapping[str, Any]) -> Started | None:
             _text(its["folder"]),
             _texts(its["command"]),
             _text(its["launcher"]),
-            bool(its["ranked"]),
+            bool(its.get("ranked")),
             _texts(its["asked"]),
             bool(its["in_app"]),
             None if job is None else _job_in(job),
