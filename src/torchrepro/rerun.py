@@ -348,15 +348,16 @@ def into_new_folder(
     if not (named or of_hydra):
         return tuple(words)
     place = new if started.hydra is not None else new / "hydra"
-    return (*kept, f"{RUN_DIR}={_as_value(str(place))}")
+    return (*kept, f"{RUN_DIR}={hydra_value(str(place))}")
 
 
-def _as_value(text: str) -> str:
+def hydra_value(text: str) -> str:
     """Return text as a value of Hydra's grammar for overrides."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
     if set(text) <= _PLAIN:
         return text
-    escaped = text.replace("'", "\\'").replace("${", "\\${")
-    return f"'{escaped}'"
+    return QuotedString(text.replace("${", "\\${"), Quote.single).with_quotes()
 
 
 def _refuse_lost_program(words: Sequence[str], path: Path) -> None:

@@ -114,6 +114,8 @@ def test_no_planted_secret_is_in_anything_that_is_written_or_printed(tmp_path, c
         run(SCRIPT, "lock", "seed-only", "-o", "other.lock"),
         run(SCRIPT, "run", "--lock", "repro.lock", "seed-only", "--", *program, status=1),
         run(SCRIPT, "run", "debug-strict", "--", "no-such-program", *arguments, status=2),
+        run(SCRIPT, "rerun", "out", status=2),
+        run(SCRIPT, "rerun", "out", "--dry-run", "--", *program),
     ]
     files = [
         path
@@ -126,6 +128,7 @@ def test_no_planted_secret_is_in_anything_that_is_written_or_printed(tmp_path, c
     assert {"repro.json", "repro.lock", "rank0.sqlite"} <= {path.name for path in files}
     assert len(SECRETS) >= 20
     assert [secret for secret in SECRETS if secret.encode() in everything] == []
+    assert manifest["started"]["command"] == manifest["command_line"]
     assert manifest["command_line"][1:4] == ["app.py", "+repro=debug-strict", "hydra.run.dir=out"]
     assert len(manifest["repository"]["remotes"]) == len(REMOTES)
     assert set(manifest["environment"]) <= set(RECORDED)

@@ -100,7 +100,7 @@ def _refuse_pickle_without_profile() -> None:
     hand_over = HydraConfig.set_config
 
     def checked(self: HydraConfig, config: DictConfig) -> None:
-        composed = "torchrepro.integrations.hydra" in sys.modules
+        composed = f"{__package__}.hydra" in sys.modules
         if not composed and _ENTRY not in OmegaConf.get_cache(config.hydra) and _asks(config):
             say(
                 "the pickle holds no profile, as an older torchrepro wrote it, and its job had "

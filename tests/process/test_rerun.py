@@ -1,0 +1,195 @@
+"""`torchrepro rerun`: the command of an earlier run again, under the profile of then."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
+
+import torchrepro as package
+from torchrepro.profile.resolved import ResolvedProfile
+from torchrepro.redaction import HIDDEN
+from torchrepro.rerun import hydra_value
+
+TRAIN = """
+import sys, torch
+layer = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+for _ in range(2):
+    optimizer.zero_grad()
+    layer(torch.randn(3, 2)).sum().backward()
+    optimizer.step()
+print(sys.argv[1:], layer.weight.tolist())
+sys.exit(5)
+"""
+IN_CODE = """
+import sys, torch, torchrepro
+torchrepro.apply("./ours.yaml", ["dropout=zero"])
+torchrepro.log_to("runs/code")
+print(sys.argv[1:], torch.initial_seed())
+"""
+OURS = "defaults: [seed-only, _self_]\nseed: {}\n"
+
+
+def manifest_in(folder):
+    return json.loads((folder / "repro.json").read_text(encoding="utf-8"))
+
+
+def test_one_job_of_a_sweep_is_run_again_alone(little, torchrepro, write, tmp_path):
+    """A job has its overrides, number and profile of then, though the profile's file has changed.
+
+    The run of then stays as it is, also where its folder was given.
+    """
+    write({"conf/repro/ours.yaml": OURS.format(21)})
+    config = "size: 0\nhydra: {run: {dir: fixed}}\n"
+    words = ("-m", "+repro=ours", "repro.dropout=zero", "size=1,2", "hydra.sweep.dir=out")
+    then = little(*words, config=config)
+    before = (tmp_path / "out/1/.hydra/repro.json").read_bytes()
+    write({"conf/repro/ours.yaml": OURS.format(22)})
+    again = torchrepro("rerun", "out/1")
+    new = tmp_path / "out/1-rerun-1"
+    hydra = manifest_in(new / ".hydra")["started"]["hydra"]
+
+    assert again.returncode == 0, again.stderr
+    assert [line for line in again.stdout.splitlines() if line.startswith("task")] == then.tasks[1:]
+    assert then.tasks[1:] == ["task False 21"]
+    assert "the files of profile ours have changed" in again.stderr
+    assert {"+repro=ours", "size=2"} <= set(hydra["task"])
+    assert "hydra.job.num=1" in hydra["own"]
+    assert manifest_in(new / ".hydra")["digest"] == json.loads(before)["digest"]
+    assert (tmp_path / "out/1/.hydra/repro.json").read_bytes() == before
+    assert not (tmp_path / "fixed").exists()
+
+
+def test_a_command_under_run_is_run_again(torchrepro, write, tmp_path):
+    """A plain program computes the same numbers again and its status is passed on."""
+    program = write({"train.py": TRAIN})
+    words = ("--log-to", "runs/a", "--", "python", program.name, "--lr", "0.1")
+    then = torchrepro("run", "seed-only", "seed=9", *words)
+    again = torchrepro("rerun", tmp_path / "runs/a", cwd="/")
+    started = manifest_in(tmp_path / "runs/a")["started"]
+
+    assert then.stdout.startswith("['--lr', '0.1'] ")
+    assert (again.returncode, again.stdout) == (then.returncode, then.stdout) == (5, then.stdout)
+    assert (started["by"], started["folder"]) == ("run", str(tmp_path))
+    assert started["asked"] == ["seed-only", "seed=9"]
+    digests = {manifest_in(tmp_path / "runs" / name)["digest"] for name in ("a", "a-rerun-1")}
+    assert len(digests) == 1
+
+
+def test_a_profile_in_code_is_that_of_then(torchrepro, run_python, write, tmp_path):
+    """`apply` of a file that is gone applies what it held then; the old manifest stays."""
+    write({"ours.yaml": OURS.format(31)})
+    then = run_python(write({"train.py": IN_CODE}), "--lr", "1")
+    before = (tmp_path / "runs/code/repro.json").read_bytes()
+    (tmp_path / "ours.yaml").unlink()
+    again = torchrepro("rerun", "runs/code")
+
+    assert (again.returncode, again.stdout) == (0, then.stdout), again.stderr
+    assert then.stdout == "['--lr', '1'] 31\n"
+    assert "does not exist" in again.stderr
+    assert (tmp_path / "runs/code/repro.json").read_bytes() == before
+    assert manifest_in(tmp_path / "runs/code-rerun-1")["digest"] == json.loads(before)["digest"]
+
+
+@pytest.fixture
+def earlier(clean_process, tmp_path, monkeypatch):
+    """The manifest of a run of train.py, with some of its parts as they are given."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("", encoding="utf-8")
+    with package.apply("seed-only"):
+        package.log_to(tmp_path / "run")
+    written = manifest_in(tmp_path / "run")
+    command = ["python", "train.py", "--lr", "1"]
+    written["started"] |= {"folder": str(tmp_path), "command": command, "launcher": ""}
+
+    def earlier(**parts):
+        its = {**written, **parts}
+        if isinstance(its["started"], dict):
+            its["started"] = {**written["started"], **its["started"]}
+        its = {key: value for key, value in its.items() if value is not None}
+        (tmp_path / "run" / "repro.json").write_text(json.dumps(its), encoding="utf-8")
+        return its
+
+    earlier()
+    return earlier
+
+
+DANGEROUS = {"env_extra": {"LD_PRELOAD": "x"}}
+BAD = {
+    "a newer format": ({"manifest": 99}, "newer format"),
+    "edited": ({"profile": {"seed": 3}}, "digest"),
+    "a profile that may run code": (
+        {"profile": DANGEROUS, "digest": ResolvedProfile.of(DANGEROUS).digest},
+        "LD_PRELOAD",
+    ),
+    "cut": ({"started": "x"}, "damaged"),
+    "no command": ({"started": {"command": 5}}, "damaged"),
+    "the folder is gone": ({"started": {"folder": "/nowhere/at/all"}}, "/nowhere/at/all"),
+    "the program is gone": ({"started": {"command": ["python", "gone.py"]}}, "gone.py"),
+    "a program of stdin": ({"started": {"command": ["python", "-"]}}, "standard input"),
+    "a notebook": ({"started": {"command": []}}, "interactive"),
+    "one of several": ({"started": {"launcher": "Slurm"}}, "-- torchrun ... train.py --lr 1"),
+    "an older one": ({"started": None}, "older torchrepro"),
+    "a lock": ({"lock": 1}, "parts are missing"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_manifest_that_cannot_be_run_again_is_refused(command, earlier, case):
+    """What is damaged, newer or not enough ends with status 2 and says what to do; no traceback."""
+    parts, words = BAD[case]
+    earlier(**parts)
+    status, out, err = command("rerun", "run")
+
+    assert (status, out) == (2, "")
+    assert words in err
+    assert "run" in err
+
+
+def test_hidden_arguments_are_named(command, earlier):
+    """A command with hidden arguments is refused by their options; with the whole it would start.
+
+    What is given is shown without its secret.
+    """
+    earlier(started={"command": ["python", "train.py", "--api-key", HIDDEN, f"name={HIDDEN}"]})
+    status, _, err = command("rerun", "run")
+    whole = ("python", "train.py", "--api-key", "abracadabra", "name=x")
+    given, out, said = command("rerun", "run", "--json", "--", *whole)
+
+    assert status == 2
+    assert f"--api-key {HIDDEN}, name={HIDDEN}" in err
+    assert f"torchrepro rerun run -- python train.py --api-key {HIDDEN}" in err
+    assert given == 0, said
+    assert json.loads(out)["command"] == [*whole[:3], HIDDEN, HIDDEN]
+
+
+def test_what_differs_is_said_and_forbidden_if_asked(command, earlier):
+    """A difference that may change numbers is named; with --strict it forbids the start."""
+    its = earlier()
+    same = json.loads(command("rerun", "run", "--json")[1])
+    earlier(versions={**its["versions"], "torch": "2.6.0"})
+    answered, out, _ = command("rerun", "run", "--json")
+    strict, shown, _ = command("rerun", "run", "--dry-run", "--strict")
+
+    assert same["same"]
+    assert same["into"].endswith("run-rerun-1")
+    assert (answered, strict) == (0, 1)
+    assert [row["key"] for row in json.loads(out)["differences"]] == ["torch"]
+    assert "2.6.0" in shown
+    assert {path.name for path in Path().iterdir()} == {"train.py", "run"}
+
+
+CHARACTERS = st.characters(codec="utf-8", exclude_characters="\0\n\r/")
+
+
+@given(st.text(CHARACTERS, min_size=1).filter(lambda name: "${" not in name))
+def test_any_folder_can_be_that_of_a_job(name):
+    """The name of a folder, whatever is in it, is itself again as a value of Hydra's grammar."""
+    found = OverridesParser.create().parse_override(f"hydra.run.dir={hydra_value('/x/' + name)}")
+
+    assert str(found.value()) == f"/x/{name}"
