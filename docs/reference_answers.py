@@ -60,6 +60,7 @@ _VERDICT = {
 _CLASSES: Mapping[str, Mapping[str, str]] = {
     "list": {"[]": "torchrepro.profile.load:ProfileEntry"},
     "plan": _REPORT,
+    "rerun": {"": "torchrepro.rerun:Rerun"},
     "compare": _VERDICT,
     "selftest": {
         "": "torchrepro.selftest.self_test:SelfTest",
@@ -115,6 +116,7 @@ class Asked:
             "explain": ["backends.cudnn.benchmark"],
             "doctor": ["npu-align"],
             "compare": runs,
+            "rerun": [str(self.folder / "run")],
             "check": [str(self.folder / LOCK)],
             "diff": ["debug-strict", "train-fast"],
             "quickstart": [str(self.folder / "first-try")],
@@ -148,6 +150,7 @@ def answers() -> str:
 def _documents(folder: Path) -> dict[str, list[Any]]:
     """Return several answers of each command, so that every key has a value in one of them."""
     _record_runs(folder)
+    _log_run(folder)
     _printed(["lock", "debug-strict", "-o", str(folder / LOCK)])
     with patch.dict(os.environ, {"OMP_DYNAMIC": "FALSE"}):  # something that differs from the lock
         found = {name: [_asked(name, words)] for name, words in Asked(folder).words().items()}
@@ -184,6 +187,20 @@ def _record_runs(folder: Path) -> None:
         with torchrepro.isolated_rng(), torchrepro.record(folder / name, statistics=True):
             model(torch.full((1, 2), 2.0 if name == "other" else 1.0)).sum().backward()
             optimizer.step()
+
+
+def _log_run(folder: Path) -> None:
+    """Leave the manifest of a run whose profile has changed since."""
+    profile = folder / "ours.yaml"
+    profile.write_text("defaults: [seed-only, _self_]\nseed: 1\n", encoding="utf-8")
+    with torchrepro.isolated_rng(), torchrepro.apply(profile):
+        torchrepro.log_to(folder / "run")
+    profile.write_text("defaults: [seed-only, _self_]\nseed: 2\n", encoding="utf-8")
+    path = folder / "run" / "repro.json"
+    contents = json.loads(path.read_text(encoding="utf-8"))
+    command = ["python", "-c", "0"]
+    contents["started"] |= {"folder": str(folder), "command": command, "launcher": ""}
+    path.write_text(json.dumps(contents), encoding="utf-8")
 
 
 def _verification(folder: Path, *, bare: bool) -> Any:
