@@ -38,6 +38,8 @@ class Row:
     examples: tuple[Example, ...]
     starts_a_command: bool = False
     """Whether the words after `--` are a command that it starts."""
+    knows_a_command: bool = False
+    """Whether it starts one without being given it."""
 
 
 ROWS: dict[str, Row] = {
@@ -74,6 +76,7 @@ ROWS: dict[str, Row] = {
             ),
         ),
         starts_a_command=True,
+        knows_a_command=True,
     ),
     "verify": Row(
         RUNS,
@@ -225,7 +228,9 @@ class StartingCommand(Command):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the parts of the usage line."""
-        return [*super().collect_usage_pieces(ctx), "-- COMMAND..."]
+        given = "-- COMMAND..."
+        known = ROWS[self.name or ""].knows_a_command
+        return [*super().collect_usage_pieces(ctx), f"[{given}]" if known else given]
 
 
 class Commands(TyperGroup):
