@@ -73,7 +73,7 @@ def test_every_example_is_a_request_that_the_command_takes(line):
     with COMMANDS[name].make_context(name, words) as context:
         values = {param.name for param in COMMANDS[name].params}
         assert context.params.keys() <= values
-    assert (" -- " in line) == ROWS[name].starts_a_command
+    assert ROWS[name].knows_a_command or (" -- " in line) == ROWS[name].starts_a_command
 
 
 def test_alone_it_says_what_to_do_first(command):
