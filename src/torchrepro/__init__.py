@@ -11,6 +11,7 @@ from torchrepro.fork_safety import loading as _loading
 TYPE_CHECKING = False  # type checkers know the name; importing typing would cost 5 ms
 
 if TYPE_CHECKING:
+    from torchrepro import hf as hf
     from torchrepro.applier import Applied as Applied
     from torchrepro.applier import apply as apply
     from torchrepro.errors import ApplyError as ApplyError
@@ -89,6 +90,9 @@ _PUBLIC = {
 }
 """The public names of each module; the first use of a name imports its module."""
 
+_SUBMODULES = ("hf",)
+"""Modules whose own names are public; the first use of one imports it."""
+
 _MODULE = {name: f"torchrepro.{module}" for module, names in _PUBLIC.items() for name in names}
 
 __all__ = sorted(_MODULE)  # noqa: PLE0605 - the table above is the one list of public names
@@ -99,6 +103,8 @@ def __getattr__(name: str) -> object:
         from importlib.metadata import version
 
         return version("torchrepro")
+    if name in _SUBMODULES:
+        return _loaded(f"torchrepro.{name}")
     if name not in _MODULE:
         raise AttributeError(f"module 'torchrepro' has no attribute {name!r}")
     value = getattr(_loaded(_MODULE[name]), name)
@@ -126,4 +132,4 @@ def _loaded(module: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return [*__all__, *_SUBMODULES, "__version__"]

@@ -39,7 +39,7 @@ def let_torchvision_be_imported() -> None:
     nothing.
     """
     folder = package_folder("torchvision")
-    if folder is None:
+    if folder is None or _defined:
         return
     try:
         for compiled in folder.glob("_C*.so"):

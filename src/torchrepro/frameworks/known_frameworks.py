@@ -28,6 +28,8 @@ HOOKS = {
     "accelerate.accelerator": "frameworks.accelerate:hook_accelerator",
     "accelerate.utils.random": "frameworks.accelerate:hook_seeds",
     "accelerate.data_loader": "frameworks.accelerate_loaders:hook_loaders",
+    "transformers.trainer": "frameworks.huggingface:hook_trainer",
+    "transformers.integrations.integration_utils": "frameworks.huggingface:hook_reporters",
 }
 """Module of a framework -> the function that hooks into it, and returns its undo."""
 

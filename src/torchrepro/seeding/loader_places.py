@@ -104,6 +104,18 @@ def stand_for(loader: Any, other: Any, late: LateStart | None) -> Loading | None
     return loading
 
 
+def hand_on(loader: Any) -> None:
+    """Have the next loader that appears over a dataset alike go on where `loader` is.
+
+    For one that is not iterated again. One with workers that live on is, and keeps its place.
+    """
+    if getattr(loader, "_iterator", None) is not None:
+        return
+    loading = loaders.register.loadings.pop(loader, None)
+    if loading is not None:
+        loaders.register.resumed[loading.name] = loading.next_epoch
+
+
 def interrupted() -> list[dict[str, Any]]:
     """Return the places of the loaders that the program is in the middle of."""
     # A loader that stands for another one has its seeding.

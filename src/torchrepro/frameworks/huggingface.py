@@ -1,0 +1,289 @@
+"""The Trainer of Hugging Face: a callback that puts the state of a run into its checkpoints.
+
+The Trainer gets its first callbacks from the list ``DEFAULT_CALLBACKS`` of `transformers.trainer`,
+which is undocumented. The state of a callback that is an `ExportableState` is written with the
+checkpoint (https://huggingface.co/docs/transformers/main_classes/callback). The Trainer reads it
+again only where it is asked to, so the callback reads it by itself.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+from torchrepro.console import say_once
+from torchrepro.frameworks.accelerate_loaders import base_loader
+from torchrepro.frameworks.hooking import MissingHookError, in_force, wrap
+from torchrepro.frameworks.loggers import log_profile
+from torchrepro.frameworks.run_state import (
+    KEY,
+    begin_interrupted_epochs,
+    checkpoint_entry,
+    generators_of,
+    of_all_ranks,
+    own_state,
+    put_back,
+    say_not_resumed,
+    state_of_rank,
+)
+from torchrepro.frameworks.switches import Switch, say_switches
+from torchrepro.manifest.destinations import Mlflow, Wandb
+from torchrepro.seeding.loader import bind_loader
+from torchrepro.seeding.loader_places import hand_on, known_loading
+from torchrepro.seeding.ranks import world
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from types import ModuleType
+
+DEFAULT = "TorchreproDefaultCallback"
+EXPLICIT = "TorchreproCallback"
+"""Under the name of its class the Trainer keeps the state of a callback."""
+
+_FRAMEWORK = "transformers"
+
+_in_charge: list[tuple[ref[Any], ref[RunState]]] = []
+"""The `control` of the training that began last, and the callback of ours that attends to it."""
+
+
+def hook_trainer(module: ModuleType) -> ExitStack:
+    """Put our callback among those that every `Trainer` of `module` gets.
+
+    Raises `MissingHookError` where there is no list of them.
+    """
+    defaults = getattr(module, "DEFAULT_CALLBACKS", None)
+    if not isinstance(defaults, list):
+        raise MissingHookError(f"{module.__name__}.DEFAULT_CALLBACKS")
+    callback = callback_class(DEFAULT)
+    with ExitStack() as undo:
+        defaults.append(callback)
+        undo.callback(_take_out, defaults, callback)
+        return undo.pop_all()
+
+
+def _take_out(defaults: list[Any], callback: type) -> None:
+    if callback in defaults:
+        defaults.remove(callback)
+
+
+def hook_reporters(module: ModuleType) -> ExitStack:
+    """Have the Trainer's reporters write the profile as soon as they know where."""
+    with ExitStack() as undo:
+        for name, place in _REPORTERS.items():
+            reporter = getattr(module, name, None)
+            try:
+                wrap(undo, reporter, "on_train_begin", _beginning(place))
+            except (MissingHookError, TypeError):
+                say_once(f"{_FRAMEWORK} has no {name}.on_train_begin: it is not given the profile")
+        return undo.pop_all()
+
+
+_REPORTERS: Mapping[str, Callable[[Any], Any]] = {
+    "TensorBoardCallback": lambda reporter: reporter.tb_writer,
+    "WandbCallback": lambda _: Wandb().active(),
+    "MLflowCallback": lambda _: Mlflow().active(),
+}
+"""Class of a reporter -> what gives the place that it writes to, or None."""
+
+
+def _beginning(place: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def wrapping(original: Any) -> Any:
+        def on_train_begin(self: Any, args: Any, state: Any, *rest: Any, **kwargs: Any) -> Any:
+            result = original(self, args, state, *rest, **kwargs)
+            if state.is_world_process_zero:
+                log_profile(_FRAMEWORK, filter(None, [place(self)]))
+            return result
+
+        return on_train_begin
+
+    return wrapping
+
+
+@cache
+def callback_class(name: str) -> type:
+    """Return a class of our callbacks: the `DEFAULT` one, or the one that a program names.
+
+    They are two, because the Trainer warns of two callbacks of one class. Raises `ImportError`
+    where transformers is not installed, and `MissingHookError` where it has no base for them.
+    """
+    try:
+        module: Any = import_module("transformers.trainer_callback")
+    except ModuleNotFoundError as missing:
+        raise ImportError(
+            "torchrepro.hf.Callback is a callback for the Trainer of Hugging Face, and "
+            f"transformers cannot be imported: {missing}"
+        ) from None
+    for base in ("TrainerCallback", "ExportableState"):
+        if not hasattr(module, base):
+            raise MissingHookError(f"{module.__name__}.{base}")
+    bases = (RunState, module.TrainerCallback, module.ExportableState)
+    return type(name, bases, {"__module__": __name__, "__doc__": RunState.__doc__})
+
+
+def __getattr__(name: str) -> Any:
+    if name not in (DEFAULT, EXPLICIT):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return callback_class(name)
+
+
+class RunState:
+    """Puts the state of the run into the checkpoints of a `Trainer`, and takes it up again."""
+
+    def __init__(self) -> None:
+        self._attends = False
+        self._loader: Any = None
+        self._saves = False
+        self._all_ranks: list[dict[str, Any]] = []
+        self._pending: Callable[[], None] | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Return what the Trainer writes with a checkpoint; it asks for it on rank 0 alone."""
+        exported: dict[str, Any] = {"args": {}, "attributes": {}}
+        if self._attends and in_force() is not None:
+            exported[KEY] = checkpoint_entry(self._states())
+        return exported
+
+    def _states(self) -> list[Any]:
+        """Return the states of all ranks without asking them: None for one that is not known."""
+        size = world().size
+        if size > 1 and not self._all_ranks:
+            say_once(
+                f"{_FRAMEWORK}: a checkpoint holds the state of rank 0 alone, because a callback "
+                "asked for it at a step at which the Trainer by itself saves nothing; a run that "
+                "goes on from it is not the uninterrupted one"
+            )
+        others: list[Any] = [*self._all_ranks[1:]] or [None] * (size - 1)
+        return [self._state_of_rank(), *others]
+
+    def _state_of_rank(self) -> dict[str, Any]:
+        loading = None if self._loader is None else known_loading(self._loader)
+        return {**state_of_rank(), "train_loader": None if loading is None else loading.name}
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any
+    ) -> None:
+        """Go on from the checkpoint that the Trainer has read its own state from, if any."""
+        # Saving, the Trainer looks it up, and the state of a checkpoint without us lacks it.
+        state.stateful_callbacks.setdefault(type(self).__name__, {})
+        self._attends = _takes_charge(self, control)
+        self._loader = base_loader(train_dataloader)
+        self._saves, self._all_ranks, self._pending = False, [], None
+        if not self._attends or in_force() is None:
+            return
+        if state.is_world_process_zero:
+            say_switches(_FRAMEWORK, _switches(args))
+        if state.global_step:
+            where = f"{_FRAMEWORK}: the checkpoint of step {state.global_step}"
+            self._go_on(_entry_in(state.stateful_callbacks), where)
+
+    def _go_on(self, entry: Any, where: str) -> None:
+        if entry is not None and None in entry.get("ranks", ()):
+            say_not_resumed(where, "it holds the state of rank 0 alone")
+            return
+        state = own_state(entry, where)
+        if state is None or not put_back(state, where):
+            return
+        if state["train_loader"] is not None and self._loader is not None:
+            bind_loader(self._loader, state["train_loader"])
+        begin_interrupted_epochs(state)
+        self._pending = generators_of(state)
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        """Put the generators back once more: what the start of the training drew does not count."""
+        if self._pending is not None:
+            self._pending()
+            self._pending = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Ask all ranks for their states where this step is followed by a checkpoint."""
+        self._gather_if_saved("on_step_end", args, state)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Ask all ranks for their states where this epoch is followed by a checkpoint."""
+        self._gather_if_saved("on_epoch_end", args, state)
+
+    def _gather_if_saved(self, event: str, args: Any, state: Any) -> None:
+        """Ask all ranks for their states if the Trainer by itself saves after `event`.
+
+        The Trainer's own strategy answers that alike on all ranks. What another callback wants,
+        it may want on one rank only, which would then wait for the others forever.
+        """
+        self._all_ranks = []
+        if not self._attends or in_force() is None or world().size == 1:
+            return
+        callbacks: Any = import_module("transformers.trainer_callback")
+        asked = callbacks.TrainerControl()
+        getattr(callbacks.DefaultFlowCallback(), event)(args, state, asked)
+        if_better = asked.should_evaluate and args.save_strategy == "best"
+        self._saves = asked.should_save or if_better
+        if self._saves:
+            self._all_ranks = of_all_ranks(self._state_of_rank())
+
+    def on_evaluate(self, *_: Any, eval_dataloader: Any = None, **__: Any) -> None:
+        """Keep the place of a loader of which the next evaluation makes another one.
+
+        Where a checkpoint follows, all ranks are asked again: an evaluation draws numbers.
+        """
+        hand_on(base_loader(eval_dataloader))
+        if self._saves:
+            self._all_ranks = of_all_ranks(self._state_of_rank())
+
+    def on_predict(self, *_: Any, eval_dataloader: Any = None, **__: Any) -> None:
+        """Keep the place of a loader of which the next prediction makes another one."""
+        hand_on(base_loader(eval_dataloader))
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Attend no longer."""
+        self._attends, self._saves, self._loader = False, False, None
+
+
+def _takes_charge(callback: RunState, control: Any) -> bool:
+    """Whether `callback` is the first of ours to see the training of `control` begin."""
+    if _in_charge:
+        training, attending = _in_charge[0]
+        if training() is control and attending() not in (None, callback):
+            return False
+    _in_charge[:] = [(ref(control), ref(callback))]
+    return True
+
+
+def _entry_in(stateful_callbacks: Mapping[str, Any]) -> Any:
+    """Return what a callback of ours has exported with a checkpoint, or None."""
+    for name in (DEFAULT, EXPLICIT):
+        exported = stateful_callbacks.get(name) or {}
+        for each in exported if isinstance(exported, list) else [exported]:
+            if KEY in each:
+                return each[KEY]
+    return None
+
+
+def _switches(args: Any) -> Iterator[Switch]:
+    """Yield the switches of ``TrainingArguments`` that set what a profile can set."""
+    if args.full_determinism:
+        for knob, value in _FULL_DETERMINISM.items():
+            yield Switch("TrainingArguments(full_determinism=True)", knob, value)
+    if args.tf32 is not None:
+        for knob in _TF32:
+            yield Switch(
+                f"TrainingArguments(tf32={args.tf32})", knob, "tf32" if args.tf32 else "ieee"
+            )
+
+
+_FULL_DETERMINISM = {
+    "env.CUDA_LAUNCH_BLOCKING": "1",
+    "env.CUBLAS_WORKSPACE_CONFIG": ":16:8",
+    "env.ASCEND_LAUNCH_BLOCKING": "1",
+    "env.HCCL_DETERMINISTIC": "1",
+    "env.FLASH_ATTENTION_DETERMINISTIC": "1",
+    "backends.torch.deterministic_algorithms": "error",
+    "backends.cudnn.deterministic": True,
+    "backends.cudnn.benchmark": False,
+}
+_TF32 = (
+    "backends.cuda.matmul_fp32_precision",
+    "backends.cudnn.conv_fp32_precision",
+    "backends.cudnn.rnn_fp32_precision",
+)

@@ -1,0 +1,204 @@
+"""The Trainer of Hugging Face under a profile: its checkpoints, its reporters, its switches."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import torchrepro
+from torchrepro.console import say_once
+from torchrepro.frameworks import huggingface
+from torchrepro.seeding.ranks import World
+
+sys.path.append(str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1] / "policies"))
+
+from known_layers import let_torchvision_be_imported
+
+let_torchvision_be_imported()
+transformers = pytest.importorskip("transformers")
+program = pytest.importorskip("huggingface_program")
+TrainerCallback = transformers.TrainerCallback
+
+WRITTEN_BY_FULL_DETERMINISM = (
+    "CUDA_LAUNCH_BLOCKING",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "ASCEND_LAUNCH_BLOCKING",
+    "HCCL_DETERMINISTIC",
+    "FLASH_ATTENTION_DETERMINISTIC",
+)
+
+
+def _trainer(folder: Path, *callbacks: Any, **arguments: Any) -> Any:
+    given = transformers.TrainingArguments(
+        str(folder),
+        max_steps=2,
+        remove_unused_columns=False,
+        use_cpu=True,
+        disable_tqdm=True,
+        **{"report_to": [], "save_steps": 1, **arguments},
+    )
+    data = program.Augmented()
+    return transformers.Trainer(
+        program.Model(), given, program.collated, data, callbacks=[*callbacks]
+    )
+
+
+def _exported(folder: Path, step: int = 2) -> list[Any]:
+    """Return what callbacks of ours have exported with a checkpoint."""
+    saved = json.loads((folder / f"checkpoint-{step}" / "trainer_state.json").read_text())
+    callbacks = saved["stateful_callbacks"].values()
+    return [each["torchrepro"] for each in callbacks if "torchrepro" in each]
+
+
+def test_a_checkpoint_holds_the_state_once_with_digest_and_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One entry beside an explicit callback too, of which the Trainer does not warn."""
+    warned: list[str] = []
+    monkeypatch.setattr(transformers.trainer_callback.logger, "warning", warned.append)
+
+    with torchrepro.apply("debug-strict") as applied:
+        _trainer(tmp_path, torchrepro.hf.Callback()).train()
+
+    (entry,) = _exported(tmp_path)
+    assert entry["digest"] == json.loads(entry["manifest"])["digest"] == applied.resolved.digest
+    assert (entry["profile"], len(entry["ranks"])) == ("debug-strict", 1)
+    assert warned == []
+
+
+def test_without_a_profile_the_trainer_is_as_it_was(tmp_path: Path) -> None:
+    """Its callbacks are its own before and after a profile, and an explicit one of ours is idle."""
+    reporter = transformers.integrations.integration_utils.TensorBoardCallback
+    before = [*transformers.trainer.DEFAULT_CALLBACKS], reporter.on_train_begin
+
+    with torchrepro.apply("seed-only"):
+        within = [*transformers.trainer.DEFAULT_CALLBACKS], reporter.on_train_begin
+
+    assert [*transformers.trainer.DEFAULT_CALLBACKS], reporter.on_train_begin == before
+    assert within[0][:-1] == before[0]
+    assert within[1] is not before[1]
+    _trainer(tmp_path, torchrepro.hf.Callback()).train()
+    assert _exported(tmp_path) == []
+
+
+def test_a_missing_hook_is_one_line_and_the_explicit_callback_does_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the list of callbacks is another thing the program goes on, and one line says so."""
+    say_once.cache_clear()
+    monkeypatch.setattr(transformers.trainer, "DEFAULT_CALLBACKS", (program.TrainerCallback,))
+    plain = (transformers.trainer_callback.DefaultFlowCallback(), torchrepro.hf.Callback())
+
+    with torchrepro.apply("debug-strict"):
+        monkeypatch.setattr(transformers.trainer, "DEFAULT_CALLBACKS", [])
+        _trainer(tmp_path, *plain).train()
+
+    lines = [line for line in capsys.readouterr().err.splitlines() if "DEFAULT_CALLBACKS" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"torchrepro: transformers {transformers.__version__} has no ")
+    assert len(_exported(tmp_path)) == 1
+
+
+def test_a_checkpoint_saved_without_us_is_said_when_it_is_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The training goes on as Hugging Face does it, and one line says what that means."""
+    _trainer(tmp_path).train()
+    with torchrepro.apply("debug-strict"):
+        capsys.readouterr()
+        _trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+    said = [line for line in capsys.readouterr().err.splitlines() if "checkpoint" in line]
+    assert said == [
+        "torchrepro: transformers: the checkpoint of step 1: generators and loaders do not go on "
+        "from this checkpoint: it was saved without torchrepro"
+    ]
+
+
+def test_rank_0_does_not_pass_its_own_state_off_as_that_of_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint that only a callback asked for holds None for other ranks, and is not resumed.
+
+    To ask the others for their states would wait for them: not all of them need have been asked.
+    """
+
+    class SaveNow(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_save = True
+
+    say_once.cache_clear()
+    with torchrepro.apply("debug-strict"):
+        monkeypatch.setattr(huggingface, "world", lambda: World(2, 0))
+        _trainer(tmp_path, SaveNow(), save_steps=50).train()
+        capsys.readouterr()
+        monkeypatch.undo()
+        _trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+    (entry,) = _exported(tmp_path, 1)
+    assert [state is None for state in entry["ranks"]] == [False, True]
+    assert "it holds the state of rank 0 alone" in capsys.readouterr().err
+
+
+def test_the_profile_is_in_the_reporters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard gets the manifest into the Trainer's own event file, and MLflow its digest."""
+    pytest.importorskip("tensorboard")
+    mlflow = pytest.importorskip("mlflow")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    monkeypatch.chdir(tmp_path)
+    with torchrepro.apply("debug-strict") as applied:
+        _trainer(tmp_path, report_to=["tensorboard", "mlflow"], save_strategy="no").train()
+
+    events = EventAccumulator(str(tmp_path / "board"))
+    events.Reload()
+    assert {"args/text_summary", "torchrepro/manifest/text_summary"} <= {*events.Tags()["tensors"]}
+    (run,) = mlflow.search_runs(output_format="list")
+    assert run.data.tags["torchrepro.digest"] == applied.resolved.digest
+
+
+def test_switches_of_the_trainer_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A switch that sets what the profile sets is said: whether it agrees, and if not, why not."""
+    for variable in WRITTEN_BY_FULL_DETERMINISM:
+        monkeypatch.setenv(variable, "")  # so that it is put back after the test
+        monkeypatch.delenv(variable)
+    with torchrepro.apply("debug-strict", ["guard=none"]):
+        _trainer(tmp_path, full_determinism=True, save_strategy="no").train()
+    with torchrepro.apply("seed-only", ["backends.cuda.matmul_fp32_precision=tf32"]):
+        _trainer(tmp_path, tf32=False, save_strategy="no").train()
+
+    lines = capsys.readouterr().err.splitlines()
+    said = [line.partition("transformers: ")[2] for line in lines if "TrainingArguments(" in line]
+    assert said == [
+        "TrainingArguments(full_determinism=True) agrees with debug-strict",
+        "TrainingArguments(tf32=False) does not agree with seed-only: "
+        "backends.cuda.matmul_fp32_precision is tf32 there, and the switch makes it ieee",
+    ]
+
+
+def test_naming_the_module_imports_nothing_and_its_callback_needs_transformers() -> None:
+    """`torchrepro.hf` is there after a bare import; without transformers an error says what for."""
+    code = (
+        "import sys, torchrepro; torchrepro.hf\n"
+        "print({'torch', 'transformers'} & set(sys.modules))\n"
+        "sys.modules['transformers'] = None\n"
+        "from torchrepro.hf import Callback\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+
+    assert done.stdout == "set()\n"
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: torchrepro.hf.Callback is a callback for the Trainer of ")
