@@ -1,6 +1,7 @@
 """A program of the Hugging Face Trainer as its users write one; nothing in it names torchrepro."""
 
 import logging
+import os
 
 import torch
 from training import Augmented, network, weights
@@ -10,6 +11,7 @@ from transformers.trainer_utils import get_last_checkpoint
 STEPS = 18
 EVERY = 4
 ACCUMULATED = 2
+"""Batches for a step; two processes take half as many, and then one is a step."""
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
@@ -38,12 +40,13 @@ def collated(rows):
 
 
 def train(folder, workers, after_step):
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     resumed_from = get_last_checkpoint(folder)
     arguments = TrainingArguments(
         str(folder),
         num_train_epochs=3,
         per_device_train_batch_size=4,
-        gradient_accumulation_steps=ACCUMULATED,
+        gradient_accumulation_steps=ACCUMULATED // world,
         learning_rate=0.01,
         save_steps=EVERY,
         eval_strategy="steps",
@@ -51,6 +54,8 @@ def train(folder, workers, after_step):
         dataloader_num_workers=workers,
         remove_unused_columns=False,
         use_cpu=True,
+        ddp_backend="gloo" if world > 1 else None,
+        ddp_find_unused_parameters=False,
         report_to=[],
         disable_tqdm=True,
     )

@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 STEPS, FIRST = 18, 6
 """Optimizer steps of every program, and the first one after its first checkpoint."""
 
-PROGRAMS = ("lightning", "fabric", "fabric_loader", "accelerate")
+PROGRAMS = ("lightning", "fabric", "fabric_loader", "accelerate", "huggingface")
 
 
 def _program(name: str) -> Path:
