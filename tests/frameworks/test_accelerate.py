@@ -142,6 +142,14 @@ def _drawn(folder: Path, save_at: int | None, config: dict[str, Any]) -> list[li
     return drawn
 
 
+def _can_skip_all() -> bool:
+    rest = accelerate.skip_first_batches(accelerate.Accelerator().prepare(DataLoader([1])), 1)
+    try:
+        return not list(rest)
+    except UnboundLocalError:  # accelerate 1.1
+        return False
+
+
 MIDDLE, LAST = (17,), (25,)
 """How many things were drawn, validation among them: within an epoch, and at its last batch."""
 
@@ -162,6 +170,8 @@ def test_a_run_goes_on_from_any_batch(config: dict[str, Any], save_at: int, tmp_
     So it is with two loaders over the same data, names that accelerate finds, and a registered
     object.
     """
+    if save_at in LAST and not _can_skip_all():
+        pytest.skip("this accelerate fails where all of an epoch is skipped")
     with torchrepro.apply("debug-strict"):
         whole = _drawn(tmp_path / "whole", None, config)
     with torchrepro.apply("debug-strict"):

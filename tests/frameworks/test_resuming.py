@@ -13,6 +13,10 @@ STEPS, FIRST = 18, 6
 PROGRAMS = ("lightning", "fabric", "fabric_loader", "accelerate", "huggingface")
 
 
+SHARED = ("accelerate",)
+"""Those that take `WORLD_SIZE` processes as a launcher starts them."""
+
+
 def _program(name: str) -> Path:
     return HERE / f"{name}_program.py"
 
@@ -48,3 +52,21 @@ def test_ten_kills(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         for step, resumed in zip(kills, outcome.resumed, strict=True):
             assert (resumed.killed, resumed.resumed_from is not None) == (9, True)
             assert resumed.equal, (step, resumed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARED)
+def test_ten_kills_of_two_processes(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two processes share each step: killed ten times, always the uninterrupted run's weights."""
+    kills = random_steps(STEPS, FIRST, 10)
+    plans = [Plan(0, kills, world=2), Plan(0, kills[:2], profile=None, world=2)]
+
+    found = outcomes(_program(name), tmp_path, plans)
+
+    with capsys.disabled():
+        print(f"\n{table(name, plans, found)}")
+    for step, resumed in zip(kills, found[0].resumed, strict=True):
+        assert (resumed.killed, resumed.resumed_from is not None) == (9, True)
+        assert resumed.equal, (step, resumed)
