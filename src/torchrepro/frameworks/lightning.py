@@ -14,6 +14,7 @@ from functools import cache
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.console import say
 from torchrepro.frameworks.hooking import MissingHookError, in_force, wrap
 from torchrepro.frameworks.loader_state import give_state
 from torchrepro.frameworks.loggers import log_profile, place_of
@@ -121,6 +122,8 @@ class RunState:
             for name in _with_a_state_of_their_own(checkpoint):
                 await_first_batch(name, generators_of(state))
             _put_in(checkpoint, state)
+            if not _goes_on_exactly(trainer):
+                say(f"{where}: Lightning may begin another epoch here; from 2.5.3 on it does not")
             if not _is_within_an_epoch(state):  # else a loader does it, before its first batch
                 self._pending = generators_of(state)
 
@@ -147,6 +150,15 @@ def _epoch_is_over(trainer: Any) -> bool:
     Undocumented (``fit_loop.epoch_loop.batch_progress``), but part of each of its checkpoints.
     """
     return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+
+
+def _goes_on_exactly(trainer: Any) -> bool:
+    """Whether this Lightning goes on with the iterator that it makes as it resumes.
+
+    Before 2.5.3 it makes another one in a later epoch, and before 2.5 it trains once more on the
+    batch after which a checkpoint was saved. What tells them apart is `is_resuming` of its loop.
+    """
+    return hasattr(trainer.fit_loop, "is_resuming")
 
 
 def _fetched_ahead(trainer: Any) -> int:
