@@ -154,12 +154,12 @@ def test_the_profile_is_in_the_reporters(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
     monkeypatch.chdir(tmp_path)
     with torchrepro.apply("debug-strict") as applied:
         _trainer(tmp_path, report_to=["tensorboard", "mlflow"], save_strategy="no").train()
 
-    events = EventAccumulator(str(tmp_path / "board"))
+    (folder,) = {each.parent for each in tmp_path.glob("runs/*/events*")}
+    events = EventAccumulator(str(folder))
     events.Reload()
     assert {"args/text_summary", "torchrepro/manifest/text_summary"} <= {*events.Tags()["tensors"]}
     (run,) = mlflow.search_runs(output_format="list")
