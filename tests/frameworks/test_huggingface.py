@@ -23,7 +23,6 @@ from known_layers import let_torchvision_be_imported
 let_torchvision_be_imported()
 transformers = pytest.importorskip("transformers")
 program = pytest.importorskip("huggingface_program")
-TrainerCallback = transformers.TrainerCallback
 
 WRITTEN_BY_FULL_DETERMINISM = (
     "CUDA_LAUNCH_BLOCKING",
@@ -129,7 +128,7 @@ def test_rank_0_does_not_pass_its_own_state_off_as_that_of_all_ranks(
     To ask the others for their states would wait for them: not all of them need have been asked.
     """
 
-    class SaveNow(TrainerCallback):
+    class SaveNow(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             control.should_save = True
 
@@ -144,6 +143,27 @@ def test_rank_0_does_not_pass_its_own_state_off_as_that_of_all_ranks(
     (entry,) = _exported(tmp_path, 1)
     assert [state is None for state in entry["ranks"]] == [False, True]
     assert "it holds the state of rank 0 alone" in capsys.readouterr().err
+
+
+def test_a_checkpoint_in_the_middle_of_a_step_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The Trainer does that step again, and its dropout has drawn already."""
+
+    class SaveBeforeStep(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            trainer._save_checkpoint(trainer.model, trial=None)
+
+    say_once.cache_clear()
+    with torchrepro.apply("debug-strict"):
+        trainer = _trainer(tmp_path / "between")
+        trainer.train()
+        between = capsys.readouterr().err
+        trainer = _trainer(tmp_path / "within", SaveBeforeStep(), save_strategy="no")
+        trainer.train()
+
+    assert "in the middle of a step" not in between
+    assert "in the middle of a step" in capsys.readouterr().err
 
 
 def test_the_profile_is_in_the_reporters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ from weakref import ref
 from torchrepro.console import say_once
 from torchrepro.frameworks.accelerate_loaders import base_loader
 from torchrepro.frameworks.hooking import MissingHookError, in_force, wrap
-from torchrepro.frameworks.loggers import log_profile
 from torchrepro.frameworks.run_state import (
     KEY,
     begin_interrupted_epochs,
@@ -30,7 +29,6 @@ from torchrepro.frameworks.run_state import (
     state_of_rank,
 )
 from torchrepro.frameworks.switches import Switch, say_switches
-from torchrepro.manifest.destinations import Mlflow, Wandb
 from torchrepro.seeding.loader import bind_loader
 from torchrepro.seeding.loader_places import hand_on, known_loading
 from torchrepro.seeding.ranks import world
@@ -81,10 +79,17 @@ def hook_reporters(module: ModuleType) -> ExitStack:
         return undo.pop_all()
 
 
+def _active_in(name: str) -> Any:
+    """Return the place that is active in the tool `name`, or None."""
+    from torchrepro.manifest.destinations import DESTINATIONS
+
+    return next(each for each in DESTINATIONS if each.name == name).active()
+
+
 _REPORTERS: Mapping[str, Callable[[Any], Any]] = {
     "TensorBoardCallback": lambda reporter: reporter.tb_writer,
-    "WandbCallback": lambda _: Wandb().active(),
-    "MLflowCallback": lambda _: Mlflow().active(),
+    "WandbCallback": lambda _: _active_in("wandb"),
+    "MLflowCallback": lambda _: _active_in("mlflow"),
 }
 """Class of a reporter -> what gives the place that it writes to, or None."""
 
@@ -92,6 +97,8 @@ _REPORTERS: Mapping[str, Callable[[Any], Any]] = {
 def _beginning(place: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def wrapping(original: Any) -> Any:
         def on_train_begin(self: Any, args: Any, state: Any, *rest: Any, **kwargs: Any) -> Any:
+            from torchrepro.frameworks.loggers import log_profile
+
             result = original(self, args, state, *rest, **kwargs)
             if state.is_world_process_zero:
                 log_profile(_FRAMEWORK, filter(None, [place(self)]))
@@ -138,6 +145,7 @@ class RunState:
         self._saves = False
         self._all_ranks: list[dict[str, Any]] = []
         self._pending: Callable[[], None] | None = None
+        self._within_step = False
 
     def state(self) -> dict[str, Any]:
         """Return what the Trainer writes with a checkpoint; it asks for it on rank 0 alone."""
@@ -148,6 +156,11 @@ class RunState:
 
     def _states(self) -> list[Any]:
         """Return the states of all ranks without asking them: None for one that is not known."""
+        if self._within_step:
+            say_once(
+                f"{_FRAMEWORK}: a checkpoint is saved in the middle of a step; a run that goes on "
+                "from it does that step again with other random numbers"
+            )
         size = world().size
         if size > 1 and not self._all_ranks:
             say_once(
@@ -171,6 +184,7 @@ class RunState:
         self._attends = _takes_charge(self, control)
         self._loader = base_loader(train_dataloader)
         self._saves, self._all_ranks, self._pending = False, [], None
+        self._within_step = False
         if not self._attends or in_force() is None:
             return
         if state.is_world_process_zero:
@@ -197,8 +211,15 @@ class RunState:
             self._pending()
             self._pending = None
 
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
+        """Note that the step has drawn numbers: the Trainer's JIT checkpoints may be saved here."""
+        self._within_step = True
+
+    on_pre_optimizer_step = on_substep_end
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Ask all ranks for their states where this step is followed by a checkpoint."""
+        self._within_step = False
         self._gather_if_saved("on_step_end", args, state)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
