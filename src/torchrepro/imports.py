@@ -55,6 +55,28 @@ def installed_version(distribution: str) -> str | None:
     return found
 
 
+def when_imported(module: ModuleType, call: Callable[[], None]) -> None:
+    """Call `call` now, or where `module` is just being imported, once that has ended.
+
+    Python keeps that in an attribute of the module's spec (`_initializing`), which is not public.
+    Without it this is now. An import that fails calls as well.
+    """
+    spec: Any = module.__spec__
+    if not getattr(spec, "_initializing", False):
+        call()
+        return
+    original = type(spec)
+
+    class Ending(original):  # type: ignore[misc, valid-type]  # what Python has made
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if name == "_initializing" and not value:
+                self.__class__ = original
+                call()
+
+    spec.__class__ = Ending
+
+
 class AfterImport:
     """Calls back once each of some modules has been imported.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pkgutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -306,3 +307,22 @@ def test_trackers_get_the_profile(tmp_path: Path) -> None:
     events.Reload()
 
     assert any("repro" in tag for tag in events.Tags()["tensors"])
+
+
+def test_a_program_that_imports_accelerate_before_torch_is_hooked(
+    clean_environment: dict[str, str],
+) -> None:
+    """Under `run` the profile is put in force in the midst of that import, which is waited for."""
+    program = "import accelerate; print(hasattr(accelerate.Accelerator.__init__, '__wrapped__'))"
+    run = (sys.executable, "-m", "torchrepro", "run", "debug-strict", "--")
+    done = subprocess.run(
+        [*run, sys.executable, "-c", program],
+        env=clean_environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+    assert done.stdout == "True\n", done.stderr
+    assert "has no" not in done.stderr

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torchrepro.console import say_once
 from torchrepro.frameworks.hooking import MissingHookError, in_force, profiles
-from torchrepro.imports import AfterImport, named
+from torchrepro.imports import AfterImport, named, when_imported
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +45,8 @@ def hook_frameworks(profile: InForce) -> Callable[[], None]:
     if len(profiles) == 1:
         _finder.watch()
         for module in filter(sys.modules.__contains__, HOOKS):
-            _hook(module)
+            # Under `torchrepro run` this may be the framework's own import of torch.
+            when_imported(sys.modules[module], partial(_hook, module))
     return partial(_unhook, profile)
 
 
@@ -59,7 +60,7 @@ def _unhook(profile: InForce) -> None:
 
 
 def _hook(module: str) -> None:
-    if in_force() is None or module in _hooked:
+    if in_force() is None or module in _hooked or module not in sys.modules:
         return
     try:
         _hooked[module] = named(HOOKS[module])(sys.modules[module])
