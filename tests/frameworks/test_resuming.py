@@ -10,10 +10,10 @@ HERE = Path(__file__).parent
 STEPS, FIRST = 18, 6
 """Optimizer steps of every program, and the first one after its first checkpoint."""
 
-ONLY_WITH_US = frozenset({"fabric_loader"})
-"""Programs that nothing but torchrepro makes possible: their loader has no state otherwise."""
+ONLY_WITH_US = frozenset({"fabric_loader", "own_loop"})
+"""Programs that need torchrepro: one for the state of its loader, one for `Checkpoint`."""
 
-PROGRAMS = ("lightning", "fabric", "fabric_loader", "accelerate", "huggingface")
+PROGRAMS = ("lightning", "fabric", "fabric_loader", "accelerate", "huggingface", "own_loop")
 
 SHARED = ("lightning", "fabric", "accelerate")
 """Those that take `WORLD_SIZE` processes as a launcher starts them."""
@@ -25,7 +25,7 @@ def _program(name: str) -> Path:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_killed_run_goes_on_as_the_uninterrupted_one(name: str, tmp_path: Path) -> None:
-    """Without a line of the program: killed in mid-epoch, resumed, the weights are the same."""
+    """Killed in mid-epoch and started again, a program comes to the weights of a whole run."""
     plan = Plan(workers=0, kills=random_steps(STEPS, FIRST, 1))
 
     (outcome,) = outcomes(_program(name), tmp_path, [plan])

@@ -1,0 +1,30 @@
+"""A loop of its author's own, resumed by `torchrepro.Checkpoint`."""
+
+import torch
+from training import Augmented, network, weights
+
+import torchrepro
+
+STEPS = 18
+EVERY = 5
+ACCUMULATED = 2
+
+
+def train(folder, workers, after_step):
+    loader = torch.utils.data.DataLoader(
+        Augmented(), batch_size=4, shuffle=True, num_workers=workers
+    )
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    checkpoint = torchrepro.Checkpoint(folder / "kept", model=model, optimizer=optimizer)
+    resumed_from = checkpoint.folder if checkpoint.step else None
+    for _ in checkpoint.epochs(3):
+        for batch in checkpoint.batches(loader):
+            model(batch).square().mean().backward()
+            if checkpoint.step % ACCUMULATED == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpoint.save(every=EVERY * ACCUMULATED)
+                after_step(checkpoint.step // ACCUMULATED)
+    assert checkpoint.step == STEPS * ACCUMULATED
+    return weights(model), resumed_from
