@@ -5,6 +5,7 @@ import re
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from training import Augmented, network, weights
 
 STEPS = 18
@@ -14,9 +15,13 @@ ACCUMULATED = 2
 """Batches for a step; two processes take half as many, and then one is a step."""
 
 
-def train(folder, workers, after_step):
+def train(folder, workers, after_step, **loading):
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED // world)
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=ACCUMULATED // world,
+        dataloader_config=DataLoaderConfiguration(**loading),
+    )
     loader, validation = (
         torch.utils.data.DataLoader(Augmented(), batch_size=4, shuffle=shuffle, num_workers=workers)
         for shuffle in (True, False)

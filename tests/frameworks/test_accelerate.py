@@ -47,7 +47,9 @@ def _loader(kind: str, workers: int) -> Any:
 
 def _epochs(kind: str, workers: int, *, dispatched: bool, skipped: int) -> list[torch.Tensor]:
     """Return three epochs of a prepared loader, the second without its first `skipped` batches."""
-    config = accelerate.utils.DataLoaderConfiguration(dispatch_batches=dispatched)
+    config = accelerate.utils.DataLoaderConfiguration(
+        dispatch_batches=dispatched, use_seedable_sampler=kind == "seedable"
+    )
     with torchrepro.apply("debug-strict"):
         accelerator = accelerate.Accelerator(dataloader_config=config)
         loader = accelerator.prepare(_loader(kind, workers))
@@ -58,7 +60,7 @@ def _epochs(kind: str, workers: int, *, dispatched: bool, skipped: int) -> list[
 
 @pytest.mark.parametrize("dispatched", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("kind", ["shuffled", "read", "named"])
+@pytest.mark.parametrize("kind", ["shuffled", "seedable", "read", "named"])
 def test_skipped_batches_are_left_out_of_the_epoch_that_they_belong_to(
     kind: str, workers: int, dispatched: bool
 ) -> None:

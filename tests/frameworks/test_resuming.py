@@ -15,7 +15,7 @@ ONLY_WITH_US = frozenset({"fabric_loader", "own_loop"})
 
 PROGRAMS = ("lightning", "fabric", "fabric_loader", "accelerate", "huggingface", "own_loop")
 
-SHARED = ("lightning", "fabric", "accelerate")
+SHARED = ("lightning", "fabric", "accelerate", "accelerate_dispatched")
 """Those that take `WORLD_SIZE` processes as a launcher starts them."""
 
 
