@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import say
 from torchrepro.frameworks.hooking import in_force
-from torchrepro.manifest.contents import manifest
-from torchrepro.manifest.destinations import Entry, destination_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,6 +17,10 @@ def log_profile(framework: str, places: Iterable[Any]) -> None:
     A place is a run of MLflow or wandb, a SummaryWriter, or a path to a folder; what is none is
     left out. One that refuses is said on standard error, and the program goes on.
     """
+    # A framework is imported as fast with a profile as without: this is loaded when it is used.
+    from torchrepro.manifest.contents import manifest
+    from torchrepro.manifest.destinations import Entry, destination_of
+
     profile = in_force()
     known = [(destination_of(place), place) for place in places]
     if profile is None or not any(destination for destination, _ in known):
@@ -36,6 +38,8 @@ def log_profile(framework: str, places: Iterable[Any]) -> None:
 
 def place_of(logger: Any) -> Any:
     """Return what a logger of Lightning writes to: a run, a SummaryWriter, a folder of files."""
+    from torchrepro.manifest.destinations import destination_of
+
     experiment = logger.experiment
     if hasattr(experiment, "get_run") and hasattr(logger, "run_id"):
         return experiment.get_run(logger.run_id)  # MLflow's client has the run under its id
