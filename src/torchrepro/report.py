@@ -702,8 +702,11 @@ def for_hardware(names: Sequence[str]) -> str:
 
 def _effects_parts(report: Report) -> tuple[Part, ...]:
     effects = (_effects_table(report.effects),) if report.effects else ()
-    unseen = (f"torch's deterministic flag cannot see: {some(report.unseen)}",)
-    return *effects, *(unseen if report.unseen else ())
+    return *effects, *((_unseen_line(report),) if report.unseen else ())
+
+
+def _unseen_line(report: Report) -> str:
+    return f"torch's deterministic flag cannot see: {some(report.unseen)}"
 
 
 def unseeded_lines(report: Report) -> list[str]:
@@ -853,5 +856,8 @@ def announce_effects(report: Report) -> None:
         return
     if not (report.effects or report.unseen):
         return
-    title = f"torchrepro: {report.profile}, what its policies did:"
-    show_aside(title, *_effects_parts(report))
+    if report.effects:
+        title = f"torchrepro: {report.profile}, what its policies did:"
+        show_aside(title, *_effects_parts(report))
+    else:
+        note(_unseen_line(report))

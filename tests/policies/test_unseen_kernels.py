@@ -4,12 +4,15 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import torchrepro
 from torchrepro.policies.deterministic_ops import unseen_kernels
+from torchrepro.report import announce_effects
 
 OF_TORCH = (  # modules of torch that register ops when they are imported
     "torch._inductor.compile_fx",
@@ -125,3 +128,14 @@ def test_triton_kernels_of_a_program_are_named_once(
         del sys.modules["kernels_of_a_test"]
 
     assert found == {"kernels_of_a_test.add (Triton)"}
+
+
+def test_where_no_policy_did_anything_none_is_said_to_have(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Custom ops alone are one line of ours, which claims no work of a policy."""
+    announce_effects(replace(torchrepro.plan("seed-only").report, unseen=("mylab::foo",)))
+
+    assert capsys.readouterr().err == (
+        "torchrepro: torch's deterministic flag cannot see: mylab::foo\n"
+    )
