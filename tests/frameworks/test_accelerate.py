@@ -231,7 +231,7 @@ def test_only_an_accelerator_can_be_attached() -> None:
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (None, "it was saved without torchrepro"),
+        (None, "it was saved without torchrepro, or without a profile"),
         ('{"format": 1', "damaged"),
         (
             '{"format": 1, "size": 2, "rank": 0, "ranks": [{}]}',

@@ -135,3 +135,49 @@ fabric.setup(torch.nn.Linear(2, 2))
 
     assert len(manifests) == 2
     assert {each["digest"] for each in manifests} == {torchrepro.load("debug-strict").digest}
+
+
+UNUSUAL = f"""{START}
+import pickle, warnings, torchrepro
+warnings.filterwarnings("ignore")
+import lightning, lightning_program as program
+from lightning.pytorch.loggers.logger import Logger
+
+class Bare(Logger):
+    name, version = "bare", 0
+    def log_metrics(self, metrics, step=None): pass
+    def log_hyperparams(self, *params): pass
+
+class Own:
+    def __init__(self, loader): self.loader = loader
+    def __iter__(self): return iter(self.loader)
+    def __len__(self): return len(self.loader)
+    def state_dict(self): return 7
+    def load_state_dict(self, state): assert state == 7
+
+torchrepro.apply("debug-strict")
+loader = Own(torch.utils.data.DataLoader(program.Augmented(), batch_size=8))
+trainer = lightning.Trainer(max_steps=1, accelerator="cpu", logger=Bare(),
+                            default_root_dir=sys.argv[1])
+assert [pickle.loads(pickle.dumps(each)) for each in trainer.callbacks if "RunState" in str(each)]
+trainer.fit(program.Model(), loader)
+trainer.save_checkpoint(sys.argv[1] + "/own.ckpt")
+fabric = lightning.Fabric(accelerator="cpu")
+torch.save([1, 2], sys.argv[1] + "/list.pt")
+assert fabric.load(sys.argv[1] + "/list.pt") == [1, 2]
+model, teacher = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+fabric.save(sys.argv[1] + "/best.pt", {{"model": model}})
+drawn = torch.rand(2)
+before = torch.get_rng_state()
+assert fabric.load(sys.argv[1] + "/best.pt", {{"model": teacher}}) == {{}}
+assert torch.equal(before, torch.get_rng_state())
+"""
+
+
+@pytest.mark.slow
+def test_what_is_unusual_trains_as_without_a_profile(tmp_path: Path) -> None:
+    """Odd loggers and loaders, pickled callbacks, plain files and a teacher's weights: as ever."""
+    done = _python(UNUSUAL, str(tmp_path))
+
+    assert done.returncode == 0, done.stderr
+    assert "failed" not in done.stderr

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -23,12 +24,12 @@ from torchrepro.frameworks.run_state import (
     generators_of,
     own_state,
     put_back,
+    ranks,
     say_not_resumed,
     state_of_rank,
 )
 from torchrepro.frameworks.switches import Switch, say_switches
 from torchrepro.messages import Problem, shown
-from torchrepro.seeding.ranks import world
 from torchrepro.seeding.state import write_whole
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def _logging(original: Any) -> Any:
     def init_trackers(self: Any, *args: Any, **kwargs: Any) -> Any:
         returned = original(self, *args, **kwargs)
         if self.is_main_process:
-            log_profile("accelerate", [tracker.tracker for tracker in self.trackers])
+            log_profile("accelerate", self.trackers, attrgetter("tracker"))
         return returned
 
     return init_trackers
@@ -135,7 +136,7 @@ class _Hooks:
         """Write the state of this rank, whole, before accelerate writes its own files."""
         if in_force() is None:
             return
-        here = world()
+        here = ranks()
         state = state_of_rank() | {"loaders": saved_loaders(_prepared(self.accelerator))}
         entry = checkpoint_entry([state]) | here._asdict()
         write_whole(Path(folder, _FILE.format(here.rank)), json.dumps(entry).encode())
@@ -148,7 +149,7 @@ class _Hooks:
         try:
             entry = _read(Path(folder))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            say_not_resumed(where, f"{_FILE} is damaged: {error}")
+            say_not_resumed(where, f"{_FILE.format(ranks().rank)} is damaged: {error}")
             return
         state = own_state(entry, where)
         if state is not None and put_back(state, where):
@@ -168,11 +169,11 @@ def _prepared(accelerator: Any) -> list[Any]:
 
 def _read(folder: Path) -> Mapping[str, Any] | None:
     """Return what `_Hooks.save` of all ranks wrote, as far as this rank needs to know it."""
-    own = folder / _FILE.format(world().rank)
+    own = folder / _FILE.format(ranks().rank)
     there = own if own.exists() else next(folder.glob(_FILE.format("*")), None)
     if there is None:
         return None
     entry: dict[str, Any] = json.loads(there.read_text(encoding="utf-8"))
-    ranks = [None] * entry["size"]
-    (ranks[entry["rank"]],) = entry["ranks"]
-    return entry | {"ranks": ranks}
+    states = [None] * entry["size"]
+    (states[entry["rank"]],) = entry["ranks"]
+    return entry | {"ranks": states}

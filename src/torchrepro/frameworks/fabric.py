@@ -10,9 +10,9 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.frameworks.hooking import MissingHookError, in_force, wrap
+from torchrepro.frameworks.hooking import MissingHookError, going_on_without, in_force, wrap
 from torchrepro.frameworks.loader_state import give_state, go_on, loaded_states
-from torchrepro.frameworks.loggers import log_profile, place_of
+from torchrepro.frameworks.loggers import log_profile, place_of_lightning
 from torchrepro.frameworks.run_state import (
     KEY,
     begin_interrupted_epochs,
@@ -42,7 +42,7 @@ class ProfileLogged:
     def on_after_setup(self, fabric: Any, module: Any) -> None:
         """Write it; Fabric calls this by itself."""
         if not self._is_done and fabric.is_global_zero:
-            log_profile("fabric", map(place_of, fabric.loggers))
+            log_profile("fabric", fabric.loggers, place_of_lightning)
         self._is_done = True
 
 
@@ -63,21 +63,35 @@ def hook_fabric(module: ModuleType) -> ExitStack:
 
 def _saving(original: Any) -> Any:
     def save(self: Any, path: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-        entry = checkpoint_entry(of_all_ranks(state_of_rank()))
-        return original(self, path, {**state, KEY: entry}, *args, **kwargs)
+        if in_force() is not None and isinstance(state, dict):
+            with going_on_without("fabric", "the state of the run in a checkpoint"):
+                state = {**state, KEY: checkpoint_entry(of_all_ranks(state_of_rank()))}
+        return original(self, path, state, *args, **kwargs)
 
     return save
 
 
 def _loading(original: Any) -> Any:
-    def load(self: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+    def load(self: Any, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
         with loaded_states() as loaders:
-            rest = original(self, path, *args, **kwargs)
-            entry = rest.pop(KEY, None)
-            _go_on(entry, f"fabric: {path}", loaders)
+            rest = original(self, path, state, *args, **kwargs)
+            entry = rest.pop(KEY, None) if isinstance(rest, dict) else None
+            if in_force() is not None and _resumes(state):
+                with going_on_without("fabric", f"going on from {path}"):
+                    _go_on(entry, f"fabric: {path}", loaders)
         return rest
 
     return load
+
+
+def _resumes(state: Any) -> bool:
+    """Whether a program that loads into `state` goes on with a training.
+
+    It then loads an optimizer as well. Weights alone are those of a teacher, of the best model, of
+    what is fine-tuned.
+    """
+    parts = state.values() if isinstance(state, dict) else ()
+    return any(hasattr(part, "param_groups") for part in parts)
 
 
 def _go_on(entry: Any, where: str, loaders: list[Any]) -> None:

@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchrepro.console import say
+from torchrepro.errors import TorchreproError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import ExitStack
@@ -33,6 +36,21 @@ profiles: list[InForce] = []
 def in_force() -> InForce | None:
     """Return the innermost profile in force, or None."""
     return profiles[-1] if profiles else None
+
+
+@contextmanager
+def going_on_without(framework: str, what: str) -> Iterator[None]:
+    """Say that `what` failed within the block, and let the program of the framework go on.
+
+    An error that torchrepro itself has to say is raised.
+    """
+    try:
+        yield
+    except (TorchreproError, MissingHookError):
+        raise
+    except Exception as error:  # noqa: BLE001 - a program is not ended by what it did not ask for
+        why = str(error).strip().partition("\n")[0]
+        say(f"{framework}: {what} failed, and is left out: {type(error).__name__}: {why}")
 
 
 def wrap(undo: ExitStack, owner: Any, name: str, wrapping: Callable[[Any], Any]) -> None:

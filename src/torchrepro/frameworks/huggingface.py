@@ -25,13 +25,13 @@ from torchrepro.frameworks.run_state import (
     of_all_ranks,
     own_state,
     put_back,
+    ranks,
     say_not_resumed,
     state_of_rank,
 )
 from torchrepro.frameworks.switches import Switch, say_switches
 from torchrepro.seeding.loader import bind_loader
 from torchrepro.seeding.loader_places import hand_on, known_loading
-from torchrepro.seeding.ranks import world
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -101,7 +101,7 @@ def _beginning(place: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
             result = original(self, args, state, *rest, **kwargs)
             if state.is_world_process_zero:
-                log_profile(_FRAMEWORK, filter(None, [place(self)]))
+                log_profile(_FRAMEWORK, [self], place)
             return result
 
         return on_train_begin
@@ -161,7 +161,7 @@ class RunState:
                 f"{_FRAMEWORK}: a checkpoint is saved in the middle of a step; a run that goes on "
                 "from it does that step again with other random numbers"
             )
-        size = world().size
+        size = ranks().size
         if size > 1 and not self._all_ranks:
             say_once(
                 f"{_FRAMEWORK}: a checkpoint holds the state of rank 0 alone, because a callback "
@@ -233,7 +233,7 @@ class RunState:
         it may want on one rank only, which would then wait for the others forever.
         """
         self._all_ranks = []
-        if not self._attends or in_force() is None or world().size == 1:
+        if not self._attends or in_force() is None or ranks().size == 1:
             return
         callbacks: Any = import_module("transformers.trainer_callback")
         asked = callbacks.TrainerControl()

@@ -11,7 +11,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from torchrepro.console import say_once
-from torchrepro.frameworks.hooking import MissingHookError, in_force, profiles
+from torchrepro.frameworks.hooking import (
+    MissingHookError,
+    going_on_without,
+    in_force,
+    profiles,
+)
 from torchrepro.imports import AfterImport, named, when_imported
 
 if TYPE_CHECKING:
@@ -62,10 +67,11 @@ def _unhook(profile: InForce) -> None:
 def _hook(module: str) -> None:
     if in_force() is None or module in _hooked or module not in sys.modules:
         return
+    framework = module.partition(".")[0]
     try:
-        _hooked[module] = named(HOOKS[module])(sys.modules[module])
+        with going_on_without(framework, f"hooking into {module}"):
+            _hooked[module] = named(HOOKS[module])(sys.modules[module])
     except MissingHookError as missing:
-        framework = module.partition(".")[0]
         version = getattr(sys.modules.get(framework), "__version__", "")
         say_once(
             f"{framework} {version} has no {missing}: a run that goes on from its checkpoint may "

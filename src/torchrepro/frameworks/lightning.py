@@ -8,21 +8,23 @@ Lightning resumes those loaders that have `state_dict` and `load_state_dict`.
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from functools import cache
+from importlib import import_module
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import say
-from torchrepro.frameworks.hooking import MissingHookError, in_force, wrap
+from torchrepro.frameworks.hooking import MissingHookError, going_on_without, in_force, wrap
 from torchrepro.frameworks.loader_state import give_state
-from torchrepro.frameworks.loggers import log_profile, place_of
+from torchrepro.frameworks.loggers import log_profile, place_of_lightning
 from torchrepro.frameworks.run_state import (
     KEY,
     checkpoint_entry,
     generators_of,
     of_all_ranks,
+    of_this_rank_alone,
     own_state,
     put_back,
     state_of_rank,
@@ -35,13 +37,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import ModuleType
 
+FRAMEWORK = "lightning"
+
+PACKAGES = {
+    "lightning.pytorch": "LightningRunState",
+    "pytorch_lightning": "PytorchLightningRunState",
+}
+"""Package with a `Trainer` -> our callback for it, by which pickle finds it in this module."""
+
 _LOADERS = "combined_loader"
 """Under this name Lightning's checkpoint lists the states of loaders that have one."""
 
 
 def callbacks(package: str) -> list[Any]:
     """Return the callback that a `Trainer` of `package` gets; none without a profile."""
-    return [] if in_force() is None else [_callback_class(package)()]
+    return [] if in_force() is None else [_callback_class(PACKAGES[package])()]
 
 
 def hook_trainer(module: ModuleType) -> ExitStack:
@@ -76,26 +86,26 @@ def _saying_switches(original: Any) -> Any:
     parameters = signature(original)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it stands for that
+        given: dict[str, Any] = {}
         with suppress(TypeError):  # the Trainer itself says which argument is wrong
             given = parameters.bind(self, *args, **kwargs).arguments
+        with going_on_without(FRAMEWORK, "reading the switches of a Trainer"):
             found = [
                 Switch(f"Trainer({name}={value!r})", knob, becomes)
                 for name, value, knob, becomes in SWITCHES
                 if type(given.get(name)) is type(value) and given[name] == value
             ]
-            say_switches("lightning", found)
+            say_switches(FRAMEWORK, found)
         original(self, *args, **kwargs)
 
     return __init__
 
 
-class RunState:
+class TrainerHooks:
     """Puts the state of the run into the checkpoints of a `Trainer`, and takes it up again.
 
     The hooks of a callback; `_callback_class` makes it one of the package that asks.
     """
-
-    framework = "lightning"
 
     def __init__(self) -> None:
         self._pending: Callable[[], None] | None = None
@@ -103,29 +113,38 @@ class RunState:
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Write the profile to the loggers."""
         if trainer.is_global_zero:
-            log_profile(self.framework, map(place_of, trainer.loggers))
+            log_profile(FRAMEWORK, trainer.loggers, place_of_lightning)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
-        """Add the state of every rank; Lightning calls it on all of them."""
+        """Add the state of every rank; Lightning calls it on all of them.
+
+        But after an error it may be this rank alone that saves: nobody else is asked then.
+        """
         if in_force() is not None:
-            state = state_of_rank()
-            state["loaders"] = _taken_out(checkpoint, trainer)
-            checkpoint[KEY] = checkpoint_entry(of_all_ranks(state))
+            with going_on_without(FRAMEWORK, "the state of the run in a checkpoint"):
+                state = state_of_rank()
+                state["loaders"] = _taken_out(checkpoint, trainer)
+                states = of_this_rank_alone if trainer.interrupted else of_all_ranks
+                checkpoint[KEY] = checkpoint_entry(states(state))
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
         """Put back the state of this rank, and hand its loaders' places to Lightning."""
         if in_force() is None or trainer.state.fn != "fit":
             return
-        where = f"{self.framework}: {trainer.ckpt_path or 'the checkpoint'}"
-        state = own_state(checkpoint.get(KEY), where)
-        if state is not None and put_back(state, where):
-            for name in _with_a_state_of_their_own(checkpoint):
-                await_first_batch(name, generators_of(state))
-            _put_in(checkpoint, state)
-            if not _goes_on_exactly(trainer):
-                say(f"{where}: Lightning may begin another epoch here; from 2.5.3 on it does not")
-            if not _is_within_an_epoch(state):  # else a loader does it, before its first batch
-                self._pending = generators_of(state)
+        where = f"{FRAMEWORK}: {trainer.ckpt_path or 'the checkpoint'}"
+        with going_on_without(FRAMEWORK, f"going on from {trainer.ckpt_path}"):
+            state = own_state(checkpoint.get(KEY), where)
+            if state is not None and put_back(state, where):
+                self._go_on(trainer, checkpoint, state, where)
+
+    def _go_on(self, trainer: Any, checkpoint: Any, state: Any, where: str) -> None:
+        for name in _with_a_state_of_their_own(checkpoint):
+            await_first_batch(name, generators_of(state))
+        _put_in(checkpoint, state)
+        if not _goes_on_exactly(trainer):
+            say(f"{where}: Lightning may begin another epoch here; from 2.5.3 on it does not")
+        if not _is_within_an_epoch(state):  # else a loader does it, before its first batch
+            self._pending = generators_of(state)
 
     def on_train_epoch_start(self, *_: Any) -> None:
         """Put the generators back once more: what a start-up draws does not count."""
@@ -138,10 +157,19 @@ class RunState:
 
 
 @cache
-def _callback_class(package: str) -> type:
-    """Return `RunState` as a subclass of the `Callback` of `package`."""
-    base = sys.modules[package].Callback
-    return type(RunState.__name__, (RunState, base), {"__doc__": RunState.__doc__})
+def _callback_class(name: str) -> type:
+    """Return `TrainerHooks` as a subclass of the `Callback` of the package that `name` is for."""
+    package = next(package for package, own in PACKAGES.items() if own == name)
+    base = import_module(package).Callback
+    return type(
+        name, (TrainerHooks, base), {"__module__": __name__, "__doc__": TrainerHooks.__doc__}
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name not in PACKAGES.values():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _callback_class(name)
 
 
 def _epoch_is_over(trainer: Any) -> bool:
@@ -178,8 +206,8 @@ def _taken_out(checkpoint: Any, trainer: Any) -> list[Any]:
     """
     fit = checkpoint["loops"]["fit_loop"]["state_dict"]
     states = fit.pop(_LOADERS, [])
-    ours = {number: state[KEY] for number, state in enumerate(states) if KEY in state}
-    others = [state for state in states if KEY not in state]
+    ours = {number: state[KEY] for number, state in enumerate(states) if _has(state, KEY)}
+    others = [state for state in states if not _has(state, KEY)]
     if others:
         fit[_LOADERS] = others
     for saved in filter(None, ours.values()):
@@ -192,10 +220,14 @@ def _taken_out(checkpoint: Any, trainer: Any) -> list[Any]:
     return [[number, saved] for number, saved in ours.items()]
 
 
+def _has(state: Any, key: str) -> bool:
+    return isinstance(state, Mapping) and key in state  # a program's loader may have any state
+
+
 def _with_a_state_of_their_own(checkpoint: Any) -> Iterator[str]:
     """Yield the names of the loaders that Lightning resumes by a state of torchdata's."""
     for state in checkpoint["loops"]["fit_loop"]["state_dict"].get(_LOADERS, ()):
-        if NAME in state:
+        if _has(state, NAME):
             yield state[NAME]
 
 

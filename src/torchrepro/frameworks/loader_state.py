@@ -31,7 +31,9 @@ def give_state() -> ExitStack:
         _given.append(undo)
         for name, method in _METHODS.items():
             if getattr(DataLoader, name, method) is not method:
-                raise MissingHookError("loader without a state of its own")
+                raise MissingHookError(
+                    "use for our state of loaders: torch gives them one of its own"
+                )
             setattr(DataLoader, name, method)
         return undo.pop_all()
 

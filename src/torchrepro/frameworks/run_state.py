@@ -7,18 +7,19 @@ It is made of numbers and texts in lists and dicts. So it can be read by
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torchrepro.console import say
 from torchrepro.errors import SeedingError
 from torchrepro.frameworks.hooking import in_force
 from torchrepro.seeding.loader_places import begin_again, interrupted
-from torchrepro.seeding.ranks import world
+from torchrepro.seeding.ranks import World
 from torchrepro.seeding.state import rng_state, set_generators, set_rng_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
 KEY = "torchrepro"
 """Under this name a checkpoint holds the state of its run."""
@@ -31,17 +32,31 @@ def state_of_rank() -> dict[str, Any]:
     return {"rng": rng_state(), "interrupted": interrupted()}
 
 
-def of_all_ranks(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the states of all ranks in their order; every rank has to call it with its own.
+def ranks() -> World:
+    """Return how many processes write one checkpoint, and which of them this one is.
 
-    One process is all ranks where torch.distributed has no group.
+    Those of torch.distributed's group: a launcher's variables may count processes of which each
+    trains on its own.
     """
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
+        return World()
+    return World(distributed.get_world_size(), distributed.get_rank())
+
+
+def of_all_ranks(state: dict[str, Any]) -> list[Any]:
+    """Return the states of all ranks in their order; every rank has to call it with its own."""
+    states: list[Any] = [None] * ranks().size
+    if len(states) == 1:
         return [state]
-    states: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(states, state)
+    sys.modules["torch.distributed"].all_gather_object(states, state)
     return states
+
+
+def of_this_rank_alone(state: dict[str, Any]) -> list[Any]:
+    """Return the states of all ranks without asking them: None for each but this one."""
+    here = ranks()
+    return [state if rank == here.rank else None for rank in range(here.size)]
 
 
 def checkpoint_entry(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -65,19 +80,33 @@ def own_state(entry: Any, where: str) -> Mapping[str, Any] | None:
 
     None, and one line on standard error, where it has none for this rank.
     """
-    here = world()
-    why = ""
+    here = ranks()
+    why = _why_not(entry, here.size)
+    state = None if why else entry["ranks"][here.rank]
+    if state is None and here.rank == 0:  # it is the same on all ranks
+        say_not_resumed(where, why or "it does not hold the state of every rank")
+    return cast("Mapping[str, Any] | None", state)
+
+
+def _why_not(entry: Any, size: int) -> str:
+    """Return why no process of a run of `size` goes on from `entry`, or nothing."""
     if entry is None:
-        why = "it was saved without torchrepro"
-    elif entry["format"] != FORMAT:
-        why = f"its format is {entry['format']}, and this torchrepro reads {FORMAT}"
-    elif len(entry["ranks"]) != here.size:
-        why = f"it was saved by {len(entry['ranks'])} processes, and now there are {here.size}"
-    if why:
-        say_not_resumed(where, why)
-        return None
-    state: Mapping[str, Any] = entry["ranks"][here.rank]
-    return state
+        return "it was saved without torchrepro, or without a profile"
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("ranks"), list):
+        return "what torchrepro put there is damaged"
+    if entry.get("format") != FORMAT:
+        return f"its format is {entry.get('format')}, and this torchrepro reads {FORMAT}"
+    then = len(entry["ranks"])
+    if then != size:
+        saved = "1 process" if then == 1 else f"{then} processes"
+        return (
+            f"it was saved by {saved}, and now {'there is 1' if size == 1 else f'there are {size}'}"
+        )
+    return ""
+
+
+def _processes(number: int) -> str:
+    return "1 process" if number == 1 else f"{number} processes"
 
 
 def say_not_resumed(where: str, why: str) -> None:
