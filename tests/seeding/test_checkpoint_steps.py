@@ -1,7 +1,7 @@
 """`Checkpoint.steps`: a loop that draws its own batches goes on as if never interrupted."""
 
 import random
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import DataLoader
 
 import torchrepro
 
@@ -104,3 +105,45 @@ def test_steps_within_epochs_are_refused(tmp_path: Path) -> None:
         break
 
     assert list(checkpoint.steps(2)) == [0, 1]
+
+
+def _steps(checkpoint: torchrepro.Checkpoint, count: int) -> None:
+    for _ in checkpoint.steps(count):
+        checkpoint.save()
+
+
+def _batches(checkpoint: torchrepro.Checkpoint, count: int) -> None:
+    loader = DataLoader(torch.arange(2.0), batch_size=1)
+    for _ in checkpoint.epochs(count):
+        for _ in checkpoint.batches(loader):
+            checkpoint.save()
+
+
+def _steps_then_batches(checkpoint: torchrepro.Checkpoint, count: int) -> None:
+    _steps(checkpoint, 1)
+    _batches(checkpoint, count)
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "other"),
+    [
+        (_steps, _batches, "saved in a loop of steps, and this is one of batches"),
+        (_batches, _steps, "saved in a loop of batches, and this is one of steps"),
+        (_steps, _steps, ""),
+        (_steps_then_batches, _steps_then_batches, ""),
+    ],
+)
+def test_a_checkpoint_of_another_loop_is_refused(
+    tmp_path: Path, then: Any, now: Any, other: str
+) -> None:
+    """Steps are no batches: what one loop saved, the other refuses, unless it does not say."""
+    with torchrepro.apply("seed-only"):
+        then(torchrepro.Checkpoint(tmp_path), 1)
+    saved = sorted(tmp_path.glob("step-*/*.pt"))[-1]
+    refused = pytest.raises(torchrepro.SeedingError, match=other) if other else nullcontext()
+    with torchrepro.apply("seed-only"), refused:
+        now(torchrepro.Checkpoint(tmp_path), 9)
+    if other:
+        torch.save({k: v for k, v in torch.load(saved).items() if k != "loop"}, saved)
+        with torchrepro.apply("seed-only"):
+            now(torchrepro.Checkpoint(tmp_path), 9)

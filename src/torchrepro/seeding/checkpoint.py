@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 FORMAT = 1
 _KEPT = 2  # a rank may have written a step that another had not when the run was killed
 _STEP = re.compile(r"step-(\d+)")
+_LOOP_OF_STEPS, _LOOP_OF_BATCHES = (
+    "steps",
+    "batches",
+)  # the loops that say how far the program has come
 
 
 class Checkpoint:
@@ -60,7 +64,8 @@ class Checkpoint:
     a step counts once all ranks have written it. Files are read without pickle
     (``torch.load(weights_only=True)``). If the folder holds a checkpoint, the parts are loaded
     here and the generators at the first batch. Without a folder nothing is kept. Raises
-    `SeedingError` for a damaged checkpoint, one of another world size, or one of other parts.
+    `SeedingError` for a damaged checkpoint, one of another world size, or one of other parts;
+    `steps` and `batches` raise it for a checkpoint that the other loop has saved.
 
     Without a profile it keeps and loads the same. An interrupted epoch then goes on only where its
     loader was made with `dataloader_kwargs` from the same seed of torch. Any other is begun again
@@ -81,6 +86,7 @@ class Checkpoint:
         self._whole_epoch = False
         self._within_epochs = False
         self._counted = False  # whether `batch` or `step` says how far the program has come
+        self._loop = ""  # the last that counted, before the first one that of the checkpoint
         self._first_save = True
         self._loader = ""
         self._loader_seed: int | None = None
@@ -120,6 +126,11 @@ class Checkpoint:
                 )
             )
         self._counted = True
+        if self._waits_for(_LOOP_OF_BATCHES):
+            if self.step < whole("count", count):
+                raise self._of_another_loop(_LOOP_OF_STEPS)
+            return  # done before the batches began, whose place the checkpoint holds
+        self._loop = _LOOP_OF_STEPS
         self._restore_generators()
         while self.step < whole("count", count):
             self.step += 1
@@ -135,6 +146,9 @@ class Checkpoint:
         generator of its own: such a loader would load other batches than before. Without a profile
         the epoch of a loader that is not seeded is begun again.
         """
+        if self._waits_for(_LOOP_OF_STEPS):
+            raise self._of_another_loop(_LOOP_OF_BATCHES)
+        self._loop = _LOOP_OF_BATCHES
         if self.folder is not None:
             loading = loading_of(loader)
             if loading is not None or seeds_loaders():
@@ -172,6 +186,19 @@ class Checkpoint:
         if self._loading is not None and self._given_seeds and (self.batch or not reseeded):
             self._loading.go_on_with(self._given_seeds[0])
         self._given_seeds.clear()
+
+    def _waits_for(self, loop: str) -> bool:
+        """Whether only `loop` can take up the checkpoint, which nothing has taken up yet."""
+        return self._rng is not None and self._loop == loop
+
+    def _of_another_loop(self, loop: str) -> SeedingError:
+        return SeedingError(
+            Problem(
+                f"the checkpoint was saved in a loop of {self._loop}, and this is one of {loop}",
+                str(self.folder),
+                todo="loop as the program did then, or name another folder to begin anew",
+            )
+        )
 
     def _restore_generators(self) -> None:
         if self._rng is not None:
@@ -216,6 +243,7 @@ class Checkpoint:
                 "epoch": self.epoch + self._whole_epoch,
                 "batch": 0 if self._whole_epoch else self.batch,
                 "step": self.step,
+                "loop": self._loop,
                 "loader": self._loader,
                 "loader_seed": self._loader_seed,
                 "given_seed": self._seed_to_go_on_with(),
@@ -277,6 +305,7 @@ class Checkpoint:
         for name, part in self.parts.items():
             part.load_state_dict(parts[name])
         self.epoch, self.batch, self.step, self._loader = place
+        self._loop = saved.get("loop", "")  # until 0.2.0 a checkpoint did not say
         self._loader_seed = saved.get("loader_seed")  # 0.2.0 only saved under a profile
         self._given_seeds = [saved["given_seed"]] if "given_seed" in saved else []
         self._own_seed = streams.current_plan().own_seed()
