@@ -267,14 +267,15 @@ def profile_of_then(name: Any, overrides: Sequence[str] = ()) -> ResolvedProfile
 def named_then(name: str) -> ResolvedProfile | None:
     """Return the profile that `name` meant in the run that is repeated here, or None.
 
-    Below `torchrepro run` every name that was accepted then meant the profile of that run.
+    Below `torchrepro run` every name that was accepted then meant the profile of that run. Any
+    other name is one that nobody gave then: it means what its files say.
     """
     its = _repeated()
     if its is None:
         return None
     outer = inherited()
     if outer is not None:
-        return outer
+        return outer if name in its["named"] else None
     return ResolvedProfile.from_json(its["profile"]) if its["asked"][:1] == [name] else None
 
 

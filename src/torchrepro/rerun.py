@@ -41,7 +41,7 @@ from torchrepro.process_state import REPEATED, changed_files
 from torchrepro.profile.compose import compose_document
 from torchrepro.profile.composition import Origin
 from torchrepro.profile.document import Document
-from torchrepro.profile.load import resolve, validate
+from torchrepro.profile.load import SECTION, resolve, validate
 from torchrepro.profile.overrides import key_of
 from torchrepro.profile.resolved import ResolvedProfile
 from torchrepro.redaction import HIDDEN, secret_values, shareable, shell_line
@@ -127,8 +127,8 @@ class Rerun:
 
     def _told(self) -> str:
         profile = self.resolved.to_json()
-        its = {"profile": profile, "asked": profile["asked"], "folder": str(self.run)}
-        return json.dumps({**its, "into": str(self.into)})
+        its = {"profile": profile, "asked": profile["asked"], "named": _names(self.started)}
+        return json.dumps({**its, "folder": str(self.run), "into": str(self.into)})
 
     def _recorded(self) -> dict[str, str]:
         """Return what has a run write what the one of then has written, elsewhere."""
@@ -141,6 +141,14 @@ class Rerun:
             request.prepare_folder()
             more[RECORD] = request.to_variable()
         return more
+
+
+def _names(started: Started) -> list[str]:
+    """Return the names by which the run of then was given its profile."""
+    job = started.hydra
+    words = started.command if job is None else job.task
+    in_words = [word.partition("=")[2] for word in words if key_of(word) == SECTION]
+    return [*started.asked[:1], *in_words, *([job.choice] if job and job.choice else [])]
 
 
 def _tuple(value: Any) -> Any:

@@ -28,6 +28,19 @@ if APPLIED:
 sys.exit(5 if FAILS else 0)
 """
 
+READING = """
+import pickle, torch
+from hydra.core.hydra_config import HydraConfig
+
+before = HydraConfig.set_config
+config = pickle.load(open("out/.hydra/config.pickle", "rb"))
+print(
+    config.repro.name,
+    torch.are_deterministic_algorithms_enabled(),
+    HydraConfig.set_config is before,
+)
+"""
+
 
 @pytest.fixture
 def composed(write, fork_python):
@@ -65,6 +78,15 @@ def test_a_pickle_without_its_profile_is_refused(little, tmp_path):
 
     assert (again.returncode, again.tasks) == (3, [])
     assert "torchrepro rerun" in again.stderr
+
+
+@pytest.mark.skipif(not BY_PICKLE, reason="Hydra 1.4 reads no pickle")
+def test_a_program_with_an_option_like_hydras_is_left_alone(little, write, fork_python):
+    """What reads the config of a job for itself gets the config, and no profile."""
+    little("+repro=debug-strict", "hydra.run.dir=out", config=PICKLED)
+    read = fork_python(write({"read.py": READING}), "--exp", "out")
+
+    assert read.stdout == "debug-strict False True\n", read.stderr
 
 
 def test_a_job_under_run_is_run_again_as_protected(little, under):

@@ -81,6 +81,25 @@ def test_a_command_under_run_is_run_again(torchrepro, write, tmp_path):
     assert len(digests) == 1
 
 
+def test_a_name_that_nobody_gave_then_means_what_it_says(little, torchrepro, write, tmp_path):
+    """Below a repeated `run` a name of then is the profile of then; another name has to agree.
+
+    A name of then is one on the command line or in the app's config.
+    """
+    write({"conf/repro/ours.yaml": OURS.format(41)})
+    run = ("run", "./conf/repro/ours.yaml", "--log-to", "a", "--", "python")
+    config = "defaults: [{repro: ours}, _self_]\nhydra: {run: {dir: out}}\n"
+    then = little(run=lambda *words, **options: torchrepro(*run, *words, **options), config=config)
+    write({"conf/repro/ours.yaml": OURS.format(42)})
+    again = torchrepro("rerun", "out")
+    other = torchrepro("rerun", "out", "--", "python", "app.py", "repro=seed-only")
+
+    assert then.tasks == ["task False 41"], then.stderr
+    assert "task False 41" in again.stdout, again.stderr
+    assert (other.returncode, other.stdout) == (3, "")
+    assert "asks for 'seed-only', which differs in" in other.stderr
+
+
 def test_a_profile_in_code_is_that_of_then(torchrepro, run_python, write, tmp_path):
     """`apply` of a file that is gone applies what it held then; the old manifest stays."""
     write({"ours.yaml": OURS.format(31)})

@@ -79,7 +79,19 @@ def _unpickle(content: Mapping[str, Any]) -> _PickledProfile:
 
 
 def _is_rerun() -> bool:
-    return any(map(_is_rerun_option, sys.argv[1:]))
+    """Whether Hydra runs a job again here, rather than a program that has such an option itself.
+
+    Hydra reads its options in the function that `hydra.main` makes, unless it is given a config.
+    """
+    if not any(map(_is_rerun_option, sys.argv[1:])):
+        return False
+    frame = sys._getframe(1)  # noqa: SLF001 - documented, if only for CPython
+    while frame is not None:
+        of_hydra = frame.f_globals.get("__name__") == "hydra.main"
+        if of_hydra and frame.f_locals.get("cfg_passthrough") is None:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _is_rerun_option(word: str) -> bool:
@@ -100,6 +112,7 @@ def _refuse_pickle_without_profile() -> None:
     hand_over = HydraConfig.set_config
 
     def checked(self: HydraConfig, config: DictConfig) -> None:
+        HydraConfig.set_config = hand_over  # type: ignore[method-assign]  # the task's own again
         composed = f"{__package__}.hydra" in sys.modules
         if not composed and _ENTRY not in OmegaConf.get_cache(config.hydra) and _asks(config):
             say(

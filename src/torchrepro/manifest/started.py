@@ -46,6 +46,8 @@ class HydraJob:
     """The number of the job in its sweep."""
     subdir: str
     """The folder in the run's output folder that holds the manifest."""
+    choice: str = ""
+    """The profile that the app's config chose, by its name there; empty if it chose none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,8 @@ def _shown(words: Sequence[str], secrets: tuple[str, ...]) -> tuple[str, ...]:
 def _hydra_job(hydra: DictConfig, secrets: tuple[str, ...]) -> HydraJob:
     from omegaconf import OmegaConf
 
+    from torchrepro.profile.load import SECTION
+
     # Unresolved: an override shows what was written, never what a resolver makes of it.
     written: Any = OmegaConf.to_container(hydra.overrides, resolve=False)
     sweep = getattr(hydra.mode, "name", str(hydra.mode)) == "MULTIRUN"
@@ -149,6 +153,7 @@ def _hydra_job(hydra: DictConfig, secrets: tuple[str, ...]) -> HydraJob:
         sweep,
         number if isinstance(number, int) else None,
         hydra.output_subdir or ".hydra",
+        _shown([str((hydra.runtime.get("choices") or {}).get(SECTION) or "")], secrets)[0],
     )
 
 
@@ -189,7 +194,8 @@ def _job_in(its: Mapping[str, Any]) -> HydraJob:
     if number is not None and type(number) is not int:
         raise TypeError(number)
     task, own, subdir = _texts(its["task"]), _texts(its["own"]), _text(its["subdir"])
-    return HydraJob(task, own, bool(its["sweep"]), number, subdir)
+    choice = _text(its.get("choice", ""))
+    return HydraJob(task, own, bool(its["sweep"]), number, subdir, choice)
 
 
 def _text(value: Any) -> str:
