@@ -44,6 +44,29 @@ def test_a_call_of_the_program_is_named_when_runs_differ(
     assert torchrepro("diff", manifests[0], manifests[0]).returncode == 0
 
 
+BEHIND_WRAPPERS = """
+import sys, torch, torchrepro
+from accelerate.utils import set_seed
+with torchrepro.apply("debug-strict") as applied:
+    import torch._dynamo
+    torch.manual_seed(3)
+    set_seed(7)
+print(*applied.seeding_calls, sep="\\n")
+"""
+
+
+def test_a_call_behind_a_wrapper_is_recorded_at_the_line_of_the_program(run_python, write):
+    """torch.compile wraps `torch.manual_seed`, and torchrepro `set_seed`: neither hides a call."""
+    file = write({"behind.py": BEHIND_WRAPPERS})
+    ran = run_python(file)
+
+    said = ran.stdout.splitlines()
+    assert f"torch.manual_seed(3) at {file}:6" in said
+    for function in ("random.seed", "numpy.random.seed", "torch.manual_seed"):
+        assert f"{function}(7) at {file}:7" in said
+    assert all(line.split(" at ")[1].startswith(str(file)) for line in said)
+
+
 DRAWS = """
 import numpy as np, torch
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.callers import package, place
+from torchrepro.callers import package, program_place
 from torchrepro.messages import shown
 from torchrepro.policies.policy import count
 from torchrepro.seeding.call_listeners import is_listening, listen, stop_listening
@@ -39,6 +39,7 @@ DEVICES = ("torch.cuda", "torch.npu", "torch.xpu", "torch.mps")
 """Modules whose functions seed nothing but generators of a device."""
 
 _OWN = ("torchrepro", "torch")  # their calls are not calls of the program
+_DYNAMO_WRAPPERS = ("torch._dynamo.eval_frame", "torch._compile")
 _MANY = 1000
 
 
@@ -119,9 +120,10 @@ def _note(
 ) -> None:
     if function in LEFT_TO_CHANCE:
         note_not_given(sys.modules["torch"].initial_seed())
+    frame = _outside_dynamo(frame)
     if package(frame) in _OWN:
         return
-    where = place(frame)
+    where = program_place(frame)  # a framework's function may be within a wrapper of ours
     seeds = ", ".join(shown(value) for value in (*args, *kwargs.values()))
     if function.startswith(DEVICES) and _host_draws():
         count("device.rng", f"{function}({seeds})", "without effect: the host draws", where)
@@ -131,6 +133,17 @@ def _note(
         if call.times == 1:
             text = f"seeded by the program itself, in workers: {call}"
             say_in_first_worker(f"{function} at {where}", text)
+
+
+def _outside_dynamo(frame: FrameType) -> FrameType:
+    """Return the frame that called a function which `torch._dynamo` has wrapped, else `frame`.
+
+    When it is imported it wraps `torch.manual_seed`, whatever stands there: a stand-in of ours
+    then is called by torch, for whoever seeds.
+    """
+    while frame.f_back is not None and frame.f_globals.get("__name__") in _DYNAMO_WRAPPERS:
+        frame = frame.f_back
+    return frame
 
 
 def _host_draws() -> bool:
