@@ -222,10 +222,18 @@ def test_an_accelerator_made_before_the_profile_can_be_attached(tmp_path: Path) 
     assert _files(tmp_path / "under") - _files(tmp_path / "without") == ours
 
 
-def test_only_an_accelerator_can_be_attached() -> None:
-    """Anything else is named in the error."""
-    with pytest.raises(torchrepro.SeedingError, match="run: not an Accelerator"):
-        torchrepro.attach("run")
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ("run", "run: not an Accelerator"),
+        (None, "None: not an Accelerator"),
+        (accelerate.Accelerator, "Accelerator'>: a class, not an Accelerator"),
+    ],
+)
+def test_only_an_accelerator_can_be_attached(other: Any, said: str) -> None:
+    """Anything else, the class too, is named in the error."""
+    with pytest.raises(torchrepro.SeedingError, match=said):
+        torchrepro.attach(other)
 
 
 @pytest.mark.parametrize(

@@ -52,12 +52,13 @@ def attach(accelerator: Any) -> None:
     is for one that was made before. Without a profile it changes nothing. Raises `SeedingError`
     for what is no Accelerator.
     """
-    if not all(callable(getattr(accelerator, hook, None)) for hook in _HOOKS):
+    is_class = isinstance(accelerator, type)
+    if is_class or not all(callable(getattr(accelerator, hook, None)) for hook in _HOOKS):
         raise SeedingError(
             Problem(
-                "not an Accelerator",
-                found=shown(accelerator),
-                legal="an object of the class accelerate.Accelerator",
+                "a class, not an Accelerator" if is_class else "not an Accelerator",
+                found="None" if accelerator is None else shown(accelerator),  # Python, not YAML
+                todo="pass the Accelerator: torchrepro.attach(accelerator)",
             )
         )
     if accelerator in _attached:
