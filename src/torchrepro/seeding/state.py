@@ -19,7 +19,7 @@ from torchrepro.seeding.generators import States, all_slots, devices_in_use, reg
 from torchrepro.seeding.ranks import world
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 FORMAT = 1
 PARTS = ("world", "seed_plan", "devices", "kinds", "generators", "loaders")
@@ -184,59 +184,73 @@ def _damage(snapshot: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _mismatches(snapshot: dict[str, Any]) -> Iterator[Problem]:
-    """Yield in what this process is another than the one that `snapshot` was taken in."""
+    """Yield in what this process is another than the one that `snapshot` was taken in.
+
+    Each is one sentence on one line: a framework's run goes on with that line.
+    """
     then, now = snapshot["world"], world()._asdict()
     if then != now:
         yield Problem(
-            "the snapshot was taken by another rank or in a run of another size",
-            key="world",
-            found=f"rank {then['rank']} of {then['size']}",
-            legal=f"rank {now['rank']} of {now['size']}",
-            todo="resume with as many processes as were interrupted, each from its own snapshot",
+            f"the state was saved by rank {then['rank']} of {then['size']}, and this is rank "
+            f"{now['rank']} of {now['size']}; resume with as many processes as were interrupted, "
+            "each from its own state"
         )
-    then, now = snapshot["seed_plan"], streams.current_plan().to_json()
-    for key in now:
-        if then.get(key) != now[key]:
-            yield Problem(
-                "the snapshot was taken under another seed plan",
-                key=key,
-                found=shown(then.get(key)),
-                legal=shown(now[key]),
-                todo="resume under the profile that was in force",
-            )
+    yield from _other_plan(snapshot["seed_plan"], streams.current_plan().to_json())
     then, now = snapshot["devices"], _device_names()
     for kind in sorted(then.keys() | now.keys()):
-        if len(then.get(kind, ())) != len(now.get(kind, ())):
+        before, here = then.get(kind, ()), now.get(kind, ())
+        if len(before) != len(here):
+            todo = f"; use the {kind} device once before restoring" if kind in then else ""
             yield Problem(
-                "the snapshot comes from other devices",
-                key=kind,
-                found=some(then.get(kind, ())) or "none in use",
-                legal=some(now.get(kind, ())) or "none in use",
-                todo=f"use the {kind} device once before restoring" if kind in then else "",
+                f"the state was saved with {len(before)} {kind} devices in use "
+                f"({some(before) or 'none'}), and this process has {len(here)} in use "
+                f"({some(here) or 'none'}){todo}"
             )
     yield from _other_generators(snapshot)
+
+
+def _other_plan(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield what differs between two seed plans, spelled as a user overrides it."""
+    for part in now:
+        saved, here = _settings(part, then.get(part)), _settings(part, now[part])
+        keys = [key for key in sorted(saved | here) if saved.get(key) != here.get(key)]
+        if keys:
+            before = _spelled(saved, keys)
+            yield Problem(
+                f"the state was saved under {before}, and this run has {_spelled(here, keys)}; "
+                f"to go on exactly, run with {before}"
+            )
+
+
+def _settings(key: str, value: Any) -> dict[str, Any]:
+    """Return the settings that are one part of a seed plan, without those that are not set."""
+    nested = (
+        {f"{key}.{name}": each for name, each in value.items()}
+        if isinstance(value, Mapping)
+        else {key: value}
+    )
+    return {name: each for name, each in nested.items() if each is not None}
+
+
+def _spelled(settings: Mapping[str, Any], keys: Iterable[str]) -> str:
+    """Return each of `keys` as it is set, such as ``seed=7``, or that it is not."""
+    return some(f"{key}={shown(settings[key])}" if key in settings else f"no {key}" for key in keys)
 
 
 def _other_generators(snapshot: dict[str, Any]) -> Iterator[Problem]:
     then, now = set(snapshot["generators"]), set(all_slots())
     lacking = [(name, "lacks a generator of this process") for name in sorted(now - then)]
     unknown = [(name, "holds a generator not found here") for name in sorted(then - now)]
+    advice = "; register the same generators under the same names as when it was saved"
     for name, what in lacking + unknown:
-        yield Problem(
-            f"the snapshot {what}",
-            key=name,
-            todo="register the same generators under the same names as when it was taken"
-            if name.startswith("registered/")
-            else "",
-        )
+        todo = advice if name.startswith("registered/") else ""
+        yield Problem(f"the state {what}: {name}{todo}")
     for name, (kind, _) in registered().items():
         found = snapshot["kinds"][name]
         if found != kind.name:
             yield Problem(
-                "was another kind of generator when the snapshot was taken",
-                key=name,
-                found=found,
-                legal=kind.name,
+                f"the generator {name} was of kind {found} when the state was saved, and now is "
+                f"of kind {kind.name}"
             )
 
 
