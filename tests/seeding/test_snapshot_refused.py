@@ -136,8 +136,8 @@ def test_another_place_in_the_world_is_refused(
         ({"streams": {"split": 4}}, "streams.split=3", "streams.split=4"),
         (
             {"streams": {"other": 3}},
-            "streams.split=3, no streams.other",
-            "no streams.split, streams.other=3",
+            "no streams.other, streams.split=3",
+            "streams.other=3, no streams.split",
         ),
         ({"ranks": "same"}, "no ranks", "ranks=same"),
         ({"ranks": {"dp": "same"}}, "no ranks.dp", "ranks.dp=same"),
