@@ -259,7 +259,7 @@ class Rewrite(NamedTuple):
         """Why the knob has another value than the profile's, in words."""
         unseen = f"as {self.by} writes it" if self.by else "written by the program"
         written = f"written by {self.by}" if self.by and self.where else unseen
-        return f"{self.why}, instead of {shown(self.was)}; {written}"
+        return f"the profile has {shown(self.was)}, and this is {self.why}; {written}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the change as plain JSON values."""

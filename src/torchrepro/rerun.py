@@ -32,7 +32,7 @@ from torchrepro.lock.diff import (
 )
 from torchrepro.lock.lock_file import plan_of_a_run, read_whole, refuse_lost_file, true_digest
 from torchrepro.lock.snapshot import manifest_in, of_contents
-from torchrepro.manifest.contents import common_contents
+from torchrepro.manifest.contents import FILE, DamagedError, common_contents
 from torchrepro.manifest.environment import repository
 from torchrepro.manifest.of_process import VARIABLE as LOG_TO
 from torchrepro.manifest.started import HYDRA, RUN, Started, hidden_in, started_in
@@ -84,6 +84,13 @@ class Rerun:
     """Then on the left, this machine on the right."""
     changed: str = ""
     """What the files of the profile give now, where it is known not to be what they gave then."""
+    strict: bool = False
+    """Whether a difference that may change numbers forbids the start."""
+
+    @property
+    def refused(self) -> bool:
+        """Whether it is not to be started."""
+        return self.strict and bool(self.differences)
 
     @property
     def differences(self) -> tuple[Difference, ...]:
@@ -162,15 +169,18 @@ def _same(one: Path, other: Path) -> bool:
         return False
 
 
-def prepare(name: str, command: Sequence[str] = (), into: str = "") -> Rerun:
+def prepare(
+    name: str, command: Sequence[str] = (), into: str = "", *, strict: bool = False
+) -> Rerun:
     """Return what repeats the run in the folder `name`, or of the manifest `name`.
 
     `command` takes the place of the one in the manifest, and `into` that of a new folder beside
-    the run. Imports torch. Raises `ProfileError` for what holds no manifest or a damaged one, for
-    hidden arguments, and for a folder or a program that is gone.
+    the run. With `strict` a difference that may change numbers forbids the start. Imports torch.
+    Raises `ProfileError` for what holds no manifest or a damaged one, for hidden arguments, and
+    for a folder or a program that is gone.
     """
     path = _manifest(Path(name))
-    kind, contents = read_whole(path)
+    kind, contents = _contents(path)
     if kind != "manifest":
         todo = f"`torchrepro run --lock {name} -- COMMAND` holds a run to it"
         raise ProfileError(Problem("a lock, which no run has left", str(path), todo=todo))
@@ -189,10 +199,10 @@ def prepare(name: str, command: Sequence[str] = (), into: str = "") -> Rerun:
     with chdir(folder):
         words = tuple(command) or _command_of_then(name, path, started)
         words = into_new_folder(words, started, new, repeated=not command)
-        _refuse_lost_program(words, path)
+        _refuse_lost_program(words, path, given=bool(command))
         found = _differences(path, contents, resolved, started, words)
         changed = _changed_profile(resolved, started)
-    return Rerun(run, new, resolved, started, words, found, changed)
+    return Rerun(run, new, resolved, started, words, found, changed, strict)
 
 
 def _manifest(place: Path) -> Path:
@@ -212,6 +222,17 @@ def _manifest(place: Path) -> Path:
             )
         )
     return found
+
+
+def _contents(path: Path) -> tuple[str, dict[str, Any]]:
+    """Return what `read_whole` does, and refuse what is no manifest in the words of a rerun."""
+    try:
+        return read_whole(path)
+    except DamagedError:
+        damage = ": it is cut or damaged" if path.suffix == Path(FILE).suffix else ""
+        todo = "name the folder of another run" if damage else "name the folder of a run"
+        what = f"not the manifest of a run{damage}"
+        raise ProfileError(Problem(what, str(path), todo=todo)) from None
 
 
 def _profile_of_then(path: Path, contents: Mapping[str, Any]) -> ResolvedProfile:
@@ -297,7 +318,7 @@ def _command_of_then(name: str, path: Path, started: Started) -> tuple[str, ...]
                 f"the manifest hides {len(hidden)} of the arguments, which may be secret",
                 str(path),
                 found=", ".join(hidden),
-                todo=f"give the command with them: {again} {shell_line(words)}",
+                todo=f"give the command with each VALUE: {again} {shell_line(_to_fill_in(words))}",
             )
         )
     if is_python(words[0]):
@@ -307,6 +328,11 @@ def _command_of_then(name: str, path: Path, started: Started) -> tuple[str, ...]
             raise ProfileError(Problem(what, str(path), todo=todo))
         return (sys.executable, *words[1:])  # what differs is said of this Python
     return words
+
+
+def _to_fill_in(words: Sequence[str]) -> list[str]:
+    """Return a command that a shell takes as it is, with a word for each hidden value."""
+    return [word.replace(HIDDEN, "VALUE") for word in words]
 
 
 def _program(command: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -368,15 +394,20 @@ def hydra_value(text: str) -> str:
     return QuotedString(text.replace("${", "\\${"), Quote.single).with_quotes()
 
 
-def _refuse_lost_program(words: Sequence[str], path: Path) -> None:
+def _refuse_lost_program(words: Sequence[str], path: Path, *, given: bool) -> None:
     program_of(words)
     if not is_python(words[0]):
         return
     program = _program(words)[1]
     if program and program[0] not in ("-c", "-m") and not Path(program[0]).exists():
-        what = "the program is not there any more"
-        todo = f"put it back into {Path.cwd()}"
-        raise ProfileError(Problem(what, str(path), found=program[0], todo=todo))
+        place = Path.cwd() / program[0]
+        what = f"there is no {place.name} in {place.parent}"
+        todo = (
+            "give the command of a program that is there"
+            if given
+            else "put it there again, or give the command after `--`"
+        )
+        raise ProfileError(Problem(what, "" if given else str(path), todo=todo))
 
 
 def _differences(
@@ -449,7 +480,7 @@ def _rerun_parts(found: Rerun) -> tuple[Part, ...]:
         *gap_lines(found.comparison.gaps),
         *([] if rows else [_NOTHING]),
         f"in {found.started.folder}: {shell_line(found.shown_command())}",
-        f"into {found.into}",
+        "not started: --strict" if found.refused else f"into {found.into}",
     )
 
 

@@ -170,6 +170,41 @@ def test_a_manifest_that_cannot_be_run_again_is_refused(command, earlier, case):
     assert "run" in err
 
 
+WRONG = {
+    "overrides": (("run", "seed=3"), "takes one folder and no overrides"),
+    "a program, not a folder": (("train.py",), "name the folder of a run"),
+    "a program that never was": (("run", "--", "python", "other.py"), "there is no other.py in "),
+    "half a manifest": (("half",), "not the manifest of a run: it is cut or damaged"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_request_is_told_about_runs(command, earlier, case):
+    """What is wrong is said of the run that was named; nobody who has none is told of locks."""
+    words, said = WRONG[case]
+    earlier()
+    Path("half").mkdir()
+    written = Path("run/repro.json").read_text(encoding="utf-8")
+    Path("half/repro.json").write_text(written[:300], encoding="utf-8")
+    status, out, err = command("rerun", *words)
+
+    assert (status, out) == (2, "")
+    assert said in err
+    assert "lock" not in err
+
+
+def test_a_manifest_is_not_replaced(torchrepro, write, tmp_path):
+    """`run --log-to` a folder that holds a manifest starts nothing, and leaves it as it is."""
+    program = write({"train.py": TRAIN})
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/repro.json").write_text("the first run's", encoding="utf-8")
+    refused = torchrepro("run", "seed-only", "--log-to", "a", "--", "python", program.name)
+
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "holds the manifest of another run already" in refused.stderr
+    assert (tmp_path / "a/repro.json").read_text(encoding="utf-8") == "the first run's"
+
+
 def test_hidden_arguments_are_named(command, earlier):
     """A command with hidden arguments is refused by their options; with the whole it would start.
 
@@ -182,7 +217,7 @@ def test_hidden_arguments_are_named(command, earlier):
 
     assert status == 2
     assert f"--api-key {HIDDEN}, name={HIDDEN}" in err
-    assert f"torchrepro rerun run -- python train.py --api-key {HIDDEN}" in err
+    assert "torchrepro rerun run -- python train.py --api-key VALUE name=VALUE\n" in err
     assert given == 0, said
     assert json.loads(out)["command"] == [*whole[:3], HIDDEN, HIDDEN]
 
@@ -200,6 +235,8 @@ def test_what_differs_is_said_and_forbidden_if_asked(command, earlier):
     assert (answered, strict) == (0, 1)
     assert [row["key"] for row in json.loads(out)["differences"]] == ["torch"]
     assert "2.6.0" in shown
+    assert shown.endswith("not started: --strict\n")
+    assert "into " not in shown
     assert {path.name for path in Path().iterdir()} == {"train.py", "run"}
 
 

@@ -230,7 +230,11 @@ class StartingCommand(Command):
         """Return the parts of the usage line."""
         given = "-- COMMAND..."
         known = ROWS[self.name or ""].knows_a_command
-        return [*super().collect_usage_pieces(ctx), f"[{given}]" if known else given]
+        ours = super().collect_usage_pieces(ctx)
+        for param in self.get_params(ctx):
+            if getattr(param, "hidden", False) and isinstance(param, TyperArgument):
+                ours = [piece for piece in ours if piece not in param.get_usage_pieces(ctx)]
+        return [*ours, f"[{given}]" if known else given]
 
 
 class Commands(TyperGroup):

@@ -30,6 +30,7 @@ from torchrepro.cli.progress import IMPORTING, Progress, doing
 from torchrepro.console import parts, say, show_aside
 from torchrepro.errors import ProfileError, TraceError
 from torchrepro.manifest.of_process import VARIABLE as LOG_TO
+from torchrepro.manifest.of_process import refuse_used_folder
 from torchrepro.messages import Problem
 from torchrepro.trace.request import VARIABLE, Request
 from torchrepro.verbosity import Verbosity, verbosity
@@ -182,6 +183,8 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
 
     command = _given_command(context, f"run {profile or 'PROFILE'}")
     resolved = _to_run(profile, overrides, lock)
+    if log_to:
+        refuse_used_folder(Path(log_to))
     more = {LOG_TO: os.path.abspath(log_to or record)} if log_to or record else {}  # noqa: PTH100 - text
     if record:
         request = Request(
@@ -213,6 +216,7 @@ def rerun_command(  # noqa: PLR0913, PLR0917 - see above
         str,
         typer.Argument(metavar="DIR", help="The folder of a run with a manifest, or a manifest."),
     ],
+    more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     allow_env: AllowEnv = None,
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="DIR", help="The folder of the new run.")
@@ -237,16 +241,19 @@ def rerun_command(  # noqa: PLR0913, PLR0917 - see above
     from torchrepro.relaunch import untouched
     from torchrepro.rerun import prepare
 
+    if more:
+        what = "a rerun takes one folder and no overrides: it is under the profile of then"
+        todo = "for another profile start anew: torchrepro run PROFILE OVERRIDES -- COMMAND"
+        raise ProfileError(Problem(what, found=" ".join(more), todo=todo))
     given = _given_command(context, f"rerun {run}") if context.obj is not None else ()
     with untouched(), doing(IMPORTING):
-        found = prepare(run, given, output)
-    refused = strict and bool(found.differences)
+        found = prepare(run, given, output, strict=strict)
     if dry_run or as_json:
         answer(found.to_json(), parts(found), as_json=as_json)
-        raise typer.Exit(int(refused))
-    if refused or verbosity() is not Verbosity.QUIET:
+        raise typer.Exit(int(found.refused))
+    if found.refused or verbosity() is not Verbosity.QUIET:
         show_aside(*parts(found))
-    if refused:
+    if found.refused:
         raise typer.Exit(1)
     found.start()
 

@@ -124,6 +124,10 @@ _NAME_ONE = (
 )
 
 
+class DamagedError(ProfileError):
+    """A file that is neither a manifest nor a lock, or no longer."""
+
+
 def read_contents(path: Path) -> tuple[str, dict[str, Any]]:
     """Return the kind of the file, ``lock`` or ``manifest``, and its contents.
 
@@ -132,7 +136,7 @@ def read_contents(path: Path) -> tuple[str, dict[str, Any]]:
     contents = _json(path)
     kind = next((kind for kind in KINDS if kind in contents), "")
     if not kind or not isinstance(contents.get("profile"), dict):
-        raise ProfileError(
+        raise DamagedError(
             Problem(
                 "neither a manifest nor a lock: it holds no `profile`",
                 str(path),
@@ -162,18 +166,18 @@ def read_contents(path: Path) -> tuple[str, dict[str, Any]]:
 def _json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > LARGEST:
-            raise ProfileError(Problem("too large for a manifest or a lock", str(path)))
+            raise DamagedError(Problem("too large for a manifest or a lock", str(path)))
         contents = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         what = f"cannot be read: {error.strerror}"
         raise ProfileError(Problem(what, str(path), todo=_NAME_ONE)) from None
     except RecursionError:
-        raise ProfileError(Problem("nested too deep", str(path))) from None
+        raise DamagedError(Problem("nested too deep", str(path))) from None
     except ValueError:
         what = "neither a manifest nor a lock: not JSON"
-        raise ProfileError(Problem(what, str(path), todo=_NAME_ONE)) from None
+        raise DamagedError(Problem(what, str(path), todo=_NAME_ONE)) from None
     if _too_deep(contents):
-        raise ProfileError(Problem("nested too deep", str(path)))
+        raise DamagedError(Problem("nested too deep", str(path)))
     return contents if isinstance(contents, dict) else {}
 
 

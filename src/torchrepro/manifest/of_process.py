@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrepro.console import say_once
+from torchrepro.errors import ProfileError
 from torchrepro.manifest.contents import FILE, as_text, manifest, write_manifest
+from torchrepro.messages import Problem
 from torchrepro.seeding.ranks import VARIABLES, world
 
 if TYPE_CHECKING:
@@ -18,6 +20,17 @@ if TYPE_CHECKING:
 
 VARIABLE = "TORCHREPRO_LOG_TO"
 """Variable that holds the folder, for every process below `run`."""
+
+
+def refuse_used_folder(folder: Path) -> None:
+    """Raise `ProfileError` if `folder` holds the manifest of another run, which stays.
+
+    Of several processes the one that writes it looks: the others may start after it has written.
+    """
+    if world().rank == 0 and (folder / FILE).exists():
+        what = "holds the manifest of another run already"
+        todo = "name a new folder"
+        raise ProfileError(Problem(what, key="--log-to", found=str(folder), todo=todo))
 
 
 class ProcessManifest:
