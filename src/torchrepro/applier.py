@@ -8,6 +8,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.console import say_once
 from torchrepro.errors import ApplyError, LateError
 from torchrepro.fork_safety import applying
 from torchrepro.frameworks.hooking import InForce
@@ -17,18 +18,20 @@ from torchrepro.guard.checks import drift_behind, hold, last_look
 from torchrepro.knobs.knob import MissingState, unfrozen
 from torchrepro.planner import Action, Plan, Step, lateness, make_plan, refusal
 from torchrepro.policies.policy import counts_so_far, effects, handle_with, reset_counts
-from torchrepro.process_state import profile_of_then
+from torchrepro.process_state import other_than_started, profile_of_then
 from torchrepro.profile.load import resolve
 from torchrepro.ray_workers import reach_workers
 from torchrepro.relaunch import obstacle_to_relaunch, relaunch
 from torchrepro.report import STOPPING, Outcome, Report, Row, make_report, process_facts
 from torchrepro.seeding import streams
+from torchrepro.seeding.ranks import world
 from torchrepro.seeding.seeding_calls import (
     note_calls,
     note_calls_of_new_modules,
     seeding_calls,
 )
 from torchrepro.seeding.uncontrolled import Watch, watch_unseeded
+from torchrepro.verbosity import Verbosity, verbosity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -278,12 +281,20 @@ def apply(profile: Any, overrides: Sequence[str] = ()) -> Applied:
     `ApplyError` if a strict one meets a conflict or a write that fails or does not hold, and
     `LateError` if a knob is past its phase and the profile's `on_late` is `error`; the process is
     then as it was before. With `on_late: relaunch` the first call may replace the process; with
-    `relaunch_or_warn` it never does.
+    `relaunch_or_warn` it never does. Under `torchrepro run` of another profile a line says what it
+    replaces.
     """
     with applying:  # the profile is read by modules that are imported only then
-        return apply_resolved(
-            profile_of_then(profile, overrides) or resolve(profile, overrides), ""
-        )
+        resolved = profile_of_then(profile, overrides) or resolve(profile, overrides)
+        applied = apply_resolved(resolved, "")
+        _say_what_is_replaced(resolved)
+        return applied
+
+
+def _say_what_is_replaced(resolved: ResolvedProfile) -> None:
+    line = other_than_started(resolved)
+    if line and world().rank == 0 and verbosity() is not Verbosity.QUIET:
+        say_once(line)
 
 
 def apply_resolved(resolved: ResolvedProfile, obstacle: str) -> Applied:

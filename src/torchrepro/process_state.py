@@ -19,12 +19,13 @@ from torchrepro.callers import package
 from torchrepro.errors import ApplyError, SeedingError
 from torchrepro.knobs.npu_state import npu_with_devices
 from torchrepro.knobs.variable_effects import openmp_loaded
+from torchrepro.messages import shown, some
 from torchrepro.profile.composition import NOT_INHERITED, flatten
 from torchrepro.profile.resolved import ResolvedProfile
 from torchrepro.seeding.ranks import world
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import FrameType
 
 PROFILE = "TORCHREPRO_PROFILE"
@@ -317,6 +318,38 @@ def folder_for(folder: Path) -> Path:
     return Path(its["into"]) if same else folder
 
 
+def other_than_started(resolved: ResolvedProfile) -> str:
+    """Return a line if `resolved` replaces values under which this process was started.
+
+    Keys that it leaves out keep the value with which the process was started.
+    """
+    outer = inherited()
+    if outer is None or outer.digest == resolved.digest:
+        return ""
+    differing = [each for each in _differing(outer, resolved) if each[2] is not None]
+    changes = [
+        f"{key} is {shown(theirs)} instead of {shown(ours)}"
+        for key, ours, theirs in differing
+        if ours is not None
+    ]
+    more = len(differing) - len(changes)
+    changes += [f"{more} keys more are set"] * bool(more)
+    return (
+        f"torchrepro.apply of {resolved.name} goes before `torchrepro run {outer.name}`, while it "
+        f"is in force: {some(changes)}"
+    ) * bool(changes)
+
+
+def _differing(
+    ours: ResolvedProfile, theirs: ResolvedProfile
+) -> Iterator[tuple[str, object, object]]:
+    """Yield every key that two profiles give other values, with both."""
+    left, right = flatten(ours.values), flatten(theirs.values)
+    for key in sorted(left.keys() | right.keys()):
+        if key not in NOT_INHERITED and left.get(key) != right.get(key):
+            yield key, left.get(key), right.get(key)
+
+
 def outer_run(resolved: ResolvedProfile, asker: str) -> ResolvedProfile | None:
     """Return the profile under which `torchrepro run` started this process, which must agree.
 
@@ -325,11 +358,9 @@ def outer_run(resolved: ResolvedProfile, asker: str) -> ResolvedProfile | None:
     outer = inherited()
     if outer is None or outer.digest == resolved.digest:
         return outer
-    ours, theirs = flatten(outer.values), flatten(resolved.values)
     lines = [
-        f"  {key}: run {ours.get(key)!r}, {asker} {theirs.get(key)!r}"
-        for key in sorted(ours.keys() | theirs.keys())
-        if key not in NOT_INHERITED and ours.get(key) != theirs.get(key)
+        f"  {key}: run {ours!r}, {asker} {theirs!r}"
+        for key, ours, theirs in _differing(outer, resolved)
     ]
     head = (
         f"this process was started by `torchrepro run {outer.name}`, and {asker} asks for "

@@ -265,6 +265,26 @@ def test_standard_streams_reach_the_command(torchrepro):
     assert (result.returncode, result.stdout) == (0, "in\n-- --json\n")
 
 
+AGAIN = """
+import torch, torchrepro
+for _ in range(2):
+    with torchrepro.apply("seed-only"):
+        print(torch.initial_seed())
+"""
+
+
+def test_a_profile_in_code_says_what_it_replaces(write, under):
+    """`apply` wins over `run`, and one line says in which keys; of the same profile nothing."""
+    path = write({"again.py": AGAIN})
+    other = under(["seed-only", "seed=8"], path)
+    same = under("seed-only", path)
+    said = "goes before `torchrepro run seed-only`, while it is in force: seed is 1234 instead of 8"
+
+    assert other.stdout == same.stdout == "1234\n1234\n"
+    assert other.stderr.count(said) == 1, other.stderr
+    assert "goes before" not in same.stderr
+
+
 def test_a_run_inside_a_run_asks_for_the_same_profile(programs, torchrepro):
     """Inside of a run another profile ends with status 3; the same one changes nothing."""
     tool = Path(sys.executable).parent / "torchrepro"
