@@ -6,9 +6,10 @@ with the job: as variables, which are there before a worker's Python starts, and
 hook, which runs in each worker before the first task
 (https://docs.ray.io/en/latest/ray-core/handling-dependencies.html#api-reference).
 
-Ray is never imported here. `ray.init` is wrapped once the program has imported Ray, and Ray's
-variable for a hook on runtime environments names `add_profile`, for whoever has taken `init` from
-Ray before.
+Ray is never imported here. `ray.init` is wrapped once the program has imported Ray, from within, so
+that whoever has taken the function before is reached too. Ray's variable for a hook names
+`add_profile` during that call at most: a Python without torchrepro that this process starts would
+inherit it, and fail in its own `ray.init`.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import json
 import os
 import sys
 from contextlib import ExitStack
+from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrepro.frameworks.hooking import MissingHookError, wrap
+from torchrepro.frameworks.hooking import wrap_everywhere
 from torchrepro.imports import AfterImport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from types import CellType, ModuleType
 
     from torchrepro.errors import TorchreproError
     from torchrepro.profile.resolved import ResolvedProfile
@@ -32,7 +35,7 @@ HOOK = "RAY_RUNTIME_ENV_HOOK"
 """Ray's variable for the one function that may change the runtime environment of a job."""
 
 FORMER = "TORCHREPRO_FORMER_RAY_HOOK"
-"""Variable that keeps what `HOOK` named before, for this process and those that inherit both."""
+"""Variable that keeps what `HOOK` named before, while it names ours."""
 
 _OURS = f"{__name__}.add_profile"
 _SET_UP = "worker_process_setup_hook"
@@ -41,6 +44,9 @@ _SET_UP_OF_THE_JOB = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
 
 _SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Set for a job that was submitted to Ray, whose runtime environment Ray merges before our hook."""
+
+_NEEDED = ("init", "is_initialized", "get_runtime_context")
+"""What is called of Ray."""
 
 _ENTER = "torchrepro.bootstrap.put_in_force_in_worker"
 _PASSED = (
@@ -57,7 +63,7 @@ class _Scope(NamedTuple):
 
 
 _scopes: list[_Scope] = []  # innermost last
-_undo: list[ExitStack] = []  # what was done to Ray and to the environment, while it is
+_undo: list[ExitStack] = []  # what was done to Ray, while it is
 
 
 def reach_workers(
@@ -87,33 +93,63 @@ def reach_workers(
 
 
 def _attach(module: str) -> None:
-    """Name our hook to Ray, and wrap `ray.init`."""
-    if _undo:
-        return
-    _undo.append(ExitStack())
-    _undo[0].callback(_name_hook())
+    """Wrap `ray.init`; a module of this name that is not Ray is left alone."""
     ray = sys.modules[module]
-    try:
-        wrap(_undo[0], ray, "init", lambda init: _with_profile_in(ray, init))
-    except MissingHookError as missing:
+    lacking = [name for name in _NEEDED if not callable(vars(ray).get(name))]
+    if lacking and hasattr(ray, "remote"):
         from torchrepro.console import say_once
 
         version = getattr(ray, "__version__", "")
-        say_once(f"ray {version} has no {missing}: its workers may not be under the profile")
+        say_once(f"ray {version} has no {lacking[0]}: its workers may not be under the profile")
+    if not lacking and not _undo:
+        _undo.append(ExitStack())
+        _wrap_within(_undo[0], ray)
 
 
 _waiting = AfterImport(["ray"], _attach)
 
 
+def _wrap_within(undo: ExitStack, ray: ModuleType) -> None:
+    """Wrap what `ray.init` calls, for all who have the function, until `undo` is closed.
+
+    Ray decorates `init`. Its decorator keeps what it decorates in a cell, which is no public name.
+    Without it the modules that have `init` by this name get the wrapper in its place.
+    """
+    cell = _innermost_cell(vars(ray)["init"])
+    if cell is None:
+        wrap_everywhere(undo, ray, "init", lambda init: _with_profile_in(ray, init))
+        return
+    original = cell.cell_contents
+    wrapper = wraps(original)(_with_profile_in(ray, original))
+    cell.cell_contents = wrapper
+
+    def put_back() -> None:
+        if cell.cell_contents is wrapper:
+            cell.cell_contents = original
+
+    undo.callback(put_back)
+
+
+def _innermost_cell(function: Any) -> CellType | None:
+    """Return where the innermost decorator of `function` keeps what it decorates, if it has one."""
+    inner = getattr(function, "__wrapped__", None)
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            held = cell.cell_contents
+        except ValueError:  # nothing yet
+            continue
+        if inner is not None and held is inner:
+            return _innermost_cell(inner) or cell
+    return None
+
+
 def _name_hook() -> Callable[[], None]:
+    """Have Ray call `add_profile` until the function that is returned is called."""
     before = {name: os.environ.get(name) for name in (HOOK, FORMER)}
-    if before[HOOK] != _OURS:
-        os.environ[FORMER] = before[HOOK] or ""
-        os.environ[HOOK] = _OURS
+    os.environ[FORMER] = before[HOOK] or ""
+    os.environ[HOOK] = _OURS
 
     def restore() -> None:
-        if os.environ.get(HOOK) != _OURS:
-            before.pop(HOOK)  # the program has named another one since
         for name, text in before.items():
             os.environ.pop(name, None)
             if text is not None:
@@ -131,9 +167,14 @@ def _with_profile_in(ray: Any, init: Any) -> Any:
                 "Ray runs no set-up hook for a client", "start the driver on the cluster itself"
             )
             return init(*args, **kwargs)
-        if _scopes and not ray.is_initialized() and _SUBMITTED not in os.environ:
-            kwargs = _with_runtime_env(kwargs)
-        result = init(*args, **kwargs)
+        with ExitStack() as meanwhile:
+            if _scopes and not ray.is_initialized():
+                submitted = _SUBMITTED in os.environ
+                if submitted or os.environ.get(HOOK):  # which may drop what it is given
+                    meanwhile.callback(_name_hook())
+                if not submitted:
+                    kwargs = _with_runtime_env(kwargs)
+            result = init(*args, **kwargs)
         if _scopes:
             _check(ray)
         return result
@@ -162,7 +203,8 @@ def _with_runtime_env(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def add_profile(runtime_env: Mapping[str, Any] | None = None) -> Any:
     """Return `runtime_env` of a job with what puts the profile in force in its workers.
 
-    Ray calls this hook in `ray.init`. A hook that was there before is called first.
+    Ray calls this hook in `ray.init`, for a submitted job and where there was a hook before, which
+    is called first.
     """
     former = os.environ.get(FORMER)
     if former:
@@ -173,7 +215,7 @@ def add_profile(runtime_env: Mapping[str, Any] | None = None) -> Any:
 def _with_profile(runtime_env: Mapping[str, Any] | None) -> Any:
     """Return `runtime_env` with what puts the innermost profile in force in a worker."""
     if not _scopes:
-        return runtime_env  # a process that has inherited the variable, and no profile
+        return runtime_env  # a process that Ray has started meanwhile
     from torchrepro.errors import TorchreproError
     from torchrepro.process_state import PROFILE
 
@@ -254,11 +296,17 @@ def _entering(name: str, strict: bool, former: Any) -> Callable[[], None]:  # no
     """Return the set-up hook. Ray sends its code, so it runs where no torchrepro is installed."""
 
     module, _, function = _ENTER.rpartition(".")
+    hook, its_former, ours = HOOK, FORMER, _OURS
 
     def enter() -> None:
+        import os
         import sys
         from importlib import import_module
 
+        if os.environ.get(hook) == ours:  # inherited from a Ray that `ray.init` has started
+            os.environ[hook] = os.environ.pop(its_former, "")
+            if not os.environ[hook]:
+                del os.environ[hook]
         try:
             put_in_force = getattr(import_module(module), function)
         except (ImportError, SyntaxError) as error:
@@ -310,7 +358,7 @@ def _check(ray: Any) -> None:
 
 def _is_driver(ray: Any) -> bool:
     """Whether this process has started a job of Ray, rather than being a worker of one."""
-    if not getattr(ray, "is_initialized", bool)():
+    if not _undo or not ray.is_initialized():
         return False
     worker = getattr(ray.get_runtime_context(), "worker", None)
     return getattr(worker, "mode", None) != getattr(ray, "WORKER_MODE", 1)

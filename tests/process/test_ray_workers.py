@@ -75,7 +75,7 @@ taken = ray.init
 
 @hydra.main(version_base=None, config_path=CONFIG_PATH, config_name=CONFIG_NAME)
 def job(config):
-    main(taken)  # as with `from ray import init`: Ray's variable alone leads to us
+    main(taken)  # as with `from ray import init`, before the profile
 
 if __name__ == "__main__":
     job()
@@ -86,6 +86,19 @@ import os, sys
 import ray
 ray.init(os.environ["CLUSTER"], runtime_env={"env_vars": {"PYTHONPATH": os.environ["LACKING"]}})
 print("task:", ray.get(ray.remote(max_retries=0)(lambda: "ran").remote()))
+"""
+NOT_RAY = """
+def init():
+    return "its own"
+"""
+STARTING = """
+import subprocess, sys
+import ray, torchrepro
+
+torchrepro.apply("seed-only")
+child = "import sys; sys.path += %r.split(); import ray; ray.init(sys.argv[1]); print('there')"
+site = next(path for path in sys.path if ray.__file__.startswith(path + "/ray/"))
+print(subprocess.check_output([sys.executable, "-S", "-c", child % site, sys.argv[1]], text=True))
 """
 DEAF = {
     "a variable of its own": (
@@ -226,3 +239,19 @@ def test_a_worker_without_torchrepro_says_so_and_fails_under_a_strict_profile(
     assert said.endswith("cannot import torchrepro: none here")
     assert ("task: ran" in done.stdout) == (profile == "seed-only")
     assert (done.returncode == 0) == (profile == "seed-only")
+
+
+def test_a_python_without_torchrepro_below_a_program_uses_ray_as_ever(run_python, write, cluster):
+    """Nothing that a program under a profile leaves in its environment needs torchrepro there."""
+    done = run_python(write({"starting.py": STARTING}), cluster, env=QUIET)
+
+    assert done.stdout.split() == ["there"], done.stderr
+
+
+def test_a_module_of_that_name_which_is_not_ray_is_left_alone(fork_python, write):
+    """What is called `ray` and is another package works under a profile as without."""
+    write({"ray.py": NOT_RAY})
+    program = "import torchrepro\ntorchrepro.apply('seed-only')\nimport ray\nprint(ray.init())\n"
+    done = fork_python(write({"program.py": program}))
+
+    assert done.stdout == "its own\n", done.stderr
