@@ -243,7 +243,7 @@ def test_only_an_accelerator_can_be_attached(other: Any, said: str) -> None:
         ('{"format": 1', "damaged"),
         (
             '{"format": 1, "size": 2, "rank": 0, "ranks": [{}]}',
-            "by 2 processes, and now there is 1",
+            "by 2 processes, and this run has 1 process",
         ),
     ],
 )

@@ -116,7 +116,7 @@ def test_a_checkpoint_saved_without_us_is_said_when_it_is_resumed(
     said = [line for line in capsys.readouterr().err.splitlines() if "checkpoint" in line]
     assert said == [
         "torchrepro: transformers: the checkpoint of step 1: generators and loaders do not go on "
-        "from this checkpoint: it was saved without torchrepro"
+        "from this checkpoint: it was saved without torchrepro, or without a profile"
     ]
 
 
@@ -134,7 +134,7 @@ def test_rank_0_does_not_pass_its_own_state_off_as_that_of_all_ranks(
 
     say_once.cache_clear()
     with torchrepro.apply("debug-strict"):
-        monkeypatch.setattr(huggingface, "world", lambda: World(2, 0))
+        monkeypatch.setattr(huggingface, "ranks", lambda: World(2, 0))
         _trainer(tmp_path, SaveNow(), save_steps=50).train()
         capsys.readouterr()
         monkeypatch.undo()

@@ -24,9 +24,9 @@ from torchrepro.frameworks.run_state import (
     checkpoint_entry,
     generators_of,
     of_all_ranks,
-    of_this_rank_alone,
     own_state,
     put_back,
+    ranks,
     state_of_rank,
 )
 from torchrepro.frameworks.switches import Switch, say_switches
@@ -124,8 +124,9 @@ class TrainerHooks:
             with going_on_without(FRAMEWORK, "the state of the run in a checkpoint"):
                 state = state_of_rank()
                 state["loaders"] = _taken_out(checkpoint, trainer)
-                states = of_this_rank_alone if trainer.interrupted else of_all_ranks
-                checkpoint[KEY] = checkpoint_entry(states(state))
+                alone = trainer.interrupted and ranks().size > 1
+                states = [state] if alone else of_all_ranks(state)
+                checkpoint[KEY] = checkpoint_entry(states) | ({"alone": True} if alone else {})
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
         """Put back the state of this rank, and hand its loaders' places to Lightning."""

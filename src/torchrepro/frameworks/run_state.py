@@ -53,12 +53,6 @@ def of_all_ranks(state: dict[str, Any]) -> list[Any]:
     return states
 
 
-def of_this_rank_alone(state: dict[str, Any]) -> list[Any]:
-    """Return the states of all ranks without asking them: None for each but this one."""
-    here = ranks()
-    return [state if rank == here.rank else None for rank in range(here.size)]
-
-
 def checkpoint_entry(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return what a checkpoint holds under `KEY`: the states, and the profile they came from."""
     from torchrepro.manifest.contents import as_text, manifest
@@ -82,10 +76,11 @@ def own_state(entry: Any, where: str) -> Mapping[str, Any] | None:
     """
     here = ranks()
     why = _why_not(entry, here.size)
-    state = None if why else entry["ranks"][here.rank]
-    if state is None and here.rank == 0:  # it is the same on all ranks
-        say_not_resumed(where, why or "it does not hold the state of every rank")
-    return cast("Mapping[str, Any] | None", state)
+    if not why:
+        return cast("Mapping[str, Any]", entry["ranks"][here.rank])
+    if here.rank == 0:  # it is the same on all ranks
+        say_not_resumed(where, why)
+    return None
 
 
 def _why_not(entry: Any, size: int) -> str:
@@ -96,12 +91,11 @@ def _why_not(entry: Any, size: int) -> str:
         return "what torchrepro put there is damaged"
     if entry.get("format") != FORMAT:
         return f"its format is {entry.get('format')}, and this torchrepro reads {FORMAT}"
+    if entry.get("alone"):
+        return "one process saved it alone, after an error"
     then = len(entry["ranks"])
     if then != size:
-        saved = "1 process" if then == 1 else f"{then} processes"
-        return (
-            f"it was saved by {saved}, and now {'there is 1' if size == 1 else f'there are {size}'}"
-        )
+        return f"it was saved by {_processes(then)}, and this run has {_processes(size)}"
     return ""
 
 
