@@ -6,6 +6,7 @@ import json
 import pkgutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,53 @@ def test_skipped_batches_are_left_out_of_the_epoch_that_they_belong_to(
 
 def test_skipped_batches_are_not_loaded() -> None:
     """A dataset is not asked for what is skipped."""
+class Permuted:
+    """A sampler that draws from a generator that it is given."""
+
+    __slots__ = ()
+    generator: torch.Generator | None
+
+    def __len__(self) -> int:
+        return len(Augmented())
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(len(self), generator=self.generator).tolist()
+
+
+@dataclass
+class Compared(Permuted):
+    """One that equals others, and so has no hash."""
+
+    generator: torch.Generator | None = None
+
+
+@dataclass(slots=True)
+class Slotted(Permuted):
+    """One that cannot be referenced weakly either."""
+
+    generator: torch.Generator | None = None
+
+
+@pytest.mark.parametrize("kind", [Compared, Slotted])
+def test_a_sampler_may_be_of_any_class(kind: type[Permuted]) -> None:
+    """What accelerate gave a generator loads by the profile, whatever the program drew before."""
+
+    def epochs() -> list[torch.Tensor]:
+        with torchrepro.apply("debug-strict"):
+            torch.rand(next(drawn_before))
+            loader = DataLoader(Augmented(), batch_size=4, sampler=kind())
+            prepared = accelerate.data_loader.prepare_data_loader(
+                loader, num_processes=2, process_index=0
+            )
+            return [torch.stack(list(prepared)) for _ in range(2)]
+
+    drawn_before = iter((0, 3))
+    first, second = epochs(), epochs()
+
+    assert all(map(torch.equal, first, second))
+    assert not torch.equal(*first)
+
+
 
     class Counted(Augmented):
         asked = 0

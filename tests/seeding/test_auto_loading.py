@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,19 @@ class Items(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         for item in range(8):
             yield item, draws()
+
+
+@dataclass
+class Compared:
+    """A sampler that equals others, and so has no hash."""
+
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(self.length).tolist()
 
 
 def _loader(dataset: Any = None, **options: Any) -> Any:
@@ -116,6 +130,19 @@ def test_items_are_the_same_on_one_worker_and_none(live_on: bool) -> None:
 
     assert found[0] == found[1]
     assert len({drawn for _, drawn in chain(*found[0])}) == 24
+
+
+def test_a_sampler_without_a_hash_draws_what_belongs_to_the_epoch() -> None:
+    """An epoch is the same beside other draws, and the next one is not."""
+    with torchrepro.apply(AUTO):
+        loader = _loader(sampler=Compared(8))
+        first, second = _epoch(loader), _epoch(loader)
+    with torchrepro.apply(AUTO):
+        draws()
+        again = _epoch(_loader(sampler=Compared(8)))
+
+    assert first == again
+    assert [index for index, _ in first] != [index for index, _ in second]
 
 
 def test_loaders_over_one_dataset_draw_other_numbers() -> None:

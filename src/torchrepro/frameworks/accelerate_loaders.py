@@ -180,9 +180,12 @@ def _ending(original: Any) -> Any:
 def _preparing(original: Any) -> Any:
     def prepare_data_loader(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         bare = [] if in_force() is None else _without_generator(dataloader)
-        loaders.adopted.update(bare)  # a StatefulDataLoader begins an epoch as it is made
+        for part in bare:
+            loaders.adopted.add(part)  # a StatefulDataLoader begins an epoch as it is made
         prepared = original(dataloader, *args, **kwargs)
-        loaders.adopted.difference_update(part for part in bare if part.generator is None)
+        for part in bare:
+            if part.generator is None:
+                loaders.adopted.discard(part)
         return prepared
 
     return prepare_data_loader

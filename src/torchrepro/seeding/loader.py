@@ -381,6 +381,30 @@ class Register:
 
     loadings: WeakKeyDictionary[Any, Loading] = field(default_factory=WeakKeyDictionary)
     """The loaders whose author seeded nothing, each with what seeds it."""
+class Alive:
+    """Objects told apart by identity, for as long as they are alive: a sampler may have no hash."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, Callable[[], Any]] = {}
+
+    def __contains__(self, thing: Any) -> bool:
+        found = self._by_id.get(id(thing))
+        return found is not None and found() is thing
+
+    def add(self, thing: Any) -> None:
+        """Add `thing`; one that cannot be referenced weakly lives on from now."""
+        number = id(thing)
+        try:
+            self._by_id[number] = ref(thing, lambda _: self._by_id.pop(number, None))
+        except TypeError:  # a class with slots
+            self._by_id[number] = lambda: thing
+
+    def discard(self, thing: Any) -> None:
+        """Take `thing` out, if it is in."""
+        if thing in self:
+            del self._by_id[id(thing)]
+
+
 
     begun: Counter[str] = field(default_factory=Counter)
     """How many such loaders there were of each kind of dataset."""
@@ -414,7 +438,7 @@ class Loaders:
     late: WeakKeyDictionary[Any, LateStart] = field(default_factory=WeakKeyDictionary)
     """Loaders that stand for another one without its first batches."""
 
-    adopted: WeakSet[Any] = field(default_factory=WeakSet)
+    adopted: Alive = field(default_factory=Alive)
     """Samplers of torch to which a framework gave a generator, where their author gave none."""
 
 
