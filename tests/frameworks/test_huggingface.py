@@ -33,7 +33,9 @@ WRITTEN_BY_FULL_DETERMINISM = (
 )
 
 
-def _trainer(folder: Path, *callbacks: Any, **arguments: Any) -> Any:
+def _trainer(
+    folder: Path, *callbacks: Any, kind: Any = transformers.Trainer, **arguments: Any
+) -> Any:
     given = transformers.TrainingArguments(
         str(folder),
         max_steps=2,
@@ -43,9 +45,7 @@ def _trainer(folder: Path, *callbacks: Any, **arguments: Any) -> Any:
         **{"report_to": [], "save_steps": 1, **arguments},
     )
     data = program.Augmented()
-    return transformers.Trainer(
-        program.Model(), given, program.collated, data, callbacks=[*callbacks]
-    )
+    return kind(program.Model(), given, program.collated, data, callbacks=[*callbacks])
 
 
 def _exported(folder: Path, step: int = 2) -> list[Any]:
@@ -69,6 +69,26 @@ def test_a_checkpoint_holds_the_state_once_with_digest_and_manifest(
     assert entry["digest"] == json.loads(entry["manifest"])["digest"] == applied.resolved.digest
     assert (entry["profile"], len(entry["ranks"])) == ("debug-strict", 1)
     assert warned == []
+
+
+def test_a_trainer_may_have_lists_for_loaders(tmp_path: Path) -> None:
+    """It trains, evaluates and saves; of a list there is no place to keep."""
+
+    class OfLists(transformers.Trainer):
+        def get_train_dataloader(self) -> Any:
+            return [program.collated([self.train_dataset[at]]) for at in range(4)]
+
+        def get_eval_dataloader(self, _: Any = None) -> Any:
+            return self.get_train_dataloader()
+
+    with torchrepro.apply("debug-strict"):
+        trainer = _trainer(tmp_path, kind=OfLists)
+        trainer.train()
+        measured = trainer.evaluate()
+
+    (entry,) = _exported(tmp_path)
+    assert entry["ranks"][0]["train_loader"] is None
+    assert "eval_runtime" in measured
 
 
 def test_without_a_profile_the_trainer_is_as_it_was(tmp_path: Path) -> None:

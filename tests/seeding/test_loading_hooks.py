@@ -1,6 +1,9 @@
 """Hooks on loader classes come and go as one piece, whatever happens in the middle."""
 
+import copy
+import pickle
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -57,3 +60,17 @@ def test_undo_works_where_somebody_cleared_the_finders() -> None:
 
     assert DataLoader.__iter__ is ORIGINAL
     assert sys.meta_path == before
+
+
+@pytest.mark.parametrize("duplicated", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_iterator_is_duplicated_as_little_as_torch_has_it(
+    duplicated: Callable[[Any], Any],
+) -> None:
+    """To copy or pickle it under a profile is the error that it is without one."""
+    found = []
+    for profile in ({}, AUTO):
+        with torchrepro.apply(profile), pytest.raises(NotImplementedError) as raised:
+            duplicated(iter(DataLoader(range(8))))
+        found.append(raised.value.args)
+
+    assert found[0] == found[1]

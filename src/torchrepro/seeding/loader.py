@@ -231,7 +231,13 @@ class Delivery:
         return len(self._iterator)  # type: ignore[arg-type]  # torch's iterators have one
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_iterator" or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(name)  # asked for before there is an iterator, by `copy` for one
         return getattr(self._iterator, name)
+
+    def __getstate__(self) -> object:
+        self._iterator.__getstate__()  # torch's raises: it is neither copied nor pickled
+        return super().__getstate__()
 
 
 class SeededSampler:
@@ -375,12 +381,6 @@ def _generators_of_others(sampler: Any) -> list[torch.Generator]:
     return [generator for generator in found if generator is not None]
 
 
-@dataclass(slots=True)
-class Register:
-    """The loaders that appeared since a seed came in force, and how far they have come."""
-
-    loadings: WeakKeyDictionary[Any, Loading] = field(default_factory=WeakKeyDictionary)
-    """The loaders whose author seeded nothing, each with what seeds it."""
 class Alive:
     """Objects told apart by identity, for as long as they are alive: a sampler may have no hash."""
 
@@ -405,6 +405,12 @@ class Alive:
             del self._by_id[id(thing)]
 
 
+@dataclass(slots=True)
+class Register:
+    """The loaders that appeared since a seed came in force, and how far they have come."""
+
+    loadings: WeakKeyDictionary[Any, Loading] = field(default_factory=WeakKeyDictionary)
+    """The loaders whose author seeded nothing, each with what seeds it."""
 
     begun: Counter[str] = field(default_factory=Counter)
     """How many such loaders there were of each kind of dataset."""
@@ -505,10 +511,15 @@ def bind_loader(loader: Any, name: str) -> None:
         register.loadings[loader] = Loading(name, present.next_epoch)
 
 
-def _can_be_seeded(loader: Any) -> bool:
+def is_kept(loader: Any) -> bool:
+    """Whether `loader` is one of torch that can be told apart from others: a list is not."""
     from torch.utils.data import DataLoader
 
-    if not isinstance(loader, DataLoader) or type(loader).__hash__ is None or author_seeds(loader):
+    return isinstance(loader, DataLoader) and type(loader).__hash__ is not None
+
+
+def _can_be_seeded(loader: Any) -> bool:
+    if not is_kept(loader) or author_seeds(loader):
         return False
     if is_loading():
         return False  # a dataset's own loader draws from what its sample draws from

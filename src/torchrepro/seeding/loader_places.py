@@ -11,6 +11,7 @@ from torchrepro.seeding.loader import (
     Loading,
     Place,
     bind_loader,
+    is_kept,
     loaders,
     loading_of,
 )
@@ -47,8 +48,11 @@ class CountedEpochs(SameEpochs):
 
 
 def saved_place(loader: Any) -> dict[str, Any] | None:
-    """Return the place of `loader` as plain JSON values; None where it is not seeded."""
-    loading = loading_of(loader)
+    """Return the place of `loader` as plain JSON values.
+
+    None where it is not seeded, and before its first iteration: to ask gives it no name.
+    """
+    loading = known_loading(loader)
     return None if loading is None else _saved(loading)
 
 
@@ -79,7 +83,12 @@ def known_loading(loader: Any) -> Loading | None:
     To ask for it does not give a loader its name, which depends on the order of first iterations.
     """
     own = getattr(loader, "worker_init_fn", None)
-    return own if isinstance(own, Loading) else loaders.register.loadings.get(loader)
+    return own if isinstance(own, Loading) else _registered(loader)
+
+
+def _registered(loader: Any) -> Loading | None:
+    """Return what seeds `loader` by the profile; None for what is no loader of torch as well."""
+    return loaders.register.loadings.get(loader) if is_kept(loader) else None
 
 
 def count_on(loader: Any) -> None:
@@ -111,8 +120,9 @@ def hand_on(loader: Any) -> None:
     """
     if getattr(loader, "_iterator", None) is not None:
         return
-    loading = loaders.register.loadings.pop(loader, None)
+    loading = _registered(loader)
     if loading is not None:
+        del loaders.register.loadings[loader]
         loaders.register.resumed[loading.name] = loading.next_epoch
 
 
