@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,11 +17,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import torchrepro
 from torchrepro import console
+from torchrepro.frameworks.loader_state import give_state
 
 from .training import Augmented
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 sys.path.append(str(Path(__file__).parents[1] / "policies"))
 
@@ -75,8 +77,6 @@ def test_skipped_batches_are_left_out_of_the_epoch_that_they_belong_to(
     assert torch.equal(rest[2], whole[2])
 
 
-def test_skipped_batches_are_not_loaded() -> None:
-    """A dataset is not asked for what is skipped."""
 class Permuted:
     """A sampler that draws from a generator that it is given."""
 
@@ -124,6 +124,8 @@ def test_a_sampler_may_be_of_any_class(kind: type[Permuted]) -> None:
     assert not torch.equal(*first)
 
 
+def test_skipped_batches_are_not_loaded() -> None:
+    """A dataset is not asked for what is skipped."""
 
     class Counted(Augmented):
         asked = 0
@@ -148,6 +150,72 @@ def test_without_a_profile_accelerate_is_as_it_was() -> None:
 
     assert within is not before
     assert accelerate.accelerator.skip_first_batches is accelerate.skip_first_batches is before
+
+
+def test_who_imports_accelerate_under_a_profile_has_its_functions_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A module that took a function by its name meanwhile gets accelerate's own back."""
+    before = accelerate.skip_first_batches
+    monkeypatch.setitem(sys.modules, "later", later := ModuleType("later"))
+
+    with torchrepro.apply("debug-strict"):
+        exec("from accelerate import skip_first_batches", vars(later))
+        assert vars(later)["skip_first_batches"] is not before
+
+    assert vars(later)["skip_first_batches"] is before
+
+
+def _old_set_seed(seed: int, device_specific: bool = False) -> Any:
+    return seed, device_specific
+
+
+def _new_set_seed(seed: int, *, deterministic: bool = False, devices: int = 1) -> Any:
+    return seed, deterministic, devices
+
+
+@pytest.mark.parametrize(
+    ("defined", "call", "switches"),
+    [
+        (_old_set_seed, lambda set_seed: set_seed(1, True), 0),
+        (_new_set_seed, lambda set_seed: set_seed(1, devices=2), 0),
+        (_new_set_seed, lambda set_seed: set_seed(seed=1, deterministic=True), 1),
+    ],
+)
+def test_set_seed_is_called_as_its_accelerate_defines_it(
+    defined: Any,
+    call: Callable[[Any], Any],
+    switches: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Arguments of any version reach it as they were given, and no others."""
+    console.say_once.cache_clear()
+    monkeypatch.setattr(accelerate.utils.random, "set_seed", defined)
+
+    with torchrepro.apply("debug-strict"):
+        returned = call(accelerate.utils.random.set_seed)
+        with pytest.raises(TypeError, match="nothing_like_it"):
+            accelerate.utils.random.set_seed(1, nothing_like_it=2)
+
+    assert returned == call(defined)
+    assert capsys.readouterr().err.count("deterministic=True") == switches
+
+
+def _loaded_in_turn() -> list[list[Any]]:
+    """Return what two prepared loaders load, the second of which is iterated first."""
+    with torchrepro.apply("debug-strict"):
+        loaders = accelerate.Accelerator().prepare(_loader("shuffled", 0), _loader("shuffled", 0))
+        return [torch.stack(list(loader)).tolist() for loader in reversed(loaders)]
+
+
+def test_accelerate_loads_the_same_beside_lightning() -> None:
+    """Whether a program imports Lightning too, for which loaders get a state, changes no batch."""
+    alone = _loaded_in_turn()
+    with give_state():
+        beside = _loaded_in_turn()
+
+    assert alone == beside
 
 
 class Progress:

@@ -8,7 +8,8 @@ before the first batch of an epoch that was interrupted.
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from inspect import signature
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,14 +116,15 @@ _DETERMINISTIC = Switch(
 
 
 def _saying_switches(original: Any) -> Any:
-    def set_seed(
-        seed: int,
-        device_specific: bool = False,  # noqa: FBT001, FBT002 - as accelerate has it
-        deterministic: bool = False,  # noqa: FBT001, FBT002
-    ) -> Any:
-        if deterministic:
+    parameters = signature(original)
+
+    def set_seed(*args: Any, **kwargs: Any) -> Any:
+        given: Mapping[str, Any] = {}
+        with suppress(TypeError):  # which the call itself raises as well
+            given = parameters.bind(*args, **kwargs).arguments
+        if given.get("deterministic"):
             say_switches("accelerate", [_DETERMINISTIC])
-        return original(seed, device_specific, deterministic)
+        return original(*args, **kwargs)
 
     return set_seed
 

@@ -71,15 +71,22 @@ def wrap_everywhere(
 ) -> None:
     """Do as `wrap` with a function of `module`, and where others have imported it by its name.
 
-    Who imports it later keeps the wrapper, which has to ask for itself whether a profile is in
-    force. Raises `MissingHookError` where there is no such function.
+    So it is undone: who has imported the wrapper by that name gets the function back. Who keeps it
+    under another one keeps the wrapper, which has to ask for itself whether a profile is in force.
+    Raises `MissingHookError` where there is no such function.
     """
     original = vars(module).get(name)
     wrap(undo, module, name, wrapping)
     wrapper = vars(module)[name]
-    for other in list(sys.modules.values()):
-        if getattr(other, "__dict__", {}).get(name) is original:
-            undo.enter_context(_other_value(other, name, wrapper, original))
+    undo.callback(_replace_everywhere, name, wrapper, original)
+    _replace_everywhere(name, original, wrapper)
+
+
+def _replace_everywhere(name: str, present: Any, value: Any) -> None:
+    """Give every module whose `name` is `present` another `value` there."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is present:
+            setattr(module, name, value)
 
 
 @contextmanager
