@@ -132,7 +132,8 @@ def dataloader_kwargs(
 
     Its order then depends on (seed, name, epoch). The numbers that a sample draws from Python's
     `random`, numpy's legacy generator, torch and `sample_rng` depend on (seed, name, rank, epoch,
-    index): not on workers, not on what else drew numbers. Iterating it moves no global generator.
+    index): not on workers, not on what else drew numbers. What the program had seeded torch with
+    when the epoch began is part of the seed. Iterating the loader moves no global generator.
     The first iteration is `epoch` (0, or where a restored snapshot was), each further one the
     next; `set_epoch` names another. `worker_init_fn` runs in each worker as well. Where no profile
     with a seed is in force, the seed is the program's own at this moment, as `stream` says.
