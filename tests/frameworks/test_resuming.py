@@ -10,8 +10,9 @@ HERE = Path(__file__).parent
 STEPS, FIRST = 18, 6
 """Optimizer steps of every program, and the first one after its first checkpoint."""
 
-ONLY_WITH_US = frozenset({"fabric_loader", "own_loop"})
-"""Programs that need torchrepro: one for the state of its loader, one for `Checkpoint`."""
+ONLY_WITH_US = frozenset({"fabric_loader", "own_loop", "accelerate_dispatched"})
+"""Programs that need torchrepro: for the state of a loader, for `Checkpoint`, and because accelerate
+counts the batches that it skips for one process instead of all, and then takes too many steps."""
 
 PROGRAMS = ("lightning", "fabric", "fabric_loader", "accelerate", "huggingface", "own_loop")
 
@@ -62,7 +63,8 @@ def test_ten_kills_of_two_processes(
 ) -> None:
     """Two processes share each step: killed ten times, always the uninterrupted run's weights."""
     kills = random_steps(STEPS, FIRST, 10)
-    plans = [Plan(0, kills, world=2), Plan(0, kills[:2], profile=None, world=2)]
+    without_us = [] if name in ONLY_WITH_US else [Plan(0, kills[:2], profile=None, world=2)]
+    plans = [Plan(0, kills, world=2), *without_us]
 
     found = outcomes(_program(name), tmp_path, plans)
 
