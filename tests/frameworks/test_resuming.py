@@ -11,8 +11,8 @@ STEPS, FIRST = 18, 6
 """Optimizer steps of every program, and the first one after its first checkpoint."""
 
 ONLY_WITH_US = frozenset({"fabric_loader", "own_loop", "accelerate_dispatched"})
-"""Programs that need torchrepro: for the state of a loader, for `Checkpoint`, and because accelerate
-counts the batches that it skips for one process instead of all, and then takes too many steps."""
+"""Programs that need torchrepro: for the state of a loader, for `Checkpoint`, and because of how
+accelerate counts the batches that it skips: for one process instead of all."""
 
 PROGRAMS = ("lightning", "fabric", "fabric_loader", "accelerate", "huggingface", "own_loop")
 
