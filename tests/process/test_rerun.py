@@ -204,6 +204,10 @@ def test_a_manifest_is_not_replaced(torchrepro, write, tmp_path):
     assert "holds the manifest of another run already" in refused.stderr
     assert (tmp_path / "a/repro.json").read_text(encoding="utf-8") == "the first run's"
 
+    no_folder = torchrepro("run", "seed-only", "--log-to", "train.py/x", "--", "python", "train.py")
+    assert (no_folder.returncode, no_folder.stdout) == (2, "")
+    assert "there is a file" in no_folder.stderr
+
 
 def test_hidden_arguments_are_named(command, earlier):
     """A command with hidden arguments is refused by their options; with the whole it would start.

@@ -23,12 +23,18 @@ VARIABLE = "TORCHREPRO_LOG_TO"
 
 
 def refuse_used_folder(folder: Path) -> None:
-    """Raise `ProfileError` if `folder` holds the manifest of another run, which stays.
+    """Raise `ProfileError` if `folder` holds the manifest of another run, which stays, or is none.
 
     Of several processes the one that writes it looks: the others may start after it has written.
     """
-    if world().rank == 0 and (folder / FILE).exists():
-        what = "holds the manifest of another run already"
+    what = ""
+    if world().rank == 0:
+        there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        if (folder / FILE).exists():
+            what = "holds the manifest of another run already"
+        elif not there.is_dir():
+            what = "cannot be a folder: there is a file"
+    if what:
         todo = "name a new folder"
         raise ProfileError(Problem(what, key="--log-to", found=str(folder), todo=todo))
 
