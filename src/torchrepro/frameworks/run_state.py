@@ -15,7 +15,7 @@ from torchrepro.console import say
 from torchrepro.errors import SeedingError
 from torchrepro.frameworks.hooking import in_force
 from torchrepro.seeding.loader_places import begin_again, interrupted
-from torchrepro.seeding.ranks import World
+from torchrepro.seeding.ranks import World, process_group
 from torchrepro.seeding.state import rng_state, set_generators, set_rng_state
 
 if TYPE_CHECKING:
@@ -38,10 +38,7 @@ def ranks() -> World:
     Those of torch.distributed's group: a launcher's variables may count processes of which each
     trains on its own.
     """
-    distributed: Any = sys.modules.get("torch.distributed")
-    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
-        return World()
-    return World(distributed.get_world_size(), distributed.get_rank())
+    return process_group() or World()
 
 
 def of_all_ranks(state: dict[str, Any]) -> list[Any]:
@@ -53,12 +50,12 @@ def of_all_ranks(state: dict[str, Any]) -> list[Any]:
     return states
 
 
-def checkpoint_entry(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def checkpoint_entry(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return what a checkpoint holds under `KEY`: the states, and the profile they came from."""
     from torchrepro.manifest.contents import as_text, manifest
 
     profile = in_force()
-    entry: dict[str, Any] = {"format": FORMAT, "ranks": list(ranks)}
+    entry: dict[str, Any] = {"format": FORMAT, "ranks": list(states)}
     if profile is not None:
         text = as_text(manifest(profile.resolved, profile.report()))
         entry |= {

@@ -140,12 +140,16 @@ class Loading:
     @property
     def is_at_last_batch(self) -> bool:
         """Whether its iterator is at its end, and somebody holds it who has batches of it left."""
-        delivery = None if self._delivery is None else self._delivery()
+        delivery = self._held()
         return delivery is not None and delivery.is_over
 
     def _iterated(self) -> Delivery | None:
-        delivery = None if self._delivery is None else self._delivery()
+        delivery = self._held()
         return None if delivery is None or delivery.is_over else delivery
+
+    def _held(self) -> Delivery | None:
+        """Return the iterator that was handed out last, if anybody still holds it."""
+        return None if self._delivery is None else self._delivery()
 
     def go_to(self, place: Place) -> None:
         """Have the next iteration begin at `place`."""

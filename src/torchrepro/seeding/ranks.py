@@ -37,15 +37,23 @@ class World(NamedTuple):
     rank: int = 0
 
 
+def process_group() -> World | None:
+    """Return the place of this process in the group of torch.distributed; None without one."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    return World(distributed.get_world_size(), distributed.get_rank())
+
+
 def world() -> World:
     """Return the place of this process, from torch.distributed or the variables of a launcher.
 
     A process that nobody numbered is rank 0 of 1. Raises `SeedingError` for a variable that holds
     no number.
     """
-    distributed: Any = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return World(distributed.get_world_size(), distributed.get_rank())
+    group = process_group()
+    if group is not None:
+        return group
     for rank, size in VARIABLES:
         if rank in os.environ:
             mine = _number(rank)
