@@ -98,11 +98,16 @@ class Reading(nn.Module):
         return self.weight * items + buffer  # buffer
 
 
-def _leave_behind(value: float) -> None:
-    """Fill memory that the allocator will hand out again."""
-    held = [torch.empty(5000) for _ in range(50)]
+def _leave_behind(value: float) -> list[torch.Tensor]:
+    """Fill memory that the allocator will hand out again; return what keeps it from merging it.
+
+    Every second tensor is freed.  The others lie between the free places, so that the allocator
+    can neither make larger ones of them nor give them back to the system.
+    """
+    held = [torch.empty(5000) for _ in range(400)]
     for tensor in held:
         tensor.numpy().fill(value)
+    return held[::2]
 
 
 def test_memory_that_nothing_had_written_is_found_where_it_is_read(tmp_path: Path) -> None:
@@ -112,8 +117,9 @@ def test_memory_that_nothing_had_written_is_found_where_it_is_read(tmp_path: Pat
         model = nn.Sequential(nn.Identity(), Reading())
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for _ in range(STEPS):
-            _leave_behind(float(run + 1))
+            between = _leave_behind(float(run + 1))
             loss = model(torch.ones(5000)).square().mean()
+            del between
             loss.backward()
             optimizer.step()
         return loss.item()
