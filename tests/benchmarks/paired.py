@@ -10,7 +10,7 @@ import operator
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -26,11 +26,9 @@ ERROR = 0.01
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """What pairs of timings say: the median of each side, and that of the pairs in its interval."""
+class Estimate:
+    """What rounds of timings say of a ratio: its median in its interval."""
 
-    plain: float
-    other: float
     median: float
     low: float
     high: float
@@ -44,14 +42,38 @@ class Comparison:
         """Whether the whole interval lies on one side of `bound`."""
         return self.refutes(bound) or self.high <= bound
 
-    def cells(self, name: str, bound: float, scale: float = 1, unit: str = "") -> tuple[str, str]:
+    def cells(
+        self, name: str, bound: float, scale: float = 1, unit: str = "", aim: float | None = None
+    ) -> tuple[str, str]:
         """Return the cells of a table's row: what is asked, what was seen, and how surely."""
         median, low, high = (f"{value * scale:.3f}" for value in (self.median, self.low, self.high))
         undecided = "" if self.decides(bound) else ", undecided"
+        missed = ", MISSED" if self.refutes(bound) else ""
+        aimed = "" if aim is None else f", aim {aim * scale:g}{unit}"
         return (
-            f"{name} (at most {bound * scale:g}{unit})",
-            f"{median}{unit} ({low} to {high}, {self.pairs} pairs{undecided})",
+            f"{name} (at most {bound * scale:g}{unit}{aimed})",
+            f"{median}{unit} ({low} to {high}, {self.pairs} pairs{undecided}{missed})",
         )
+
+
+@dataclass(frozen=True)
+class Comparison(Estimate):
+    """What pairs of timings say of two things: their ratio, and the median of each."""
+
+    plain: float
+    other: float
+
+
+Round = Mapping[str, float]
+"""The seconds that each of several things took, one right after the other."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A figure that each round gives, and what it is held to; no bound for one to be printed."""
+
+    of: Callable[[Round], float]
+    bound: float = math.nan
 
 
 def compare(
@@ -67,16 +89,36 @@ def compare(
     Both return the seconds that they took. After so many seconds, or the last look, it ends as it
     is; the first look is always taken.
     """
-    plain(), other()  # the first call of anything loads and allocates
+    question = Question(lambda took: by(took["other"], took["plain"]), bound)
+    took, (seen,) = take_turns({"other": other, "plain": plain}, [question], seconds=seconds)
+    return Comparison(seen.median, seen.low, seen.high, seen.pairs, took["plain"], took["other"])
+
+
+def take_turns(
+    timers: Mapping[str, Callable[[], float]],
+    questions: Sequence[Question],
+    *,
+    seconds: float = 12,
+) -> tuple[Round, list[Estimate]]:
+    """Time several things in turn until every question is decided, as `compare` does for two.
+
+    Returns the median of each, and the answer to each question.
+    """
+    for timed in timers.values():
+        timed()  # the first call of anything loads and allocates
     end = time.monotonic() + seconds
-    pairs: list[tuple[float, float]] = []
+    rounds: list[Round] = []
     for look in range(LOOKS):
-        while len(pairs) < FIRST_LOOK << look and (look == 0 or time.monotonic() < end):
-            pairs.append(_pair(plain, other, len(pairs)))
-        seen = _comparison(pairs, by, ERROR / 2**look)
-        if seen.decides(bound) or time.monotonic() >= end:
+        while len(rounds) < FIRST_LOOK << look and (look == 0 or time.monotonic() < end):
+            rounds.append(_round(timers, backward=bool(len(rounds) % 2)))
+        answers = [_answer(rounds, question, ERROR / 2**look) for question in questions]
+        decided = all(
+            math.isnan(question.bound) or answer.decides(question.bound)
+            for question, answer in zip(questions, answers, strict=True)
+        )
+        if decided or time.monotonic() >= end:
             break
-    return seen
+    return {name: statistics.median(took[name] for took in rounds) for name in timers}, answers
 
 
 def require(held: bool, bound: str) -> None:
@@ -103,20 +145,12 @@ def interval(values: Sequence[float], error: float) -> tuple[float, float]:
     return (ordered[below - 1], ordered[-below]) if below else (-math.inf, math.inf)
 
 
-def _pair(
-    plain: Callable[[], float], other: Callable[[], float], number: int
-) -> tuple[float, float]:
-    """Time both, the one that came second last time first."""
-    if number % 2:
-        return plain(), other()
-    later = other()
-    return plain(), later
+def _round(timers: Mapping[str, Callable[[], float]], *, backward: bool) -> Round:
+    """Time each once; the one that came last in the round before comes first."""
+    order = reversed(timers) if backward else iter(timers)
+    return {name: timers[name]() for name in order}
 
 
-def _comparison(
-    pairs: Sequence[tuple[float, float]], by: Callable[[float, float], float], error: float
-) -> Comparison:
-    compared = [by(other, plain) for plain, other in pairs]
-    plain, other = (statistics.median(side) for side in zip(*pairs, strict=True))
-    median = statistics.median(compared)
-    return Comparison(plain, other, median, *interval(compared, error), len(pairs))
+def _answer(rounds: Sequence[Round], question: Question, error: float) -> Estimate:
+    figures = [question.of(took) for took in rounds]
+    return Estimate(statistics.median(figures), *interval(figures, error), len(rounds))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from .paired import ERROR, FIRST_LOOK, compare, interval, require
+from .paired import ERROR, FIRST_LOOK, Question, compare, interval, require, take_turns
 
 
 def _noisy(seconds: float, numbers: random.Random) -> Callable[[], float]:
@@ -92,6 +92,23 @@ def test_what_is_clear_at_once_takes_one_look() -> None:
     assert (seen.pairs, seen.median, seen.refutes(1.5)) == (FIRST_LOOK, 2, True)
     assert pairs[:4] == ["other", "plain", "plain", "other"]
     assert pairs.count("plain") == pairs.count("other") == FIRST_LOOK
+
+
+def test_a_question_without_a_bound_is_answered_and_holds_nothing_up() -> None:
+    """Several things are timed in turn until every bound is decided; other figures come along."""
+    noisy, numbers = _noisy(1, random.Random(1)), random.Random(2)
+    timers = {"plain": lambda: 1.0, "other": lambda: 2.0, "third": lambda: numbers.gauss(3, 0.1)}
+    took, (held, printed) = take_turns(
+        {**timers, "noise": noisy},
+        [
+            Question(lambda each: each["other"] / each["plain"], 2.5),
+            Question(lambda each: each["third"] - each["noise"]),
+        ],
+    )
+
+    assert (held.median, held.pairs, printed.pairs) == (2, FIRST_LOOK, FIRST_LOOK)
+    assert took["other"] == 2
+    assert printed.low < printed.median < printed.high
 
 
 def test_an_open_question_is_said_to_be_open() -> None:
