@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import marshal
 import os
-import random
-import sys
 import threading
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,13 +13,12 @@ import xxhash
 from torchrepro.console import say
 from torchrepro.errors import TraceError
 from torchrepro.messages import Problem
-from torchrepro.seeding import generators
 from torchrepro.seeding.uncontrolled import EVERY_SOURCE, WITHOUT_COST, watch_for_recording
 from torchrepro.trace.buffer import RecordingState, joined
-from torchrepro.trace.fingerprint import fingerprint
 from torchrepro.trace.fingerprint_cache import fingerprint_of
 from torchrepro.trace.format import INPUT, OUTPUT, StepRow
 from torchrepro.trace.frames import place_of_user, source_of
+from torchrepro.trace.generator_states import GeneratorStates
 from torchrepro.trace.hooks import watch_training
 from torchrepro.trace.levels import LEVELS, parameters_of
 from torchrepro.trace.loaders import IteratedLoaders, workers_of
@@ -31,7 +26,7 @@ from torchrepro.trace.samples import SampleRecorder
 from torchrepro.trace.store import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
 
     from torchrepro.trace.request import Request
     from torchrepro.trace.store import Store
@@ -49,6 +44,7 @@ class Recording:
         self._sources = watch_for_recording(EVERY_SOURCE if request.detail else WITHOUT_COST)
         self._losses: list[tuple[Any, Any, str]] = []  # tensor, fingerprint, source
         self._gradients: list[Any] = []
+        self._generators = GeneratorStates()
         self._loaders = IteratedLoaders()
         self._samples = SampleRecorder(self.level.take_returned)
         self._lock = threading.RLock()
@@ -208,7 +204,7 @@ class Recording:
                     bytes=cache.pop_bytes_read(),
                     parameters=_combined(map(cache.digest, parameters)),
                     gradients=_combined(self._gradients),
-                    random=_generator_states(),
+                    random=self._generators.read(),
                     finished=finished,
                 )
             )
@@ -280,48 +276,3 @@ def _combined(digests: Iterable[Any]) -> bytes:
 def _real(value: Any) -> float | None:
     """Return a loss as a number; None for one that is not a single real number."""
     return None if value is None or value.is_complex() else float(value)
-
-
-def _generator_states() -> Mapping[str, str]:
-    """Return a fingerprint of the state of every global generator; draws nothing."""
-    found = {"python": xxhash.xxh3_128_hexdigest(marshal.dumps(random.getstate(), 2))}
-    if "numpy.random" in sys.modules:
-        found["numpy"] = _numpy_state(sys.modules["numpy.random"])
-    found["torch"] = fingerprint(torch.get_rng_state()).hex()
-    for name, module in generators.devices_in_use().items():
-        for index in range(module.device_count()):
-            found[f"{name}:{index}"] = fingerprint(module.get_rng_state(index)).hex()
-    return found
-
-
-_numpy_states: dict[bytes, str] = {}  # the fingerprint of the last state, by its memory
-
-
-def _numpy_state(numpy: Any) -> str:
-    """Return a fingerprint of numpy's global generator, whose `get_state` takes long.
-
-    The state is the same as long as its memory is. Only whether half a pair of normal numbers is
-    left lies elsewhere; it shows with the next number drawn.
-    """
-    memory = _memory_of_numpy(numpy)
-    if memory not in _numpy_states:
-        state = numpy.get_state(legacy=False)
-        own = state["state"]
-        digest = xxhash.xxh3_128(own["key"] if "key" in own else repr(own).encode())
-        rest = (own.get("pos"), state.get("has_gauss"), state.get("gauss"))
-        digest.update(repr(rest).encode())
-        _numpy_states.clear()
-        _numpy_states[memory] = digest.hexdigest()
-    return _numpy_states[memory]
-
-
-def _memory_of_numpy(numpy: Any) -> bytes:
-    """Return the memory of numpy's global generator; new bytes each time if its kind is unknown.
-
-    A Mersenne twister is 624 words and a position:
-    https://numpy.org/doc/stable/reference/random/bit_generators/mt19937.html
-    """
-    generator: Any = numpy.get_bit_generator() if hasattr(numpy, "get_bit_generator") else None
-    if type(generator).__name__ != "MT19937":
-        return os.urandom(16)
-    return ctypes.string_at(generator.ctypes.state_address, 625 * 4)

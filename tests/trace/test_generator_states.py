@@ -1,0 +1,101 @@
+"""States of the global generators: what is remembered of them is never out of date."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrepro.seeding.generators import host_states
+from torchrepro.trace import generator_states
+from torchrepro.trace.generator_states import GeneratorStates
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pytest
+
+saved: list[Any] = []
+
+
+def _put_back_python() -> None:
+    if saved:
+        random.setstate(saved[0][0])
+
+
+def _put_back_numpy() -> None:
+    if saved:
+        np.random.set_state(saved[0][1])
+
+
+DRAWS: dict[str, Callable[[], object]] = {
+    "nothing": lambda: None,
+    "random.random": random.random,
+    "random.gauss": lambda: random.gauss(0, 1),
+    "random.seed": lambda: random.seed(3),
+    "random.setstate": _put_back_python,
+    "numpy.rand": np.random.rand,
+    "numpy.normal": np.random.normal,
+    "numpy.seed": lambda: np.random.seed(3),
+    "numpy.set_state": _put_back_numpy,
+    "torch.rand": lambda: torch.rand(1),
+    "torch.manual_seed": lambda: torch.manual_seed(3),
+    "save": lambda: saved.insert(0, (random.getstate(), np.random.get_state())),
+}
+
+
+def _states() -> dict[str, str]:
+    return {
+        "python": repr(random.getstate()),
+        "numpy": repr([np.random.get_state()[1].tobytes(), *np.random.get_state()[2:]]),
+        "torch": repr(torch.get_rng_state().numpy().tobytes()),
+    }
+
+
+@given(st.lists(st.sampled_from(sorted(DRAWS)), max_size=30))
+def test_a_draw_shows_at_the_step_where_it_happened(draws: list[str]) -> None:
+    """A fingerprint changes exactly with its generator, and is that of a reader without memory."""
+    before, reader = host_states(), GeneratorStates()
+    saved.clear()
+    try:
+        fingerprints, states = reader.read(), _states()
+        for draw in draws:
+            DRAWS[draw]()
+            earlier, fingerprints = fingerprints, reader.read()
+            then, states = states, _states()
+            assert fingerprints == GeneratorStates().read()
+            assert {name for name in then if then[name] != states[name]} == {
+                name for name in earlier if earlier[name] != fingerprints[name]
+            }
+    finally:
+        before.put_back()
+
+
+def test_a_python_or_numpy_that_keeps_its_words_elsewhere_is_read_in_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where memory does not show the state, every reading is a full one and says the same."""
+    full, quick = GeneratorStates(), GeneratorStates().read()
+    monkeypatch.setattr(generator_states, "_python_is_inline", lambda: False)
+    monkeypatch.setattr(generator_states, "_gauss_is_inline", lambda _: False)
+
+    assert full.read() == full.read() == quick
+    calls: list[None] = []
+    states = random.getstate
+    monkeypatch.setattr(random, "getstate", lambda: (calls.append(None), states())[1])
+    assert full.read() == full.read() == quick
+    assert len(calls) == 2
+
+
+def test_a_generator_that_nobody_used_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two steps without a draw, neither Python's nor numpy's state is asked for."""
+    reader = GeneratorStates()
+    before = reader.read()
+    monkeypatch.setattr(generator_states.marshal, "dumps", None)
+    monkeypatch.setattr(generator_states.xxhash, "xxh3_128", None)
+
+    assert reader.read() == before
