@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.trace.device_fingerprint import Pending, fetch
@@ -101,6 +102,16 @@ class RecordBuffer:
             rows.append((thread, site, argument, inputs, outputs))
         return len(rows)
 
+    def take_each(self, sites: list[int], arguments: list[int], outputs: list[Any]) -> int:
+        """Take a record without inputs of each output; returns how many records there are."""
+        rows, thread = self.rows, self.thread(0)
+        if {bytes}.issuperset(map(type, outputs)):
+            rows.extend(zip(repeat(thread), sites, arguments, repeat(b""), outputs, strict=False))
+        else:
+            for site, argument, output in zip(sites, arguments, outputs, strict=True):
+                self.take(thread, site, argument, (), (output,))
+        return len(rows)
+
     def move(self, store: Store, step: int) -> None:
         """Hand the records taken so far to `store`; the step goes on."""
         with self._lock:
@@ -145,7 +156,10 @@ def joined(digests: Any, length: int) -> bytes:
     """Return digests one after the other; waits for missing ones, and cuts those to `length`."""
     if isinstance(digests, bytes):
         return digests
-    _complete(digests)
+    try:
+        return b"".join(digests)  # all there, as they mostly are
+    except TypeError:
+        _complete(digests)
     return b"".join(
         digest if isinstance(digest, bytes) else digest.bytes[:length] for digest in digests
     )

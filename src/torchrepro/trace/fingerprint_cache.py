@@ -50,7 +50,7 @@ _digest = xxhash.xxh3_128_digest
 
 def fingerprint_of(tensor: Any) -> Any:
     """Return the fingerprint of a tensor, `Pending` for one whose device still computes it."""
-    if tensor.device.type in {"cpu", "meta"}:
+    if tensor.is_cpu or tensor.device.type == "meta":
         return fingerprint(tensor)
     return device_fingerprint(tensor)
 

@@ -101,6 +101,8 @@ class ModuleNames:
         # By thread: which of two threads comes first depends on timing.
         self._models = threading.local()
         self._held: dict[str, str] = {}
+        self.models = 0
+        """How many models have been named; what is called again keeps its names until then."""
 
     def of_module(self, module: Any, frame: FrameType) -> str:
         """Return the path of `module`, whose call `frame` is, within its model."""
@@ -152,6 +154,7 @@ class ModuleNames:
 
     def _learn(self, model: Any, frame: FrameType) -> None:
         """Name all modules of `model`; names in a second model begin with its class."""
+        self.models += 1
         kind = type(_unwrapped(model)).__name__
         models: dict[str, int] = vars(self._models)
         first = not models

@@ -6,6 +6,8 @@ import json
 import marshal
 import threading
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from operator import is_
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -15,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrepro.callers import address
 from torchrepro.trace import hooks
-from torchrepro.trace.fingerprint_cache import fingerprint_of, fingerprinted, is_unset
-from torchrepro.trace.format import NEW_TENSOR, OPTIMIZER_STEP
+from torchrepro.trace.fingerprint_cache import fingerprint_of, fingerprinted, is_unset, size_of
+from torchrepro.trace.format import INPUT, NEW_TENSOR, OPTIMIZER_STEP
 from torchrepro.trace.frames import Origin, Place, RunPosition, place_of_user
 from torchrepro.trace.module_hook import on_modules_called
 from torchrepro.trace.op_facts import (
@@ -33,14 +35,17 @@ from torchrepro.trace.statistics import DetailRecorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from weakref import ReferenceType
 
     from torchrepro.trace.buffer import RecordingState
+    from torchrepro.trace.fingerprint_cache import Digest
     from torchrepro.trace.store import Store
 
 MANY = 1 << 16
 """Records of one step that are kept in memory; more are handed to the store at once."""
 
 _NO_ARGUMENTS = ("params", "param_names")  # of the entries of an optimizer's groups
+_CONSTANTS = frozenset({bool, int, float, str, type(None)})  # exactly: a subclass may be anything
 _TRACING = "torch._subclasses"  # tensors that a compiler or an exporter looks at, not numbers
 _PINNING = "_pin_memory_loop"  # what torch's loader runs on a thread of its own
 _facts: dict[int, OpFacts] = {}  # by id: ops take long to hash
@@ -51,20 +56,60 @@ def parameters_of(optimizer: Any) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def optimizer_arguments(optimizer: Any) -> tuple[str, list[Any]]:
-    """Return the arguments of an optimizer as JSON, a list of one mapping for each group.
+class OptimizerArguments:
+    """The arguments of optimizers as text, made anew only where one of them has changed."""
 
-    Those that are tensors, as a learning rate may be, are returned beside it. What is none of the
-    optimizer's defaults is a note of the program's own, as a time is: were it used, an op would
-    show it. An optimizer without defaults is given all its arguments in its groups.
-    """
-    names = getattr(optimizer, "defaults", None) or set().union(*optimizer.param_groups)
-    values = [
-        {name: group[name] for name in group if name in names and name not in _NO_ARGUMENTS}
-        for group in optimizer.param_groups
-    ]
-    tensors = [value for group in values for value in group.values() if _is_tensor(value)]
-    return json.dumps(values, default=value_text), tensors
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[ReferenceType[Any], _Groups, str]] = {}
+
+    def of(self, optimizer: Any) -> tuple[str, list[Any]]:
+        """Return the arguments of an optimizer as JSON, a list of one mapping for each group.
+
+        Those that are tensors, as a learning rate may be, are returned beside it. What is none of
+        the optimizer's defaults is a note of the program's own, as a time is: were it used, an op
+        would show it. An optimizer without defaults is given all its arguments in its groups.
+        """
+        names = getattr(optimizer, "defaults", None) or set().union(*optimizer.param_groups)
+        values = [
+            {name: group[name] for name in group if name in names and name not in _NO_ARGUMENTS}
+            for group in optimizer.param_groups
+        ]
+        known = self._known.get(address(optimizer))
+        if known is not None and known[0]() is optimizer and _are_same(values, known[1]):
+            return known[2], []
+        text = json.dumps(values, default=value_text)
+        if _are_same(values, values):  # nothing in it can change unseen
+            self._known[address(optimizer)] = ref(optimizer), values, text
+        return text, [value for group in values for value in group.values() if _is_tensor(value)]
+
+
+_Groups = list[dict[str, Any]]
+
+
+def _are_same(values: _Groups, others: _Groups) -> bool:
+    """Whether the arguments of all groups have the same names, types and values."""
+    return len(values) == len(others) and all(
+        list(group) == list(other) and all(map(_is_same, group.values(), other.values()))
+        for group, other in zip(values, others, strict=True)
+    )
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Whether two values are constants and the same: 1, 1.0 and True differ, and -0.0 and 0.0."""
+    kind = value.__class__
+    if kind in _CONSTANTS:
+        return value is other or (kind is other.__class__ and repr(value) == repr(other))
+    return (
+        kind is tuple is other.__class__
+        and len(value) == len(other)
+        and all(map(_is_same, value, other))
+    )
+
+
+def gradients_of(optimizer: Any) -> list[Any]:
+    """Return the gradients of an optimizer's parameters in their order, but for missing ones."""
+    gradients = [one.grad for group in optimizer.param_groups for one in group["params"]]
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 def _is_tensor(value: Any) -> bool:
@@ -77,6 +122,7 @@ class Level:
     def __init__(self, state: RecordingState) -> None:
         self.state = state
         self.open = ExitStack()
+        self._arguments = OptimizerArguments()
 
     def __enter__(self) -> None:
         self.open.enter_context(hooks.left_out_of_compilation(RecordingMode))
@@ -98,15 +144,31 @@ class Level:
     def backward_ends(self) -> None:
         """The backward pass has ended."""
 
-    def optimizer_begins(self, optimizer: Any, place: Place, *, with_closure: bool) -> None:
-        """Record the arguments with which an optimizer is about to make a step."""
-        text, tensors = optimizer_arguments(optimizer)
+    def optimizer_begins(
+        self, optimizer: Any, place: Place, *, with_closure: bool
+    ) -> Sequence[Digest]:
+        """Record the arguments with which an optimizer is about to make a step.
+
+        Returns the digests of its gradients.
+        """
+        self._take_arguments(optimizer, place)
+        return self._digests(gradients_of(optimizer))
+
+    def optimizer_ends(self, optimizer: Any) -> Sequence[Digest]:
+        """The optimizer has made the step; returns the digests of its parameters."""
+        return self._digests(parameters_of(optimizer))
+
+    def _digests(self, tensors: Iterable[Any]) -> Sequence[Digest]:
+        if not self.state.wants_step:
+            return ()
+        with self.paused():
+            return [*map(self.state.cache.digest, tensors)]
+
+    def _take_arguments(self, optimizer: Any, place: Place) -> None:
+        text, tensors = self._arguments.of(optimizer)
         argument = self.state.buffer.passing_argument(id(optimizer), text)
         name = type(optimizer).__name__ + OPTIMIZER_STEP
         self._take_tensors(("optimizer", place, name), tensors, argument)
-
-    def optimizer_ends(self, optimizer: Any) -> None:
-        """The optimizer has made the step."""
 
     def batch_begins(self, workers: int) -> None:
         """A loader with so many worker processes is about to hand over a batch."""
@@ -136,12 +198,13 @@ class Level:
     def _take_tensors(
         self, origin: tuple[str, Place, str], tensors: Sequence[Any], argument: int
     ) -> None:
-        with self.paused():
-            digests = [fingerprint_of(tensor) for tensor in tensors]
-        for tensor, digest in zip(tensors, digests, strict=True):
-            self.state.cache.add(tensor, digest)
-        shapes = [shape_of(tensor) for tensor in tensors]
-        self._take(origin, shapes, digests, argument)
+        digests: list[Any] = []
+        if tensors:
+            with self.paused():
+                digests = [*map(fingerprint_of, tensors)]
+            for tensor, digest in zip(tensors, digests, strict=True):
+                self.state.cache.add(tensor, digest)
+        self._take(origin, [*map(shape_of, tensors)], digests, argument)
 
     def take_returned(self, place: Place, function: str, value: Any, text: str) -> None:
         """Take a record of what a function of the program returned while it loaded a batch."""
@@ -159,16 +222,23 @@ class Level:
     def _take(
         self, origin: tuple[str, Place, str], shapes: Any, digests: Sequence[Any], argument: int
     ) -> None:
+        buffer, site = self.state.buffer, self._site(origin, shapes)
+        if buffer.take(buffer.thread(0), site, argument, (), digests) >= MANY:
+            self.state.spill()
+
+    def _site(self, origin: tuple[str, Place, str], shapes: Any) -> int:
         buffer = self.state.buffer
         phase, place, op = origin
         key = (op, phase, place, *shapes)
-        site = buffer.sites.get(key) or buffer.new_site(key, phase, place, op, shapes)
-        if buffer.take(buffer.thread(0), site, argument, (), digests) >= MANY:
-            self.state.spill()
+        return buffer.sites.get(key) or buffer.new_site(key, phase, place, op, shapes)
 
 
 class StepLevel(Level):
     """Gradients before, and parameters after, each step of an optimizer."""
+
+    def __init__(self, state: RecordingState) -> None:
+        super().__init__(state)
+        self._known: dict[tuple[str, int], _Taken] = {}  # by kind of record, and optimizer
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -184,21 +254,93 @@ class StepLevel(Level):
     def end_step(self) -> None:
         self._naming.close()
 
-    def optimizer_begins(self, optimizer: Any, place: Place, *, with_closure: bool) -> None:
-        gradients = [(one, one.grad) for one in parameters_of(optimizer) if one.grad is not None]
-        self._take_each("backward", "gradient", place, gradients)
-        super().optimizer_begins(optimizer, place, with_closure=with_closure)
+    def optimizer_begins(
+        self, optimizer: Any, place: Place, *, with_closure: bool
+    ) -> Sequence[Digest]:
+        parameters, gradients = parameters_of(optimizer), gradients_of(optimizer)
+        if len(gradients) < len(parameters):
+            parameters = [one for one in parameters if one.grad is not None]
+        origin = "backward", place, "gradient"
+        digests = self._take_each(origin, id(optimizer), parameters, gradients)
+        self._take_arguments(optimizer, place)
+        return digests
 
-    def optimizer_ends(self, optimizer: Any) -> None:
-        parameters = [(one, one) for one in parameters_of(optimizer)]
-        self._take_each("optimizer", "parameter", place_of_user(), parameters)
+    def optimizer_ends(self, optimizer: Any) -> Sequence[Digest]:
+        parameters = parameters_of(optimizer)
+        origin = "optimizer", place_of_user(), "parameter"
+        return self._take_each(origin, id(optimizer), parameters, parameters)
 
     def _take_each(
-        self, phase: str, op: str, place: Place, tensors: Sequence[tuple[Any, Any]]
-    ) -> None:
-        for number, (parameter, tensor) in enumerate(tensors):
+        self,
+        origin: tuple[str, Place, str],
+        owner: int,
+        parameters: list[Any],
+        tensors: list[Any],
+    ) -> Sequence[Digest]:
+        """Take a record of each parameter, or of its gradient; returns the digests."""
+        state = self.state
+        fingerprints = [*map(fingerprint_of, tensors)]
+        kinds = _kinds(tensors)
+        known = self._known.get((origin[2], owner))
+        if known is None or not known.is_of(origin, parameters, kinds, state.names.models):
+            known = self._learn(origin, parameters, tensors, kinds)
+            self._known[origin[2], owner] = known
+        state.cache.bytes_read += known.size
+        if state.buffer.take_each(known.sites, known.arguments, fingerprints) >= MANY:
+            state.spill()
+        return [each[:INPUT] if each.__class__ is bytes else each for each in fingerprints]
+
+    def _learn(
+        self, origin: tuple[str, Place, str], parameters: list[Any], tensors: list[Any], kinds: Any
+    ) -> _Taken:
+        phase, place, op = origin
+        sites, arguments = [], []
+        for number, (parameter, tensor) in enumerate(zip(parameters, tensors, strict=True)):
             module, name = self.state.names.of_parameter(parameter) or ("", str(number))
-            self.take(phase, place.within(module), op, [tensor], name)
+            sites.append(self._site((phase, place.within(module), op), [shape_of(tensor)]))
+            arguments.append(self._argument(name))
+        references = [*map(ref, parameters)]
+        size = sum(map(size_of, tensors))
+        return _Taken(origin, references, kinds, self.state.names.models, sites, arguments, size)
+
+
+@dataclass(slots=True)
+class _Taken:
+    """What the records of all parameters of an optimizer, or of their gradients, have in common."""
+
+    origin: tuple[str, Place, str]
+    parameters: list[ReferenceType[Any]]
+    kinds: list[Any] | None
+    models: int
+    """How many models had been named."""
+    sites: list[int]
+    arguments: list[int]
+    size: int
+    """Bytes of the tensors."""
+
+    def is_of(
+        self, origin: tuple[str, Place, str], parameters: list[Any], kinds: Any, models: int
+    ) -> bool:
+        """Whether records of these would be the same but for their fingerprints."""
+        return (
+            origin == self.origin
+            and models == self.models
+            and kinds is not None
+            and kinds == self.kinds
+            and all(map(is_, [known() for known in self.parameters], parameters))
+        )
+
+
+def _kinds(tensors: list[Any]) -> list[Any] | None:
+    """Return shape, dtype and device of each; None where one has more to it."""
+    if not PLAIN.issuperset([tensor.__class__ for tensor in tensors]):
+        return None
+    if not {torch.strided}.issuperset([tensor.layout for tensor in tensors]):
+        return None
+    try:
+        return [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+    except RuntimeError:  # nested
+        return None
 
 
 class ModuleLevel(StepLevel):
@@ -272,15 +414,19 @@ class OpLevel(Level):
     def backward_ends(self) -> None:
         self.now.backward = 0
 
-    def optimizer_begins(self, optimizer: Any, place: Place, *, with_closure: bool) -> None:
-        super().optimizer_begins(optimizer, place, with_closure=with_closure)
+    def optimizer_begins(
+        self, optimizer: Any, place: Place, *, with_closure: bool
+    ) -> Sequence[Digest]:
+        digests = super().optimizer_begins(optimizer, place, with_closure=with_closure)
         self.state.names.learn_optimizer(optimizer)
         self.now.owner = ""
         # A closure computes the loss inside of the step; its ops say themselves where they are.
         self.now.optimizer = None if with_closure else (get_ident(), place)
+        return digests
 
-    def optimizer_ends(self, optimizer: Any) -> None:
+    def optimizer_ends(self, optimizer: Any) -> Sequence[Digest]:
         self.now.optimizer = None
+        return super().optimizer_ends(optimizer)
 
     def batch_begins(self, workers: int) -> None:
         if workers:  # timing decides which of them is heard first; the batch does not depend on it

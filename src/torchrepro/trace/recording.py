@@ -20,14 +20,16 @@ from torchrepro.trace.format import INPUT, OUTPUT, StepRow
 from torchrepro.trace.frames import place_of_user, source_of
 from torchrepro.trace.generator_states import GeneratorStates
 from torchrepro.trace.hooks import watch_training
-from torchrepro.trace.levels import LEVELS, parameters_of
+from torchrepro.trace.levels import LEVELS
 from torchrepro.trace.loaders import IteratedLoaders, workers_of
+from torchrepro.trace.op_facts import PLAIN
 from torchrepro.trace.samples import SampleRecorder
 from torchrepro.trace.store import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
+    from torchrepro.trace.fingerprint_cache import Digest
     from torchrepro.trace.request import Request
     from torchrepro.trace.store import Store
 
@@ -103,8 +105,11 @@ class Recording:
                 self.state.buffer.move(self._store or self._open_store(), self.state.step)
             self.state.cache.forget_dead()
 
-    def end_step(self, parameters: Iterable[Any] = ()) -> None:
-        """End a step: all that belongs to it is written in one transaction."""
+    def end_step(self, parameters: Sequence[Digest] = ()) -> None:
+        """End a step: all that belongs to it is written in one transaction.
+
+        `parameters` are digests of what an optimizer has updated.
+        """
         if self.ended:
             raise TraceError(
                 Problem(
@@ -128,23 +133,19 @@ class Recording:
         with self.level.paused():
             for loss in (losses,) if isinstance(losses, torch.Tensor) else losses:
                 if isinstance(loss, torch.Tensor):
-                    # Its value is read when the step ends: asking a device now would wait for it.
-                    value = loss.detach().clone() if loss.numel() == 1 else None
-                    self._losses.append((value, fingerprint_of(loss.detach()), source))
+                    self._losses.append((*_value_and_fingerprint(loss), source))
         self.level.backward_begins()
 
     def backward_ends(self) -> None:
         self.level.backward_ends()
 
     def optimizer_begins(self, optimizer: Any, *, with_closure: bool) -> None:
-        self.level.optimizer_begins(optimizer, place_of_user(), with_closure=with_closure)
-        with self.level.paused():
-            gradients = (one.grad for one in parameters_of(optimizer) if one.grad is not None)
-            self._gradients += map(self.state.cache.digest, gradients)
+        self._gradients += self.level.optimizer_begins(
+            optimizer, place_of_user(), with_closure=with_closure
+        )
 
     def optimizer_ends(self, optimizer: Any) -> None:
-        self.level.optimizer_ends(optimizer)
-        self.end_step(parameters_of(optimizer))
+        self.end_step(self.level.optimizer_ends(optimizer))
 
     def batch_begins(self, iterator: Any) -> None:
         self.level.batch_begins(workers_of(iterator))
@@ -187,7 +188,7 @@ class Recording:
             return True
         return False
 
-    def _write_step(self, parameters: Iterable[Any], *, finished: bool) -> None:
+    def _write_step(self, parameters: Sequence[Digest], *, finished: bool) -> None:
         if self._drops_step():
             return
         cache = self.state.cache
@@ -202,7 +203,7 @@ class Recording:
                     first=first,
                     records=count,
                     bytes=cache.pop_bytes_read(),
-                    parameters=_combined(map(cache.digest, parameters)),
+                    parameters=_combined(parameters),
                     gradients=_combined(self._gradients),
                     random=self._generators.read(),
                     finished=finished,
@@ -267,12 +268,26 @@ def _abandon_in_forked_child() -> None:
 os.register_at_fork(after_in_child=_abandon_in_forked_child)
 
 
-def _combined(digests: Iterable[Any]) -> bytes:
+def _combined(digests: Sequence[Digest]) -> bytes:
     """Return one fingerprint of many digests in their order; empty for none."""
-    whole = joined(list(digests), INPUT)
+    whole = joined(digests, INPUT)
     return xxhash.xxh3_128_digest(whole) if whole else b""
+
+
+def _value_and_fingerprint(loss: Any) -> tuple[Any, Any]:
+    """Return the value of a loss, None unless it is one number, and its fingerprint.
+
+    A number on the CPU is read now. Asking a device now would wait for it: a copy of the value
+    stays there until the step ends.
+    """
+    if loss.__class__ in PLAIN and loss.is_cpu:
+        return loss.item() if loss.numel() == 1 else None, fingerprint_of(loss)
+    loss = loss.detach()
+    return loss.clone() if loss.numel() == 1 else None, fingerprint_of(loss)
 
 
 def _real(value: Any) -> float | None:
     """Return a loss as a number; None for one that is not a single real number."""
-    return None if value is None or value.is_complex() else float(value)
+    if isinstance(value, torch.Tensor):
+        value = value.item()
+    return None if value is None or isinstance(value, complex) else float(value)

@@ -1,0 +1,166 @@
+"""What a step leaves besides its ops; what is remembered from step to step changes none of it."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import torchrepro
+from torchrepro.trace import levels
+from torchrepro.trace.fingerprint import fingerprint
+from torchrepro.trace.levels import OptimizerArguments
+from torchrepro.trace.reader import read_run
+
+from .conftest import Net, Recorder, Seen, seen
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+VALUES: list[Any] = [
+    *(1, 1.0, True, np.float64(1), np.int64(1), 0, 0.0, -0.0, math.nan, math.inf, None, "a", ""),
+    *((0.9, 0.999), (0.9, 1), (0.9, 1.0), (0.0, (np.float64(0),)), [0.9], [0.9, 1.0]),
+]
+
+
+class Optimizer:
+    """All that is read of an optimizer for its arguments."""
+
+    def __init__(self) -> None:
+        self.defaults = {"lr": None, "betas": None}
+        self.param_groups: list[dict[str, Any]] = [{"params": [], "lr": 1, "betas": (0.9, 0.999)}]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["lr", "betas", "note", "group", "list"]), st.integers(0)))
+)
+def test_arguments_of_an_optimizer_are_those_of_now(changes: list[tuple[str, int]]) -> None:
+    """Remembered arguments are those that would be read, in groups and lists that change."""
+    optimizer, remembering = Optimizer(), OptimizerArguments()
+    for name, number in changes:
+        group = optimizer.param_groups[0]
+        if name == "group":
+            optimizer.param_groups = [dict(reversed(group.items()))] * (number % 3 + 1)
+        elif name == "list" and isinstance(group.get("betas"), list):
+            group["betas"].append(number)
+        else:
+            group[name] = VALUES[number % len(VALUES)]
+        assert remembering.of(optimizer) == OptimizerArguments().of(optimizer)
+        assert remembering.of(optimizer) == OptimizerArguments().of(optimizer)
+
+
+def test_any_two_values_of_an_argument_are_told_apart() -> None:
+    """Whatever an argument is and becomes, its text is that of a reading without memory."""
+    for before, after in product(VALUES, repeat=2):
+        optimizer, remembering = Optimizer(), OptimizerArguments()
+        for value in (before, after, before):
+            optimizer.param_groups[0]["lr"] = value
+            assert remembering.of(optimizer) == OptimizerArguments().of(optimizer)
+
+
+def _freeze(net: Net, _: torch.optim.Optimizer) -> None:
+    net.layers[0].linear.weight.requires_grad_(not net.layers[0].linear.weight.requires_grad)
+    net.layers[0].linear.weight.grad = None
+
+
+def _other_memory(net: Net, _: torch.optim.Optimizer) -> None:
+    weight = net.layers[1].linear.weight
+    weight.data = weight.data.t().contiguous().t()
+
+
+def _other_dtype(net: Net, optimizer: torch.optim.Optimizer) -> None:
+    wide = net.layers[0].linear.bias.dtype == torch.float64
+    net.to(torch.float32 if wide else torch.float64)
+    optimizer.state.clear()
+
+
+def _other_parameter(net: Net, optimizer: torch.optim.Optimizer) -> None:
+    linear = net.layers[2].linear
+    linear.bias = torch.nn.Parameter(linear.bias.detach().clone())
+    optimizer.param_groups[0]["params"] = list(net.parameters())
+
+
+def _other_model(net: Net, _: torch.optim.Optimizer) -> None:
+    class Other(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net.layers[0]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.inner(x)
+            return found
+
+    with torch.no_grad():
+        Other()(torch.ones(2, 4, dtype=net.layers[0].linear.bias.dtype))
+
+
+CHANGES: dict[str, Callable[[Net, Any], object]] = {
+    "nothing": lambda net, optimizer: None,
+    "freeze": _freeze,
+    "memory": _other_memory,
+    "dtype": _other_dtype,
+    "parameter": _other_parameter,
+    "model": _other_model,
+    "rate": lambda net, optimizer: optimizer.param_groups[0].update(lr=0.5),
+    "written outside torch": lambda net, optimizer: (
+        net.layers[2].linear.weight.detach().numpy().__iadd__(1)
+    ),
+}
+
+
+def _recorded(changes: list[str], level: str) -> list[Seen]:
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    with tempfile.TemporaryDirectory() as folder:
+        with torchrepro.record(Path(folder) / "run", level=level):
+            for change in ["nothing", *changes]:
+                CHANGES[change](net, optimizer)
+                optimizer.zero_grad()
+                batch = torch.ones(5, 4, dtype=net.layers[0].linear.bias.dtype)
+                net(batch).square().mean().backward()
+                optimizer.step()
+        (trace,) = read_run(Path(folder) / "run")
+        found = seen(trace)
+        trace.close()
+    return found
+
+
+@settings(max_examples=15)
+@given(st.lists(st.sampled_from(sorted(CHANGES)), max_size=6), st.sampled_from(["step", "module"]))
+def test_what_is_remembered_of_parameters_changes_no_record(changes: list[str], level: str) -> None:
+    """Records of steps are those of a recording that looks everything up anew in each."""
+    with mock.patch.object(levels._Taken, "is_of", return_value=False):
+        anew = _recorded(changes, level)
+
+    assert _recorded(changes, level) == anew
+
+
+def test_level_step_holds_gradients_before_and_parameters_after(
+    net: Net, recorded: Recorder
+) -> None:
+    """Each step has the fingerprints that all gradients have before it, all parameters after."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    there: list[tuple[bytes, ...]] = []
+
+    def program() -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            net(torch.full((2, 4), float(step))).square().mean().backward()
+            there.extend((fingerprint(one.grad),) for one in net.parameters())
+            optimizer.step()
+            there.extend((fingerprint(one),) for one in net.parameters())
+
+    found = [one for one in seen(recorded(program, level="step")) if one.op[-1] != ")"]
+
+    assert [one.outputs for one in found] == there
+    assert [one.module for one in found[:2]] == ["layers.0.linear", "layers.0.linear"]
+    assert [one.argument for one in found[:2]] == ["weight", "bias"]
