@@ -4,16 +4,18 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrepro.trace import device_fingerprint as module
+from torchrepro.trace.device_batch import WIDTHS, Staging, staging_width
 from torchrepro.trace.device_fingerprint import Pending, algorithm, device_fingerprint, fetch
 from torchrepro.trace.fingerprint import (
     CHUNK,
@@ -22,6 +24,7 @@ from torchrepro.trace.fingerprint import (
     WIDE,
     Mixing,
     key_tables,
+    pieces,
     sums,
     unobserved,
 )
@@ -150,7 +153,7 @@ def test_pending_ones_are_filled_by_fetching() -> None:
 
     assert all(one.bytes is not None and len(one.bytes) == 16 for one in pending)
     assert [one.bytes for one in pending] == together
-    assert [one.sums for one in pending] == [[]] * 4
+    assert [one.slots for one in pending] == [[]] * 4
     for tensor, bytes_ in zip(tensors, together, strict=True):
         alone = device_fingerprint(tensor)
         fetch([alone])
@@ -202,6 +205,104 @@ def test_a_device_that_computes_something_else_is_not_trusted(
     assert device_fingerprint(torch.ones(3)).bytes == module.fingerprint(torch.ones(3))
 
 
+NEGATED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "plain": lambda tensor: tensor,
+    "transposed": lambda tensor: tensor.t(),
+    "columns": lambda tensor: tensor[:, 1:],
+    "every other row": lambda tensor: tensor[::2],
+    "expanded": lambda tensor: tensor[:1].expand(3, -1),
+    "negative": lambda tensor: torch._neg_view(tensor) if tensor.dtype in NEGATED else tensor,
+    "conjugate": lambda tensor: tensor.conj(),
+    "a number": lambda tensor: tensor[-1:, -1:].reshape(()),
+}
+DTYPES = (
+    *(torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn),
+    *(torch.complex64, torch.complex128),
+)
+
+
+@some.composite
+def _parts(draw: some.DrawFn) -> torch.Tensor:
+    """Draw a tensor of up to 256 KiB, which may begin anywhere that its dtype allows."""
+    dtype = draw(some.sampled_from(DTYPES))
+    rows = draw(some.integers(1, 9))
+    most = WIDTHS[-1] // dtype.itemsize // max(rows, 3)  # an expanded one has 3 rows
+    columns = draw(some.one_of(some.integers(1, 40), some.integers(1, most)))
+    begin = draw(some.integers(0, 5)) * dtype.itemsize
+    size = rows * columns * dtype.itemsize
+    numbers = torch.Generator().manual_seed(draw(some.integers(0, 9)))
+    memory = torch.randint(0, 256, (begin + size,), dtype=torch.uint8, generator=numbers)
+    values = memory[begin:].clone() if begin % 8 else memory[begin:]
+    tensor = (values % 2 if dtype is torch.bool else values).view(dtype).view(rows, columns)
+    return LAYOUTS[draw(some.sampled_from(list(LAYOUTS)))](tensor)
+
+
+@MIXINGS
+@settings(max_examples=60)
+@given(parts=some.lists(_parts(), min_size=1, max_size=6), wider=some.integers(0, 3))
+def test_a_batch_changes_no_sum(mixing: Mixing, parts: list[torch.Tensor], wider: int) -> None:
+    """Whatever lies beside a tensor, and however large its slot is, its sums are those alone."""
+    parts = [part for part in parts if part.nbytes]
+    least = staging_width(max((part.nbytes for part in parts), default=0))
+    width = WIDTHS[min(WIDTHS.index(least) + wider, len(WIDTHS) - 1)] if parts else WIDTHS[0]
+    alone = b"".join(sums(pieces(part), mixing).numpy().tobytes() for part in parts)
+
+    batch = Staging(mixing, CPU, width)
+    with unobserved():
+        numbers = [batch.put(part) for part in parts]
+
+    assert numbers == list(range(len(parts)))
+    assert batch.bytes_of(batch.computed().view(-1).view(torch.uint8)) == alone
+
+
+def test_batches_are_filled_and_dropped() -> None:
+    """More tensors than a batch holds have the fingerprints they have alone; none is kept."""
+    device_fingerprint(torch.ones(3))
+    tensors = [torch.full((5,), float(number)) for number in range(2500)]
+    pending = [device_fingerprint(tensor) for tensor in tensors]
+    fetch(pending[1::2])
+    fetch(pending)
+
+    for number in (0, 1, 1023, 1024, 2499):
+        alone = device_fingerprint(tensors[number])
+        fetch([alone])
+        assert alone.bytes == pending[number].bytes
+    assert len({one.bytes for one in pending}) == len(tensors)
+    device_fingerprint(tensors[0])  # nobody waits for it
+    assert not module._open
+
+
+def test_streams_share_no_batch() -> None:
+    """Only work on one stream runs in order, so what is copied on another is mixed there too."""
+    tensors = [torch.full((5,), float(number)) for number in range(3)]
+    here = device_fingerprint(tensors[0])
+    with torch.cpu.stream(torch.cpu.Stream()):
+        there = device_fingerprint(tensors[1])
+    here_again = device_fingerprint(tensors[2])
+    together = [here, there, here_again]
+    batches = [slot[0] for pending in together for slot in pending.slots]
+    fetch(together)
+    alone = [device_fingerprint(tensor) for tensor in tensors]
+    fetch(alone)
+
+    assert batches[0] is batches[2] is not batches[1]
+    assert [one.bytes for one in together] == [one.bytes for one in alone]
+
+
+def test_threads_share_a_batch() -> None:
+    """Fingerprints that several threads begin at once are those of their own tensors."""
+    tensors = [torch.full((5,), float(number)) for number in range(400)]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(device_fingerprint, tensors))
+    fetch(together)
+    alone = [device_fingerprint(tensor) for tensor in tensors]
+    fetch(alone)
+
+    assert [one.bytes for one in together] == [one.bytes for one in alone]
+
+
 IN_TRITON = """
 import torch
 from torchrepro.trace import triton_fingerprint as kernel
@@ -213,8 +314,13 @@ for size in (1, 7, 8, 9, 15, 8191, 8192, 8193, 200_003):
     memory = torch.randint(0, 256, (size + 8,), dtype=torch.uint8)
     for part in (memory[:size], memory[8:], memory[1:size + 1]):
         assert torch.equal(kernel.sums_of_part(part), sums(pieces(part), WIDE)), (size, part)
-for part in (torch.randn(30, 20), torch.randn(30, 20)[:, 1:], torch.randn(9).bfloat16()):
+parts = [torch.randn(30, 20), torch.randn(30, 20)[:, 1:], torch.randn(9).bfloat16(), memory[1:7]]
+batch = kernel.Results(memory.device, kernel.results_width(memory.nbytes))
+numbers = [batch.put(part) for part in parts]
+for number, part in zip(numbers, parts):
     assert torch.equal(kernel.sums_of_part(part), sums(pieces(part), WIDE))
+    assert torch.equal(batch.computed()[number], sums(pieces(part), WIDE))
+assert kernel.results_width(1 << 30) == 0 and not batch.is_full
 print("equal")
 """
 

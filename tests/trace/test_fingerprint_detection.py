@@ -8,7 +8,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from torchrepro.trace.device_fingerprint import Pending, device_fingerprint, fetch
+from torchrepro.trace.device_batch import Alone
+from torchrepro.trace.device_fingerprint import (
+    Pending,
+    Slot,
+    Waiting,
+    device_fingerprint,
+    fetch,
+)
 from torchrepro.trace.fingerprint import NARROW, fingerprint, memory_of, pieces, sums, unobserved
 
 Bits = NDArray[np.unsignedinteger]
@@ -256,10 +263,14 @@ def narrow(tensor: torch.Tensor) -> bytes | None:
     """Return what a device would compute that multiplies 32 bits."""
     with unobserved():
         memory = memory_of(tensor)
-        found = [sums(pieces(part), NARROW) for part in memory.parts]
-    pending = Pending(kind=memory.kind, sums=found)
+        slots = [_slot(sums(pieces(part), NARROW)) for part in memory.parts]
+    pending = Pending(kind=memory.kind, slots=slots)
     fetch([pending])
     return pending.bytes
+
+
+def _slot(found: torch.Tensor) -> Slot:
+    return Waiting(Alone(found), found.device), 0
 
 
 WAYS = (fingerprint, on_device, narrow)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import xxhash
 
+from torchrepro.fork_safety import fork_safe_lock
+from torchrepro.trace.device_batch import Alone, Staging, staging_width
 from torchrepro.trace.fingerprint import (
     ALGORITHM,
     NARROW,
@@ -25,7 +28,9 @@ from torchrepro.trace.fingerprint import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
+
+    from torchrepro.trace.device_batch import Batch
 
 
 @dataclass(slots=True)
@@ -36,16 +41,35 @@ class Pending:
     """The 16 bytes, once fetched."""
     kind: str = ""
     sizes: tuple[int, ...] = ()
-    sums: list[Any] = field(default_factory=list)
-    """Of each part that has bytes: 16 bytes on its device, until they are fetched."""
+    slots: list[Slot] = field(default_factory=list)
+    """Of each part that has bytes: where its sums are, until they are fetched."""
+
+
+class Waiting:
+    """A batch, and what was fetched of it."""
+
+    def __init__(self, batch: Batch, device: Any) -> None:
+        self.batch: Batch | None = batch
+        """None once its bytes were fetched."""
+        self.device = device
+        self.bytes = b""
+
+
+Slot = tuple[Waiting, int]
+"""A batch, and the number of a part in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceHash:
-    """An implementation of the sums of a part of a tensor, on its device."""
+    """An implementation of the sums of parts of tensors, on their device."""
 
     mixing: Mixing
     sums: Callable[[Any], Any]
+    """Of one part, which is in no batch."""
+    width: Callable[[int], int] = lambda _: 0
+    """Which batch a part of so many bytes goes to; 0 for none."""
+    batch: Callable[[Any, int], Batch] | None = None
+    """Makes a batch on a device for one width."""
 
 
 def device_fingerprint(tensor: Any) -> Pending:
@@ -69,14 +93,15 @@ def fetch(pendings: Iterable[Pending]) -> None:
     One may come several times: as an output of one op, and as an input of those that read it.
     """
     once = {id(pending): pending for pending in pendings}.values()
-    waiting = [pending for pending in once if pending.bytes is None]
+    missing = [pending for pending in once if pending.bytes is None]
     with unobserved():
-        values = _on_host([value for pending in waiting for value in pending.sums])
-    found = iter(values)
-    for pending in waiting:
-        parts = b"".join(next(found) for _ in pending.sums)
+        _complete(dict.fromkeys(slot[0] for pending in missing for slot in pending.slots))
+    for pending in missing:
+        parts = b"".join(
+            waiting.bytes[16 * number : 16 * number + 16] for waiting, number in pending.slots
+        )
         pending.bytes = xxhash.xxh3_128_digest(f"{pending.kind} {pending.sizes}".encode() + parts)
-        pending.sums = []
+        pending.slots = []
 
 
 def algorithm(device: Any) -> str:
@@ -97,8 +122,41 @@ def _begun(tensor: Any) -> Pending:
             device_hash = _device_hash(part.device)
             if device_hash is None:
                 return Pending(fingerprint(tensor))
-            pending.sums.append(device_hash.sums(part))
+            pending.slots.append(_put(device_hash, part))
     return pending
+
+
+_open: WeakValueDictionary[tuple[Any, Any, int], Waiting] = WeakValueDictionary()
+"""Batches that are not full, by device, stream and width; one that nobody waits for is dropped.
+
+Work on one stream runs in order: a batch holds what was put in when it is mixed there.
+"""
+
+_lock = fork_safe_lock()
+
+
+def _put(device_hash: DeviceHash, part: Any) -> Slot:
+    """Begin the sums of a part, with those of others where it is small."""
+    width = device_hash.width(part.nbytes)
+    if device_hash.batch is None or not width:
+        return Waiting(Alone(device_hash.sums(part)), part.device), 0
+    key = part.device, _stream(part.device), width
+    with _lock:
+        waiting = _open.get(key)
+        if waiting is None:
+            waiting = _open[key] = Waiting(device_hash.batch(part.device, width), part.device)
+        batch: Any = waiting.batch
+        number = batch.put(part)
+        if batch.is_full:
+            del _open[key]
+            batch.computed()
+    return waiting, number
+
+
+def _stream(device: Any) -> Any:
+    """Return the stream that the device's work is put on; None where there is only one."""
+    current = getattr(_module(device), "current_stream", None)
+    return None if current is None else current(device)
 
 
 def _constant(kind: str) -> Pending:
@@ -116,30 +174,38 @@ def _module(device: Any) -> Any:
     return import_module("torch").get_device_module(device)
 
 
-def _on_host(values: Sequence[Any]) -> list[bytes]:
-    """Return the 16 bytes of each of `values`, in their order."""
+def _complete(asked: Collection[Waiting]) -> None:
+    """Fill in the bytes of batches; nothing is put into them any more."""
     torch = import_module("torch")
-    by_device: dict[Any, list[int]] = defaultdict(list)
-    for place, value in enumerate(values):
-        by_device[value.device].append(place)
-    found = [b""] * len(values)
-    for device, places in by_device.items():
-        getattr(_module(device), "synchronize", lambda _: None)(device)  # streams besides this one
-        fetched = torch.cat([values[place] for place in places]).cpu().numpy().tobytes()
-        for number, place in enumerate(places):
-            found[place] = fetched[16 * number : 16 * number + 16]
-    return found
+    by_device: dict[Any, list[tuple[Waiting, Batch]]] = defaultdict(list)
+    with _lock:
+        for key in [key for key, waiting in _open.items() if waiting in asked]:
+            del _open[key]
+        for waiting in asked:
+            if waiting.batch is not None:
+                by_device[waiting.device].append((waiting, waiting.batch))
+        for device, together in by_device.items():
+            getattr(_module(device), "synchronize", lambda _: None)(device)  # all of its streams
+            sums = [batch.computed().view(-1).view(torch.uint8) for _, batch in together]
+            fetched = torch.cat(sums).cpu().split([len(one) for one in sums])
+            for (waiting, batch), bytes_ in zip(together, fetched, strict=True):
+                waiting.bytes, waiting.batch = batch.bytes_of(bytes_), None
 
 
 def _in_torch(mixing: Mixing) -> Callable[[], DeviceHash]:
-    return lambda: DeviceHash(mixing, lambda part: sums(pieces(part), mixing))
+    return lambda: DeviceHash(
+        mixing,
+        lambda part: sums(pieces(part), mixing),
+        staging_width,
+        partial(Staging, mixing),
+    )
 
 
 def _in_triton() -> DeviceHash:
     if not find_spec("triton"):
         raise NotImplementedError("no Triton")
     kernel = import_module("torchrepro.trace.triton_fingerprint")
-    return DeviceHash(WIDE, kernel.sums_of_part)
+    return DeviceHash(WIDE, kernel.sums_of_part, kernel.results_width, kernel.Results)
 
 
 _IMPLEMENTATIONS: dict[str, Sequence[Callable[[], DeviceHash]]] = {
@@ -163,10 +229,24 @@ def _device_hash(device: Any) -> DeviceHash | None:
     for make in _IMPLEMENTATIONS.get(device.type, _DEFAULT):
         try:
             device_hash = make()
-            if torch.equal(
-                device_hash.sums(probe.to(device)).cpu(), sums(iter([probe]), device_hash.mixing)
-            ):
+            if all(_agrees(device_hash, part, device) for part in (probe, probe[:9])):
                 return device_hash
         except Exception:  # noqa: BLE001, S112 - a compiler or driver may raise anything
             continue
     return None
+
+
+def _agrees(device_hash: DeviceHash, part: Any, device: Any) -> bool:
+    """Whether a part has the sums on `device`, alone and in a batch, that it has on the host."""
+    torch = import_module("torch")
+    there, expected = part.to(device), sums(iter([part]), device_hash.mixing)
+    if not torch.equal(device_hash.sums(there).cpu(), expected):
+        return False
+    width = device_hash.width(part.nbytes)
+    if device_hash.batch is None or not width:
+        return True
+    batch = device_hash.batch(device, width)
+    for _ in range(2):
+        batch.put(there)
+    found = batch.bytes_of(batch.computed().view(-1).view(torch.uint8).cpu())
+    return bool(found == expected.numpy().tobytes() * 2)

@@ -75,11 +75,24 @@ def pieces(part: Any) -> Iterator[Any]:
     A contiguous part comes whole, without a copy. Of others every piece but the last has a multiple
     of 8 bytes, and hardly more than `PIECE` unless a row has many more.
     """
-    lazy = part.is_conj() or part.is_neg() or part._is_zerotensor()  # noqa: SLF001 - zeros without memory have no other name
+    lazy = _is_lazy(part)
     if part.is_contiguous() and not lazy:
         yield part
     else:
         yield from _copies(part if lazy else _as_integers(part))
+
+
+def copyable(part: Any) -> Any:
+    """Return a tensor whose elements in order are the value of a part, and can be copied."""
+    return _as_integers(_copy(part) if _is_lazy(part) else part)
+
+
+def contiguous_strides(shape: Sequence[int]) -> list[int]:
+    """Return the strides of a contiguous tensor."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * shape[dim]
+    return strides
 
 
 def order_of_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
@@ -116,6 +129,11 @@ def _copies(part: Any) -> Iterator[Any]:
         return
     for rows in part.split(max(PIECE // row // 8, 1) * 8):  # 8 rows are a multiple of 8 bytes
         yield _copy(rows)
+
+
+def _is_lazy(part: Any) -> bool:
+    """Whether a part has elements that are in no memory: conjugated or negated ones, or zeros."""
+    return bool(part.is_conj() or part.is_neg() or part._is_zerotensor())  # noqa: SLF001 - zeros without memory have no other name
 
 
 def _copy(part: Any) -> Any:
@@ -232,7 +250,10 @@ ROW = 1024
 """Keys of one row; those of the next row are these with `Mixing.step` added."""
 
 CHUNK = 1 << 24
-"""Bytes that are mixed at a time; they take up to four times as many on the device."""
+"""Bytes that are mixed at a time, in all streams; up to four times as many are on the device."""
+
+SUMS = 2
+"""Sums of each stream: of the mixed words, and of their products with their keys."""
 
 FEW = 1 << 19
 """Bytes up to which a small table of keys is used."""
@@ -285,11 +306,11 @@ def sums(part: Iterator[Any], mixing: Mixing) -> Any:
     total = None
     at = 0
     for piece in part:
-        for chunk in bytes_of(piece).split(CHUNK):
+        for chunk in bytes_of(piece).split(CHUNK // mixing.streams):
             words = _words(chunk, mixing)
             if words.numel():
-                mixed = _mixed(words, at, mixing)
-                total = mixed if total is None else total + mixed
+                here = _sums_at(words, at, mixing)
+                total = here if total is None else total + here
             at += words.numel()
     return total
 
@@ -316,26 +337,39 @@ def _words(chunk: Any, mixing: Mixing) -> Any:
     return chunk.view(getattr(torch, mixing.dtype))
 
 
-def _mixed(words: Any, at: int, mixing: Mixing) -> Any:
-    torch = import_module("torch")
+def mixed(words: Any, keys: Any, mixing: Mixing) -> Any:
+    """Return the words of each stream, mixed with its keys."""
+    found = words + keys
+    for multiplier, shift in zip(mixing.multipliers, mixing.shifts, strict=True):
+        found.mul_(multiplier)
+        found.bitwise_xor_(found >> shift)
+    return found
+
+
+def sums_of(words: Any, keys: Any, mixing: Mixing) -> Any:
+    """Return the sums over the last dimension of words; `keys` has the streams before the words.
+
+    Each stream has `SUMS` for every row of words, one beside the other.
+    """
+    found = mixed(words, keys, mixing)
+    plain = found.sum(-1, dtype=found.dtype)
+    weighted = found.mul_(keys).sum(-1, dtype=found.dtype)
+    return import_module("torch").stack((plain, weighted), -1)
+
+
+def _sums_at(words: Any, at: int, mixing: Mixing) -> Any:
+    """Return the sums of words that begin at place `at` of a tensor."""
     room = FEW if len(words) * mixing.width <= FEW else CHUNK
     row, column = divmod(at, ROW)
-    found = []
-    for table in key_tables(mixing, words.device, room):
-        keys = table[column : column + len(words)]
-        if row:
-            keys = keys + _signed(row * mixing.step, mixing.width)
-        mixed = words + keys
-        for multiplier, shift in zip(mixing.multipliers, mixing.shifts, strict=True):
-            mixed.mul_(multiplier)
-            mixed.bitwise_xor_(mixed >> shift)
-        found += [mixed.sum(dtype=mixed.dtype), mixed.mul_(keys).sum(dtype=mixed.dtype)]
-    return torch.stack(found)
+    keys = key_tables(mixing, words.device, room)[:, column : column + len(words)]
+    if row:
+        keys = keys + _signed(row * mixing.step, mixing.width)
+    return sums_of(words, keys, mixing).view(-1)
 
 
 @cache
-def key_tables(mixing: Mixing, device: Any, room: int) -> Sequence[Any]:
-    """Return the keys for so many bytes on a device, a table for each stream; they stay there.
+def key_tables(mixing: Mixing, device: Any, room: int) -> Any:
+    """Return the keys for so many bytes on a device, a row for each stream; they stay there.
 
     They are made on the host and waited for once; every stream of the device may read them then.
     """
@@ -343,11 +377,9 @@ def key_tables(mixing: Mixing, device: Any, room: int) -> Sequence[Any]:
     rows = room // mixing.width // ROW + 1
     dtype = getattr(torch, mixing.dtype)
     steps = torch.arange(rows, dtype=dtype, device="cpu") * mixing.step
-    tables = []
-    for stream in range(mixing.streams):
-        first = torch.tensor(_keys(stream, mixing.width), dtype=dtype, device="cpu")
-        tables.append((steps[:, None] + first).reshape(-1).to(device))
-    return tables
+    first = [_keys(stream, mixing.width) for stream in range(mixing.streams)]
+    keys = steps[:, None] + torch.tensor(first, dtype=dtype, device="cpu")[:, None]
+    return keys.flatten(1).to(device)
 
 
 def _keys(stream: int, width: int) -> list[int]:

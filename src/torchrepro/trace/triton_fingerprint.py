@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.trace.fingerprint import (
     FEW,
+    PIECE,
     ROW,
     WIDE,
     bytes_of,
@@ -33,18 +34,61 @@ PROGRAMS = 4096
 """How many programs share the rows of a large tensor: several per processor of a device."""
 
 
+RESULTS = 1 << 10
+"""Parts whose sums lie beside each other."""
+
+
+class Results:
+    """Room for the sums of parts, which the kernel adds to: one launch for each part."""
+
+    def __init__(self, device: Any, _width: int) -> None:
+        torch = import_module("torch")
+        self._sums = torch.zeros(RESULTS, 2, dtype=torch.int64, device=device)
+        self._taken = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no part can be put in any more."""
+        return self._taken == RESULTS
+
+    def put(self, part: Any) -> int:
+        """Compute the sums of a part of which `results_width` says that it can be put in."""
+        memory = bytes_of(next(pieces(part)))
+        _add_sums(memory if is_aligned(memory, WIDE) else memory.clone(), self._sums[self._taken])
+        self._taken += 1
+        return self._taken - 1
+
+    def computed(self) -> Any:
+        """Return the sums of all parts, on their device."""
+        return self._sums[: self._taken]
+
+    def bytes_of(self, fetched: Any) -> bytes:
+        """Return 16 bytes for each part."""
+        return fetched.numpy().tobytes()  # type: ignore[no-any-return]
+
+
+def results_width(size: int) -> int:
+    """Return that a part of `size` bytes is put where others are; 0 for one that is alone.
+
+    A larger one may have to be copied, which is done in pieces.
+    """
+    return int(size <= PIECE)
+
+
 def sums_of_part(part: Any) -> Any:
     """Return the sums of a part of a `Memory`, as `fingerprint.sums` does, on its device."""
+    torch = import_module("torch")
     lazy = part.is_conj() or part.is_neg()
     if part.is_contiguous() and not lazy and is_aligned(memory := bytes_of(part), WIDE):
-        return _sums(memory)
+        found = torch.zeros(2, dtype=torch.int64, device=memory.device)
+        _add_sums(memory, found)
+        return found
     return sums(pieces(part), WIDE)
 
 
-def _sums(memory: Any) -> Any:
-    torch = import_module("torch")
+def _add_sums(memory: Any, found: Any) -> None:
+    """Add the sums of bytes to two zeros."""
     keys = key_tables(WIDE, memory.device, FEW)[0]
-    found = torch.zeros(2, dtype=torch.int64, device=memory.device)
     size = memory.numel()
     rows = -(-size // (WIDE.width * ROW))
     each = -(-rows // PROGRAMS)
@@ -55,7 +99,6 @@ def _sums(memory: Any) -> Any:
             first=WIDE.multipliers[0], second=WIDE.multipliers[1],
             shift=WIDE.shifts[0], other=WIDE.shifts[1],
         )  # fmt: skip
-    return found
 
 
 def _current(device: Any) -> Any:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,18 +17,45 @@ from simulated_npu.memory import give_memory, is_on_device, on_cpu_kernel, on_de
 class Log(list[str]):
     """The names of the ops that kernels of the device ran, in order, such as "aten::add.Tensor"."""
 
+    to_host = 0
+    """How many of them gave the host values: a copy to it, or a number."""
+
     @property
     def counts(self) -> Counter[str]:
         """How often each op ran."""
         return Counter(self)
 
+    @property
+    def launches(self) -> int:
+        """How many of them start work on a device: all but views, and memory without values."""
+        return sum(count for name, count in self.counts.items() if _launches(name))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        super().clear()
+        self.to_host = 0
+
 
 log = Log()
+
+
+@cache
+def _launches(name: str) -> bool:
+    packet, _, overload = name.removeprefix("aten::").partition(".")
+    op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    return not op.is_view and not packet.startswith(("empty", "new_empty", "set_"))
+
+
+def _gives_host_values(op: torch._ops.OpOverload, args: Any) -> bool:
+    if op.name().startswith("aten::_copy_from"):
+        return not is_on_device(args[1])
+    return any(str(one.type) in {"bool", "number", "int", "float"} for one in op._schema.returns)
 
 
 def run(op: torch._ops.OpOverload, /, *args: Any, **kwargs: Any) -> Any:
     """Run `op`, some argument of which is on the device, as a kernel of the device."""
     log.append(op.name())
+    log.to_host += _gives_host_values(op, args)
     faults.alert(op)
     if op.name() in DEVICE_KERNELS:
         return DEVICE_KERNELS[op.name()](*args, **kwargs)
