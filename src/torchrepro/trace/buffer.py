@@ -96,7 +96,8 @@ class RecordBuffer:
         """Take a record; returns how many there are. Missing digests are completed later."""
         rows = self.rows
         try:
-            rows.append((thread, site, argument, b"".join(inputs), b"".join(outputs)))
+            joined = outputs if outputs.__class__ is bytes else b"".join(outputs)
+            rows.append((thread, site, argument, b"".join(inputs), joined))
         except TypeError:
             self._incomplete = True
             rows.append((thread, site, argument, inputs, outputs))

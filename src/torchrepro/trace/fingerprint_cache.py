@@ -31,11 +31,17 @@ UNREAD = b"not read"
 Digest = Any
 """The first bytes of a fingerprint, or a `Pending` or `InFlight` one that is not there yet."""
 
+STAND_INS = frozenset({UNREAD[:4], UNINITIALISED[:4], PARTLY})
+"""How the digests begin that are not of bytes that were read."""
+
 READ, WRITTEN, VIEW = range(3)
 """Where a digest comes from: memory was read, an op has written it, or it is a view of another."""
 
 Entry = tuple["ReferenceType[Any]", int, Digest, int]
 """The tensor, its version, its digest, and where the digest comes from."""
+
+NO_ENTRY: Entry = (lambda: None), 0, UNREAD, READ  # type: ignore[assignment]
+"""Stands for the entry of a tensor that has none."""
 
 NewTensor = tuple["ReferenceType[Any]", "list[Callable[[Any, Any], None]]"]
 """A tensor, and what to call with it and its fingerprint where it is first read.
@@ -46,11 +52,12 @@ Tensors of the same memory share the list, which is empty once one of them was r
 _Kept = TypeVar("_Kept", Entry, NewTensor)
 
 _digest = xxhash.xxh3_128_digest
+_short_digest = xxhash.xxh3_64_digest
 
 
 def fingerprint_of(tensor: Any) -> Any:
     """Return the fingerprint of a tensor, `Pending` for one whose device still computes it."""
-    if tensor.is_cpu or tensor.device.type == "meta":
+    if tensor.is_cpu or tensor.is_meta:
         return fingerprint(tensor)
     return device_fingerprint(tensor)
 
@@ -80,8 +87,10 @@ class FingerprintCache:
     def digest(self, tensor: Any) -> Digest:
         """Return the digest of `tensor`; reads its memory unless the cache has it."""
         entry = self._valid(tensor)
-        if entry is not None:
-            return entry[2]
+        return self.read(tensor) if entry is None else entry[2]
+
+    def read(self, tensor: Any) -> Digest:
+        """Return the digest of a tensor that the cache lacks; reads its memory."""
         fingerprint = fingerprint_of(tensor)
         if self.new:
             made = self.new.pop(address(tensor), None)
@@ -108,7 +117,7 @@ class FingerprintCache:
         """Add a tensor whose memory was read; returns its digest."""
         self.bytes_read += size_of(tensor)
         digest = fingerprint[:INPUT] if fingerprint.__class__ is bytes else fingerprint
-        self.entries[address(tensor)] = ref(tensor), _version_of(tensor), digest, READ
+        self.entries[address(tensor)] = ref(tensor), version_of(tensor), digest, READ
         return digest
 
     def pop_bytes_read(self) -> int:
@@ -138,57 +147,88 @@ class FingerprintCache:
         """Return the digests of the tensors that an op reads, and its other arguments."""
         digests: list[Any] = []
         plain: list[Any] = []
-        self._read_inputs(facts, args[1:] if facts.overwrites else args, digests, plain)
-        if kwargs:
-            plain.extend(kwargs)
-            for name, value in kwargs.items():
-                if name not in facts.written_names:  # what is overwritten is not read
-                    self._read_inputs(facts, (value,), digests, plain)
+        for value in args[1:] if facts.overwrites else args:
+            self._add_value(facts, value, digests, plain)
+        self.add_named(facts, kwargs, digests, plain)
         return digests, plain
+
+    def add_named(self, facts: OpFacts, kwargs: Any, digests: list[Any], plain: list[Any]) -> None:
+        """Add the digests of keyword arguments, and their names and those that are no tensors."""
+        plain += kwargs
+        for name, value in kwargs.items():
+            if name not in facts.written_names:  # what is overwritten is not read
+                self._add_value(facts, value, digests, plain)
+
+    def _add_value(self, facts: OpFacts, value: Any, digests: list[Any], plain: list[Any]) -> None:
+        """Add the digests of the tensors in one argument, or the argument itself."""
+        if value.__class__ in PLAIN:
+            digests.append(self.input(facts, value))
+        elif value.__class__ is list or value.__class__ is tuple:
+            self.add_list(value, digests, plain)
+        else:
+            plain.append(value)
+
+    def input(self, facts: OpFacts, tensor: Any) -> Digest:
+        """Return the digest of a tensor that an op reads."""
+        entry = self._valid(tensor)
+        if entry is None:
+            return self.missing_input(facts, tensor)
+        if entry[2].__class__ is InFlight:
+            entry[2].land()
+        return entry[2]
+
+    def missing_input(self, facts: OpFacts, tensor: Any) -> Digest:
+        """Return the digest of a tensor that an op reads and the cache lacks."""
+        if facts.view and size_of(tensor) > LARGE and not _is_parameter(tensor):
+            return UNREAD
+        return self.read(tensor)
+
+    def add_list(self, values: Any, digests: list[Any], plain: list[Any]) -> None:
+        """Add the digests of the tensors in a list; one without any is an argument like others."""
+        if not any(isinstance(one, Tensor) for one in values):
+            plain.append(values)
+            return
+        for one in values:
+            if isinstance(one, Tensor):
+                digests.append(self.digest(one))
+            else:
+                plain.append(one)
 
     def outputs(
         self, facts: OpFacts, args: Any, kwargs: Any, result: Any
     ) -> tuple[list[Any], list[Any]]:
         """Return the fingerprints of all that an op has made or written, and their shapes."""
-        if result.__class__ is Tensor and facts.plain:
-            plain = _plain_result(result)
-            if plain is not None:  # the fast path of most ops
-                digest, shape, size = plain
-                self.bytes_read += size
-                short = digest[:INPUT]
-                self.entries[address(result)] = ref(result), _version_of(result), short, WRITTEN
-                return [digest], [shape]
         fingerprints: list[Any] = []
         shapes: list[Any] = []
         if facts.rebinds:
             self.entries.pop(address(result), None)
         elif result.__class__ is Tensor and not facts.writes:
-            self._read_output(facts, result, _version_of(result), fingerprints, shapes)
+            self._read_output(facts, result, version_of(result), fingerprints, shapes)
         else:
             written = facts.written_in(args, kwargs) if facts.writes else ()
             for tensor in written:
                 # Autograd counts the write only after this.
-                version = _version_of(tensor) + facts.counted
+                version = version_of(tensor) + facts.counted
                 self._read_output(facts, tensor, version, fingerprints, shapes)
-                if tensor._base is not None:  # noqa: SLF001 - documented in the notes on autograd
-                    self._update_unset_base(tensor)
+                self.update_base_of(tensor)
             for tensor in _made(facts, written, result):
-                self._read_output(facts, tensor, _version_of(tensor), fingerprints, shapes)
+                self._read_output(facts, tensor, version_of(tensor), fingerprints, shapes)
         return fingerprints, shapes
 
     def views(self, args: Any, key: bytes, inputs: list[Any], result: Any) -> list[Any]:
         """Add views, whose digests come from that of their base; return their shapes."""
         base = inputs[0] if inputs else UNREAD
-        version = _version_of(args[0]) if args and isinstance(args[0], Tensor) else 0
         digest = base
-        if base.__class__ is bytes and base is not UNINITIALISED:
-            digest = xxhash.xxh3_64_digest(base + key)
+        if base.__class__ is bytes and base is not UNINITIALISED and base is not UNREAD:
+            digest = _short_digest(base + key)
             if base[:4] == PARTLY:
                 digest = PARTLY + digest[4:]
+        version = version_of(args[0]) if args and isinstance(args[0], Tensor) else 0
         shapes = []
         for tensor in (result,) if isinstance(result, Tensor) else result:
             shapes.append(shape_of(tensor))
             if base is not UNREAD:
+                # Autograd has a view count the writes of its base only after this.
                 self.entries[address(tensor)] = ref(tensor), version, digest, VIEW
             elif self.new:
                 self.pass_on(args[0], tensor)
@@ -200,41 +240,20 @@ class FingerprintCache:
         """Return the fingerprint of memory that is still unset in part, and its shape."""
         digest = _of_unset(inputs, key)
         # Autograd counts a write only after this, and never one of an inference tensor.
-        version = _version_of(result) + (facts.writes and not result.is_inference())
+        version = version_of(result) + (facts.writes and not result.is_inference())
         self.entries[address(result)] = ref(result), version, digest[:INPUT], WRITTEN
         return [digest], [shape_of(result)]
+
+    def has(self, tensor: Any) -> bool:
+        """Whether the digest of a tensor is known."""
+        return self._valid(tensor) is not None
 
     def _valid(self, tensor: Any) -> Entry | None:
         """Return the entry of a tensor that torch has not written since."""
         entry = self.entries.get(address(tensor))
-        if entry is not None and entry[0]() is tensor and entry[1] == _version_of(tensor):
+        if entry is not None and entry[0]() is tensor and entry[1] == version_of(tensor):
             return entry
         return None
-
-    def _read_inputs(
-        self, facts: OpFacts, values: Any, digests: list[Any], plain: list[Any]
-    ) -> None:
-        entries = self.entries
-        for value in values:
-            kind = value.__class__
-            if kind in PLAIN:
-                entry = entries.get(address(value))
-                if entry is not None and entry[0]() is value and entry[1] == _version_of(value):
-                    digests.append(entry[2])
-                    if entry[2].__class__ is InFlight:
-                        entry[2].land()
-                elif facts.view and not _is_parameter(value) and size_of(value) > LARGE:
-                    digests.append(UNREAD)
-                else:
-                    digests.append(self.digest(value))
-            elif (kind is list or kind is tuple) and any(isinstance(one, Tensor) for one in value):
-                for one in value:
-                    if isinstance(one, Tensor):
-                        digests.append(self.digest(one))
-                    else:
-                        plain.append(one)
-            else:
-                plain.append(value)
 
     def _read_output(
         self, facts: OpFacts, tensor: Any, version: int, fingerprints: list[Any], shapes: list[Any]
@@ -253,9 +272,11 @@ class FingerprintCache:
         shapes.append(shape_of(tensor))
         self.entries[address(tensor)] = ref(tensor), version, short, WRITTEN
 
-    def _update_unset_base(self, view: Any) -> None:
+    def update_base_of(self, view: Any) -> None:
         """Update the digest of memory that is unset in part, of which an op has written `view`."""
-        base, entries = view._base, self.entries  # noqa: SLF001 - see above
+        base, entries = view._base, self.entries  # noqa: SLF001 - documented in the notes on autograd
+        if base is None:
+            return
         before, after = entries.get(address(base)), entries[address(view)]
         if before is None or before[0]() is not base or not is_unset(before[2]):
             return
@@ -295,13 +316,13 @@ class InFlight:
     __slots__ = ("_digest", "_tensor", "_version")
 
     def __init__(self, tensor: Any) -> None:
-        self._tensor, self._version = tensor, _version_of(tensor) + 1
+        self._tensor, self._version = tensor, version_of(tensor) + 1
         self._digest: Digest = UNREAD + UNREAD
 
     def land(self) -> Digest:
         """Read the tensor once; returns a fingerprint that a device may still have to hand over."""
         tensor, self._tensor = self._tensor, None
-        if tensor is not None and _version_of(tensor) <= self._version:
+        if tensor is not None and version_of(tensor) <= self._version:
             self._digest = fingerprint_of(tensor)
         return self._digest
 
@@ -311,7 +332,7 @@ class InFlight:
         return self._digest if self._digest.__class__ is bytes else self._digest.bytes
 
 
-def _version_of(tensor: Any) -> int:
+def version_of(tensor: Any) -> int:
     """Return how often torch has written `tensor` in place; inference tensors do not count it.
 
     https://docs.pytorch.org/docs/stable/notes/autograd.html#in-place-correctness-checks

@@ -315,6 +315,10 @@ class RunPosition:
         self.stopped = self.aside = True
 
 
+DEPTH = 4
+"""Frames from `place_of_call` to the code that called an op, if a mode's `_append` asks for it."""
+
+
 class Origin:
     """Finds the origin of the ops of one thread, and remembers it for their gradients."""
 
@@ -323,6 +327,8 @@ class Origin:
         self.now = now
         self._places: dict[int, Place] = {}  # number of a node of autograd's graph -> its place
         self._last_sequence = _next_sequence()
+        self._call = NOWHERE  # the line that called the optimizer
+        self._within: dict[str, Place] = {}  # that line, by the module whose parameter is updated
 
     def of(self, facts: OpFacts, args: Any) -> tuple[str, Place]:
         """Return the phase that an op belongs to, its module and its line."""
@@ -330,28 +336,40 @@ class Origin:
         node = _current_node()
         if node is not None:
             phase = "backward"
-            place, in_engine = place_of_call(self.names, 3)
-            if in_engine or not place.module:
-                place = self._place_of_node(node, place)
-            self._note_nodes(place)
+            if _kinds.get(address(sys._getframe(DEPTH - 1).f_code)) == _ENGINE:  # noqa: SLF001 - see `place_of_call`
+                place = self._place_of_node(node, NOWHERE)
+            else:
+                place, in_engine = place_of_call(self.names, DEPTH)
+                if in_engine or not place.module:
+                    place = self._place_of_node(node, place)
         elif now.optimizer is not None and now.optimizer[0] == get_ident():
-            phase, place = "optimizer", now.optimizer[1].within(self._owner(args))
+            return ("collective" if facts.collective else "optimizer"), self._of_optimizer(args)
         else:
             phase = self._phase() if now.loading or now.backward else "forward"
-            place, _ = place_of_call(self.names, 3)
-            self._note_nodes(place)
+            place, _ = place_of_call(self.names, DEPTH)
+        sequence = _next_sequence()
+        if sequence != self._last_sequence:
+            self._note_nodes(place, sequence)
         return ("collective" if facts.collective else phase), place
 
-    def _owner(self, args: Any) -> str:
-        """Return the module whose parameter, or the state of it, an optimizer's op updates."""
-        if not args or not isinstance(args[0], torch.Tensor):
-            return ""  # many at once
-        for value in args:
-            owner = self.names.of_parameter(value)
-            if owner is not None:
-                self.now.owner = owner[0]
-                break
-        return self.now.owner  # computed from the state of the last one
+    def _of_optimizer(self, args: Any) -> Place:
+        """Return the line that called the optimizer, in the module whose parameter is updated."""
+        now = self.now
+        call = now.optimizer[1] if now.optimizer is not None else NOWHERE
+        owner = ""  # many at once
+        if args and isinstance(args[0], torch.Tensor):
+            for value in args:
+                known = self.names.of_parameter(value)
+                if known is not None:
+                    now.owner = known[0]
+                    break
+            owner = now.owner  # computed from the state of the last one
+        if call is not self._call:
+            self._call, self._within = call, {}
+        place = self._within.get(owner)
+        if place is None:
+            place = self._within[owner] = call.within(owner)
+        return place
 
     def passed_on(self, given: Any, result: Any) -> None:
         """Name a result of an optimizer's op that is the tensor it was given."""
@@ -366,13 +384,11 @@ class Origin:
             return "data"
         return "backward" if now.backward and now.backward == get_ident() else "forward"
 
-    def _note_nodes(self, place: Place) -> None:
+    def _note_nodes(self, place: Place, sequence: int) -> None:
         """Note the place of the nodes that autograd has added to its graph since last time."""
-        sequence = _next_sequence()
-        if sequence != self._last_sequence:
-            for number in range(self._last_sequence, sequence):
-                self._places[number] = place
-            self._last_sequence = sequence
+        for number in range(self._last_sequence, sequence):
+            self._places[number] = place
+        self._last_sequence = sequence
 
     def _place_of_node(self, node: Any, place: Place) -> Place:
         """Return the place of the forward op whose gradient is computed."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import marshal
 import threading
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,23 +12,20 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrepro.callers import address
 from torchrepro.trace import hooks
-from torchrepro.trace.fingerprint_cache import fingerprint_of, fingerprinted, is_unset, size_of
-from torchrepro.trace.format import INPUT, NEW_TENSOR, OPTIMIZER_STEP
-from torchrepro.trace.frames import Origin, Place, RunPosition, place_of_user
+from torchrepro.trace.fingerprint_cache import fingerprint_of, size_of
+from torchrepro.trace.format import INPUT, OPTIMIZER_STEP
+from torchrepro.trace.frames import Place, RunPosition, place_of_user
 from torchrepro.trace.module_hook import on_modules_called
 from torchrepro.trace.op_facts import (
     PLAIN,
-    OpFacts,
-    call_text,
-    facts_of,
     shape_of,
     tensors_in,
     value_text,
 )
+from torchrepro.trace.op_mode import MANY, RecordingMode
 from torchrepro.trace.samples import parts_of
 from torchrepro.trace.statistics import DetailRecorder
 
@@ -41,14 +37,9 @@ if TYPE_CHECKING:
     from torchrepro.trace.fingerprint_cache import Digest
     from torchrepro.trace.store import Store
 
-MANY = 1 << 16
-"""Records of one step that are kept in memory; more are handed to the store at once."""
-
 _NO_ARGUMENTS = ("params", "param_names")  # of the entries of an optimizer's groups
 _CONSTANTS = frozenset({bool, int, float, str, type(None)})  # exactly: a subclass may be anything
-_TRACING = "torch._subclasses"  # tensors that a compiler or an exporter looks at, not numbers
 _PINNING = "_pin_memory_loop"  # what torch's loader runs on a thread of its own
-_facts: dict[int, OpFacts] = {}  # by id: ops take long to hash
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
@@ -449,171 +440,6 @@ class OpLevel(Level):
     def end_step(self) -> None:
         for mode in self._modes:
             mode.origin.end_step()
-
-
-class RecordingMode(TorchDispatchMode):
-    """Takes a record of every op that torch dispatches on one thread.
-
-    Autograd runs a thread's backward pass under the modes of that thread, whichever thread it
-    uses. The program runs as without it: compiled code stays compiled and counts as one op,
-    higher-order ops work, and subclasses of Tensor do their own part first.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(
-        self, state: RecordingState, now: RunPosition, details: DetailRecorder | None
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = now
-        self.details = details
-        self.buffer = state.buffer
-        self.cache = state.cache
-        self.spill = state.spill
-        self.origin = Origin(state.names, now)
-        self.thread = state.buffer.new_thread()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Leave compiled code compiled."""
-        return True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Leave compiled code compiled in older torch, which lacks `ignore_compile_internals`.
-
-        Its compiler gives way to every mode that is not part of torch.
-        """
-        return not hasattr(TorchDispatchMode, "ignore_compile_internals")
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Otherwise torch imports its compiler, for two seconds, at the first op. Where a compiler
-        # is loaded, `left_out_of_compilation` keeps it from compiling this.
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        now = self.now
-        if now.aside and (now.stopped or now.paused == get_ident()):
-            return func(*args, **kwargs) if kwargs else func(*args)
-        if types and not PLAIN.issuperset(types):
-            if any(kind.__module__.startswith(_TRACING) for kind in types):
-                return func(*args, **(kwargs or {}))
-            return NotImplemented
-        facts = _facts.get(address(func))
-        if facts is None:
-            facts = _facts[address(func)] = facts_of(func)
-        if facts.transparent:
-            return self._run_transparent(facts, args, kwargs)
-        given = self.cache.inputs(facts, args, kwargs)
-        if self.details is not None or facts.compiled:
-            return self._run_with_details(facts, args, kwargs or {}, given)
-        result = func(*args, **kwargs) if kwargs else func(*args)
-        self._take(facts, args, kwargs, given, result)
-        return result
-
-    def _run_transparent(self, facts: OpFacts, args: Any, kwargs: Any) -> Any:
-        """Run an op that computes nothing: the digest of its input is that of its result."""
-        result = facts.op(*args, **(kwargs or {}))
-        cache = self.cache
-        if facts.fresh:
-            self._expect_first_read(facts, args, result)
-        elif cache.new and args:
-            cache.pass_on(args[0], result)
-        entry = cache.entries.get(address(args[0])) if args else None
-        if entry is not None and entry[0]() is args[0] and isinstance(result, torch.Tensor):
-            cache.entries[address(result)] = (ref(result), *entry[1:])
-            if self.now.optimizer is not None:
-                self.origin.passed_on(args[0], result)
-        return result
-
-    def _expect_first_read(self, facts: OpFacts, args: Any, tensor: Any) -> None:
-        """Record a tensor that the program has made from values, once an op reads it."""
-        phase, place = self.origin.of(facts, args)
-
-        def take(tensor: Any, fingerprint: Any) -> None:
-            shape = shape_of(tensor)
-            key = NEW_TENSOR, phase, place, shape
-            buffer = self.buffer
-            site = buffer.sites.get(key)
-            if site is None:
-                site = buffer.new_site(key, phase, place, NEW_TENSOR, (shape,))
-            buffer.take(buffer.thread(self.thread), site, 0, (), (fingerprint,))
-            if self.details is not None:
-                self.details.made(place, tensor)
-
-        self.cache.expect(tensor, take)
-
-    def _run_with_details(self, facts: OpFacts, args: Any, kwargs: Any, given: Any) -> Any:
-        """Run a compiled region, or any op of which more than fingerprints is recorded."""
-        before = None
-        if self.details is not None:
-            read = args[1:] if facts.overwrites else args
-            before = self.details.before(self.origin.of(facts, args)[1], read, kwargs)
-        # A region empties the list of its inputs, and writes some without saying which.
-        written = _written_by_region(args) if facts.compiled else []
-        returned = facts.op(*args, **kwargs)
-        if facts.compiled:
-            self.cache.entries.clear()  # it may have written anywhere
-        result = (returned, written) if facts.compiled else returned
-        self._take(facts, args, kwargs, given, result)
-        if self.details is not None:
-            self.details.after(before, fingerprinted(facts, args, kwargs, result))
-        return returned
-
-    def _take(self, facts: OpFacts, args: Any, kwargs: Any, given: Any, result: Any) -> None:
-        """Take the record of an op that has run."""
-        buffer = self.buffer
-        inputs, plain = given
-        argument, key = 0, b""
-        if plain:
-            try:
-                key = marshal.dumps(plain, 2)  # version 2 writes equal values as equal bytes
-            except ValueError:
-                key = value_text(plain).encode()
-            argument = buffer.arguments.get((facts, key), 0)
-            if not argument:
-                argument = buffer.new_argument((facts, key), call_text(args, kwargs))
-        if facts.view:
-            outputs: list[Any] = []
-            shapes = self.cache.views(args, key, inputs, result)
-        elif facts.keeps and inputs and is_unset(inputs[0]):
-            outputs, shapes = self.cache.unset_output(facts, key, inputs, result)
-        else:
-            outputs, shapes = self.cache.outputs(facts, args, kwargs, result)
-        phase, place = self.origin.of(facts, args)
-        site_key = (facts, phase, place, *shapes)
-        site = buffer.sites.get(site_key)
-        if site is None:
-            if torch.utils.data.get_worker_info() is not None:
-                self.now.stop()  # the batches of a worker are recorded where they are used
-            site = buffer.new_site(site_key, phase, place, facts.name, shapes)
-        if buffer.take(self.thread, site, argument, inputs, outputs) >= MANY:
-            self.spill()
-
-
-def _written_by_region(args: Any) -> list[Any]:
-    """Return the tensors that a compiled region is about to write in place, from its graph.
-
-    `args` are those of inductor's higher-order op: the callable and the list of inputs. A region
-    whose graph is not available may write any of them.
-    """
-    callable_, inputs = args[0], list(args[1])
-    graph = getattr(getattr(callable_, "original_gm", None), "graph", None)
-    if graph is None:
-        return inputs
-    given = [node for node in graph.nodes if node.op == "placeholder"]
-    # Functionalisation leaves one trace of a write in place: a last copy into the input.
-    written = {
-        node.args[0]
-        for node in graph.nodes
-        if node.op == "call_function" and str(node.target).startswith("aten.copy_.")
-    }
-    return [
-        tensor
-        for node, tensor in zip(given, inputs, strict=False)
-        if node in written and hasattr(tensor, "dtype")
-    ]
 
 
 LEVELS: Mapping[str, type[Level]] = {"step": StepLevel, "module": ModuleLevel, "op": OpLevel}

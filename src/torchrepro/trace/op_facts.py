@@ -53,8 +53,7 @@ def shape_of(tensor: Any) -> tuple[Any, ...]:
         shape = tensor.shape
     except RuntimeError:  # nested, with parts of different shapes
         shape = ("nested", tensor.numel())
-    found = shape, tensor.dtype
-    return found if tensor.device == CPU else (*found, tensor.device)
+    return (shape, tensor.dtype) if tensor.is_cpu else (shape, tensor.dtype, tensor.device)
 
 
 def shapes_text(shapes: Any) -> str:
@@ -186,8 +185,10 @@ class OpFacts:
     """Whether it passes on values of its first input unchanged."""
     writes: bool = False
     """Whether it writes any of its arguments."""
-    plain: bool = False
-    """Whether it does nothing but return new tensors."""
+    single: bool = False
+    """Whether all that it makes or writes is the one tensor that it returns."""
+    single_written: bool = False
+    """Whether that tensor is its first argument, written in place, which autograd counts."""
     fresh: bool = False
     """Whether its result was made from values of Python or numpy."""
 
@@ -228,13 +229,16 @@ def facts_of(op: Any) -> OpFacts:
         *(position for position, argument in writes if not argument.kwarg_only),
         *UNSAID.get(plain, ()),
     )
-    special = any(plain in table for table in (ALLOCATING, REBINDING, KEEPING, SCRATCH))
     collective = plain.partition("::")[0] in COLLECTIVE
+    special = collective or any(plain in table for table in (ALLOCATING, REBINDING, SCRATCH))
+    view = aliases or plain in SHARING
+    one = [str(value.type) for value in schema.returns] == ["Tensor"]
+    in_place = one and written == (0,) and len(writes) == 1 and _is_the_same(schema)
     return OpFacts(
         op=op,
         name=f"{plain}.{schema.overload_name}" if schema.overload_name else plain,
         transparent=plain in TRANSPARENT or plain in FRESH,
-        view=aliases or plain in SHARING,
+        view=view,
         rebinds=plain in REBINDING,
         overwrites=plain in OVERWRITING,
         allocates=plain in ALLOCATING,
@@ -245,6 +249,13 @@ def facts_of(op: Any) -> OpFacts:
         counted=not any("List" in str(argument.type) for _, argument in writes),
         keeps=plain in KEEPING,
         writes=bool(written or writes),
-        plain=not (written or writes or special or collective),
+        single=one and not special and not view and (in_place or not (written or writes)),
+        single_written=in_place,
         fresh=plain in FRESH,
     )
+
+
+def _is_the_same(schema: Any) -> bool:
+    """Whether an op returns its first argument: their schema gives them the same name."""
+    given, returned = schema.arguments[0].alias_info, schema.returns[0].alias_info
+    return given is not None and returned is not None and given.before_set == returned.before_set

@@ -1,0 +1,339 @@
+"""The mode that takes a record of every op that torch dispatches on a thread."""
+
+from __future__ import annotations
+
+from marshal import dumps
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from xxhash import xxh3_64_digest, xxh3_128_digest
+
+from torchrepro.callers import address
+from torchrepro.trace.fingerprint import arrays
+from torchrepro.trace.fingerprint_cache import (
+    NO_ENTRY,
+    STAND_INS,
+    VIEW,
+    WRITTEN,
+    InFlight,
+    fingerprinted,
+    is_unset,
+    version_of,
+)
+from torchrepro.trace.format import INPUT, NEW_TENSOR
+from torchrepro.trace.frames import Origin
+from torchrepro.trace.op_facts import PLAIN, OpFacts, call_text, facts_of, shape_of, value_text
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from torchrepro.trace.buffer import RecordingState
+    from torchrepro.trace.frames import Place, RunPosition
+    from torchrepro.trace.statistics import DetailRecorder
+
+MANY = 1 << 16
+"""Records of one step that are kept in memory; more are handed to the store at once."""
+
+_TRACING = "torch._subclasses"  # tensors that a compiler or an exporter looks at, not numbers
+_facts: dict[int, OpFacts] = {}  # by id: ops take long to hash
+
+
+class RecordKind:
+    """What records of one op at one place with the same shapes have in common.
+
+    Steps repeat, so the kind of the next record is nearly always the one that came next the last
+    time. To compare with it costs less than to look a kind up.
+    """
+
+    __slots__ = ("argument", "facts", "following", "key", "phase", "place", "shapes", "site")
+
+    def __init__(self) -> None:
+        self.facts: OpFacts | None = None
+        self.phase = ""
+        self.place: Place | None = None
+        self.shapes: list[Any] = []
+        self.site = 0
+        self.key = b""
+        """The last arguments that were not tensors."""
+        self.argument = 0
+        """The number of these arguments."""
+        self.following = self
+        """What came next the last time; itself where nothing did."""
+
+
+class RecordingMode(TorchDispatchMode):
+    """Takes a record of every op that torch dispatches on one thread.
+
+    Autograd runs a thread's backward pass under the modes of that thread, whichever thread it
+    uses. The program runs as without it: compiled code stays compiled and counts as one op,
+    higher-order ops work, and subclasses of Tensor do their own part first.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, state: RecordingState, now: RunPosition, details: DetailRecorder | None
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = now
+        self.details = details
+        self.buffer = state.buffer
+        self.cache = state.cache
+        self.entries = state.cache.entries
+        self.spill = state.spill
+        self.origin = Origin(state.names, now)
+        self.thread = state.buffer.new_thread()
+        self._kinds: dict[Hashable, RecordKind] = {}
+        self._last = RecordKind()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Leave compiled code compiled."""
+        return True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Leave compiled code compiled in older torch, which lacks `ignore_compile_internals`.
+
+        Its compiler gives way to every mode that is not part of torch.
+        """
+        return not hasattr(TorchDispatchMode, "ignore_compile_internals")
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Otherwise torch imports its compiler, for two seconds, at the first op. Where a compiler
+        # is loaded, `left_out_of_compilation` keeps it from compiling this.
+        return False
+
+    def __torch_dispatch__(  # noqa: C901, PLR0912, PLR0915 - in one piece: the comment below says why
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        now = self.now
+        if now.aside and (now.stopped or now.paused == get_ident()):
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if types and not PLAIN.issuperset(types):
+            if any(kind.__module__.startswith(_TRACING) for kind in types):
+                return func(*args, **(kwargs or {}))
+            return NotImplemented
+        facts = _facts.get(address(func))
+        if facts is None:
+            facts = _facts[address(func)] = facts_of(func)
+        if facts.transparent:
+            return self._run_transparent(facts, args, kwargs)
+        if self.details is not None or facts.compiled:
+            return self._run_with_details(facts, args, kwargs or {})
+        # Nearly every op goes this way. It is written in one piece, and does itself what functions
+        # could do: where an op takes microseconds, each call is a hundredth of the recording.
+        cache, entries = self.cache, self.entries
+
+        # What it reads.
+        inputs: list[Any] = []
+        plain: list[Any] = []
+        for value in args[1:] if facts.overwrites else args:
+            kind = value.__class__
+            if kind in PLAIN:
+                entry = entries.get(address(value), NO_ENTRY)
+                try:
+                    valid = entry[1] == value._version and entry[0]() is value  # noqa: SLF001 - see `version_of`
+                except RuntimeError:  # an inference tensor has no version
+                    valid = cache.has(value)
+                if not valid:
+                    inputs.append(cache.missing_input(facts, value))
+                else:
+                    inputs.append(entry[2])
+                    if entry[2].__class__ is InFlight:
+                        entry[2].land()
+            elif kind is list or kind is tuple:
+                cache.add_list(value, inputs, plain)
+            else:
+                plain.append(value)
+        if kwargs:
+            cache.add_named(facts, kwargs, inputs, plain)
+            result = func(*args, **kwargs)
+        else:
+            result = func(*args)
+        key = _key_of(plain) if plain else b""
+
+        # What it has made or written.
+        outputs: Any = None
+        if result.__class__ in PLAIN:
+            if facts.single:
+                try:
+                    start = result.is_cpu and result.is_contiguous() and result.data_ptr()
+                    # Autograd counts a write only after this.
+                    version = result._version + facts.single_written  # noqa: SLF001 - see `version_of`
+                    shapes: Any = ((result.shape, result.dtype),)
+                except RuntimeError:  # nested, sparse, without memory or without a version
+                    start = 0
+                if start and not (facts.keeps and inputs and is_unset(inputs[0])):
+                    size = result.nbytes
+                    outputs = xxh3_128_digest(arrays[size].from_address(start))
+                    entries[address(result)] = ref(result), version, outputs[:INPUT], WRITTEN
+                    cache.bytes_read += size
+                    if facts.writes:
+                        cache.update_base_of(result)
+            elif facts.view and inputs and inputs[0].__class__ is bytes:
+                base = inputs[0]
+                if base[:4] not in STAND_INS:
+                    # Autograd has a view count the writes of its base only after this.
+                    version = version_of(args[0])
+                    entries[address(result)] = (
+                        ref(result),
+                        version,
+                        xxh3_64_digest(base + key),
+                        VIEW,
+                    )
+                    outputs, shapes = b"", (shape_of(result),)
+        if outputs is None:
+            outputs, shapes = self._outputs(facts, key, args, kwargs, inputs, result)
+        self._append(facts, key, args, kwargs, inputs, outputs, shapes)
+        return result
+
+    def _run_transparent(self, facts: OpFacts, args: Any, kwargs: Any) -> Any:
+        """Run an op that computes nothing: the digest of its input is that of its result."""
+        result = facts.op(*args, **kwargs) if kwargs else facts.op(*args)
+        if not args:
+            return result
+        given, cache = args[0], self.cache
+        if facts.fresh:
+            self._expect_first_read(facts, args, result)
+        elif cache.new:
+            cache.pass_on(given, result)
+        entry = cache.entries.get(address(given))
+        if entry is not None and entry[0]() is given and isinstance(result, torch.Tensor):
+            _, version, digest, source = entry
+            cache.entries[address(result)] = ref(result), version, digest, source
+            if self.now.optimizer is not None:
+                self.origin.passed_on(given, result)
+        return result
+
+    def _expect_first_read(self, facts: OpFacts, args: Any, tensor: Any) -> None:
+        """Record a tensor that the program has made from values, once an op reads it."""
+        phase, place = self.origin.of(facts, args)
+
+        def take(tensor: Any, fingerprint: Any) -> None:
+            shape = shape_of(tensor)
+            key = NEW_TENSOR, phase, place, shape
+            buffer = self.buffer
+            site = buffer.sites.get(key)
+            if site is None:
+                site = buffer.new_site(key, phase, place, NEW_TENSOR, (shape,))
+            buffer.take(buffer.thread(self.thread), site, 0, (), (fingerprint,))
+            if self.details is not None:
+                self.details.made(place, tensor)
+
+        self.cache.expect(tensor, take)
+
+    def _run_with_details(self, facts: OpFacts, args: Any, kwargs: Any) -> Any:
+        """Run a compiled region, or any op of which more than fingerprints is recorded."""
+        inputs, plain = self.cache.inputs(facts, args, kwargs)
+        before = None
+        if self.details is not None:
+            read = args[1:] if facts.overwrites else args
+            before = self.details.before(self.origin.of(facts, args)[1], read, kwargs)
+        # A region empties the list of its inputs, and writes some without saying which.
+        written = _written_by_region(args) if facts.compiled else []
+        returned = facts.op(*args, **kwargs)
+        if facts.compiled:
+            self.cache.entries.clear()  # it may have written anywhere
+        result = (returned, written) if facts.compiled else returned
+        key = _key_of(plain)
+        outputs, shapes = self._outputs(facts, key, args, kwargs, inputs, result)
+        self._append(facts, key, args, kwargs, inputs, outputs, shapes)
+        if self.details is not None:
+            self.details.after(before, fingerprinted(facts, args, kwargs, result))
+        return returned
+
+    def _outputs(  # noqa: PLR0913, PLR0917 - a tuple of them would be made for every op
+        self, facts: OpFacts, key: bytes, args: Any, kwargs: Any, inputs: list[Any], result: Any
+    ) -> tuple[Any, Any]:
+        """Return the fingerprints of what an op has made or written, and all their shapes."""
+        if facts.view:
+            return b"", self.cache.views(args, key, inputs, result)
+        if facts.keeps and inputs and is_unset(inputs[0]):
+            return self.cache.unset_output(facts, key, inputs, result)
+        return self.cache.outputs(facts, args, kwargs, result)
+
+    def _append(  # noqa: PLR0913, PLR0917 - a tuple of them would be made for every op
+        self,
+        facts: OpFacts,
+        key: bytes,
+        args: Any,
+        kwargs: Any,
+        inputs: Any,
+        outputs: Any,
+        shapes: Any,
+    ) -> None:
+        """Append a record, nearly always of the kind that came next the last time."""
+        phase, place = self.origin.of(facts, args)
+        kind = self._last.following
+        if (
+            kind.facts is not facts
+            or kind.place is not place
+            or kind.phase is not phase
+            or kind.shapes != shapes
+        ):
+            kind = self._last.following = self._kind_of(facts, phase, place, shapes)
+        self._last = kind
+        if kind.key != key:
+            kind.argument, kind.key = self._argument_of(facts, key, args, kwargs), key
+        if self.buffer.take(self.thread, kind.site, kind.argument, inputs, outputs) >= MANY:
+            self.spill()
+
+    def _kind_of(self, facts: OpFacts, phase: str, place: Place, shapes: list[Any]) -> RecordKind:
+        """Return the kind of a record that is not the one that came next the last time."""
+        key = (facts, phase, place, *shapes)
+        kind = self._kinds.get(key)
+        if kind is None:
+            if torch.utils.data.get_worker_info() is not None:
+                self.now.stop()  # the batches of a worker are recorded where they are used
+            kind = self._kinds[key] = RecordKind()
+            kind.facts, kind.phase, kind.place, kind.shapes = facts, phase, place, shapes
+            kind.site = self.buffer.sites.get(key) or self.buffer.new_site(
+                key, phase, place, facts.name, shapes
+            )
+        return kind
+
+    def _argument_of(self, facts: OpFacts, key: bytes, args: Any, kwargs: Any) -> int:
+        """Return the number of the arguments of an op that are not tensors; 0 for none."""
+        if not key:
+            return 0
+        number = self.buffer.arguments.get((facts, key))
+        return number or self.buffer.new_argument((facts, key), call_text(args, kwargs))
+
+
+def _key_of(plain: list[Any]) -> bytes:
+    """Return bytes that are equal for equal arguments of equal types, and only for those."""
+    if not plain:
+        return b""
+    try:
+        return dumps(plain, 2)  # version 2 writes equal values as equal bytes
+    except ValueError:
+        return value_text(plain).encode()
+
+
+def _written_by_region(args: Any) -> list[Any]:
+    """Return the tensors that a compiled region is about to write in place, from its graph.
+
+    `args` are those of inductor's higher-order op: the callable and the list of inputs. A region
+    whose graph is not available may write any of them.
+    """
+    callable_, inputs = args[0], list(args[1])
+    graph = getattr(getattr(callable_, "original_gm", None), "graph", None)
+    if graph is None:
+        return inputs
+    given = [node for node in graph.nodes if node.op == "placeholder"]
+    # Functionalisation leaves one trace of a write in place: a last copy into the input.
+    written = {
+        node.args[0]
+        for node in graph.nodes
+        if node.op == "call_function" and str(node.target).startswith("aten.copy_.")
+    }
+    return [
+        tensor
+        for node, tensor in zip(given, inputs, strict=False)
+        if node in written and hasattr(tensor, "dtype")
+    ]
