@@ -66,6 +66,12 @@ Steps = Annotated[
         help="Record only these steps, counted from 0 by calls of an optimizer's step().",
     ),
 ]
+Every = Annotated[
+    int,
+    typer.Option(
+        metavar="N", help="Record steps 0, N, 2N, ... in full, and all others at level step."
+    ),
+]
 Keep = Annotated[
     list[str] | None,
     typer.Option(metavar="MODULE", help="Keep the tensors of these modules whole; a pattern."),
@@ -156,6 +162,7 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
     ] = "",
     level: Annotated[Level, typer.Option(help="How much is recorded.")] = Level.OP,
     steps: Steps = "",
+    every: Every = 1,
     keep: Keep = None,
     statistics: Annotated[  # noqa: FBT002
         bool,
@@ -195,14 +202,15 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
             statistics=statistics or resolved.guarantee == "aligned",
             detail=detail,
             on_unwritable=on_unwritable.value,
+            every=every,
         )
         request.prepare_folder()
         more[VARIABLE] = request.to_variable()
-    elif steps or keep or statistics or detail:
+    elif steps or every != 1 or keep or statistics or detail:
         raise TraceError(
             Problem(
                 "nothing is recorded",
-                key="--steps, --keep, --statistics and --detail",
+                key="--steps, --every, --keep, --statistics and --detail",
                 todo="say where to: --record DIR",
             )
         )

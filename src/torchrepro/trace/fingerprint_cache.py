@@ -25,6 +25,9 @@ Tensor = torch.Tensor
 LARGE = 2**20
 """Bytes above which memory that is no parameter is read once and not again in every step."""
 
+UNSEEN = PARTLY + b"miss"
+"""Stands for memory that was unset, and that ops have written which were not seen."""
+
 UNREAD = b"not read"
 """Stands for the input of a view whose memory is too large to be read for that alone."""
 
@@ -142,6 +145,25 @@ class FingerprintCache:
     def distrust(self) -> None:
         """Forget everything except which memory nothing has written."""
         _keep(self.entries, lambda entry: is_unset(entry[2]))
+
+    def miss_steps(self) -> None:
+        """Forget all that ops may change while none is seen.
+
+        Memory that was unset in part may be written elsewhere meanwhile (see `resume`).
+        """
+        self.distrust()
+        self.new.clear()
+
+    def resume(self) -> None:
+        """Go on after ops were missed.
+
+        Where they wrote memory that had been unset, nobody knows which part of it has a value.
+        """
+        self.distrust()
+        for key, (tensor, version, _, source) in self.entries.copy().items():
+            held = tensor()
+            if held is not None and _version_of(held) != version:
+                self.entries[key] = tensor, _version_of(held), UNSEEN, source
 
     def inputs(self, facts: OpFacts, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
         """Return the digests of the tensors that an op reads, and its other arguments."""

@@ -157,6 +157,8 @@ class StepRow:
     The last row of a trace is unfinished where the program did anything after its last step. That
     part is no step. Its number is the one that the next step would have had.
     """
+    level: str = "op"
+    """The level at which it was recorded."""
     digest: Fingerprint = b""
     """Of its records; the store fills it in."""
 

@@ -287,7 +287,10 @@ _AccumulateGrad: Any = getattr(torch._C._functions, "AccumulateGrad", None)  # n
 class RunPosition:
     """What the program is doing, as the hooks of its training loop report it; for all threads."""
 
-    __slots__ = ("aside", "backward", "loading", "optimizer", "owner", "paused", "stopped")
+    __slots__ = (
+        *("aside", "backward", "ended", "loading"),
+        *("optimizer", "owner", "paused", "stopped"),
+    )
 
     def __init__(self) -> None:
         self.optimizer: tuple[int, Place] | None = None
@@ -301,6 +304,8 @@ class RunPosition:
         self.paused = 0
         """The thread whose ops are torchrepro's own; 0 for none."""
         self.stopped = False
+        self.ended = False
+        """Whether stopped for good."""
         self.aside = False
         """Whether paused or stopped: the one attribute that every op checks."""
 
@@ -312,7 +317,16 @@ class RunPosition:
 
     def stop(self) -> None:
         """Leave out all ops from now on."""
+        self.ended = self.stopped = self.aside = True
+
+    def rest(self) -> None:
+        """Leave out all ops until `resume`."""
         self.stopped = self.aside = True
+
+    def resume(self) -> None:
+        """Take ops again, unless `stop` was called."""
+        self.stopped = self.ended
+        self.aside = self.stopped or bool(self.paused)
 
 
 DEPTH = 4

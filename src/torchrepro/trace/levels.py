@@ -18,6 +18,7 @@ from torchrepro.trace import hooks
 from torchrepro.trace.fingerprint_cache import fingerprint_of, size_of
 from torchrepro.trace.format import INPUT, OPTIMIZER_STEP
 from torchrepro.trace.frames import Place, RunPosition, place_of_user
+from torchrepro.trace.mode_stack import ModesTakenOff
 from torchrepro.trace.module_hook import on_modules_called
 from torchrepro.trace.op_facts import (
     PLAIN,
@@ -180,6 +181,18 @@ class Level:
     def end_step(self) -> None:
         """Forget the step that has ended."""
 
+    @property
+    def name(self) -> str:
+        """What the level of the running step is called."""
+        return self.state.request.level
+
+    def rest(self) -> None:
+        """Leave out what is recorded within steps, between two steps, until `resume`."""
+
+    def resume(self) -> bool:
+        """Record all again, from the next step on; returns whether it could be done."""
+        return True
+
     def take(
         self, phase: str, place: Place, op: str, tensors: Sequence[Any], text: str = ""
     ) -> None:
@@ -338,10 +351,18 @@ class ModuleLevel(StepLevel):
     """What every module returns, and the gradients that come back to it, besides steps."""
 
     def _watch_modules(self) -> None:
-        self.open.enter_context(on_modules_called(self._returned))
+        self._watching = self.open.enter_context(ExitStack())
+        self._watching.enter_context(on_modules_called(self._returned))
 
     def end_step(self) -> None:
         """Go on watching modules."""
+
+    def rest(self) -> None:
+        self._watching.close()
+
+    def resume(self) -> bool:
+        self._watch_modules()
+        return True
 
     def _returned(self, module: Any, result: Any) -> None:
         place = self.state.names.place_of(module)
@@ -367,6 +388,7 @@ class OpLevel(Level):
         self.now = RunPosition()
         self._details = DetailRecorder.of(state)
         self._modes: list[RecordingMode] = []
+        self._taken_off = ModesTakenOff()
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -374,7 +396,11 @@ class OpLevel(Level):
         self.open.enter_context(hooks.higher_order_ops_run(RecordingMode))
         self.open.enter_context(hooks.on_threads_started(self._enter_thread))
         self.open.callback(self.abandon)
-        self.open.enter_context(self._new_mode())
+        self._mode = self.open.enter_context(self._new_mode())
+
+    def __exit__(self, *error: object) -> None:
+        self._taken_off.end(self._mode)
+        super().__exit__(*error)
 
     def _enter_thread(self) -> None:
         if _PINNING in threading.current_thread().name:
@@ -440,6 +466,19 @@ class OpLevel(Level):
     def end_step(self) -> None:
         for mode in self._modes:
             mode.origin.end_step()
+
+    def rest(self) -> None:
+        self.now.rest()
+        self.state.cache.miss_steps()
+        self._taken_off.take_off(self._modes)
+
+    def resume(self) -> bool:
+        if not self._taken_off.put_back():
+            return False
+        self.state.cache.resume()
+        self.end_step()  # the graphs of steps that were not seen
+        self.now.resume()
+        return True
 
 
 LEVELS: Mapping[str, type[Level]] = {"step": StepLevel, "module": ModuleLevel, "op": OpLevel}

@@ -122,6 +122,11 @@ class Trace:
         """How many steps of the program are in it: what came after the last one is none."""
         return sum(row.finished for row in self.steps.values())
 
+    def level_of(self, number: int) -> str:
+        """Return the level at which a step was recorded, or would have been."""
+        row = self.steps.get(number)
+        return _level_of(self.meta, number) if row is None else row.level
+
     def ends_before(self, number: int) -> bool:
         """Whether it shows that the program ended no step of this number."""
         asked = self.meta.get("steps")
@@ -424,6 +429,7 @@ _META: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("algorithm", "knobs", "models"), _is_mapping_of_words),
     "level": lambda value: value is None or value in LEVELS,
     "steps": lambda value: value is None or is_range(value),
+    "every": lambda value: value is None or (type(value) is int and value > 0),
 }
 """What is read of a run, each with a test of whether a value can be right."""
 
@@ -485,10 +491,16 @@ def _steps_of(connection: sqlite3.Connection, meta: Mapping[str, Any]) -> dict[i
         steps[number] = StepRow(
             *(number, first, records, size, parameters, gradients, generators),
             finished=bool(finished),
+            level=_level_of(meta, number),
             digest=digest,
         )
         following, after = number + 1, first + records
     return steps
+
+
+def _level_of(meta: Mapping[str, Any], number: int) -> str:
+    """Return the level at which a step was to be recorded."""
+    return LEVELS[0] if number % (meta.get("every") or 1) else meta.get("level") or LEVELS[-1]
 
 
 def _generators(text: str) -> Mapping[str, str]:

@@ -32,13 +32,15 @@ def record(  # noqa: PLR0913 - one for each option of a recording
     statistics: bool = False,
     detail: bool = False,
     on_unwritable: str = "stop",
+    every: int = 1,
 ) -> Iterator[Recording]:
     """Record what the program computes within the block into `folder`, which is new or empty.
 
     Takes records on this thread and on those started within the block. `level` is ``op``,
     ``module`` or ``step``; `steps` are the first and last step to record; `keep` are patterns of
     modules whose tensors are kept whole; `statistics` adds what ``compare`` needs for tolerances;
-    `detail` reads every input again.
+    `detail` reads every input again. With `every`, steps 0, `every`, 2 * `every` and so on are
+    recorded at `level` and all others at ``step``.
 
     A step is one call of an optimizer's ``step()``, or of `torchrepro.end_step` (``end_step`` of
     the returned recording), with all that led to it, and is numbered from 0: several backward
@@ -49,7 +51,8 @@ def record(  # noqa: PLR0913 - one for each option of a recording
     ``warn``.
     """
     request = Request(
-        *(os.fspath(folder), level, steps, tuple(keep), statistics, detail, on_unwritable)
+        *(os.fspath(folder), level, steps, tuple(keep), statistics, detail, on_unwritable),
+        every=every,
     )
     with _starting:
         _refuse_a_second()

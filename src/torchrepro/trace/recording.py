@@ -20,7 +20,7 @@ from torchrepro.trace.format import INPUT, OUTPUT, StepRow
 from torchrepro.trace.frames import place_of_user, source_of
 from torchrepro.trace.generator_states import GeneratorStates
 from torchrepro.trace.hooks import watch_training
-from torchrepro.trace.levels import LEVELS
+from torchrepro.trace.intermittent import level_for
 from torchrepro.trace.loaders import IteratedLoaders, workers_of
 from torchrepro.trace.op_facts import PLAIN
 from torchrepro.trace.samples import SampleRecorder
@@ -40,7 +40,7 @@ class Recording:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.state = RecordingState(request, self.spill)
-        self.level = LEVELS[request.level](self.state)
+        self.level = level_for(self.state)
         self._store: Store | None = None
         self._open = ExitStack()
         self._sources = watch_for_recording(EVERY_SOURCE if request.detail else WITHOUT_COST)
@@ -207,6 +207,7 @@ class Recording:
                     gradients=_combined(self._gradients),
                     random=self._generators.read(),
                     finished=finished,
+                    level=self.level.name,
                 )
             )
 

@@ -41,6 +41,8 @@ class Request:
     """Whether a program stops, or goes on unrecorded, where its trace cannot be written."""
     samples: bool = False
     """Whether it is recorded what the program's functions return while they load a batch."""
+    every: int = 1
+    """Steps whose number is a multiple of it are recorded at `level`, all others at ``step``."""
 
     def __post_init__(self) -> None:
         # The program may go to another directory before the first step is written.
@@ -54,6 +56,39 @@ class Request:
                     key="steps",
                     found=str(self.steps),
                     legal="the first and the last, counted from 0, as in (5, 8)",
+                )
+            )
+        self._check_every()
+
+    def _check_every(self) -> None:
+        """Raise `TraceError` unless `every` leaves steps to record in full, and others."""
+        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
+            raise TraceError(
+                Problem(
+                    "says of no steps that they are recorded in full",
+                    key="every",
+                    found=str(self.every),
+                    legal="a whole number from 1 on: 100 is steps 0, 100, 200, ...",
+                )
+            )
+        if self.every == 1:
+            return
+        if self.level == LEVELS[0]:
+            raise TraceError(
+                Problem(
+                    "records no step in full",
+                    key="every",
+                    found=f"{self.every}, with the level {self.level}",
+                    legal=" or ".join(f"the level {level}" for level in LEVELS[1:]),
+                )
+            )
+        if self.steps is not None and self.steps[1] // self.every * self.every < self.steps[0]:
+            raise TraceError(
+                Problem(
+                    f"none of the steps {self.steps[0]} to {self.steps[1]} is a multiple of it",
+                    key="every",
+                    found=str(self.every),
+                    todo=f"ask for other steps, or for the level {LEVELS[0]}",
                 )
             )
 
@@ -74,6 +109,10 @@ class Request:
     def wants(self, step: int) -> bool:
         """Whether `step` is one of those to record."""
         return self.steps is None or self.steps[0] <= step <= self.steps[1]
+
+    def level_of(self, step: int) -> str:
+        """Return the level at which `step` is to be recorded."""
+        return LEVELS[0] if step % self.every else self.level
 
     def prepare_folder(self) -> None:
         """Make the folder; raises `TraceError` if it cannot be made or is not empty."""

@@ -240,6 +240,7 @@ def open_store(request: Request) -> Store:
             "program_text": _program_text(),
             "process": current_process().name,
             "steps": request.steps,
+            "every": request.every,
             "algorithm": _algorithms(),
             "statistics": request.statistics,
             "detail": request.detail,

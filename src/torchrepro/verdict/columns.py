@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache, partial
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any
@@ -67,11 +67,18 @@ class Pair:
     right: Trace
     runs: tuple[str, str]
     """The folders, as they were named."""
+    chosen: Collection[int] | None = None
+    """The steps that are compared; None for all that both have."""
 
     @cached_property
     def steps(self) -> Sequence[int]:
-        """The steps that both have."""
-        return [step for step in self.left.steps if step in self.right.steps]
+        """The steps that both have, or the chosen ones of them."""
+        common = [step for step in self.left.steps if step in self.right.steps]
+        return common if self.chosen is None else [each for each in common if each in self.chosen]
+
+    def among(self, steps: Iterable[int]) -> Pair:
+        """Return the same traces, of which some steps are compared."""
+        return replace(self, chosen=frozenset(steps))
 
     @property
     def traces(self) -> tuple[Trace, Trace]:

@@ -31,7 +31,6 @@ from torchrepro.verdict.criteria import (
 )
 from torchrepro.verdict.diagnosis import advice, next_level_of_recording
 from torchrepro.verdict.recordings import (
-    AT_EVERY_LEVEL,
     Digests,
     facts,
     losses,
@@ -44,6 +43,15 @@ from torchrepro.verdict.recordings import (
 )
 from torchrepro.verdict.records import Records
 from torchrepro.verdict.render import are, counted
+from torchrepro.verdict.step_levels import (
+    WAYS,
+    LossesWithin,
+    agreed_before,
+    in_parts,
+    is_in_full,
+    way_of,
+    ways_of,
+)
 from torchrepro.verdict.value import UNKNOWN_PROGRAM, Cell, Compared, Kind, Verdict
 
 if TYPE_CHECKING:
@@ -54,6 +62,7 @@ if TYPE_CHECKING:
     from torchrepro.verdict.columns import StepComparison
     from torchrepro.verdict.criteria import Criteria
     from torchrepro.verdict.diagnosis import EscalationLevel
+    from torchrepro.verdict.step_levels import Comparison
     from torchrepro.verdict.value import Divergence
 
 
@@ -176,8 +185,8 @@ def _verdict(
     diverged = [one for one in found if one.first is not None]
     earliest = min(diverged, key=lambda one: one.order, default=None)
     tally = sum((one.tally for one in found), Counter[str]())
-    if earliest is not None:
-        tally[earliest.sort] -= 1
+    if earliest is not None and tally[earliest.sort]:
+        tally[earliest.sort] -= 1  # the first one; where digests differ, no record is counted
     first = earliest.first if earliest else next(iter(missing), None)
     compared = _compared(pairs)
     uses = program(pairs[0]) if pairs else UNKNOWN_PROGRAM
@@ -206,6 +215,7 @@ def _verdict(
         settings=settings(pairs[0]) if pairs else (),
         program=uses,
         about=tuple(map(facts, pairs[0].traces)) if pairs else (),
+        agreed=agreed_before(pairs, first.step) if earliest and first else None,
         across_ranks=tuple(
             sentence
             for name, side in zip(NAMES, traces, strict=True)
@@ -270,13 +280,21 @@ def _compare_pair(pair: Pair, criteria: Criteria) -> PairComparison:
     return PairComparison(pair, steps, first, sort, comparison.notes(), comparison.anything)
 
 
-def _comparison(pair: Pair, criteria: Criteria) -> Records | Digests:
-    if criteria.tolerance is not None:
-        rtol, atol = criteria.tolerance
-        return Records(pair, Tolerance(pair, rtol, atol, needs_partner=criteria.one_program))
-    left, right = levels(pair)
-    if left != right:
-        return Digests(pair, AT_EVERY_LEVEL)
+def _comparison(pair: Pair, criteria: Criteria) -> Comparison:
+    if criteria.tolerance is None:
+        return in_parts(pair, attrgetter("fields"), _of_bits)
+    rtol, atol = criteria.tolerance
+
+    def of_statistics(some: Pair, in_full: bool) -> Comparison:  # noqa: FBT001 - a sort of steps
+        judge = Tolerance(some, rtol, atol, needs_partner=criteria.one_program)
+        return Records(some, judge) if in_full else LossesWithin(judge)
+
+    return in_parts(pair, is_in_full, of_statistics)
+
+
+def _of_bits(pair: Pair, fields: tuple[tuple[str, str], ...]) -> Comparison:
+    if fields:
+        return Digests(pair, fields)
     records = Records(pair, Bits(pair))
     refuse_unequal_algorithms(records.algorithms)
     return records
@@ -295,17 +313,22 @@ def _cells(found: Sequence[PairComparison]) -> Iterable[Cell]:
 
 
 def _compared(pairs: Sequence[Pair]) -> Compared:
-    rows = [pair.left.steps[step] for pair in pairs for step in pair.steps]
-    last = max((row.step for row in rows), default=0)
+    ways = ways_of(pairs)
+    last = max(ways, default=0)
     ended = {step for pair in pairs for step in pair.ended_steps}
+    names = Counter(ways[step].name for step in ways if step in ended)
+    found = [(pair, step) for pair in pairs for step in pair.steps]
+    # Records at level `step` are none of the ops that were compared besides.
+    finest = [(pair, step) for pair, step in found if is_in_full(way_of(pair, step))] or found
     return Compared(
         ranks=len({pair.left.rank for pair in pairs}),
         steps=len(ended),
-        ops=sum(row.records for row in rows),
-        bytes=sum(row.bytes for row in rows),
+        ops=sum(pair.left.steps[step].records for pair, step in finest),
+        bytes=sum(min(trace.steps[step].bytes for trace in pair.traces) for pair, step in found),
         level=min(chain(*map(levels, pairs)), key=LEVELS.index, default=LEVELS[0]),
         after_last=last not in ended
         and any(last in pair.steps and pair.is_after_last(last) for pair in pairs),
+        by=tuple((way.name, names.pop(way.name)) for way in WAYS if way.name in names),
     )
 
 

@@ -265,6 +265,24 @@ def _may_hide_a_change(rule: Rule, evidence: Evidence, meta: Mapping[str, Any]) 
     )
 
 
+def steps_to_record(verdict: Verdict) -> tuple[int, int]:
+    """Return the first and the last step that show a divergence if they are recorded in full.
+
+    Where the step of the divergence, or those before it, were not recorded in full, these are the
+    steps after the last one that is known to agree.
+    """
+    first, agreed = verdict.first, verdict.agreed
+    if first is None:
+        raise ValueError("the runs do not diverge")
+    if agreed is None or len(verdict.compared.by) < 2:  # noqa: PLR2004 - all were compared alike
+        return max(first.step - 1, 0), first.step + 1
+    if first.kind is Kind.UNSEEN:
+        return 0 if agreed.in_full is None else agreed.in_full + 1, first.step
+    if first.op in COARSE:
+        return agreed.step + 1, first.step
+    return max(first.step - 1, 0), first.step + 1
+
+
 def _rerecord_command(
     verdict: Verdict, meta: Mapping[str, Any], command: str, *, detail: bool
 ) -> str:
@@ -275,11 +293,12 @@ def _rerecord_command(
         return ""  # these recordings are the closer look
     if command and not meta.get("profile"):
         return ""  # `verify` ran it as it is, which `run` cannot
+    begins, ends = steps_to_record(verdict)
     keep = f" --keep {quote(first.module)}" if first.module else ""
     return (
         f"torchrepro run {quote(str(meta.get('profile') or 'PROFILE'))}"
         f" --record {quote(verdict.left.rstrip('/') + '-closer')}"
-        f" --steps {max(first.step - 1, 0)}:{first.step + 1}{keep}{' --detail' * detail}"
+        f" --steps {begins}:{ends}{keep}{' --detail' * detail}"
         f" -- {command or meta.get('command_hint') or 'COMMAND'}"
     )
 

@@ -330,6 +330,7 @@ class Input:
 
 def _explain_inputs(inputs: Sequence[Input]) -> Explanation:
     """Return the origin of unequal inputs. All that was recorded before them agrees."""
+    missed = _steps_missed(inputs[0])
     written = [
         _last_writers(trace, one.record.id, {each.values[side] for each in inputs})
         for side, (trace, one) in enumerate(
@@ -338,6 +339,10 @@ def _explain_inputs(inputs: Sequence[Input]) -> Explanation:
     ]
     for each in inputs:
         writers = written[0].get(each.values[0]), written[1].get(each.values[1])
+        if missed and all(one is None or one.step != each.left.step for one in writers):
+            return Explanation(
+                Kind.UNSEEN, f"{each.name} differs, and nothing in this step wrote it{missed}"
+            )
         explanation = _explain_by_writers(each, *writers) or _explain_by_step_before(each)
         if explanation is not None:
             return explanation
@@ -351,6 +356,23 @@ def _explain_inputs(inputs: Sequence[Input]) -> Explanation:
         f"{inputs[-1].name} differs, and no op that was recorded wrote it: "
         "a batch, a constant, or a parameter as it was at the start",
     )
+
+
+def _steps_missed(this: Input) -> str:
+    """Return which steps before this one were not recorded op by op; nothing if none was missed."""
+    number = this.left.step
+    before = [step for step in this.pair.left.steps if step < number]
+    if not before:
+        return ""
+    rows = [[trace.steps.get(step) for trace in this.pair.traces] for step in before]
+    in_full = [
+        row.step for row, other in rows if row and other and row.level == other.level == "op"
+    ]
+    first, last = max(in_full, default=before[0] - 1) + 1, number - 1
+    if first > last:
+        return ""
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    return f"; the ops of {steps}, which may have, were not recorded in both runs"
 
 
 def _explain_by_writers(

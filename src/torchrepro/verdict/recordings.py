@@ -29,6 +29,7 @@ from torchrepro.verdict.value import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from torchrepro.trace.format import StepRow
     from torchrepro.trace.reader import Trace
     from torchrepro.verdict.columns import Pair
 
@@ -156,7 +157,7 @@ def truncation(pair: Pair) -> Divergence | None:
 
     A run that was killed is never the same as another: nobody knows what it would have done.
     """
-    last = [_last_step(trace) for trace in pair.traces]
+    last = [_last_step(trace, other) for trace, other in (pair.traces, pair.traces[::-1])]
     if not pair.steps:
         return at_step(pair, max(min(last), 0), Kind.ENDED, _nothing_in_common(pair, last))
     short = last.index(min(last))
@@ -195,12 +196,21 @@ def _both_cut(pair: Pair, last: Sequence[int]) -> str:
     return f"{BOTH_CUT}{CUT}: {' and '.join(ends)}"
 
 
-def _last_step(trace: Trace) -> int:
+def _is_not_of(row: StepRow, other: Trace) -> bool:
+    """Whether what comes after the last step has no place in the other recording."""
+    number = row.step
+    return not row.finished and number not in other.steps and other.level_of(number) != row.level
+
+
+def _last_step(trace: Trace, other: Trace) -> int:
     """Return the number of the last step, or -1.
 
-    A trailing unfinished step without records of the main thread is excluded.
+    A trailing unfinished step without records of the main thread is excluded, and one that the
+    other recording would hold at another level: there it may have nothing to record.
     """
     steps = list(trace.steps.values())
+    if steps and _is_not_of(steps[-1], other):
+        steps.pop()
     if steps and not steps[-1].finished and steps[-1].records:
         row = steps[-1]
         of_main = trace.connection.execute(
@@ -401,7 +411,11 @@ def notes(pair: Pair) -> Iterator[str]:
     ):
         steps = [step for step in mine.steps if step not in theirs.steps]
         asked, last = theirs.meta.get("steps"), max(theirs.steps, default=0)
-        left_out = [step for step in steps if step < last or (asked and step > asked[1])]
+        left_out = [
+            step
+            for step in steps
+            if step < last or (asked and step > asked[1]) or _is_not_of(mine.steps[step], theirs)
+        ]
         ended = [step for step in left_out if mine.steps[step].finished]
         if ended:
             steps_are = f"{counted(len(ended), 'step')} {are(len(ended))}"

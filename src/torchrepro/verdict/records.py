@@ -15,7 +15,7 @@ from torchrepro.verdict.columns import MAIN, Reader, StepComparison, joined, sha
 from torchrepro.verdict.criteria import Differences
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torchrepro.trace.reader import Trace
     from torchrepro.verdict.columns import Columns, Pair
@@ -93,7 +93,8 @@ class Records:
         self.judge = judge
         shared = shared_numbers()
         one_is_older = pair.left.sealed != pair.right.sealed
-        left, right = (_unknown_to_0_2_0(trace) if one_is_older else () for trace in pair.traces)
+        left_out = _unknown_to_0_2_0 if one_is_older else _made_before if _missed(pair) else _none
+        left, right = map(left_out, pair.traces)
         self.readers = Reader(pair.left, shared, left), Reader(pair.right, shared, right)
         self._ambiguous = self._ambiguous_numbers()
         self._diverged = False
@@ -218,6 +219,21 @@ def _unknown_to_0_2_0(trace: Trace) -> list[int]:
         for number, site in trace.sites.items()
         if site.op == NEW_TENSOR or (site.phase == "optimizer" and site.op.endswith(OPTIMIZER_STEP))
     ]
+
+
+def _missed(pair: Pair) -> bool:
+    """Whether one of two recordings has ops of steps of which the other has none."""
+    left, right = (trace.meta.get("every") or 1 for trace in pair.traces)
+    return bool(left != right)
+
+
+def _made_before(trace: Trace) -> list[int]:
+    """Return the sites of tensors that the program made, perhaps in a step without records."""
+    return [number for number, site in trace.sites.items() if site.op == NEW_TENSOR]
+
+
+def _none(_trace: Trace) -> Sequence[int]:
+    return ()
 
 
 def _are_the_same(left: Columns, right: Columns) -> bool:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torchrepro.console import Part
     from torchrepro.verdict.diagnosis import EscalationLevel
-    from torchrepro.verdict.value import Compared, Divergence, Element, Verdict
+    from torchrepro.verdict.value import Agreed, Compared, Divergence, Element, Verdict
 
 _NOT_WRITTEN, NEVER_WRITTEN = UNINITIALISED.hex(), "(never written)"
 _WIDE = 72  # characters of a line of source, of shapes or arguments that are shown
@@ -65,7 +65,11 @@ def verdict_parts(
     They fit on a terminal together with the text that is shown `below` them.
     """
     groups = (
-        [*(_where(verdict.first) if verdict.first else []), *_after(verdict)],
+        [
+            *(_where(verdict.first) if verdict.first else []),
+            *_agreed(verdict),
+            *_after(verdict),
+        ],
         _advice(verdict, level),
         _about(verdict),
     )
@@ -198,6 +202,21 @@ def _short(fingerprint: str) -> str:
     return fingerprint if fingerprint == NEVER_WRITTEN else fingerprint[:_HEX]
 
 
+def _agreed(verdict: Verdict) -> Rows:
+    """Return up to where the runs agree, where not all steps were compared in the same way."""
+    if verdict.agreed is None or len(verdict.compared.by) < 2:  # noqa: PLR2004 - one way says it
+        return []
+    return [("agreed", agreement(verdict.agreed))]
+
+
+def agreement(agreed: Agreed) -> str:
+    """Return up to which step two runs agree, and how that is known."""
+    text = f"up to step {agreed.step} {agreed.by}"
+    if agreed.in_full in {None, agreed.step}:
+        return text
+    return f"{text}; step {agreed.in_full} is the last one compared in full"
+
+
 def _after(verdict: Verdict) -> Rows:
     if verdict.first is None or verdict.first.kind in (Kind.ENDED, Kind.INCOMPARABLE):
         return []
@@ -310,7 +329,9 @@ def amount(compared: Compared) -> str:
     ranks = [counted(compared.ranks, "rank")] if compared.ranks != 1 else []
     level = "" if compared.level == "op" else f" (recorded at level {compared.level})"
     what = "op" if compared.level == "op" else "record"
-    steps = [counted(compared.steps, "step")] if compared.steps else []
+    ways = ", ".join(f"{number:,} {way}" for way, number in compared.by)
+    ways = f" ({ways})" if len(compared.by) > 1 else ""
+    steps = [counted(compared.steps, "step") + ways] if compared.steps else []
     where = "" if steps or not compared.ops else f" {OUTSIDE}"
     parts = [*ranks, *steps, f"{counted(compared.ops, what)}{where}"]
     return ", ".join([*parts, f"{size(compared.bytes)} of tensors read"]) + level

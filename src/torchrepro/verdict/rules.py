@@ -438,6 +438,11 @@ RULES: tuple[Rule, ...] = (
         by_program=True,
     ),
     Rule(
+        "{op} reads a tensor in which the runs differ since before this step, and the ops of the "
+        "steps before it were not recorded. Runs that are recorded op by op from there show it.",
+        (Kind.UNSEEN,),
+    ),
+    Rule(
         "The program made a tensor from other data{generic}.",
         (Kind.DATA,),
         fixes=(SEED, HASHES),

@@ -28,6 +28,7 @@ class Kind(StrEnum):
     RANDOM = "another state of a random generator"
     ENDED = "one run ended earlier"
     INCOMPARABLE = "not all could be compared"
+    UNSEEN = "an input from steps whose ops were not recorded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,20 @@ class Compared:
     """``step``, ``module`` or ``op``, the coarser of the two recordings."""
     after_last: bool = False
     """Whether what comes after the last step was compared as well."""
+    by: tuple[tuple[str, int], ...] = ()
+    """How many of the steps were compared in each way, as in ``op by op``, the finest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """Up to which step two runs are known to agree that then diverge."""
+
+    step: int
+    """The last step before the divergence in which all agrees that both runs recorded."""
+    by: str
+    """How it was compared, as in ``by parameters and losses``."""
+    in_full: int | None
+    """The last one of which all that it computed was compared; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +301,8 @@ class Verdict(Displayed):
     """What the program has, as far as the recordings tell."""
     about: tuple[RunFacts, ...] = ()
     """The facts of the left run and of the right one; none where a run was not recorded."""
+    agreed: Agreed | None = None
+    """Up to where the runs agree; None where they are the same, or differ from the first step."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the verdict as plain JSON values; NaN and infinities, which JSON lacks, as text.

@@ -1,0 +1,159 @@
+"""Compares runs whose steps were recorded at several levels, each step by what both have of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from torchrepro.verdict.columns import StepComparison
+from torchrepro.verdict.recordings import AT_EVERY_LEVEL, FIELDS, Digests
+from torchrepro.verdict.value import Agreed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torchrepro.verdict.columns import Pair
+    from torchrepro.verdict.criteria import Tolerance
+    from torchrepro.verdict.value import Divergence
+
+_Sort = TypeVar("_Sort", bool, tuple[tuple[str, str], ...])
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way in which a step can be compared."""
+
+    name: str
+    """As it stands after a number of steps."""
+    fields: tuple[tuple[str, str], ...] = ()
+    """The digests that are compared; none where records are."""
+
+
+RECORDS = {
+    "op": Way("op by op"),
+    "module": Way("module by module"),
+    "step": Way("by parameters, gradients and losses"),
+}
+"""How steps are compared that both runs recorded at one level."""
+
+DIGESTS = Way("by parameters, gradients and losses", FIELDS)
+"""How steps are compared whose records one of the runs has no longer."""
+
+AT_UNEQUAL_LEVELS = Way("by parameters and losses", AT_EVERY_LEVEL)
+
+WAYS = (*RECORDS.values(), DIGESTS, AT_UNEQUAL_LEVELS)
+"""From the finest to the coarsest."""
+
+
+def way_of(pair: Pair, step: int) -> Way:
+    """Return how a step that both runs have is compared."""
+    rows = [trace.steps[step] for trace in pair.traces]
+    if rows[0].level != rows[1].level:
+        return AT_UNEQUAL_LEVELS
+    return RECORDS[rows[0].level]
+
+
+def is_in_full(way: Way) -> bool:
+    """Whether all that a step computed is compared, and not its state at the end alone."""
+    return way in (RECORDS["op"], RECORDS["module"])
+
+
+def ways_of(pairs: Sequence[Pair]) -> dict[int, Way]:
+    """Return how each step is compared; where processes differ in it, the coarsest way."""
+    found: dict[int, Way] = {}
+    for pair in pairs:
+        for step in pair.steps:
+            found[step] = max(found.get(step, WAYS[0]), way_of(pair, step), key=WAYS.index)
+    return dict(sorted(found.items()))
+
+
+def agreed_before(pairs: Sequence[Pair], step: int) -> Agreed | None:
+    """Return the last steps before this one, at which the runs are known to agree."""
+    before = {number: way for number, way in ways_of(pairs).items() if number < step}
+    if not before:
+        return None
+    last = max(before)
+    in_full = [number for number, way in before.items() if is_in_full(way)]
+    return Agreed(last, before[last].name, max(in_full, default=None))
+
+
+class Comparison(Protocol):
+    """Compares some steps of two traces."""
+
+    @property
+    def anything(self) -> bool:
+        """Whether there is anything to compare."""
+
+    def step(self, number: int) -> StepComparison:
+        """Compare one step."""
+
+    def besides_records(self) -> Divergence | None:
+        """Return what differs although no record does."""
+
+    def notes(self) -> list[str]:
+        """Return what a reader has to know of the comparison."""
+
+
+class InParts:
+    """Compares each step with the part that is for it."""
+
+    def __init__(self, parts: Mapping[int, Comparison]) -> None:
+        self._of_step = parts
+        self._parts = list(dict.fromkeys(parts.values()))
+
+    @property
+    def anything(self) -> bool:
+        """Whether there is anything to compare."""
+        return any(part.anything for part in self._parts)
+
+    def step(self, number: int) -> StepComparison:
+        """Compare one step."""
+        return self._of_step[number].step(number)
+
+    def besides_records(self) -> Divergence | None:
+        """Return what differs first although no record does."""
+        found = [one for part in self._parts if (one := part.besides_records()) is not None]
+        return min(found, key=lambda one: one.step, default=None)
+
+    def notes(self) -> list[str]:
+        """Return what a reader has to know of those parts that compare records."""
+        return [
+            note for part in self._parts if not isinstance(part, Digests) for note in part.notes()
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class LossesWithin:
+    """Compares the losses of steps that have no statistics."""
+
+    tolerance: Tolerance
+    anything: bool = False
+
+    def step(self, _number: int) -> StepComparison:
+        """Return that no record differs: none is compared."""
+        return StepComparison()
+
+    def besides_records(self) -> Divergence | None:
+        """Return the first loss that is out of tolerance."""
+        return self.tolerance.besides_records()
+
+    def notes(self) -> list[str]:
+        """Return what was not compared."""
+        steps = self.tolerance.pair.steps
+        return [f"{len(steps):,} steps have no statistics of tensors: their losses were compared"]
+
+
+def in_parts(
+    pair: Pair,
+    sort: Callable[[Way], _Sort],
+    part: Callable[[Pair, _Sort], Comparison],
+) -> Comparison:
+    """Return what compares the steps of a pair: one part for each sort of steps, by their way."""
+    sorts = {number: sort(way_of(pair, number)) for number in pair.steps}
+    if len(set(sorts.values())) < 2:  # noqa: PLR2004 - all steps of one sort
+        return part(pair, next(iter(sorts.values()), sort(WAYS[0])))
+    steps: dict[_Sort, list[int]] = {}
+    for number, its in sorts.items():
+        steps.setdefault(its, []).append(number)
+    parts = {its: part(pair.among(numbers), its) for its, numbers in steps.items()}
+    return InParts({number: parts[its] for number, its in sorts.items()})
