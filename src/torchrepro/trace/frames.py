@@ -115,6 +115,11 @@ class ModuleNames:
             self._modules[address(module)] = ref(module), type(module).__name__
         return self._modules[address(module)][1]
 
+    def knows(self, module: Any) -> bool:
+        """Whether `module` has a path already."""
+        known = self._modules.get(address(module))
+        return known is not None and known[0]() is module
+
     def held(self) -> dict[str, str]:
         """Return the name under which the program holds each model, where it calls several.
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.trace.levels import LEVELS, Level, StepLevel
+from torchrepro.trace.module_hook import on_modules_called
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -33,6 +34,7 @@ class IntermittentLevel(Level):
         super().__init__(state)
         self._full = full
         self._sparse = StepLevel(state)
+        self._naming = ExitStack()
         self._now = full  # step 0 is a multiple of every number
 
     @property
@@ -43,6 +45,7 @@ class IntermittentLevel(Level):
         self._full.__enter__()
 
     def __exit__(self, *error: object) -> None:
+        self._naming.close()
         self._full.__exit__(*error)
 
     @contextmanager
@@ -86,6 +89,13 @@ class IntermittentLevel(Level):
             return
         if wanted == "step":
             self._full.rest()
+            self._naming.enter_context(on_modules_called(self._learn_name))
             self._now = self._sparse
         elif self._full.resume():
+            self._naming.close()
             self._now = self._full
+
+    def _learn_name(self, module: Any, _returned: Any) -> None:
+        """Name modules in the order of their first calls, in whichever steps these are."""
+        if not self.state.names.knows(module):
+            self.state.names.place_of(module)

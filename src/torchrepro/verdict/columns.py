@@ -80,6 +80,15 @@ class Pair:
         """Return the same traces, of which some steps are compared."""
         return replace(self, chosen=frozenset(steps))
 
+    @cached_property
+    def misses_steps(self) -> bool:
+        """Whether one recording has the ops of steps of which the other has none.
+
+        What a full step knows of tensors that were made before it is then not the same.
+        """
+        left, right = (trace.meta.get("every") or 1 for trace in self.traces)
+        return bool(left != right)
+
     @property
     def traces(self) -> tuple[Trace, Trace]:
         """Both traces."""

@@ -93,7 +93,9 @@ class Records:
         self.judge = judge
         shared = shared_numbers()
         one_is_older = pair.left.sealed != pair.right.sealed
-        left_out = _unknown_to_0_2_0 if one_is_older else _made_before if _missed(pair) else _none
+        left_out = (
+            _unknown_to_0_2_0 if one_is_older else _made_before if pair.misses_steps else _none
+        )
         left, right = map(left_out, pair.traces)
         self.readers = Reader(pair.left, shared, left), Reader(pair.right, shared, right)
         self._ambiguous = self._ambiguous_numbers()
@@ -219,12 +221,6 @@ def _unknown_to_0_2_0(trace: Trace) -> list[int]:
         for number, site in trace.sites.items()
         if site.op == NEW_TENSOR or (site.phase == "optimizer" and site.op.endswith(OPTIMIZER_STEP))
     ]
-
-
-def _missed(pair: Pair) -> bool:
-    """Whether one of two recordings has ops of steps of which the other has none."""
-    left, right = (trace.meta.get("every") or 1 for trace in pair.traces)
-    return bool(left != right)
 
 
 def _made_before(trace: Trace) -> list[int]:
