@@ -239,9 +239,10 @@ class Tolerance:
         if records and self.unmatched >= records:
             what = "no op of one run has a counterpart in the other: nothing was compared"
             return at_step(self.pair, steps[0], Kind.INCOMPARABLE, what)
-        return next(filter(None, map(self._unequal_losses, steps)), None)
+        return next(filter(None, map(self.unequal_losses, steps)), None)
 
-    def _unequal_losses(self, step: int) -> Divergence | None:
+    def unequal_losses(self, step: int) -> Divergence | None:
+        """Return a loss of a step that is out of tolerance."""
         left, right = (
             [loss.value for loss in trace.losses if loss.step == step] for trace in self.pair.traces
         )

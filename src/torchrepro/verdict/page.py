@@ -220,12 +220,13 @@ def _compared(verdict: Verdict, modules: int) -> list[tuple[str, str]]:
     ops = "Ops" if its.level == "op" else "Records"
     found = [
         ("Ranks", f"{its.ranks:,}" if its.ranks != 1 else ""),
-        ("Steps", f"{its.steps:,}" if its.steps else render.OUTSIDE),
+        ("Steps", f"{its.steps:,}{render.ways(its)}" if its.steps else render.OUTSIDE),
         (ops, f"{its.ops:,}"),
         ("Modules", f"{modules:,}" if modules else ""),
         ("Tensors read", render.size(its.bytes)),
         ("Level", "" if its.level == "op" else its.level),
         ("Compared", render.exactness(verdict)),
+        ("Agreed", render.agreement(verdict)),
     ]
     return [(label, text) for label, text in found if text]
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torchrepro.console import Part
     from torchrepro.verdict.diagnosis import EscalationLevel
-    from torchrepro.verdict.value import Agreed, Compared, Divergence, Element, Verdict
+    from torchrepro.verdict.value import Compared, Divergence, Element, Verdict
 
 _NOT_WRITTEN, NEVER_WRITTEN = UNINITIALISED.hex(), "(never written)"
 _WIDE = 72  # characters of a line of source, of shapes or arguments that are shown
@@ -203,14 +203,15 @@ def _short(fingerprint: str) -> str:
 
 
 def _agreed(verdict: Verdict) -> Rows:
-    """Return up to where the runs agree, where not all steps were compared in the same way."""
-    if verdict.agreed is None or len(verdict.compared.by) < 2:  # noqa: PLR2004 - one way says it
-        return []
-    return [("agreed", agreement(verdict.agreed))]
+    text = agreement(verdict)
+    return [("agreed", text)] if text else []
 
 
-def agreement(agreed: Agreed) -> str:
-    """Return up to which step two runs agree, and how that is known."""
+def agreement(verdict: Verdict) -> str:
+    """Return up to which step two runs agree; nothing where all steps were compared alike."""
+    agreed = verdict.agreed
+    if agreed is None or len(verdict.compared.by) < 2:  # noqa: PLR2004 - one way says it
+        return ""
     text = f"up to step {agreed.step} {agreed.by}"
     if agreed.in_full in {None, agreed.step}:
         return text
@@ -329,12 +330,16 @@ def amount(compared: Compared) -> str:
     ranks = [counted(compared.ranks, "rank")] if compared.ranks != 1 else []
     level = "" if compared.level == "op" else f" (recorded at level {compared.level})"
     what = "op" if compared.level == "op" else "record"
-    ways = ", ".join(f"{number:,} {way}" for way, number in compared.by)
-    ways = f" ({ways})" if len(compared.by) > 1 else ""
-    steps = [counted(compared.steps, "step") + ways] if compared.steps else []
+    steps = [counted(compared.steps, "step") + ways(compared)] if compared.steps else []
     where = "" if steps or not compared.ops else f" {OUTSIDE}"
     parts = [*ranks, *steps, f"{counted(compared.ops, what)}{where}"]
     return ", ".join([*parts, f"{size(compared.bytes)} of tensors read"]) + level
+
+
+def ways(compared: Compared) -> str:
+    """Return how many steps were compared in which way; nothing where all were compared alike."""
+    found = ", ".join(f"{number:,} {way}" for way, number in compared.by)
+    return f" ({found})" if len(compared.by) > 1 else ""
 
 
 def counted(number: int, thing: str) -> str:

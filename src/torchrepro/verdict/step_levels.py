@@ -129,13 +129,14 @@ class LossesWithin:
     tolerance: Tolerance
     anything: bool = False
 
-    def step(self, _number: int) -> StepComparison:
-        """Return that no record differs: none is compared."""
-        return StepComparison()
+    def step(self, number: int) -> StepComparison:
+        """Compare one step."""
+        found = self.tolerance.unequal_losses(number)
+        return StepComparison(first=None if found is None else lambda: found)
 
     def besides_records(self) -> Divergence | None:
-        """Return the first loss that is out of tolerance."""
-        return self.tolerance.besides_records()
+        """Return what else differs: nothing that could be compared."""
+        return None
 
     def notes(self) -> list[str]:
         """Return what was not compared."""

@@ -1,0 +1,162 @@
+"""Runs recorded at times are compared by what both have, and no more is claimed."""
+
+import shlex
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchrepro
+from torchrepro import Verdict
+from torchrepro.console import as_text
+from torchrepro.verdict.render import headline, verdict_parts
+from torchrepro.verdict.value import Agreed, Kind
+
+from .reproducible import PROGRAMS
+from .reproducible_tensors import memory_that_is_dirty
+
+STEPS = 12
+STATE, ALL_LEVELS = "by parameters, gradients and losses", "by parameters and losses"
+
+
+class _Model(torch.nn.Module):
+    """A model with a buffer that no optimizer trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = torch.nn.Linear(4, 8)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.out = torch.nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.relu(self.norm(self.into(x))))
+
+
+def _run(folder: Path, every: int, fault: str = "", at: int = -1, **asked: object) -> Path:
+    """Record a training with a fault that is made at the beginning of a step."""
+    torch.manual_seed(0)
+    model = _Model()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    with torchrepro.record(folder, every=every, **asked):
+        for step in range(STEPS):
+            if step == at:
+                tensor = dict([*model.named_parameters(), *model.named_buffers()])[fault]
+                with torch.no_grad():
+                    tensor.mul_(1.001)
+            model(torch.randn(6, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return folder
+
+
+def _steps_to_record(verdict: Verdict) -> str:
+    assert verdict.advice is not None
+    words = shlex.split(verdict.advice.closer)
+    assert "--every" not in words
+    return words[words.index("--steps") + 1]
+
+
+@pytest.mark.parametrize("at", [1, 5, 6, 7, 11])
+def test_a_fault_between_two_full_steps_is_in_the_first_step_that_differs(
+    tmp_path: Path, at: int
+) -> None:
+    """The verdict names that step, the last that agrees, and how to record what lies between."""
+    a, b = _run(tmp_path / "a", 4), _run(tmp_path / "b", 4, "into.weight", at)
+
+    verdict = torchrepro.compare(a, b)
+
+    assert verdict.first is not None
+    assert (verdict.first.step, verdict.first.op, verdict.first.module) == (at, "gradient", "into")
+    full = (at - 1) // 4 * 4
+    by = "op by op" if full == at - 1 else STATE
+    assert verdict.agreed == Agreed(at - 1, by, full)
+    assert _steps_to_record(verdict) == f"{at}:{at}"
+    assert verdict.compared.by == (("op by op", 3), (STATE, 9))
+
+
+def test_a_fault_that_no_state_shows_is_between_the_full_steps_around_it(tmp_path: Path) -> None:
+    """Nothing is said of ops that were not recorded; recording them from there names the fault."""
+    a, b = _run(tmp_path / "a", 4), _run(tmp_path / "b", 4, "norm.running_mean", 6)
+
+    verdict = torchrepro.compare(a, b)
+
+    assert verdict.first is not None
+    assert (verdict.first.step, verdict.first.kind) == (8, Kind.UNSEEN)
+    assert "the ops of steps 5 to 7" in verdict.first.what
+    assert verdict.agreed == Agreed(7, STATE, 4)
+    assert _steps_to_record(verdict) == "5:8"
+    closer = torchrepro.compare(
+        _run(tmp_path / "c", 1, steps=(5, 8)),
+        _run(tmp_path / "d", 1, "norm.running_mean", 6, steps=(5, 8)),
+    )
+    assert closer.first is not None
+    assert (closer.first.step, closer.first.op) == (6, "aten::mul_.Tensor")
+
+
+def test_runs_recorded_at_other_times_are_compared_by_what_both_have(tmp_path: Path) -> None:
+    """How many steps were compared in which way stands in the answer, the coarser not hidden."""
+    runs = {every: _run(tmp_path / str(every), every) for every in (1, 3, 4)}
+
+    verdicts = {
+        pair: torchrepro.compare(*(runs[every] for every in pair)) for pair in ((1, 4), (3, 4))
+    }
+
+    assert all(verdict.same for verdict in verdicts.values())
+    assert verdicts[1, 4].compared.by == (("op by op", 3), (ALL_LEVELS, 9))
+    assert verdicts[3, 4].compared.by == (("op by op", 1), (STATE, 6), (ALL_LEVELS, 5))
+    said = headline(verdicts[3, 4])
+    assert f"12 steps (1 op by op, 6 {STATE}, 5 {ALL_LEVELS})" in said
+
+
+@pytest.mark.parametrize("at", [4, 6, 8])
+def test_a_fault_is_found_at_its_step_whichever_steps_are_in_full(tmp_path: Path, at: int) -> None:
+    """What both runs have of each step is enough to say which one differs first."""
+    a = _run(tmp_path / "a", 1)
+    b = _run(tmp_path / "b", 4, "into.weight", at)
+
+    verdict = torchrepro.compare(a, b)
+
+    assert verdict.first is not None
+    assert verdict.first.step == at
+    assert verdict.agreed is not None
+    assert (verdict.agreed.step, verdict.agreed.in_full) == (at - 1, (at - 1) // 4 * 4)
+    assert "agreed" in as_text(*verdict_parts(verdict))
+
+
+def test_within_a_tolerance_steps_without_statistics_are_compared_by_their_losses(
+    tmp_path: Path,
+) -> None:
+    """A tiny change of a weight is within it, a large one is out of it, and a note says by what."""
+    a = _run(tmp_path / "a", 4, statistics=True)
+    b = _run(tmp_path / "b", 4, "out.bias", 5, statistics=True)
+
+    near = torchrepro.compare(a, b, rtol=0.1, atol=0.1)
+    far = torchrepro.compare(a, b, rtol=1e-9, atol=1e-9)
+
+    assert near.same
+    assert any("9 steps have no statistics" in note for note in near.notes)
+    assert far.first is not None
+    assert (far.first.op, far.first.step) == ("loss", 5)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("pickled in memory", "cache read whole", "two models in turns", "saved and loaded"),
+        *("becomes nan", "transformer, AdamW foreach"),
+    ],
+)
+def test_a_reproducible_program_is_found_to_be_one_whichever_steps_are_in_full(
+    name: str, tmp_path: Path
+) -> None:
+    """Names of modules, and memory that was never written, raise no alarm."""
+    for number, every in enumerate((1, 2, 2, 3)):
+        memory_that_is_dirty()
+        with torchrepro.record(tmp_path / str(number), every=every):
+            PROGRAMS[name]()
+
+    for one, other in combinations("0123", 2):
+        verdict = torchrepro.compare(tmp_path / one, tmp_path / other)
+        assert verdict.same, verdict.first

@@ -1,0 +1,167 @@
+"""Recordings that hold some steps in full and the others at level `step`."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+import torchrepro
+from torchrepro import TraceError
+
+from .conftest import Net, Recorder, Seen, seen
+
+STEPS = 8
+
+
+def _train(around: Callable[[int], None] = lambda _step: None) -> list[bytes]:
+    """Train a model, with a call before each step; return the bytes of its weights."""
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+    for step in range(STEPS):
+        around(step)
+        net(torch.randn(5, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [bytes(one.detach().view(-1).view(torch.uint8).numpy()) for one in net.parameters()]
+
+
+def _by_step(records: list[Seen]) -> dict[int, list[Seen]]:
+    """Return records by step, without the lines of this file, which say nothing here."""
+    return {
+        step: [replace(one, line=0) for one in group]
+        for step, group in groupby(records, attrgetter("step"))
+    }
+
+
+@pytest.mark.parametrize("level", ["op", "module"])
+@pytest.mark.parametrize("every", [2, 3, 5])
+def test_every_nth_step_is_recorded_in_full_and_the_others_by_their_state(
+    recorded: Recorder, every: int, level: str
+) -> None:
+    """A step holds what it holds in a recording of all steps at the level that it says it has."""
+    whole = {
+        level: _by_step(seen(recorded(_train, level=level))),
+        "step": _by_step(seen(recorded(_train, level="step"))),
+    }
+
+    trace = recorded(_train, level=level, every=every)
+
+    found = _by_step(seen(trace))
+    levels = {step: row.level for step, row in trace.steps.items() if row.finished}
+    assert levels == {step: "step" if step % every else level for step in range(STEPS)}
+    assert {step: found[step] for step in levels} == {
+        step: whole[its][step] for step, its in levels.items()
+    }
+
+
+def test_a_run_recorded_at_times_computes_what_it_computes_unrecorded(tmp_path: Path) -> None:
+    """The weights are those of the plain run, bit for bit."""
+    plain = _train()
+
+    with torchrepro.record(tmp_path / "run", every=3):
+        assert _train() == plain
+
+
+class _Counting(TorchDispatchMode):
+    """A mode of the program's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _training_under_a_mode(first: int, end: int) -> tuple[list[str], list[bytes]]:
+    """Train with a mode of the program entered in one step and left in a later one."""
+    mode = _Counting()
+
+    def around(step: int) -> None:
+        if step == first:
+            mode.__enter__()
+        if step == end:
+            assert _get_current_dispatch_mode_stack()[-1] is mode
+            mode.__exit__(None, None, None)
+
+    return mode.ops, _train(around)
+
+
+@contextmanager
+def _same_modes_afterwards() -> Iterator[None]:
+    before = _get_current_dispatch_mode_stack()
+    yield
+    assert _get_current_dispatch_mode_stack() == before
+
+
+@pytest.mark.parametrize("end", range(2, STEPS))
+def test_a_mode_of_the_program_is_entered_and_left_in_any_steps(tmp_path: Path, end: int) -> None:
+    """The program's mode sees each of its ops; ours sees those of the full steps, as without it."""
+    ops, weights = _training_under_a_mode(1, end)
+    with torchrepro.record(tmp_path / "plain", every=3):
+        _train()
+
+    with _same_modes_afterwards(), torchrepro.record(tmp_path / "run", every=3):
+        recorded_ops, recorded_weights = _training_under_a_mode(1, end)
+
+    assert recorded_weights == weights
+    rest = iter(recorded_ops)  # among them the ops that torchrepro reads tensors with
+    assert all(op in rest for op in ops)
+    verdict = torchrepro.compare(tmp_path / "plain", tmp_path / "run")
+    assert verdict.same
+    assert verdict.compared.by[0] == ("op by op", 3)
+
+
+def test_a_recording_ends_in_any_step_within_a_mode_of_the_program(tmp_path: Path) -> None:
+    """Leaving the block takes our mode off the stack, and no other."""
+    for steps in range(1, 5):
+        torch.manual_seed(0)
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        with _Counting() as mode, _same_modes_afterwards():
+            with torchrepro.record(tmp_path / str(steps), every=2):
+                for _ in range(steps):
+                    net(torch.ones(2, 4)).sum().backward()
+                    optimizer.step()
+            assert _get_current_dispatch_mode_stack() == [mode]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *({"every": wrong} for wrong in (0, -2, 1.5, True, "3")),
+        {"every": 2, "level": "step"},
+        {"every": 10, "steps": (11, 19)},
+    ],
+)
+def test_an_every_that_records_no_step_in_full_is_refused(
+    tmp_path: Path, asked: dict[str, Any]
+) -> None:
+    """The error names the key, the value and what is legal, and no folder is made."""
+    with pytest.raises(TraceError) as refused, torchrepro.record(tmp_path / "run", **asked):
+        pass
+
+    assert "every" in str(refused.value)
+    assert str(asked["every"]) in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_steps_and_every_are_met_together(recorded: Recorder) -> None:
+    """Of the steps asked for, those are in full whose number is a multiple, counted from 0."""
+    trace = recorded(_train, steps=(2, 5), every=4)
+
+    assert {step: row.level for step, row in trace.steps.items()} == {
+        2: "step",
+        3: "step",
+        4: "op",
+        5: "step",
+    }
