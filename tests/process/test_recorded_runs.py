@@ -161,6 +161,14 @@ WRONG = {
         ("run", "./plain.yaml", "--record", "x", "--steps", "a:b", "--", "true"),
         "legal: 7 or 5:8",
     ),
+    "none of the steps in full": (
+        ("run", "./plain.yaml", "--record", "x", "--every", "0", "--", "true"),
+        "100 is steps 0, 100, 200",
+    ),
+    "every, and nothing recorded": (
+        ("run", "./plain.yaml", "--every", "5", "--", "true"),
+        "--record DIR",
+    ),
     "no command to record": (("run", "./plain.yaml", "--record", "x"), "write it after `--`"),
     "no command to verify": (("verify", "./plain.yaml"), "torchrepro verify ./plain.yaml -- "),
     "nothing to verify": (("verify",), "torchrepro verify -- "),

@@ -107,6 +107,7 @@ CASES = {
         *("dataloader.seeding=auto", "batch"),
     ),
     "data of another rank": (divergence(kind=Kind.DATA, **COLLECTIVE), (), CPU, "", "rank"),
+    "steps without ops": (divergence(kind=Kind.UNSEEN), (), CPU, "", "op by op"),
     "data of the program": (divergence(kind=Kind.DATA), (), CPU, "seed=1234", "clock"),
     "race": (divergence("aten::add_.Tensor", thread="Thread-3"), (), CPU, "", "race"),
     "race seen as a changed input": (

@@ -9,9 +9,10 @@ from torchrepro.trace.levels import LEVELS, Level, StepLevel
 from torchrepro.trace.module_hook import on_modules_called
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torchrepro.trace.buffer import RecordingState
+    from torchrepro.trace.fingerprint_cache import Digest
     from torchrepro.trace.frames import Place
     from torchrepro.trace.store import Store
 
@@ -62,11 +63,13 @@ class IntermittentLevel(Level):
     def backward_ends(self) -> None:
         self._now.backward_ends()
 
-    def optimizer_begins(self, optimizer: Any, place: Place, *, with_closure: bool) -> None:
-        self._now.optimizer_begins(optimizer, place, with_closure=with_closure)
+    def optimizer_begins(
+        self, optimizer: Any, place: Place, *, with_closure: bool
+    ) -> Sequence[Digest]:
+        return self._now.optimizer_begins(optimizer, place, with_closure=with_closure)
 
-    def optimizer_ends(self, optimizer: Any) -> None:
-        self._now.optimizer_ends(optimizer)
+    def optimizer_ends(self, optimizer: Any) -> Sequence[Digest]:
+        return self._now.optimizer_ends(optimizer)
 
     def batch_begins(self, workers: int) -> None:
         self._now.batch_begins(workers)
