@@ -162,8 +162,8 @@ class FingerprintCache:
         self.distrust()
         for key, (tensor, version, _, source) in self.entries.copy().items():
             held = tensor()
-            if held is not None and _version_of(held) != version:
-                self.entries[key] = tensor, _version_of(held), UNSEEN, source
+            if held is not None and version_of(held) != version:
+                self.entries[key] = tensor, version_of(held), UNSEEN, source
 
     def inputs(self, facts: OpFacts, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
         """Return the digests of the tensors that an op reads, and its other arguments."""
