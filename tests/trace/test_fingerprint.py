@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchrepro.trace import fingerprint as memory
 from torchrepro.trace.device_fingerprint import device_fingerprint, fetch
 from torchrepro.trace.fingerprint import fingerprint
+from torchrepro.trace.fingerprint_cache import fingerprint_of, read_each, size_of
+from torchrepro.trace.op_facts import PLAIN, shape_of
 
 PIECE = memory.PIECE
 
@@ -155,6 +157,18 @@ def test_every_kind_of_tensor_has_one_and_stays_as_it_was(
     assert _state(tensor) == state
     assert torch.equal(torch.get_rng_state(), generator)
     assert memory.unread == set()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_many_tensors_read_at_once_are_what_each_is() -> None:
+    """Fingerprints, shapes and bytes of tensors read one after the other are those of each."""
+    every = [make() for make in KINDS.values()]
+    tensors = [tensor for tensor in every if type(tensor) in PLAIN]  # others raise when asked
+    fingerprints, shapes, size = read_each(tensors)
+
+    assert fingerprints == [*map(fingerprint_of, tensors)]
+    assert shapes == [*map(shape_of, tensors)]
+    assert size == sum(map(size_of, tensors))
 
 
 @WAYS

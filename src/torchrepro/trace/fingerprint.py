@@ -432,7 +432,7 @@ arrays = _Cached(lambda size: ctypes.c_char * size)
 
 _orders = _Cached(_order)
 _plain_types: set[type] = set()
-_widths: dict[Any, int] = {}
+widths: dict[Any, int] = {}
 """Bytes of an element of each dtype that is not quantised."""
 
 _digest = xxhash.xxh3_128_digest
@@ -449,7 +449,7 @@ def fingerprint(tensor: Any) -> bytes:
     try:
         if (
             type(tensor) in _plain_types  # subclasses may count or change what is asked of them
-            and (width := _widths.get(tensor.dtype)) is not None
+            and (width := widths.get(tensor.dtype)) is not None
             and tensor.is_cpu
             and not (tensor.is_neg() or tensor.is_conj() or tensor.is_nested)
         ):
@@ -468,7 +468,7 @@ def fingerprint(tensor: Any) -> bytes:
 
 
 def _of_any_kind(tensor: Any) -> bytes:
-    if not _widths:
+    if not widths:
         _learn_what_is_plain()
         return fingerprint(tensor)
     try:
@@ -496,4 +496,4 @@ def _learn_what_is_plain() -> None:
     dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     plain = (dtype for dtype in dtypes if not str(dtype).startswith("torch.q"))
     _plain_types.update((torch.Tensor, torch.nn.Parameter))
-    _widths.update((dtype, dtype.itemsize) for dtype in plain)
+    widths.update((dtype, dtype.itemsize) for dtype in plain)

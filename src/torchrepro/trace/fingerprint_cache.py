@@ -10,12 +10,12 @@ import xxhash
 
 from torchrepro.callers import address
 from torchrepro.trace.device_fingerprint import device_fingerprint
-from torchrepro.trace.fingerprint import arrays, fingerprint
+from torchrepro.trace.fingerprint import arrays, fingerprint, widths
 from torchrepro.trace.format import INPUT, PARTLY, UNINITIALISED
 from torchrepro.trace.op_facts import CPU, PLAIN, shape_of, tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from weakref import ReferenceType
 
     from torchrepro.trace.op_facts import OpFacts
@@ -63,6 +63,37 @@ def fingerprint_of(tensor: Any) -> Any:
     if tensor.is_cpu or tensor.is_meta:
         return fingerprint(tensor)
     return device_fingerprint(tensor)
+
+
+def read_each(tensors: Iterable[Any]) -> tuple[list[Any], list[Any], int]:
+    """Return the fingerprints of tensors, their shapes, and how many bytes they have in all.
+
+    It is `fingerprint_of` and `shape_of` of each, with each thing asked once of a plain tensor.
+    """
+    fingerprints, shapes, total = [], [], 0
+    for tensor in tensors:
+        try:
+            if (
+                tensor.__class__ in PLAIN
+                and (shape := tensor.shape) is not None  # raises for nested tensors
+                and (width := widths.get(dtype := tensor.dtype)) is not None
+                and tensor.is_cpu
+                and tensor.is_contiguous()
+                and not (tensor.is_neg() or tensor.is_conj())
+                and (start := tensor.data_ptr())
+                and tensor.untyped_storage().nbytes()
+                >= tensor.storage_offset() * width + (size := tensor.nbytes)
+            ):
+                fingerprints.append(_digest(arrays[size].from_address(start)))
+                shapes.append((shape, dtype))
+                total += size
+                continue
+        except RuntimeError:  # as in `fingerprint`
+            pass
+        fingerprints.append(fingerprint_of(tensor))
+        shapes.append(shape_of(tensor))
+        total += size_of(tensor)
+    return fingerprints, shapes, total
 
 
 def size_of(tensor: Any) -> int:

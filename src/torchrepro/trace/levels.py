@@ -6,6 +6,7 @@ import json
 import threading
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from operator import is_
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,12 @@ import torch
 
 from torchrepro.callers import address
 from torchrepro.trace import hooks
-from torchrepro.trace.fingerprint_cache import fingerprint_of, size_of
+from torchrepro.trace.fingerprint_cache import fingerprint_of, read_each
 from torchrepro.trace.format import INPUT, OPTIMIZER_STEP
 from torchrepro.trace.frames import Place, RunPosition, place_of_user
 from torchrepro.trace.mode_stack import ModesTakenOff
 from torchrepro.trace.module_hook import on_modules_called
 from torchrepro.trace.op_facts import (
-    PLAIN,
     shape_of,
     tensors_in,
     value_text,
@@ -49,10 +49,10 @@ def parameters_of(optimizer: Any) -> list[Any]:
 
 
 class OptimizerArguments:
-    """The arguments of optimizers as text, made anew only where one of them has changed."""
+    """The arguments of optimizers as text, made anew only where one of them may have changed."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[ReferenceType[Any], _Groups, str]] = {}
+        self._known: dict[int, tuple[ReferenceType[Any], list[list[Any]], str]] = {}
 
     def of(self, optimizer: Any) -> tuple[str, list[Any]]:
         """Return the arguments of an optimizer as JSON, a list of one mapping for each group.
@@ -62,39 +62,36 @@ class OptimizerArguments:
         would show it. An optimizer without defaults is given all its arguments in its groups.
         """
         names = getattr(optimizer, "defaults", None) or set().union(*optimizer.param_groups)
-        values = [
-            {name: group[name] for name in group if name in names and name not in _NO_ARGUMENTS}
+        groups = [
+            [
+                part
+                for item in group.items()
+                if item[0] in names and item[0] not in _NO_ARGUMENTS
+                for part in item
+            ]
             for group in optimizer.param_groups
         ]
         known = self._known.get(address(optimizer))
-        if known is not None and known[0]() is optimizer and _are_same(values, known[1]):
+        if known is not None and known[0]() is optimizer and _are_the_same(groups, known[1]):
             return known[2], []
+        values = [dict(zip(group[::2], group[1::2], strict=True)) for group in groups]
         text = json.dumps(values, default=value_text)
-        if _are_same(values, values):  # nothing in it can change unseen
-            self._known[address(optimizer)] = ref(optimizer), values, text
-        return text, [value for group in values for value in group.values() if _is_tensor(value)]
+        if all(map(_is_constant, chain.from_iterable(groups))):
+            self._known[address(optimizer)] = ref(optimizer), groups, text
+        return text, [value for group in groups for value in group[1::2] if _is_tensor(value)]
 
 
-_Groups = list[dict[str, Any]]
-
-
-def _are_same(values: _Groups, others: _Groups) -> bool:
-    """Whether the arguments of all groups have the same names, types and values."""
-    return len(values) == len(others) and all(
-        list(group) == list(other) and all(map(_is_same, group.values(), other.values()))
-        for group, other in zip(values, others, strict=True)
+def _are_the_same(groups: list[list[Any]], others: list[list[Any]]) -> bool:
+    """Whether two lists hold the very same objects: 1, 1.0 and True differ, and -0.0 and 0.0."""
+    return [*map(len, groups)] == [*map(len, others)] and all(
+        all(map(is_, group, other)) for group, other in zip(groups, others, strict=True)
     )
 
 
-def _is_same(value: Any, other: Any) -> bool:
-    """Whether two values are constants and the same: 1, 1.0 and True differ, and -0.0 and 0.0."""
-    kind = value.__class__
-    if kind in _CONSTANTS:
-        return value is other or (kind is other.__class__ and repr(value) == repr(other))
-    return (
-        kind is tuple is other.__class__
-        and len(value) == len(other)
-        and all(map(_is_same, value, other))
+def _is_constant(value: Any) -> bool:
+    """Whether a value cannot change: the same object has the same text then."""
+    return value.__class__ in _CONSTANTS or (
+        value.__class__ is tuple and all(map(_is_constant, value))
     )
 
 
@@ -243,6 +240,7 @@ class StepLevel(Level):
     def __init__(self, state: RecordingState) -> None:
         super().__init__(state)
         self._known: dict[tuple[str, int], _Taken] = {}  # by kind of record, and optimizer
+        self._naming: ExitStack | None = None
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -256,7 +254,9 @@ class StepLevel(Level):
         )
 
     def end_step(self) -> None:
-        self._naming.close()
+        if self._naming is not None:
+            self._naming.close()
+            self._naming = None
 
     def optimizer_begins(
         self, optimizer: Any, place: Place, *, with_closure: bool
@@ -283,29 +283,26 @@ class StepLevel(Level):
     ) -> Sequence[Digest]:
         """Take a record of each parameter, or of its gradient; returns the digests."""
         state = self.state
-        fingerprints = [*map(fingerprint_of, tensors)]
-        kinds = _kinds(tensors)
+        fingerprints, shapes, size = read_each(tensors)
         known = self._known.get((origin[2], owner))
-        if known is None or not known.is_of(origin, parameters, kinds, state.names.models):
-            known = self._learn(origin, parameters, tensors, kinds)
-            self._known[origin[2], owner] = known
-        state.cache.bytes_read += known.size
+        if known is None or not known.is_of(origin, parameters, shapes, state.names.models):
+            known = self._known[origin[2], owner] = self._learn(origin, parameters, shapes)
+        state.cache.bytes_read += size
         if state.buffer.take_each(known.sites, known.arguments, fingerprints) >= MANY:
             state.spill()
         return [each[:INPUT] if each.__class__ is bytes else each for each in fingerprints]
 
     def _learn(
-        self, origin: tuple[str, Place, str], parameters: list[Any], tensors: list[Any], kinds: Any
+        self, origin: tuple[str, Place, str], parameters: list[Any], shapes: list[Any]
     ) -> _Taken:
         phase, place, op = origin
         sites, arguments = [], []
-        for number, (parameter, tensor) in enumerate(zip(parameters, tensors, strict=True)):
+        for number, (parameter, shape) in enumerate(zip(parameters, shapes, strict=True)):
             module, name = self.state.names.of_parameter(parameter) or ("", str(number))
-            sites.append(self._site((phase, place.within(module), op), [shape_of(tensor)]))
+            sites.append(self._site((phase, place.within(module), op), [shape]))
             arguments.append(self._argument(name))
         references = [*map(ref, parameters)]
-        size = sum(map(size_of, tensors))
-        return _Taken(origin, references, kinds, self.state.names.models, sites, arguments, size)
+        return _Taken(origin, references, shapes, self.state.names.models, sites, arguments)
 
 
 @dataclass(slots=True)
@@ -314,37 +311,22 @@ class _Taken:
 
     origin: tuple[str, Place, str]
     parameters: list[ReferenceType[Any]]
-    kinds: list[Any] | None
+    shapes: list[Any]
     models: int
     """How many models had been named."""
     sites: list[int]
     arguments: list[int]
-    size: int
-    """Bytes of the tensors."""
 
     def is_of(
-        self, origin: tuple[str, Place, str], parameters: list[Any], kinds: Any, models: int
+        self, origin: tuple[str, Place, str], parameters: list[Any], shapes: list[Any], models: int
     ) -> bool:
         """Whether records of these would be the same but for their fingerprints."""
         return (
             origin == self.origin
             and models == self.models
-            and kinds is not None
-            and kinds == self.kinds
+            and shapes == self.shapes
             and all(map(is_, [known() for known in self.parameters], parameters))
         )
-
-
-def _kinds(tensors: list[Any]) -> list[Any] | None:
-    """Return shape, dtype and device of each; None where one has more to it."""
-    if not PLAIN.issuperset([tensor.__class__ for tensor in tensors]):
-        return None
-    if not {torch.strided}.issuperset([tensor.layout for tensor in tensors]):
-        return None
-    try:
-        return [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
-    except RuntimeError:  # nested
-        return None
 
 
 class ModuleLevel(StepLevel):
