@@ -279,11 +279,12 @@ def records_of(folder: Path) -> list[Facts]:
     try:
         return [
             (
-                *(step, trace.sites[site].op, trace.sites[site].source),
-                *(trace.arguments[argument], trace.sites[site].outputs, inputs, outputs),
+                *(step, trace.sites[one.site].op, trace.sites[one.site].source),
+                *(trace.arguments[one.argument], trace.sites[one.site].outputs),
+                *(one.inputs, one.outputs),
             )
             for step in trace.steps
-            for _, _, site, argument, inputs, outputs in trace.rows(step)
+            for one in trace.records(step)
         ]
     finally:
         trace.close()

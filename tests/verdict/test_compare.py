@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchrepro.trace import store
 from torchrepro.verdict import columns
 from torchrepro.verdict.comparison import compare
 from torchrepro.verdict.value import Kind, Verdict
@@ -191,6 +192,7 @@ def test_a_long_step_is_compared_in_parts(
     """How many records are held at once has no influence on the verdict."""
     whole = replace(_compared(_run(), change(_run())), left="", right="")
     monkeypatch.setattr(columns, "PART", 4)
+    monkeypatch.setattr(store, "MANY", 4)
     parts = replace(_compared(_run(), change(_run())), left="", right="")
 
     def told(verdict: Verdict) -> tuple[object, ...]:

@@ -1,18 +1,17 @@
 """Runs as a whole: their ranks, their ends, their settings, and what can be asked of them."""
 
-import sqlite3
 import time
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from torchrepro import TraceError
-from torchrepro.trace.format import SCHEMAS, WITHOUT_SEALS
+from torchrepro.trace.format import WITHOUT_SEALS
 from torchrepro.verdict.comparison import compare, next_level
 from torchrepro.verdict.value import Kind, Program, Setting
 
+from ..older_traces import rewrite
 from .traces import META, Op, Run, Step, chain, computed, value, write
 
 
@@ -519,10 +518,7 @@ def test_what_an_older_recorder_did_not_record_is_not_compared(tmp_path: Path) -
     newer = write(tmp_path / "newer", [Step((new, *ops, arguments))] * 2)
 
     assert not compare(older, newer).same
-    with closing(sqlite3.connect(tmp_path / "older" / "rank0.sqlite")) as file, file:
-        file.execute("drop table seal")
-        file.execute(SCHEMAS[WITHOUT_SEALS].split(";")[-2])
-        file.execute("update meta set value = '1' where key = 'format'")
+    rewrite(older / "rank0.sqlite", WITHOUT_SEALS)
     for one, other in ((older, newer), (newer, older)):
         assert compare(one, other).same
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchrepro.trace import store
 from torchrepro.verdict import columns
 from torchrepro.verdict.comparison import compare
 from torchrepro.verdict.value import Kind, Verdict
@@ -264,5 +265,6 @@ def test_what_is_held_at_once_has_no_influence(
     runs = _run(LANE, cuts=cuts), _run([*LANE[:change], *wrong[change:]], cuts=cuts)
     whole = replace(_compared(*runs), left="", right="", first=None, advice=None)
     monkeypatch.setattr(columns, "PART", 2)
+    monkeypatch.setattr(store, "MANY", 2)
 
     assert replace(_compared(*runs), left="", right="", first=None, advice=None) == whole

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchrepro.trace import store
 from torchrepro.verdict import columns
 from torchrepro.verdict.comparison import compare, compare_within
 from torchrepro.verdict.criteria import ALIGNED, out_of_tolerance
@@ -115,6 +116,7 @@ def test_the_first_op_of_a_long_step_keeps_its_sentence(
 ) -> None:
     """What later parts of a step differ in does not hide what the first one does."""
     monkeypatch.setattr(columns, "PART", 2)
+    monkeypatch.setattr(store, "MANY", 2)
     a, b = (
         write(
             tmp_path / str(number),

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-FORMAT = 2
+FORMAT = 3
 SUFFIX = ".sqlite"
-_TABLES = """
+
+_OF_EVERY_FORMAT = """
 create table meta (key text primary key, value text not null) without rowid;
 create table site (
     id integer primary key, phase text not null, module text not null, op text not null,
@@ -19,19 +20,9 @@ create table site (
 );
 create table argument (id integer primary key, text text not null);
 create table thread (id integer primary key, name text not null);
-create table step (
-    step integer primary key, first integer not null, records integer not null,
-    bytes integer not null,
-    digest blob not null, parameters blob not null, gradients blob not null,
-    random text not null, finished integer not null
-);
 create table loss (
     step integer not null, position integer not null, value real, fingerprint blob not null,
     source text not null
-);
-create table record (
-    id integer primary key, step integer not null, thread integer not null,
-    site integer not null, argument integer not null, inputs blob not null, outputs blob not null
 );
 create table statistics (
     record integer not null, position integer not null, count integer not null,
@@ -42,23 +33,74 @@ create table tensor (
     dtype text not null, shape text not null, data blob not null
 );
 """
-SCHEMA = f"{_TABLES}create table seal (name text primary key, digest blob not null) without rowid;"
-"""The values of the rows below say what the tables hold.
-
-`seal` has a digest of the rows of every other table, written in the same transaction as they. It
-covers records by way of the digests of their steps.
+_WITH_ROWS = """
+create table step (
+    step integer primary key, first integer not null, records integer not null,
+    bytes integer not null,
+    digest blob not null, parameters blob not null, gradients blob not null,
+    random text not null, finished integer not null
+);
+create table record (
+    id integer primary key, step integer not null, thread integer not null,
+    site integer not null, argument integer not null, inputs blob not null, outputs blob not null
+);
 """
+_WITH_PARTS = """
+create table step (
+    step integer primary key, first integer not null, records integer not null,
+    bytes integer not null,
+    digest blob not null, details blob not null, parameters blob not null, gradients blob not null,
+    random text not null, finished integer not null
+);
+create table dropped (step integer primary key);
+create table part (
+    first integer primary key, thread integer not null, site integer not null,
+    argument integer not null, input_lengths integer not null, output_lengths integer not null,
+    inputs blob not null, outputs blob not null
+);
+create table sequence (id integer primary key, numbers blob not null);
+"""
+_SEAL = "create table seal (name text primary key, digest blob not null) without rowid;"
 
 WITHOUT_SEALS = 1
 """The format of 0.2.0."""
 
+WITH_ROWS = 2
+"""The last format that has a row for each record."""
+
+SCHEMA = f"{_OF_EVERY_FORMAT}{_WITH_PARTS}{_SEAL}"
+"""The values of the rows below say what the tables hold.
+
+A step differs from the one before in its digests, and hardly ever in its ops. So a `part` holds the
+digests of many records, and says by numbers of `sequence` what these records are: rows there are
+written once. The digests of a `step` cover its parts and the sequences that they refer to, its
+statistics and its tensors. `seal` has a digest of the rows of every other table. All of them are
+written in the same transaction as what they cover.
+"""
+
 SCHEMAS = {
-    WITHOUT_SEALS: f"{_TABLES}create index tensor_of_record on tensor (record);",
+    WITHOUT_SEALS: f"{_OF_EVERY_FORMAT}{_WITH_ROWS}"
+    "create index tensor_of_record on tensor (record);",
+    WITH_ROWS: f"{_OF_EVERY_FORMAT}{_WITH_ROWS}{_SEAL}",
     FORMAT: SCHEMA,
 }
 """The tables of every format that is still read."""
 
-SEALED = ("meta", "site", "argument", "thread", "step", "loss", "statistics", "tensor")
+OF_RUN = ("meta", "site", "argument", "thread", "step", "loss")
+"""Tables of the run as a whole and of its steps."""
+
+DETAILS = ("statistics", "tensor")
+"""Tables with details of single records. Since format 3 their step has a digest of them."""
+
+SEALED: Mapping[int, tuple[str, ...]] = {
+    WITHOUT_SEALS: (),
+    WITH_ROWS: (*OF_RUN, *DETAILS),
+    FORMAT: (*OF_RUN, "dropped"),
+}
+"""The tables of each format that have a digest of their own."""
+
+MANY = 1 << 16
+"""Records of a part at most."""
 
 INPUT = 8
 """Bytes of the fingerprint of an input: the first half of the whole one."""
@@ -161,10 +203,36 @@ class StepRow:
     """The level at which it was recorded."""
     digest: Fingerprint = b""
     """Of its records; the store fills it in."""
+    details: Fingerprint = b""
+    """Of its statistics and tensors; the store fills it in. Empty if it has none."""
+    dropped: bool = False
+    """Whether its records are no longer there. All else of it is, their number included."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartRow:
+    """Records of a step that follow one another. A step has one part, or several if it is long."""
+
+    first: int
+    """The id of its first record; the others follow."""
+    thread: int
+    """The number of the sequence that has the thread of each record."""
+    site: int
+    """Likewise for their sites."""
+    argument: int
+    """Likewise for their arguments; 0 in that sequence stands for none."""
+    input_lengths: int
+    """Likewise for how many bytes of `inputs` belong to each record."""
+    output_lengths: int
+    """Likewise for `outputs`."""
+    inputs: bytes
+    """The first 8 bytes of each input tensor's fingerprint, record by record."""
+    outputs: bytes
+    """16 bytes per output tensor, record by record; none for a view, whose memory is another's."""
 
 
 Row = tuple[int, int, int, bytes, bytes]
-"""A record as it is stored: thread, site, argument, inputs, outputs."""
+"""A record as it is taken: thread, site, argument, inputs, outputs."""
 
 _HEAD = len(marshal.dumps([], 2))
 

@@ -10,7 +10,6 @@ import sqlite3
 import sys
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import cache
 from importlib import import_module
 from itertools import chain, count
 from multiprocessing import current_process
@@ -30,15 +29,30 @@ from torchrepro.seeding import generators
 from torchrepro.seeding.ranks import world
 from torchrepro.trace.device_fingerprint import algorithm
 from torchrepro.trace.fingerprint import ALGORITHM
-from torchrepro.trace.format import FORMAT, SCHEMA, SEALED, SUFFIX, Row, StepRow, as_bytes
+from torchrepro.trace.format import (
+    DETAILS,
+    FORMAT,
+    MANY,
+    SCHEMA,
+    SEALED,
+    SUFFIX,
+    Row,
+    StepRow,
+    as_bytes,
+)
+from torchrepro.trace.sequences import Recent, packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torchrepro.trace.request import Request
 
-TOGETHER = 64
-"""Records that are inserted by one statement, which takes two thirds of the time of one each."""
+LARGE = 1 << 24
+"""Bytes of digests at which records become two parts. A reader holds a part in memory."""
+
+CHECKPOINT = 4000
+"""Pages of the log that are moved to the file at once. The disk is waited for then, and the time
+that takes depends little on how much is moved."""
 
 
 class Store:
@@ -56,13 +70,18 @@ class Store:
         self._meta: dict[str, str] = {}
         self._sources: dict[str, str] = {}  # of losses: the same in every step
         self._of_step = xxhash.xxh3_128()
-        self._digests = {name: xxhash.xxh3_128() for name in SEALED}
-        self._unsealed = set(SEALED)
+        self._of_details = {name: xxhash.xxh3_128() for name in DETAILS}
+        self._has_details = False
+        self._sequences = 0
+        self._recent: Recent[tuple[int, ...], tuple[int, bytes]] = Recent()  # number, digest
+        self._digests = {name: xxhash.xxh3_128() for name in SEALED[FORMAT]}
+        self._unsealed = set(SEALED[FORMAT])
         self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         execute = self._connection.execute
         # Survives the end of the process at any moment; only a power cut may lose the last steps.
         execute("pragma journal_mode = wal")
         execute("pragma synchronous = normal")
+        execute(f"pragma wal_autocheckpoint = {CHECKPOINT}")
         self._connection.executescript(f"begin; {SCHEMA} commit;")  # all tables or none
         execute("begin")
 
@@ -101,12 +120,42 @@ class Store:
         self._add("thread", [(number, shown[name]) for number, name in names])
 
     def add_records(self, step: int, rows: list[Row]) -> None:
-        """Add records of a step in their order."""
-        self._of_step.update(as_bytes(rows))
-        for start in range(0, len(rows), TOGETHER):
-            some = rows[start : start + TOGETHER]
-            self._execute(_insertion(len(some)), [step, *chain.from_iterable(some)])
+        """Add records of the running step in their order."""
+        for start in range(0, len(rows), MANY):
+            self._add_part(rows[start : start + MANY])
+
+    def _add_part(self, rows: list[Row]) -> None:
+        threads, sites, arguments, each_input, each_output = zip(*rows, strict=True)
+        inputs, outputs = b"".join(each_input), b"".join(each_output)
+        if len(inputs) + len(outputs) > LARGE and len(rows) > 1:
+            half = len(rows) // 2
+            self._add_part(rows[:half])
+            self._add_part(rows[half:])
+            return
+        # A reader relies on it that a file has a byte for each of its records.
+        find = self._sequence if len(inputs) + len(outputs) >= len(rows) else self._new_sequence
+        lengths = tuple(map(len, each_input)), tuple(map(len, each_output))
+        found = [find(numbers) for numbers in (threads, sites, arguments, *lengths)]
+        numbers, digests = zip(*found, strict=True)
+        of_values = xxhash.xxh3_128_digest(inputs), xxhash.xxh3_128_digest(outputs)
+        self._of_step.update(b"".join((*digests, *of_values)))
+        values = (self.records + 1, *numbers, inputs, outputs)
+        self._execute("insert into part values (?, ?, ?, ?, ?, ?, ?, ?)", values)
         self.records += len(rows)
+
+    def _sequence(self, numbers: tuple[int, ...]) -> tuple[int, bytes]:
+        """Return the number and the digest of a sequence, which is written if it is new."""
+        found = self._recent.get(numbers)
+        if found is None:
+            found = self._new_sequence(numbers)
+            self._recent.add(numbers, found, len(numbers))
+        return found
+
+    def _new_sequence(self, numbers: tuple[int, ...]) -> tuple[int, bytes]:
+        content = packed(numbers)
+        self._sequences += 1
+        self._execute("insert into sequence values (?, ?)", (self._sequences, content))
+        return self._sequences, xxhash.xxh3_128_digest(content)
 
     def add_losses(self, rows: Iterable[tuple[int, int, float | None, bytes, str]]) -> None:
         """Add losses: step, position, value, fingerprint, source."""
@@ -119,16 +168,18 @@ class Store:
     def add_statistics(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Add statistics of outputs: record, position, count, mean, norm, low, high."""
         numbers = [(*row[:3], *map(_real, row[3:])) for row in rows]
-        self._add("statistics", sorted(numbers, key=itemgetter(0, 1)))  # in the order of reading
+        in_order_of_reading = sorted(numbers, key=itemgetter(0, 1))
+        self._add_details("statistics", in_order_of_reading)
 
     def add_tensors(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Add kept tensors: record, role, position, dtype, shape, data."""
-        self._add("tensor", list(rows))
+        self._add_details("tensor", list(rows))
 
     def end_step(self, row: StepRow) -> None:
         """Add a step and commit all that belongs to it."""
         values = (
-            *(row.step, row.first, row.records, row.bytes, self._of_step.digest()),
+            *(row.step, row.first, row.records, row.bytes),
+            *(self._of_step.digest(), self._digest_of_details()),
             *(row.parameters, row.gradients),
             *(json.dumps(dict(row.random)), int(row.finished)),
         )
@@ -165,9 +216,28 @@ class Store:
 
     def _add(self, table: str, rows: list[tuple[Any, ...]]) -> None:
         if rows:
-            self._many(f"insert into {table} values ({', '.join('?' * len(rows[0]))})", rows)  # noqa: S608 - a table of ours
+            self._insert(table, rows)
             self._digests[table].update(as_bytes(rows))
             self._unsealed.add(table)
+
+    def _add_details(self, table: str, rows: list[tuple[Any, ...]]) -> None:
+        if rows:
+            self._insert(table, rows)
+            self._of_details[table].update(as_bytes(rows))
+            self._has_details = True
+
+    def _digest_of_details(self) -> bytes:
+        """Return a digest of the statistics and tensors of the running step, the last time."""
+        if not self._has_details:
+            return b""
+        found = b"".join(digest.digest() for digest in self._of_details.values())
+        for digest in self._of_details.values():
+            digest.reset()
+        self._has_details = False
+        return found
+
+    def _insert(self, table: str, rows: list[tuple[Any, ...]]) -> None:
+        self._many(f"insert into {table} values ({', '.join('?' * len(rows[0]))})", rows)  # noqa: S608 - a table of ours
 
     def _commit(self) -> None:
         seals = [(name, self._digests[name].digest()) for name in sorted(self._unsealed)]
@@ -316,14 +386,3 @@ def _new_file(folder: Path, rank: int) -> tuple[Path, int]:
 def _real(value: float | None) -> float | None:
     """Return a number as it is read again: a database has no NaN and no negative zero."""
     return None if value is None or math.isnan(value) else float(value) + 0.0
-
-
-@cache
-def _insertion(count: int) -> str:
-    """Return the statement that inserts so many records of one step, its first parameter."""
-    groups = (
-        f"(?1, {', '.join(f'?{2 + 5 * number + column}' for column in range(5))})"
-        for number in range(count)
-    )
-    columns = "step, thread, site, argument, inputs, outputs"
-    return f"insert into record ({columns}) values {', '.join(groups)}"  # noqa: S608 - numbers only

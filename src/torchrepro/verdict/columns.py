@@ -6,10 +6,11 @@ import math
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, lru_cache, partial
-from itertools import chain, count
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, partial, reduce
+from itertools import chain, compress, count
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from torchrepro.trace.sequences import Recent
 from torchrepro.verdict.evidence import short
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     )
 
     from torchrepro.trace.format import Site
+    from torchrepro.trace.parts import Outline, Part
     from torchrepro.trace.reader import Trace
     from torchrepro.verdict.value import Divergence
 
@@ -40,17 +42,14 @@ MAIN = 0
 PART = 50_000
 """Records of a step that are held in memory at once while both runs do the same ops."""
 
-AT_ONCE = 1000
-"""Rows that are fetched at once where they are not kept: they fit into the processor's cache."""
+CACHED = 1 << 17
+"""Records whose outlines stay translated. A program has few outlines, and they may be long."""
 
-CACHED = 64
-"""Sequences of ops that stay translated. A program has few of them, and they may be long."""
+COVERED = ("sites", "arguments")
+"""Columns of an outline whose numbers the digest of a step covers, and not what they stand for."""
 
 _DEVICE = re.compile(r"(?<=\]) (\w+)(?::\d+)?")
 _SIZE = re.compile(r"\[[^]]*\]")
-
-OtherRow = tuple[int, int, int, int, int, bytes, bytes]
-"""A record of a thread beside the main one: id, step, thread, site, argument, inputs, outputs."""
 
 PROPAGATED, INDEPENDENT, ALONE = "propagated", "independent", "alone"
 """How a record differs: its inputs differ too, they are equal, or it has no partner."""
@@ -215,6 +214,45 @@ class Columns:
 _OF_RECORDS = frozenset(field.name for field in fields(Columns))
 
 
+@dataclass(frozen=True, slots=True)
+class OtherRecords:
+    """Records of threads beside the main one that follow one another in a step."""
+
+    step: int
+    ids: Sequence[int]
+    threads: Sequence[int]
+    sites: Sequence[int]
+    arguments: Sequence[int]
+    inputs: Sequence[bytes]
+    outputs: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Those records of an outline that are compared in one way."""
+
+    places: Sequence[int]
+    inputs: Sequence[slice]
+    """Where the digests of each of them are."""
+    outputs: Sequence[slice]
+
+    @classmethod
+    def at(cls, places: Sequence[int], outline: Outline) -> Chosen:
+        """Return the records at these places."""
+        return cls(
+            places,
+            _slices(outline.input_lengths, outline.input_ends, places),
+            _slices(outline.output_lengths, outline.output_ends, places),
+        )
+
+    def values(self, part: Part) -> tuple[Sequence[bytes], Sequence[bytes]]:
+        """Return what each of them read and wrote."""
+        return (
+            list(map(part.inputs.__getitem__, self.inputs)),
+            list(map(part.outputs.__getitem__, self.outputs)),
+        )
+
+
 class Reader:
     """Reads the records of a trace step by step."""
 
@@ -227,11 +265,10 @@ class Reader:
         }
         self.arguments = {number: shared[text] for number, text in trace.arguments.items()}
         self.threads = {number: shared[name] for number, name in trace.threads.items()}
-        # Steps of a program are alike, so that most sequences are in a cache already.
-        self._structure = lru_cache(CACHED)(partial(_structure, self._numbers))
-        self._translated = lru_cache(CACHED)(partial(_translated, self.arguments))
-        self._counted = lru_cache(CACHED)(_counted)
-        self._by_module = lru_cache(CACHED)(partial(_counted_by_module, trace.sites))
+        self._main = _remembered(self._of_main)
+        self._beside = _remembered(self._of_others)
+        self._counted = _remembered(self._count)
+        self._distinct = {name: _remembered(partial(_distinct, name)) for name in COVERED}
 
     def algorithms(self, outputs: str) -> frozenset[str]:
         """Return how the fingerprints of outputs were taken, by what their devices are."""
@@ -243,55 +280,74 @@ class Reader:
     def content(self) -> Mapping[str, Mapping[int, Hashable]]:
         """Return what each number that a digest covers stands for, lines of code aside."""
         sites = {number: values[:-1] for number, values in self._numbers.items()}
-        return {"site": sites, "argument": self.arguments}
+        return dict(zip(COVERED, (sites, self.arguments), strict=True))
 
     def parts(self, step: int) -> Iterator[Columns]:
         """Yield the records of the main thread in a step, in parts that fit into memory."""
-        cursor = self.trace.connection.execute(
-            "select id, site, argument, inputs, outputs from record"
-            " where id >= ? and id < ? and thread = ? order by id",
-            (*self._range(step), MAIN),
-        )
-        while rows := cursor.fetchmany(PART):
-            if self._left_out:
-                rows = [row for row in rows if row[1] not in self._left_out]
-            if rows:
-                yield self._columns(rows)
+        for part in self.trace.parts(step):
+            chosen, structure, arguments = self._main(part.outline)
+            if chosen.places:
+                ids = _taken(part.ids, chosen.places)
+                yield Columns(ids, structure, arguments, *chosen.values(part))
 
-    def rows_beside_main(self, steps: Iterable[int]) -> Iterator[list[OtherRow]]:
-        """Yield the records of other threads in some steps, in order and in parts."""
-        for first, end in _stretches(map(self._range, steps)):
-            cursor = self.trace.connection.execute(
-                "select id, step, thread, site, argument, inputs, outputs from record"
-                " where id >= ? and id < ? and thread <> ? order by id",
-                (first, end, MAIN),
-            )
-            while rows := cursor.fetchmany(AT_ONCE):
-                if self._left_out:
-                    rows = [row for row in rows if row[3] not in self._left_out]
-                yield rows
+    def beside_main(self, steps: Iterable[int]) -> Iterator[OtherRecords]:
+        """Yield the records of other threads in some steps, in parts that fit into memory."""
+        for step in steps:
+            for part in self.trace.parts(step):
+                chosen, threads, sites, arguments = self._beside(part.outline)
+                if chosen.places:
+                    ids = _taken(part.ids, chosen.places)
+                    yield OtherRecords(step, ids, threads, sites, arguments, *chosen.values(part))
 
     def used(self, step: int, column: str) -> Collection[int]:
         """Return each site, or each argument, that records of a step have."""
-        return self._counted(self._text(step, column))
+        distinct = self._distinct[column]
+        return frozenset[int]().union(*map(distinct, self.trace.outlines(step)))
 
-    def totals(self, step: int, *, main_only: bool = False) -> Counter[str]:
-        """Return how many records each module has in a step, on all threads or on the main one."""
-        which = f"and thread = {MAIN}" if main_only else ""
-        return self._by_module(self._text(step, "site", which))
+    def totals(self, step: int) -> Mapping[str, int]:
+        """Return how many records each module has in a step."""
+        return self._sum_of_counts(step, 0)
 
-    def _text(self, step: int, column: str, which: str = "") -> bytes:
-        """Return a column of a step as one text."""
-        query = (
-            f"select cast(group_concat({column}) as blob)"  # noqa: S608 - names of ours
-            f" from (select * from record where id >= ? and id < ? {which} order by id)"
+    def totals_of_main(self, step: int) -> Mapping[str, int]:
+        """Return how many records of the main thread each module has in a step."""
+        return self._sum_of_counts(step, 1)
+
+    def _sum_of_counts(self, step: int, which: int) -> Mapping[str, int]:
+        counts = [self._counted(outline)[which] for outline in self.trace.outlines(step)]
+        return reduce(_sum, counts, {})
+
+    def _count(self, outline: Outline) -> tuple[Counter[str], Counter[str]]:
+        """Return how many records each module has, on all threads and on the main one."""
+        modules = [self.trace.sites[site].module for site in outline.sites]
+        on_main = [thread == MAIN for thread in outline.threads]
+        return Counter(modules), Counter(compress(modules, on_main))
+
+    def _of_main(self, outline: Outline) -> tuple[Chosen, Structure, Sequence[int]]:
+        places = self._places(outline, on_main=True)
+        return (
+            Chosen.at(places, outline),
+            self.structure(_taken(outline.sites, places)),
+            tuple(map(self.arguments.__getitem__, _taken(outline.arguments, places))),
         )
-        (text,) = self.trace.connection.execute(query, self._range(step)).fetchone()
-        return text or b""
 
-    def _range(self, step: int) -> tuple[int, int]:
-        row = self.trace.steps[step]
-        return row.first, row.first + row.records
+    def _of_others(
+        self, outline: Outline
+    ) -> tuple[Chosen, Sequence[int], Sequence[int], Sequence[int]]:
+        places = self._places(outline, on_main=False)
+        return (
+            Chosen.at(places, outline),
+            _taken(outline.threads, places),
+            _taken(outline.sites, places),
+            _taken(outline.arguments, places),
+        )
+
+    def _places(self, outline: Outline, *, on_main: bool) -> Sequence[int]:
+        """Return where records are that are compared, on the main thread or on the others."""
+        return [
+            place
+            for place, (thread, site) in enumerate(zip(outline.threads, outline.sites, strict=True))
+            if (thread == MAIN) == on_main and site not in self._left_out
+        ]
 
     def structure(self, sites: Iterable[int]) -> Structure:
         """Return what records of these sites are."""
@@ -301,11 +357,6 @@ class Reader:
         """Return what a column of the structure has for each site."""
         place = [field.name for field in fields(Structure)].index(column)
         return {site: values[place] for site, values in self._numbers.items()}
-
-    def _columns(self, rows: Sequence[tuple[int, int, int, bytes, bytes]]) -> Columns:
-        ids, sites, arguments, inputs, outputs = zip(*rows, strict=True)
-        structure = self._structure(sites)
-        return Columns(ids, structure, self._translated(arguments), inputs, outputs)
 
 
 def joined(parts: Sequence[Columns]) -> Columns:
@@ -317,16 +368,6 @@ def joined(parts: Sequence[Columns]) -> Columns:
     structure = Structure(*(_chained(structures, field.name) for field in fields(Structure)))
     rest = {name: _chained(parts, name) for name in _OF_RECORDS - {"structure"}}
     return Columns(structure=structure, **rest)
-
-
-def _stretches(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return ranges with those joined that follow one another."""
-    found: list[tuple[int, int]] = []
-    for first, end in ranges:
-        if found and found[-1][1] == first:
-            first, _ = found.pop()  # noqa: PLW2901 - it begins earlier
-        found.append((first, end))
-    return found
 
 
 def _site_columns(site: Site, shared: SharedNumbers, algorithms: frozenset[str]) -> tuple[Any, ...]:
@@ -352,16 +393,31 @@ def _structure(numbers: Mapping[int, tuple[Any, ...]], sites: Iterable[int]) -> 
     return Structure(*zip(*rows, strict=True)) if rows else NO_STRUCTURE
 
 
-def _translated(shared: Mapping[int, int], numbers: Iterable[int]) -> tuple[int, ...]:
-    return tuple(map(shared.__getitem__, numbers))
+def _taken(column: Sequence[int], places: Sequence[int]) -> Sequence[int]:
+    """Return what a column has at these places, which rise."""
+    return column if len(places) == len(column) else tuple(map(column.__getitem__, places))
 
 
-def _counted(text: bytes) -> Counter[int]:
-    return Counter(map(int, text.split(b","))) if text else Counter()
+def _slices(lengths: Sequence[int], ends: Sequence[int], places: Sequence[int]) -> list[slice]:
+    return [slice(ends[place] - lengths[place], ends[place]) for place in places]
 
 
-def _counted_by_module(sites: Mapping[int, Site], text: bytes) -> Counter[str]:
-    totals: Counter[str] = Counter()
-    for site, records in _counted(text).items():
-        totals[sites[site].module] += records
-    return totals
+def _distinct(column: str, outline: Outline) -> frozenset[int]:
+    return frozenset(getattr(outline, column))
+
+
+Result = TypeVar("Result")
+
+
+def _remembered(work_out: Callable[[Outline], Result]) -> Callable[[Outline], Result]:
+    """Return a function that works something out of an outline, and remembers the last ones."""
+    recent: Recent[Outline, Result] = Recent(CACHED)
+
+    def find(outline: Outline) -> Result:
+        found = recent.get(outline)
+        if found is None:
+            found = work_out(outline)
+            recent.add(outline, found, len(outline))
+        return found
+
+    return find

@@ -322,12 +322,8 @@ def _is_unset_in_part(outputs: Any) -> bool:
 def _statistics(trace: Trace, columns: Columns) -> dict[int, list[Statistics]]:
     found: dict[int, list[Statistics]] = {}
     if columns.ids:
-        rows = trace.connection.execute(
-            "select record, count, mean, norm, low, high from statistics"
-            " where record between ? and ? order by record, position",
-            (min(columns.ids), max(columns.ids)),
-        )
-        for record, *row in rows:
+        records = range(min(columns.ids), max(columns.ids) + 1)
+        for record, *row in trace.statistics_of(records):
             found.setdefault(record, []).append(tuple(row))
     return found
 

@@ -63,7 +63,6 @@ MADE_OUTSIDE = {
 """Ops whose records are data that torch did not compute, and what it means if they differ."""
 
 _FEW_OPTIONS = 3
-_RECORD = "select id, thread, site, argument, inputs, outputs, step from record"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +76,7 @@ class RecordView:
     @classmethod
     def read(cls, trace: Trace, number: int) -> RecordView:
         """Return a record by its id."""
-        *row, step = trace.connection.execute(f"{_RECORD} where id = ?", (number,)).fetchone()
-        return cls(trace, Record(*row), step)
+        return cls(trace, trace.record(number), trace.step_of(number))
 
     @property
     def site(self) -> Site:
@@ -445,19 +443,14 @@ def _last_writers(
     """
     missing = set(values)
     found: dict[bytes, RecordView] = {}
-    if not missing:
-        return found
-    test = " or ".join(["instr(outputs, ?)"] * len(missing))
-    rows = trace.connection.execute(
-        f"{_RECORD} where id < ? and id > ? and ({test}) order by id desc",
-        (before, after, *missing),
-    )
-    for *row, step in rows:
-        one = RecordView(trace, Record(*row), step)
-        written = missing & {output[:INPUT] for output in one.outputs}
-        found |= dict.fromkeys(written, one)
-        missing -= written
-        if not missing:
+    for part in trace.parts_before(before) if missing else ():
+        for value in tuple(missing):
+            number = part.last_writer(value, before)
+            if number is not None:
+                missing.remove(value)
+                if number > after:
+                    found[value] = RecordView(trace, part.record(number), trace.step_of(number))
+        if not missing or part.first <= after + 1:
             break
     return found
 
@@ -477,10 +470,12 @@ def _in_step_before(this: RecordView) -> RecordView | None:
 
 
 def _occurrences(trace: Trace, step: int, key: tuple[str, str, str]) -> list[int]:
-    row = trace.steps[step]
-    rows = trace.connection.execute(
-        "select id, site from record where id >= ? and id < ? and thread = ? order by id",
-        (row.first, row.first + row.records, MAIN),
-    )
     sites = {number for number, site in trace.sites.items() if site.key == key}
-    return [number for number, site in rows if site in sites]
+    return [
+        number
+        for part in trace.parts(step)
+        for number, thread, site in zip(
+            part.ids, part.outline.threads, part.outline.sites, strict=True
+        )
+        if thread == MAIN and site in sites
+    ]

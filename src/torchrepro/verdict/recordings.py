@@ -212,11 +212,7 @@ def _last_step(trace: Trace, other: Trace) -> int:
     if steps and _is_not_of(steps[-1], other):
         steps.pop()
     if steps and not steps[-1].finished and steps[-1].records:
-        row = steps[-1]
-        of_main = trace.connection.execute(
-            "select 1 from record where id >= ? and id < ? and thread = ? limit 1",
-            (row.first, row.first + row.records, MAIN),
-        ).fetchone()
+        of_main = any(MAIN in outline.threads for outline in trace.outlines(steps[-1].step))
         steps = steps if of_main else steps[:-1]
     return steps[-1].step if steps else -1
 

@@ -147,7 +147,7 @@ class Records:
 
     def _main_thread(self, number: int) -> StepComparison:
         if number not in self._unequal_steps:
-            return StepComparison(totals=self.readers[0].totals(number, main_only=True))
+            return StepComparison(totals=self.readers[0].totals_of_main(number))
         found = StepComparison()
         left, right = (Feed(reader.parts(number)) for reader in self.readers)
         for part in matched_parts(left, right, self._match):

@@ -27,6 +27,7 @@ from torchrepro.verdict.columns import (
     NAMES,
     PROPAGATED,
     Columns,
+    OtherRecords,
     StepComparison,
 )
 from torchrepro.verdict.criteria import FEW, Differences
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torchrepro.verdict.alignment import Names
-    from torchrepro.verdict.columns import OtherRow, Pair, Reader
+    from torchrepro.verdict.columns import Pair, Reader
     from torchrepro.verdict.criteria import Judge
 
 Array = Any
@@ -63,6 +64,8 @@ _MIX, _SHIFT = 0x9E3779B97F4A7C15, 29
 
 _CONTENT = ("arguments", "shapes", "inputs", "outputs")
 
+NO_RECORDS = OtherRecords(0, (), (), (), (), (), ())
+
 
 @dataclass(frozen=True)
 class OtherThreads:
@@ -84,7 +87,7 @@ class OtherThreads:
     @classmethod
     def of(cls, reader: Reader, steps: Iterable[int]) -> OtherThreads:
         """Read what other threads did in some steps."""
-        parts = [_arrays(rows) for rows in reader.rows_beside_main(steps)] or [_arrays([])]
+        parts = [_arrays(each) for each in reader.beside_main(steps)] or [_arrays(NO_RECORDS)]
         return cls(reader, *map(np.concatenate, zip(*parts, strict=True)))
 
     def __len__(self) -> int:
@@ -358,11 +361,11 @@ class ThreadDifferences:
             yield number - begins[1] + begins[0], ALONE, FirstDifference(None, number)
 
 
-def _arrays(rows: Sequence[OtherRow]) -> tuple[Array, ...]:
-    *numbers, inputs, outputs = zip(*rows, strict=True) if rows else [()] * 7
+def _arrays(its: OtherRecords) -> tuple[Array, ...]:
+    numbers = its.ids, [its.step] * len(its.ids), its.threads, its.sites, its.arguments
     return (
         *(np.array(column, "int64") for column in numbers),
-        *(np.array(list(map(hash, column)), "int64") for column in (inputs, outputs)),
+        *(np.array(list(map(hash, column)), "int64") for column in (its.inputs, its.outputs)),
     )
 
 
