@@ -205,7 +205,7 @@ def variables_without_effect() -> str:
 def trace_tables() -> str:
     """Return the tables and columns of a trace, with what the code says of the columns."""
     docs = attribute_docs("torchrepro.trace.format")
-    classes = {"site": "Site", "record": "Record", "step": "StepRow", "loss": "Loss"}
+    classes = {"site": "Site", "part": "PartRow", "step": "StepRow", "loss": "Loss"}
     connection = sqlite3.connect(":memory:")
     connection.executescript(SCHEMA)
     tables = connection.execute("select name from sqlite_master where type = 'table'").fetchall()

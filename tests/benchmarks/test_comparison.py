@@ -116,7 +116,8 @@ def _plain_rows(path: Path) -> Path:
     trace = Trace(path / "rank0.sqlite")
     with closing(sqlite3.connect(rows)) as connection, connection:
         connection.execute(
-            "create table record (id integer primary key, step, thread, site, argument, inputs, outputs)"
+            "create table record"
+            " (id integer primary key, step, thread, site, argument, inputs, outputs)"
         )
         for step in trace.steps:
             connection.executemany(

@@ -76,18 +76,18 @@ def _opened(folder: Path) -> Trace | None:
 
 def _assert_whole_steps(trace: Trace) -> int:
     """Return how many steps a trace has; all of them are whole, and nothing follows them."""
-    ask = trace.connection.execute
-    assert ask("pragma integrity_check").fetchall() == [("ok",)]
+    with closing(sqlite3.connect(f"{trace.path.as_uri()}?mode=ro", uri=True)) as file:
+        assert file.execute("pragma integrity_check").fetchall() == [("ok",)]
     assert "finished" not in trace.meta
-    rows = dict(ask("select step, count(*) from record group by step").fetchall())
+    records = {step: trace.records(step) for step in trace.steps}
     steps = {row.step: row.records for row in trace.steps.values()}
-    assert rows == steps
+    assert {step: len(its) for step, its in records.items()} == steps
     assert list(steps) == list(range(len(steps)))
     assert all(row.finished for row in trace.steps.values())
-    for column, table in (("site", "site"), ("thread", "thread")):
-        assert not ask(
-            f"select 1 from record where {column} not in (select id from {table}) limit 1"
-        ).fetchall()
+    found = [one for its in records.values() for one in its]
+    assert [one.id for one in found] == list(range(1, len(found) + 1))
+    assert {one.site for one in found} <= trace.sites.keys()
+    assert {one.thread for one in found} <= trace.threads.keys()
     return len(steps)
 
 
@@ -127,7 +127,7 @@ def test_the_journal_of_a_killed_process_keeps_no_trace_from_being_read(
     if moment == "as it ends":
         (trace,) = read_run(tmp_path)
         assert "finished" in trace.meta
-        trace.connection.close()
+        trace.close()
     else:
         with pytest.raises(TraceError, match="holds no trace"):
             read_run(tmp_path)
@@ -146,7 +146,7 @@ def test_a_killed_process_leaves_whole_steps(tmp_path: Path) -> None:
         trace = _opened(folder)
         if trace is not None:
             lengths[folder] = _assert_whole_steps(trace)
-            trace.connection.close()
+            trace.close()
     print(sorted(lengths.values()))
     assert max(lengths.values()) > 10
 

@@ -17,10 +17,20 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro import TraceError
-from torchrepro.trace.format import SCHEMAS, SEALED, WITHOUT_SEALS, as_bytes
+from torchrepro.trace.format import (
+    DETAILS,
+    FORMAT,
+    MANY,
+    OF_RUN,
+    SEALED,
+    WITH_ROWS,
+    WITHOUT_SEALS,
+    as_bytes,
+)
 from torchrepro.trace.reader import read_run
 from torchrepro.verdict.value import Kind
 
+from ..older_traces import rewrite
 from .conftest import Net, train
 
 if TYPE_CHECKING:
@@ -30,7 +40,7 @@ if TYPE_CHECKING:
 STEPS = 3
 SOON = 2.0
 FILE = "rank0.sqlite"
-TABLES = (*SEALED, "record", "seal")
+TABLES = (*SEALED[FORMAT], *DETAILS, "part", "sequence", "seal")
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +77,23 @@ def _content(path: Path) -> list[list[Any]]:
     return [_ask(path, f"select * from {table}") for table in TABLES]
 
 
-def _old(path: Path) -> Path:
-    """Make a trace one of 0.2.0, which had no digests."""
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("drop table seal")
-        connection.execute(SCHEMAS[WITHOUT_SEALS].split(";")[-2])
-        connection.execute("update meta set value = '1' where key = 'format'")
-    return path
+def _resealed(path: Path) -> None:
+    """Give a trace the digests that fit its records and what it says of them."""
+    for step, first, records in _ask(path, "select step, first, records from step"):
+        digest = xxhash.xxh3_128()
+        which = "where first >= ? and first < ? order by first"
+        for row in _ask(path, f"select * from part {which}", first, first + records):
+            for number in row[1:6]:
+                found = _ask(path, "select numbers from sequence where id = ?", number)
+                digest.update(xxhash.xxh3_128_digest(found[0][0] if found else b""))
+            for content in row[6:]:
+                is_text = isinstance(content, str)
+                digest.update(xxhash.xxh3_128_digest(content.encode() if is_text else content))
+        _ask(path, "update step set digest = ? where step = ?", digest.digest(), step)
+    for table in SEALED[FORMAT]:
+        rows = _ask(path, f"select * from {table} order by {'key' if table == 'meta' else 'rowid'}")
+        seal = xxhash.xxh3_128_digest(as_bytes(rows))
+        _ask(path, "update seal set digest = ? where name = ?", seal, table)
 
 
 def _flip(path: Path, draw: Callable[..., Any]) -> None:
@@ -121,11 +141,16 @@ def _edit(path: Path, draw: Callable[..., Any]) -> None:
         _ask(path, f"update {table} set {column} = ? where {key} = ?", draw(values), row[0])
 
 
+def _key(path: Path, table: str) -> str:
+    """Return the first column of a table."""
+    return str(_ask(path, "select name from pragma_table_info(?)", table)[0][0])
+
+
 def _row(path: Path, draw: Callable[..., Any]) -> tuple[str, str, Any]:
     """Return a table that is not empty, its first column, and a row."""
     filled = [table for table in TABLES if _ask(path, f"select 1 from {table} limit 1")]
     table = draw(st.sampled_from(filled))
-    key = _ask(path, "select name from pragma_table_info(?)", table)[0][0]
+    key = _key(path, table)
     return table, key, draw(st.sampled_from(_ask(path, f"select * from {table}")))
 
 
@@ -149,7 +174,12 @@ def test_no_damaged_trace_is_the_same(
 LOST = {
     "a step in the middle": "delete from step where step = 1",
     "the last step": f"delete from step where step = {STEPS - 1}",
-    "a record": "delete from record where id = 7",
+    "records": "delete from part where first = 1",
+    "what a record wrote": "update part set outputs = zeroblob(length(outputs)) where first = 1",
+    "which part is which": "update part set first = 2 where first = 1",
+    "a sequence": "delete from sequence where id = 2",
+    "numbers of a sequence": "update sequence set numbers = zeroblob(length(numbers)) where id = 1",
+    "that records are there": "insert into dropped values (1)",
     "a loss": "delete from loss where step = 1",
     "a table": "drop table loss",
     "a site": "update site set module = module || 'x' where id = 2",
@@ -198,22 +228,65 @@ def _fifo(name: str) -> Callable[[Path], None]:
 
 def _says(value: str) -> Callable[[Path], None]:
     """Return what has a trace say something of its run, under a seal that fits."""
+    return _with(f"insert into meta values ('more', {value})")
+
+
+def _with(*statements: str) -> Callable[[Path], None]:
+    """Return what changes a trace, under digests that fit."""
 
     def make(path: Path) -> None:
-        _ask(path, f"insert into meta values ('more', {value})")
-        rows = _ask(path, "select key, value from meta order by key")
-        seal = xxhash.xxh3_128_digest(as_bytes(rows))
-        _ask(path, "update seal set digest = ? where name = 'meta'", seal)
+        for statement in statements:
+            _ask(path, statement)
+        _resealed(path)
 
     return make
 
 
+def _one_part_again_and_again(path: Path) -> None:
+    """Have a step of a great many records, in few bytes."""
+    numbers = {"sites": b"\1" * MANY, "others": b"\0" * MANY}
+    for number, each in enumerate(numbers.values(), 1000):
+        _ask(path, "insert into sequence values (?, ?)", number, b"\1" + each)
+    ((step, first),) = _ask(path, "select max(step), first from step")
+    _ask(path, "delete from part where first >= ?", first)
+    _ask(path, "update step set records = ? where step = ?", TIMES * MANY, step)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.executemany(
+            "insert into part values (?, 1001, 1000, 1001, 1001, 1001, x'', x'')",
+            [(first + number * MANY,) for number in range(TIMES)],
+        )
+    _resealed(path)
+
+
 def _old_with(statement: str) -> Callable[[Path], None]:
-    return lambda path: _ask(_old(path), statement) and None
+    return lambda path: _ask(rewrite(path, WITHOUT_SEALS), statement) and None
 
 
+def _other_numbers(column: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    """Return what gives the last part another sequence, made from its old one."""
+
+    def make(path: Path) -> None:
+        last = "where first = (select max(first) from part)"
+        joined = f"select numbers from sequence join part on id = {column} {last}"
+        ((numbers,),) = _ask(path, joined)
+        _ask(path, "insert into sequence values (1000, ?)", change(numbers))
+        _ask(path, f"update part set {column} = 1000 {last}")
+        _ask(path, f"delete from sequence where id not in ({USED})")
+        _resealed(path)
+
+    return make
+
+
+USED = " union ".join(
+    f"select {column} from part"
+    for column in ("thread", "site", "argument", "input_lengths", "output_lengths")
+)
+TIMES = 2000
 HOSTILE: dict[str, Callable[[Path], None]] = {
-    **{f"{name} without end": _endless(name) for name in ("meta", "loss", "record", "seal")},
+    **{
+        f"{name} without end": _endless(name)
+        for name in ("meta", "loss", "part", "sequence", "seal")
+    },
     "a trigger": lambda path: (
         _ask(path, "create trigger t after insert on loss begin delete from loss; end") and None
     ),
@@ -227,6 +300,28 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "fewer than no records": _old_with("update step set records = -1 where step = 0"),
     "sites that are not there": _old_with(f"update record set site = {2**40} where id = 3"),
     "a text for numbers": _old_with("update record set inputs = 'x' where id = 3"),
+    "a width that is none": _other_numbers("site", lambda old: b"\3" + old[1:]),
+    "no numbers": _other_numbers("site", lambda old: b""),
+    "half a number": _other_numbers("thread", lambda old: b"\2" + old[1:] + bytes(len(old))),
+    "a site that is not there": _other_numbers("site", lambda old: old[:-1] + b"\xff"),
+    "a site too many": _other_numbers("site", lambda old: old + b"\1"),
+    "lengths that do not add up": _other_numbers(
+        "input_lengths", lambda old: b"\1" + bytes(len(old) - 1)
+    ),
+    "a sequence longer than any part": _other_numbers("thread", lambda old: b"\1" + bytes(2**25)),
+    "digests of no record": _with(
+        "update part set inputs = cast(inputs || x'00' as blob) where first = 1"
+    ),
+    "a sequence that is not there": _with(f"update part set site = {2**40} where first = 1"),
+    "a sequence of no part": _with("insert into sequence values (1000, x'0101')"),
+    "texts for digests": _with("update part set inputs = 'x' where first = 1"),
+    "a part of no step": _with(
+        f"insert into part select {2**40}, thread, site, argument, input_lengths, output_lengths,"
+        " inputs, outputs from part where first = 1"
+    ),
+    "records that are dropped and there": _with("insert into dropped values (1)"),
+    "records dropped of no step": _with("insert into dropped values (77)"),
+    "one part again and again": _one_part_again_and_again,
     "a lost step": _old_with("delete from step where step = 1"),
     "a step beyond all": _old_with(f"update step set step = {2**62} where step = {STEPS - 1}"),
     "generators that are none": _old_with("update step set random = '3' where step = 1"),
@@ -254,11 +349,61 @@ def test_a_trace_without_digests_is_read_with_a_note(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """What 0.2.0 has recorded is compared, and said to be less certain."""
-    path = _old(_copy(pair[1], tmp_path / "old"))
+    path = rewrite(_copy(pair[1], tmp_path / "old"), WITHOUT_SEALS)
     verdict = torchrepro.compare(pair[0], path.parent)
 
     assert verdict.same
     assert ["B" in note and "0.2.0" in note for note in verdict.notes] == [True]
+
+
+def test_a_trace_with_rows_is_read_and_whole(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """What was recorded in format 2 is compared with what is now, and its digests hold."""
+    path = rewrite(_copy(pair[1], tmp_path / "old"), WITH_ROWS)
+
+    assert torchrepro.compare(pair[0], path.parent).same
+    assert torchrepro.compare(path.parent, pair[0]).notes == ()
+    for table in (*OF_RUN, *DETAILS, "record", "seal"):
+        damaged = _copy(path.parent, tmp_path / table)
+        key = _key(path, table)
+        _ask(damaged, f"delete from {table} where {key} in (select max({key}) from {table})")
+        with pytest.raises(TraceError, match="damaged"):
+            read_run(damaged.parent)
+
+
+def test_a_trace_whose_digests_fit_is_read(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """What is refused above is refused for what was changed, not for its digests."""
+    path = _copy(pair[1], tmp_path / "sealed")
+    _resealed(path)
+
+    assert torchrepro.compare(pair[0], path.parent).same
+
+
+def test_records_that_were_dropped_leave_their_step(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """A step whose records are no longer there says so; the others keep theirs, and their ids."""
+    path = _copy(pair[1], tmp_path / "dropped")
+    (whole,), digests = read_run(pair[1]), dict(_ask(path, "select step, digest from step"))
+    row = whole.steps[1]
+    for table, column in (("part", "first"), ("statistics", "record"), ("tensor", "record")):
+        _ask(
+            path,
+            f"delete from {table} where {column} >= ? and {column} < ?",
+            *(row.first, row.first + row.records),
+        )
+    _ask(path, "insert into dropped values (1)")
+    _ask(path, f"delete from sequence where id not in ({USED})")
+    rows = _ask(path, "select * from dropped")
+    seal = xxhash.xxh3_128_digest(as_bytes(rows))
+    _ask(path, "update seal set digest = ? where name = 'dropped'", seal)
+    (trace,) = read_run(path.parent)
+
+    assert [its.dropped for its in trace.steps.values()] == [False, True, False]
+    assert {step: its.digest for step, its in trace.steps.items()} == digests
+    assert trace.records(1) == []
+    assert (trace.records(0), trace.records(2)) == (whole.records(0), whole.records(2))
+    trace.close()
+    whole.close()
 
 
 @pytest.fixture(scope="module")

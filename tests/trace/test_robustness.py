@@ -125,7 +125,7 @@ def test_a_trace_that_was_taken_away_is_missed(net: Net, tmp_path: Path) -> None
 DAMAGE = {
     "its description": "update meta set value = '{' where key = 'level'",
     "a step": "update step set random = '{'",
-    "its records": "delete from record where id > 3",
+    "its records": "delete from part where first > 3",
     "its sites": "delete from site",
 }
 

@@ -31,7 +31,7 @@ class Trace:
     def __init__(self, path: Path, *, records: bool = True) -> None:
         self.path = path
         try:
-            with integrity.connected(path) as self.connection:
+            with integrity.connected(path) as self._connection:
                 self._read(records=records)
         except TraceError:
             raise
@@ -41,7 +41,7 @@ class Trace:
             raise TraceError(Problem(f"cannot be read as a trace: {error}", str(path))) from None
 
     def _read(self, *, records: bool) -> None:
-        version = integrity.format_of(self.connection)
+        version = integrity.format_of(self._connection)
         if version is None:
             raise TraceError(
                 Problem(
@@ -53,20 +53,20 @@ class Trace:
             )
         self.sealed = version != WITHOUT_SEALS
         """Whether it has digests, which show damage."""
-        self.meta: Mapping[str, Any] = integrity.meta_of(self.connection)
-        integrity.check_tables(self.connection, version)
-        self.steps: Mapping[int, StepRow] = integrity.steps_of(self.connection, version, self.meta)
+        self.meta: Mapping[str, Any] = integrity.meta_of(self._connection)
+        integrity.check_tables(self._connection, version)
+        self.steps: Mapping[int, StepRow] = integrity.steps_of(self._connection, version, self.meta)
         """Every step by its number, in order."""
         if records:
             size = integrity.size_of(self.path)
-            integrity.check_records(self.connection, version, self.steps, size)
-            integrity.check_details(self.connection, version, self.steps)
-        self._records: StoredRecords = STORED_RECORDS[version](self.connection)
+            integrity.check_records(self._connection, version, self.steps, size)
+            integrity.check_details(self._connection, version, self.steps)
+        self._records: StoredRecords = STORED_RECORDS[version](self._connection)
         self._last_part: Part | None = None
 
     def close(self) -> None:
         """Close the file."""
-        self.connection.close()
+        self._connection.close()
 
     @property
     def rank(self) -> int:
@@ -101,23 +101,23 @@ class Trace:
     @cached_property
     def sites(self) -> Mapping[int, Site]:
         """Every site by its id."""
-        rows = self.connection.execute("select id, phase, module, op, source, outputs from site")
+        rows = self._connection.execute("select id, phase, module, op, source, outputs from site")
         return {number: Site(*rest) for number, *rest in rows}
 
     @cached_property
     def arguments(self) -> Mapping[int, str]:
         """The text of arguments that are not tensors, by its id; 0 stands for none."""
-        return {0: "", **dict(self.connection.execute("select id, text from argument"))}
+        return {0: "", **dict(self._connection.execute("select id, text from argument"))}
 
     @cached_property
     def threads(self) -> Mapping[int, str]:
         """The name of each thread by its id; 0 is the main thread."""
-        return dict(self.connection.execute("select id, name from thread"))
+        return dict(self._connection.execute("select id, name from thread"))
 
     @cached_property
     def losses(self) -> list[Loss]:
         """Every loss in its order."""
-        rows = self.connection.execute(
+        rows = self._connection.execute(
             "select step, position, value, fingerprint, source from loss order by step, position"
         )
         return [Loss(*row) for row in rows]
@@ -163,7 +163,7 @@ class Trace:
 
     def statistics(self, record: int) -> list[tuple[int, int, float, float, float, float]]:
         """Return position, count, mean, norm, low and high of each output of a record."""
-        return self.connection.execute(
+        return self._connection.execute(
             "select position, count, mean, norm, low, high from statistics"
             " where record = ? order by position",
             (record,),
@@ -171,7 +171,7 @@ class Trace:
 
     def statistics_of(self, records: range) -> Iterator[tuple[Any, ...]]:
         """Yield record, count, mean, norm, low and high of each output of some records."""
-        return self.connection.execute(
+        return self._connection.execute(
             "select record, count, mean, norm, low, high from statistics"
             " where record >= ? and record < ? order by record, position",
             (records.start, records.stop),
@@ -179,7 +179,7 @@ class Trace:
 
     def tensors(self, record: int) -> list[tuple[str, int, str, str, bytes]]:
         """Return role (``input``, ``output``), position, dtype, shape, bytes of kept tensors."""
-        return self.connection.execute(
+        return self._connection.execute(
             "select role, position, dtype, shape, data from tensor"
             " where record = ? order by role, position",
             (record,),
