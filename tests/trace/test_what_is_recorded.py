@@ -77,6 +77,20 @@ def test_running_statistics_are_outputs_of_batch_norm(recorded: Recorder) -> Non
     assert {fingerprint(norm.running_mean), fingerprint(norm.running_var)} <= set(one.outputs)
 
 
+def test_running_statistics_are_read_once(recorded: Recorder) -> None:
+    """What batch norm has written is not read again by the next op that reads it."""
+    norm, x = torch.nn.BatchNorm1d(3), torch.randn(4, 3, requires_grad=True)
+
+    def bytes_read(program: Callable[[], object]) -> int:
+        return sum(step.bytes for step in recorded(program).steps.values())
+
+    def read_after() -> None:
+        norm(x)
+        (norm.running_mean + norm.running_var).sin()  # two tensors of 12 bytes are made
+
+    assert bytes_read(read_after) - bytes_read(lambda: norm(x)) == 2 * 12
+
+
 def test_what_changed_outside_torch_is_another_input(net: Net, recorded: Recorder) -> None:
     """A weight written through numpy between steps is another input of the op that reads it."""
 

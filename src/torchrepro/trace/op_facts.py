@@ -180,7 +180,7 @@ class OpFacts:
     compiled: bool = False
     """Whether it runs a compiled region."""
     counted: bool = True
-    """Whether autograd counts what it writes: not in lists of tensors."""
+    """Whether autograd counts what it writes: not in lists, nor what its schema does not say."""
     keeps: bool = False
     """Whether it passes on values of its first input unchanged."""
     writes: bool = False
@@ -246,7 +246,8 @@ def facts_of(op: Any) -> OpFacts:
         written=written,
         written_names=tuple(argument.name for _, argument in writes),
         scratch=SCRATCH.get(plain, ()),
-        counted=not any("List" in str(argument.type) for _, argument in writes),
+        counted=plain not in UNSAID
+        and not any("List" in str(argument.type) for _, argument in writes),
         keeps=plain in KEEPING,
         writes=bool(written or writes),
         single=one and not special and not view and (in_place or not (written or writes)),
