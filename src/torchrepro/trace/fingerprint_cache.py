@@ -175,7 +175,7 @@ class FingerprintCache:
 
     def distrust(self) -> None:
         """Forget everything except which memory nothing has written."""
-        _keep(self.entries, lambda entry: is_unset(entry[2]))
+        _keep(self.entries, lambda _, entry: is_unset(entry[2]))
 
     def miss_steps(self) -> None:
         """Forget all that ops may change while none is seen.
@@ -421,26 +421,24 @@ def _is_parameter(tensor: Any) -> bool:
     return bool(tensor.requires_grad and tensor.is_leaf)
 
 
-def _keep(entries: dict[int, _Kept], is_kept: Callable[[_Kept], bool]) -> None:
-    """Remove all but some entries of a dict that other threads change meanwhile.
+def _keep(entries: dict[int, _Kept], is_kept: Callable[[Any, _Kept], bool]) -> None:
+    """Remove all entries but some of living tensors, from a dict that other threads change.
 
     A copy is made at once. An entry that another thread has put in place of one in the copy stays.
     """
     for key, entry in entries.copy().items():
-        if not is_kept(entry) and entries.get(key) is entry:
+        tensor = entry[0]()
+        if (tensor is None or not is_kept(tensor, entry)) and entries.get(key) is entry:
             entries.pop(key, None)
 
 
-def _lives(entry: Entry | NewTensor) -> bool:
-    """Whether the tensor of an entry still exists."""
-    return entry[0]() is not None
+def _lives(_tensor: Any, _entry: Entry | NewTensor) -> bool:
+    """Keep an entry whose tensor exists."""
+    return True
 
 
-def _outlives(entry: Entry) -> bool:
+def _outlives(tensor: Any, entry: Entry) -> bool:
     """Whether an entry is kept for the next step."""
-    tensor = entry[0]()
-    if tensor is None:
-        return False
     if is_unset(entry[2]):
         return True  # reading it would read what nobody wrote
     return entry[3] != VIEW and size_of(tensor) > LARGE and not _is_parameter(tensor)
