@@ -77,18 +77,23 @@ def _content(path: Path) -> list[list[Any]]:
     return [_ask(path, f"select * from {table}") for table in TABLES]
 
 
+def _digest(content: bytes | str) -> bytes:
+    return xxhash.xxh3_128_digest(content.encode() if isinstance(content, str) else content)
+
+
 def _resealed(path: Path) -> None:
     """Give a trace the digests that fit its records and what it says of them."""
     for step, first, records in _ask(path, "select step, first, records from step"):
         digest = xxhash.xxh3_128()
         which = "where first >= ? and first < ? order by first"
-        for row in _ask(path, f"select * from part {which}", first, first + records):
+        for row in _ask(
+            path, f"select * from part {which}", first, min(first + records, 2**63 - 1)
+        ):
             for number in row[1:6]:
                 found = _ask(path, "select numbers from sequence where id = ?", number)
-                digest.update(xxhash.xxh3_128_digest(found[0][0] if found else b""))
+                digest.update(_digest(found[0][0] if found else b""))
             for content in row[6:]:
-                is_text = isinstance(content, str)
-                digest.update(xxhash.xxh3_128_digest(content.encode() if is_text else content))
+                digest.update(_digest(content))
         _ask(path, "update step set digest = ? where step = ?", digest.digest(), step)
     for table in SEALED[FORMAT]:
         rows = _ask(path, f"select * from {table} order by {'key' if table == 'meta' else 'rowid'}")
@@ -296,6 +301,12 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "deep JSON": _says("replace(hex(zeroblob(50000)), '0', '[')"),
     "a rank that is none": _old_with("update meta set value = '[]' where key = 'rank'"),
     "no rank": _old_with("delete from meta where key = 'rank'"),
+    "dropped records beyond all": _with(
+        "insert into dropped select step from step where step < 2",
+        f"update step set first = 1 + {2**62} * step, records = {2**62} where step < 2",
+        "delete from step where step > 1",
+        *(f"delete from {table}" for table in (*DETAILS, "part", "sequence")),
+    ),
     "records beyond all": _old_with(f"update step set records = {2**62} where step = 0"),
     "fewer than no records": _old_with("update step set records = -1 where step = 0"),
     "sites that are not there": _old_with(f"update record set site = {2**40} where id = 3"),
@@ -314,12 +325,22 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     ),
     "a sequence that is not there": _with(f"update part set site = {2**40} where first = 1"),
     "a sequence of no part": _with("insert into sequence values (1000, x'0101')"),
-    "texts for digests": _with("update part set inputs = 'x' where first = 1"),
+    "texts for digests": _with(
+        "update part set inputs = hex(zeroblob(length(inputs) / 2)) where first = 1"
+    ),
+    "a text for a sequence": _with("update sequence set numbers = 'xx' where id = 1"),
     "a part of no step": _with(
         f"insert into part select {2**40}, thread, site, argument, input_lengths, output_lengths,"
         " inputs, outputs from part where first = 1"
     ),
-    "records that are dropped and there": _with("insert into dropped values (1)"),
+    "records that are dropped and there": _with(
+        "insert into dropped values (1)",
+        *(
+            f"delete from {table} where record >= (select first from step where step = 1)"
+            " and record < (select first from step where step = 2)"
+            for table in DETAILS
+        ),
+    ),
     "records dropped of no step": _with("insert into dropped values (77)"),
     "one part again and again": _one_part_again_and_again,
     "a lost step": _old_with("delete from step where step = 1"),

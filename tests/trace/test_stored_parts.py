@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrepro.trace import sequences, store
-from torchrepro.trace.format import FORMAT, WITH_ROWS, StepRow
+from torchrepro.trace.format import FORMAT, WITH_ROWS, StepRow, as_bytes
 from torchrepro.trace.reader import Trace
 from torchrepro.trace.sequences import Recent, packed, unpacked
 
@@ -137,6 +138,23 @@ def test_a_file_has_a_byte_for_each_record(tmp_path: Path) -> None:
 
     assert path.stat().st_size > sum(map(len, steps))
     assert _read(path) == steps
+
+
+def test_records_that_were_dropped_are_not_counted_among_those_of_a_file(tmp_path: Path) -> None:
+    """A file of a few bytes may say of a great many records that they are no longer there."""
+    few = [_step(1)]
+    path = _written(tmp_path, [*few, [(0, 1, 0, b"", b"")] * 200_000])
+    with closing(sqlite3.connect(path)) as file:
+        file.execute("delete from part where first > 50")
+        file.execute("delete from sequence where id > 5")
+        file.execute("insert into dropped values (1)")
+        seal = xxhash.xxh3_128_digest(as_bytes([(1,)]))
+        file.execute("update seal set digest = ? where name = 'dropped'", (seal,))
+        file.commit()
+        file.execute("vacuum")
+
+    assert path.stat().st_size < 100_000
+    assert _read(path) == [*few, []]
 
 
 def test_sequences_are_forgotten_and_memory_stays_bounded(

@@ -41,6 +41,9 @@ LENGTH = 1 << 26
 ANY_LENGTH = 2**31 - 1
 """Bytes of a cell that was checked, and of a kept tensor, each of which is read alone."""
 
+RECORDS = 1 << 40
+"""Records of a step."""
+
 OBJECTS = 100
 
 INSTRUCTIONS = 1000
@@ -336,7 +339,7 @@ def steps_of(
         generators = _generators(random)
         if number != following:
             raise ValueError(f"step {following} is missing")
-        if first != after or records < 0:
+        if first != after or not 0 <= records <= RECORDS:
             raise ValueError(f"the records of step {number} are in the wrong place")
         steps[number] = StepRow(
             *(number, first, records, size, parameters, gradients, generators),
