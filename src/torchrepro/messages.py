@@ -106,3 +106,15 @@ def ends_in_line_number(text: str) -> bool:
 def printable(text: str) -> str:
     """Return `text` with every control character escaped: a file must not steer a terminal."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def size(number: float) -> str:
+    """Return a number of bytes with its unit."""
+    for unit in _UNITS:
+        if number < 1000 or unit == _UNITS[-1]:  # noqa: PLR2004 - the step from unit to unit
+            break
+        number /= 1000
+    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.3g} {unit}"

@@ -32,7 +32,7 @@ from torchrepro.errors import ProfileError, TraceError
 from torchrepro.manifest.of_process import VARIABLE as LOG_TO
 from torchrepro.manifest.of_process import refuse_used_folder
 from torchrepro.messages import Problem
-from torchrepro.trace.request import VARIABLE, Request
+from torchrepro.trace.request import VARIABLE, Request, bytes_of
 from torchrepro.verbosity import Verbosity, verbosity
 
 if TYPE_CHECKING:
@@ -70,6 +70,13 @@ Every = Annotated[
     int,
     typer.Option(
         metavar="N", help="Record steps 0, N, 2N, ... in full, and all others at level step."
+    ),
+]
+MaxSize = Annotated[
+    str,
+    typer.Option(
+        metavar="SIZE",
+        help="What the recording may take on disk, as in 500MB: the oldest records are dropped.",
     ),
 ]
 Keep = Annotated[
@@ -163,6 +170,7 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
     level: Annotated[Level, typer.Option(help="How much is recorded.")] = Level.OP,
     steps: Steps = "",
     every: Every = 1,
+    max_size: MaxSize = "",
     keep: Keep = None,
     statistics: Annotated[  # noqa: FBT002
         bool,
@@ -203,14 +211,15 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
             detail=detail,
             on_unwritable=on_unwritable.value,
             every=every,
+            max_size=bytes_of(max_size) if max_size else None,
         )
         request.prepare_folder()
         more[VARIABLE] = request.to_variable()
-    elif steps or every != 1 or keep or statistics or detail:
+    elif steps or every != 1 or max_size or keep or statistics or detail:
         raise TraceError(
             Problem(
                 "nothing is recorded",
-                key="--steps, --every, --keep, --statistics and --detail",
+                key="--steps, --every, --max-size, --keep, --statistics and --detail",
                 todo="say where to: --record DIR",
             )
         )

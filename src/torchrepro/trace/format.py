@@ -50,9 +50,9 @@ create table step (
     step integer primary key, first integer not null, records integer not null,
     bytes integer not null,
     digest blob not null, details blob not null, parameters blob not null, gradients blob not null,
-    random text not null, finished integer not null
+    random text not null, finished integer not null, level text not null
 );
-create table dropped (step integer primary key);
+create table dropped (step integer not null);
 create table part (
     first integer primary key, thread integer not null, site integer not null,
     argument integer not null, input_lengths integer not null, output_lengths integer not null,

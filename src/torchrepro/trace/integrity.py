@@ -226,6 +226,7 @@ _META: Mapping[str, Callable[[Any], bool]] = {
     "level": lambda value: value is None or value in LEVELS,
     "steps": lambda value: value is None or is_range(value),
     "every": lambda value: value is None or (type(value) is int and value > 0),
+    **dict.fromkeys(("max_size", "dropped"), lambda value: value is None or type(value) is int),
 }
 """What is read of a run, each with a test of whether a value can be right."""
 
@@ -327,26 +328,29 @@ def steps_of(
 
     A recording begins with step 0, or the first one requested, and leaves none out.
     """
-    details, dropped = "x''", set[int]()
+    own, dropped = "x'', ''", set[int]()
     if version == FORMAT:
-        details = "details"
+        own = "details, level"
         dropped = {step for (step,) in connection.execute("select step from dropped")}
     columns = "step, first, records, bytes, parameters, gradients, random, finished, digest"
-    rows = connection.execute(f"select {columns}, {details} from step order by step")  # noqa: S608 - ours
+    rows = connection.execute(f"select {columns}, {own} from step order by step")  # noqa: S608 - ours
     steps: dict[int, StepRow] = {}
     following, after = (meta.get("steps") or [0])[0], 1
-    for number, first, records, size, parameters, gradients, random, finished, *digests in rows:
+    for number, first, records, size, parameters, gradients, random, finished, *rest in rows:
         generators = _generators(random)
         if number != following:
             raise ValueError(f"step {following} is missing")
         if first != after or not 0 <= records <= RECORDS:
             raise ValueError(f"the records of step {number} are in the wrong place")
+        digest, of_details, level = rest
+        if level not in {"", *LEVELS}:
+            raise ValueError(f"the level of step {number} is not valid")
         steps[number] = StepRow(
             *(number, first, records, size, parameters, gradients, generators),
             finished=bool(finished),
-            level=level_of(meta, number),
-            digest=digests[0],
-            details=digests[1],
+            level=level or level_of(meta, number),
+            digest=digest,
+            details=of_details,
             dropped=number in dropped,
         )
         following, after = number + 1, first + records

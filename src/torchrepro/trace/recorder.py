@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from torchrepro.errors import TraceError
 from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.messages import Problem
-from torchrepro.trace.request import Request
+from torchrepro.trace.request import Request, bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +33,7 @@ def record(  # noqa: PLR0913 - one for each option of a recording
     detail: bool = False,
     on_unwritable: str = "stop",
     every: int = 1,
+    max_size: int | str | None = None,
 ) -> Iterator[Recording]:
     """Record what the program computes within the block into `folder`, which is new or empty.
 
@@ -40,7 +41,9 @@ def record(  # noqa: PLR0913 - one for each option of a recording
     ``module`` or ``step``; `steps` are the first and last step to record; `keep` are patterns of
     modules whose tensors are kept whole; `statistics` adds what ``compare`` needs for tolerances;
     `detail` reads every input again. With `every`, steps 0, `every`, 2 * `every` and so on are
-    recorded at `level` and all others at ``step``.
+    recorded at `level` and all others at ``step``. `max_size`, in bytes or as in ``"500MB"``, is
+    what the recording may take on disk, of which each rank has an equal share: the records of the
+    oldest steps are dropped, those in full before the others.
 
     A step is one call of an optimizer's ``step()``, or of `torchrepro.end_step` (``end_step`` of
     the returned recording), with all that led to it, and is numbered from 0: several backward
@@ -53,6 +56,7 @@ def record(  # noqa: PLR0913 - one for each option of a recording
     request = Request(
         *(os.fspath(folder), level, steps, tuple(keep), statistics, detail, on_unwritable),
         every=every,
+        max_size=None if max_size is None else bytes_of(max_size),
     )
     with _starting:
         _refuse_a_second()

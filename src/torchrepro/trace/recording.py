@@ -24,6 +24,7 @@ from torchrepro.trace.intermittent import level_for
 from torchrepro.trace.loaders import IteratedLoaders, workers_of
 from torchrepro.trace.op_facts import PLAIN
 from torchrepro.trace.samples import SampleRecorder
+from torchrepro.trace.size_limit import limit_of
 from torchrepro.trace.store import open_store
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from torchrepro.trace.fingerprint_cache import Digest
     from torchrepro.trace.request import Request
+    from torchrepro.trace.size_limit import SizeLimit
     from torchrepro.trace.store import Store
 
 
@@ -42,6 +44,7 @@ class Recording:
         self.state = RecordingState(request, self.spill)
         self.level = level_for(self.state)
         self._store: Store | None = None
+        self._limit: SizeLimit | None = None
         self._open = ExitStack()
         self._sources = watch_for_recording(EVERY_SOURCE if request.detail else WITHOUT_COST)
         self._losses: list[tuple[Any, Any, str]] = []  # tensor, fingerprint, source
@@ -90,6 +93,7 @@ class Recording:
                 self._store.write_meta({**self._facts(), "finished": True})
                 self._store.close()
                 self._store.must_exist()
+                self._say_what_was_dropped(self._store)
 
     def abandon(self) -> None:
         """Take no more records and leave the store alone: it is another process's."""
@@ -170,6 +174,7 @@ class Recording:
         sources = [read.to_json() for read in self._sources.reads()]
         models = self.state.names.held()
         return {
+            **({"dropped": self._limit.count} if self._limit is not None else {}),
             **self._loaders.meta(),
             **({"sources": sources} if sources else {}),
             **({"models": models} if models else {}),
@@ -210,6 +215,8 @@ class Recording:
                     level=self.level.name,
                 )
             )
+            if self._limit is not None:
+                self._limit.hold()
 
     def _write_losses(self, store: Store) -> None:
         marks = joined([mark for _, mark, _ in self._losses], OUTPUT)
@@ -220,6 +227,7 @@ class Recording:
 
     def _open_store(self) -> Store:
         self._store = open_store(self.request)
+        self._limit = limit_of(self._store, self.request)
         return self._store
 
     @contextmanager
@@ -236,6 +244,10 @@ class Recording:
                 self.refuse(error)
                 return
             say(f"{error}\n    the run goes on, unrecorded from here")
+
+    def _say_what_was_dropped(self, store: Store) -> None:
+        if self._limit is not None and self._limit.dropped:
+            say(f"{store.path}: {self._limit.in_words()}")
 
     def _warn_of_unmatched_requests(self) -> None:
         """Name a module to keep that is misspelt, and steps to record that were never reached."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,17 @@ VARIABLE = "TORCHREPRO_RECORD"
 
 LEVELS = ("step", "module", "op")
 """How much can be recorded, from the coarsest to the finest."""
+
+UNITS = {
+    "b": 1,
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)},
+}
+"""The bytes of each unit of a size."""
+
+_SIZE = re.compile(
+    rf"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>{'|'.join(UNITS)})?", re.IGNORECASE | re.ASCII
+)
 
 UNWRITABLE = ("stop", "warn")
 
@@ -43,6 +55,8 @@ class Request:
     """Whether it is recorded what the program's functions return while they load a batch."""
     every: int = 1
     """Steps whose number is a multiple of it are recorded at `level`, all others at ``step``."""
+    max_size: int | None = None
+    """How many bytes the traces of the run may take on disk; None is any number."""
 
     def __post_init__(self) -> None:
         # The program may go to another directory before the first step is written.
@@ -59,6 +73,8 @@ class Request:
                 )
             )
         self._check_every()
+        if self.max_size is not None:
+            object.__setattr__(self, "max_size", bytes_of(self.max_size))
 
     def _check_every(self) -> None:
         """Raise `TraceError` unless `every` leaves steps to record in full, and others."""
@@ -136,6 +152,26 @@ class Request:
                     todo=f"name another one, or remove what is in it ({occupied.name}, ...)",
                 )
             )
+
+
+def bytes_of(size: Any) -> int:
+    """Return a size that is written as a number of bytes, or as in ``500MB`` or ``2GiB``.
+
+    Raises `TraceError` for any other.
+    """
+    found = _SIZE.fullmatch(str(size).strip())
+    number = found and float(found["number"]) * UNITS[(found["unit"] or "B").lower()]
+    if not number or isinstance(size, bool):
+        raise TraceError(
+            Problem(
+                "not a size",
+                key="max_size",
+                found=str(size),
+                legal="a number of bytes, or one with kB, MB, GB, TB, KiB, MiB, GiB or TiB, as in "
+                "500MB",
+            )
+        )
+    return int(number)
 
 
 def is_range(steps: Any) -> bool:

@@ -8,6 +8,7 @@ import os
 import platform
 import sqlite3
 import sys
+from collections import Counter
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import import_module
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
 LARGE = 1 << 24
 """Bytes of digests at which records become two parts. A reader holds a part in memory."""
 
+PATIENCE = 5000
+"""Milliseconds for which a write waits for a lock, which is what Python asks for by itself."""
+
 CHECKPOINT = 4000
 """Pages of the log that are moved to the file at once. The disk is waited for then, and the time
 that takes depends little on how much is moved."""
@@ -60,10 +64,16 @@ class Store:
 
     Every step is one transaction, so a process that is killed leaves whole steps behind.
     https://sqlite.org/atomiccommit.html
-    `clean` redacts texts of the program.
+    `clean` redacts texts of the program; with `shrinks`, the file can be made smaller again.
     """
 
-    def __init__(self, path: Path, clean: Callable[[Any], Any] = lambda text: text) -> None:
+    def __init__(
+        self,
+        path: Path,
+        clean: Callable[[Any], Any] = lambda text: text,
+        *,
+        shrinks: bool = False,
+    ) -> None:
         self.path = path
         self.records = 0
         self._clean = clean
@@ -74,10 +84,13 @@ class Store:
         self._has_details = False
         self._sequences = 0
         self._recent: Recent[tuple[int, ...], tuple[int, bytes]] = Recent()  # number, digest
+        self._uses: Counter[int] = Counter()  # how many times parts refer to each sequence
         self._digests = {name: xxhash.xxh3_128() for name in SEALED[FORMAT]}
         self._unsealed = set(SEALED[FORMAT])
         self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         execute = self._connection.execute
+        if shrinks:
+            execute("pragma auto_vacuum = incremental")
         # Survives the end of the process at any moment; only a power cut may lose the last steps.
         execute("pragma journal_mode = wal")
         execute("pragma synchronous = normal")
@@ -137,6 +150,7 @@ class Store:
         lengths = tuple(map(len, each_input)), tuple(map(len, each_output))
         found = [find(numbers) for numbers in (threads, sites, arguments, *lengths)]
         numbers, digests = zip(*found, strict=True)
+        self._uses.update(numbers)
         of_values = xxhash.xxh3_128_digest(inputs), xxhash.xxh3_128_digest(outputs)
         self._of_step.update(b"".join((*digests, *of_values)))
         values = (self.records + 1, *numbers, inputs, outputs)
@@ -181,11 +195,77 @@ class Store:
             *(row.step, row.first, row.records, row.bytes),
             *(self._of_step.digest(), self._digest_of_details()),
             *(row.parameters, row.gradients),
-            *(json.dumps(dict(row.random)), int(row.finished)),
+            *(json.dumps(dict(row.random)), int(row.finished), row.level),
         )
         self._of_step.reset()
         self._add("step", [values])
+        self.commit()
+
+    def commit(self) -> None:
+        """Commit what was done since the last time."""
         self._commit()
+        self._execute("begin")
+
+    # Dropping records, between two steps.
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """How many bytes the trace takes, its log and the index of that included."""
+        files = (self.path.with_name(self.path.name + end) for end in ("", "-wal", "-shm"))
+        return sum(each.stat().st_size for each in files if each.exists())
+
+    @property
+    def bytes_used(self) -> int:
+        """How many bytes of the file, once it has all that the log holds, are in use."""
+        pages, free, size = map(self._asked, ("page_count", "freelist_count", "page_size"))
+        return (pages - free) * size
+
+    def _asked(self, pragma: str) -> int:
+        return int(self._rows(f"pragma {pragma}")[0][0])
+
+    def next_step(self, after: int, sort: str, level: str) -> tuple[int, int, int] | None:
+        """Return number, first record and count of records of the next step with records.
+
+        `sort` says how the level of the step is to be to `level`: ``=`` or ``<>``.
+        """
+        found = self._rows(
+            "select step, first, records from step where step > ? and records > 0"  # noqa: S608 - two words of ours
+            f" and level {sort} ? order by step limit 1",
+            (after, level),
+        )
+        return found[0] if found else None
+
+    def drop(self, step: int, first: int, records: int) -> None:
+        """Delete the records of a step and their details; its row stays as it is."""
+        which = first, first + records
+        rows = self._rows(
+            "select thread, site, argument, input_lengths, output_lengths from part"
+            " where first >= ? and first < ?",
+            which,
+        )
+        self._execute("delete from part where first >= ? and first < ?", which)
+        for table in DETAILS:
+            self._execute(f"delete from {table} where record >= ? and record < ?", which)  # noqa: S608 - a table of ours
+        self._uses.subtract(chain.from_iterable(rows))
+        unused = [number for number in {*chain.from_iterable(rows)} if not self._uses[number]]
+        if unused:
+            self._many("delete from sequence where id = ?", [(number,) for number in unused])
+            for number in unused:
+                del self._uses[number]
+            self._recent.clear()
+        self._add("dropped", [(step,)])
+
+    def shrink(self, *, file: bool) -> None:
+        """Empty the log into the file; with `file`, make that smaller by what is not in use.
+
+        While somebody reads the trace, this does less, and does not wait.
+        """
+        self._commit()
+        if file:
+            self._rows("pragma incremental_vacuum")
+        self._rows("pragma busy_timeout = 0")
+        self._rows("pragma wal_checkpoint(truncate)")
+        self._rows(f"pragma busy_timeout = {PATIENCE}")
         self._execute("begin")
 
     def close(self) -> None:
@@ -251,6 +331,12 @@ class Store:
         except sqlite3.Error as error:
             raise self._refused(error) from error
 
+    def _rows(self, statement: str, values: Sequence[Any] = ()) -> list[Any]:
+        try:
+            return self._connection.execute(statement, values).fetchall()
+        except sqlite3.Error as error:
+            raise self._refused(error) from error
+
     def _execute(self, statement: str, values: Sequence[Any] = ()) -> None:
         try:
             self._connection.execute(statement, values)
@@ -298,7 +384,7 @@ def open_store(request: Request) -> Store:
         raise TraceError(
             Problem(f"cannot hold a recording: {error.strerror}", found=request.folder)
         ) from None
-    store = Store(path, _Redaction())
+    store = Store(path, _Redaction(), shrinks=request.max_size is not None)
     store.write_meta(
         {
             "format": FORMAT,
@@ -311,6 +397,7 @@ def open_store(request: Request) -> Store:
             "process": current_process().name,
             "steps": request.steps,
             "every": request.every,
+            "max_size": request.max_size,
             "algorithm": _algorithms(),
             "statistics": request.statistics,
             "detail": request.detail,

@@ -364,7 +364,9 @@ def _steps_missed(this: Input) -> str:
         return ""
     rows = [[trace.steps.get(step) for trace in this.pair.traces] for step in before]
     in_full = [
-        row.step for row, other in rows if row and other and row.level == other.level == "op"
+        row.step
+        for row, other in rows
+        if row and other and row.level == other.level == "op" and not row.dropped | other.dropped
     ]
     first, last = max(in_full, default=before[0] - 1) + 1, number - 1
     if first > last:

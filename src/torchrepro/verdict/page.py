@@ -12,7 +12,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.messages import printable
+from torchrepro.messages import printable, size
 from torchrepro.verdict import render
 from torchrepro.verdict.agreement import agreement_map
 from torchrepro.verdict.chart import POINTS, chart
@@ -223,7 +223,7 @@ def _compared(verdict: Verdict, modules: int) -> list[tuple[str, str]]:
         ("Steps", f"{its.steps:,}{render.ways(its)}" if its.steps else render.OUTSIDE),
         (ops, f"{its.ops:,}"),
         ("Modules", f"{modules:,}" if modules else ""),
-        ("Tensors read", render.size(its.bytes)),
+        ("Tensors read", size(its.bytes)),
         ("Level", "" if its.level == "op" else its.level),
         ("Compared", render.exactness(verdict)),
         ("Agreed", render.agreement(verdict)),

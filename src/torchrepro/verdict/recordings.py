@@ -9,7 +9,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.messages import printable
+from torchrepro.messages import printable, size
 from torchrepro.seeding.uncontrolled import row_of_read
 from torchrepro.verdict.columns import MAIN, NAMES, StepComparison
 from torchrepro.verdict.evidence import FEATURES, LOADER, NO_VALUE, WORKERS, accelerator, short
@@ -80,6 +80,8 @@ class Digests:
 
     def notes(self) -> list[str]:
         """Return what was compared."""
+        if self.fields != AT_EVERY_LEVEL:
+            return []  # the records were dropped, which is said of the recordings
         levels = " and ".join(str(trace.meta.get("level")) for trace in self.pair.traces)
         return [
             f"recorded at the levels {levels}: compared by the loss and the parameters "
@@ -396,6 +398,14 @@ def notes(pair: Pair) -> Iterator[str]:
     for trace, name in zip(pair.traces, NAMES, strict=True):
         if trace.is_truncated:
             yield f"{name} was killed or still runs: it is compared up to its last whole step"
+        dropped = [step for step, row in trace.steps.items() if row.dropped]
+        if dropped:
+            within = trace.meta.get("max_size")
+            yield (
+                f"{name} dropped the records of {counted(len(dropped), 'step')}, {dropped[0]} to "
+                f"{dropped[-1]}{f', to stay within {size(within)}' if within else ''}: their "
+                "parameters, gradients and losses are there"
+            )
         if not trace.sealed:
             yield (
                 f"{name} was recorded by torchrepro 0.2.0 or older, without digests: "

@@ -8,7 +8,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import height, listing
-from torchrepro.messages import printable, shortened, shown
+from torchrepro.messages import printable, shortened, shown, size
 from torchrepro.trace.format import UNINITIALISED
 from torchrepro.verdict.value import BOTH_CUT, Kind
 
@@ -25,7 +25,6 @@ _AROUND = 16  # characters before the first one in which two long texts differ
 _LONG, _OVERRIDES = 180, 90  # characters of a sentence, and of overrides, that are shown
 _HEX = 8  # digits of a fingerprint that are shown
 SAME_FOR_B = "the same for B, then `torchrepro compare` the two folders"
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 OUTSIDE = "outside of any step"
 """Where all is that a program without an optimizer does."""
@@ -350,15 +349,6 @@ def counted(number: int, thing: str) -> str:
 def are(number: int) -> str:
     """Return the verb for a number of things."""
     return "is" if number == 1 else "are"
-
-
-def size(number: float) -> str:
-    """Return a number of bytes with its unit."""
-    for unit in _UNITS:
-        if number < 1000 or unit == _UNITS[-1]:  # noqa: PLR2004 - the step from unit to unit
-            break
-        number /= 1000
-    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.3g} {unit}"
 
 
 def source_line(source: str) -> str:

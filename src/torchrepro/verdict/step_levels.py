@@ -50,6 +50,8 @@ def way_of(pair: Pair, step: int) -> Way:
     rows = [trace.steps[step] for trace in pair.traces]
     if rows[0].level != rows[1].level:
         return AT_UNEQUAL_LEVELS
+    if any(row.dropped for row in rows):
+        return DIGESTS
     return RECORDS[rows[0].level]
 
 

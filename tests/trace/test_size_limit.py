@@ -1,0 +1,212 @@
+"""Recordings that may take so many bytes on disk."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchrepro
+from torchrepro import TraceError
+from torchrepro.trace.reader import Trace, read_run
+from torchrepro.trace.request import bytes_of
+
+from .conftest import Net
+
+STEPS = 150
+MB = 10**6
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def _train(after_step: Callable[[int], object], steps: int = STEPS) -> list[bytes]:
+    """Train a model, with a call after each step; return the bytes of its weights."""
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+    for step in range(steps):
+        net(torch.randn(5, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after_step(step)
+    return [bytes(one.detach().view(-1).view(torch.uint8).numpy()) for one in net.parameters()]
+
+
+def _read(folder: Path) -> Trace:
+    (trace,) = read_run(folder)
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("most", "asked"),
+    [
+        (MB, {}),
+        (MB, {"every": 3}),
+        (MB, {"keep": ["layers.0*"], "statistics": True}),
+        (2 * MB, {"level": "step"}),
+        (700_000, {"level": "module", "every": 2}),
+    ],
+)
+def test_a_recording_never_takes_more_than_it_may(
+    tmp_path: Path, most: int, asked: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder is within the size after every step; the records left are of the last steps."""
+    folder, sizes = tmp_path / "run", []
+    steps = STEPS if asked.get("level") != "step" else 500
+
+    with torchrepro.record(folder, max_size=most, **asked):
+        weights = _train(lambda _: sizes.append(_bytes_in(folder)), steps)
+
+    assert max(sizes) <= most
+    assert _bytes_in(folder) <= most
+    assert weights == _train(lambda _: None, steps)
+    trace = _read(folder)
+    for level in ("op", "module", "step"):
+        rows = [row.dropped for row in trace.steps.values() if row.level == level]
+        assert rows == sorted(rows, reverse=True)
+    dropped = [step for step, row in trace.steps.items() if row.dropped]
+    assert (trace.meta["dropped"], trace.meta["max_size"]) == (len(dropped), most)
+    assert bool(dropped) == ("were dropped" in capsys.readouterr().err)
+    for step, row in trace.steps.items():
+        assert len(trace.records(step)) == (0 if row.dropped else row.records)
+        assert not row.finished or (row.parameters and row.gradients)
+
+
+def test_steps_in_full_are_dropped_before_any_other(tmp_path: Path) -> None:
+    """No step at level step is without its records while one in full has them."""
+    with torchrepro.record(tmp_path / "run", max_size=600_000, every=2):
+        _train(lambda _: None)
+
+    steps = _read(tmp_path / "run").steps.values()
+    in_full = [row.dropped for row in steps if row.level == "op"]
+    others = [row.dropped for row in steps if row.level == "step"]
+    assert any(in_full)
+    assert all(in_full) or not any(others)
+
+
+def test_a_size_that_cannot_be_held_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run goes on, without records, and whole steps are there."""
+    with torchrepro.record(tmp_path / "run", max_size=60_000):
+        _train(lambda _: None, 20)
+
+    assert capsys.readouterr().err.count("more than the 60 kB that it may") == 1
+    trace = _read(tmp_path / "run")
+    assert trace.ended_steps == 20
+    assert all(row.dropped for row in trace.steps.values())
+
+
+def test_dropped_steps_are_compared_by_what_is_left_of_them(tmp_path: Path) -> None:
+    """A fault in one of them is in that step; the answer says what was compared in which way."""
+    for name, at, asked in (
+        ("whole", -1, {}),
+        ("within", -1, {"max_size": MB * 3 // 4}),
+        ("faulty", 20, {"max_size": MB * 3 // 4}),
+        ("late", STEPS - 5, {"max_size": MB * 3 // 4}),
+    ):
+        with torchrepro.record(tmp_path / name, **asked):
+            _train(lambda step, at=at: step == at - 1 and torch.randn(1))
+    runs = {name: tmp_path / name for name in ("whole", "within", "faulty", "late")}
+
+    same = torchrepro.compare(runs["whole"], runs["within"])
+    early = torchrepro.compare(runs["within"], runs["faulty"])
+    late = torchrepro.compare(runs["within"], runs["late"])
+
+    assert same.same
+    rows = _read(runs["within"]).steps.values()
+    left = sum(row.finished and not row.dropped for row in rows)
+    state = "by parameters, gradients and losses"
+    assert same.compared.by == (("op by op", left), (state, STEPS - left))
+    assert any("B dropped the records of" in note for note in same.notes)
+    assert early.first is not None
+    assert (early.first.step, early.first.op) == (20, "loss")
+    assert early.agreed is not None
+    assert (early.agreed.step, early.agreed.by, early.agreed.in_full) == (19, state, None)
+    assert early.advice is not None
+    assert "--steps 20:20" in early.advice.closer
+    assert late.first is not None
+    assert late.first.step == STEPS - 5
+    assert late.first.op == "aten::randn"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs os.fork")
+def test_a_killed_recording_is_whole_and_within_its_size(tmp_path: Path) -> None:
+    """Whenever it is killed, steps without records say so, and all others have theirs."""
+    _train(lambda _: None, 1)
+    for step in (3, 40, 41, 42, 100):
+        folder = tmp_path / str(step)
+        child = os.fork()
+        if not child:
+            torch.set_num_threads(1)
+            with torchrepro.record(folder, max_size=MB, every=2):
+                _train(lambda at, last=step: at == last and os.kill(os.getpid(), signal.SIGKILL))
+        os.waitpid(child, 0)
+
+        assert _bytes_in(folder) <= MB
+        trace = _read(folder)
+        assert trace.is_truncated
+        assert trace.ended_steps == step + 1
+        assert all(row.dropped or trace.records(number) for number, row in trace.steps.items())
+
+
+def test_ranks_have_equal_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of four ranks takes no more than a run of one may."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    folder, sizes = tmp_path / "run", []
+
+    with torchrepro.record(folder, max_size=4 * MB):
+        _train(lambda _: sizes.append(_bytes_in(folder)))
+
+    assert max(sizes) <= MB
+    assert _read(folder).meta["dropped"]
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        *((500, 500), ("500", 500), ("500MB", 500 * MB), ("2GiB", 2 << 30), ("1.5 kB", 1500)),
+        *(("3tb", 3 * 10**12), ("7 B", 7)),
+    ],
+)
+def test_a_size_is_written_as_people_write_it(written: str | int, meant: int) -> None:
+    """Units of a thousand and of 1024 are told apart, in letters of any case."""
+    assert bytes_of(written) == meant
+
+
+@pytest.mark.parametrize("wrong", ["", "MB", "500M", "-5", -5, 0, "0MB", True, "1e9", "5 apples"])
+def test_what_is_no_size_is_refused(tmp_path: Path, wrong: object) -> None:
+    """The error names the key, and what is legal."""
+    with (
+        pytest.raises(TraceError, match=r"max_size(.|\n)*500MB"),
+        torchrepro.record(tmp_path / "run", max_size=wrong),
+    ):
+        pass
+
+
+def test_a_step_says_at_which_level_it_was_recorded(tmp_path: Path) -> None:
+    """Where steps end on other threads, no step is called recorded in full that was not."""
+    with torchrepro.record(tmp_path / "run", every=2):
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for step in range(9):
+            net(torch.ones(2, 4)).sum().backward()
+            if step % 3:
+                optimizer.step()
+            else:
+                thread = threading.Thread(target=optimizer.step)
+                thread.start()
+                thread.join()
+
+    trace = _read(tmp_path / "run")
+    for step, row in trace.steps.items():
+        forward = [one for one in trace.records(step) if trace.sites[one.site].phase == "forward"]
+        assert (row.level == "op") == bool(forward), step
+    assert {row.level for row in trace.steps.values()} == {"op", "step"}
