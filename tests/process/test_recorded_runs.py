@@ -165,6 +165,10 @@ WRONG = {
         ("run", "./plain.yaml", "--record", "x", "--every", "0", "--", "true"),
         "100 is steps 0, 100, 200",
     ),
+    "no size": (
+        ("run", "./plain.yaml", "--record", "x", "--max-size", "lots", "--", "true"),
+        "a number of bytes, or one with kB, MB, GB",
+    ),
     "every, and nothing recorded": (
         ("run", "./plain.yaml", "--every", "5", "--", "true"),
         "--record DIR",

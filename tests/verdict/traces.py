@@ -74,6 +74,7 @@ class Writer:
         ordinal = f".{values['ordinal']}" if values["ordinal"] else ""
         self.store = Store(folder / f"rank{values['rank']}{ordinal}.sqlite")
         self.store.write_meta({key: each for key, each in values.items() if each is not None})
+        self.level = str(values["level"])
         self.records = 0
         self.sites: dict[tuple[str, ...], int] = {}
         self.arguments: dict[str, int] = {"": 0}
@@ -108,6 +109,7 @@ class Writer:
                 gradients=step.gradients,
                 random=step.random,
                 finished=step.finished,
+                level=self.level,
             )
         )
 
