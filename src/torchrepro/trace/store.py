@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import cache
 from importlib import import_module
 from itertools import chain, count
 from multiprocessing import current_process
@@ -174,7 +175,9 @@ class Store:
     def add_losses(self, rows: Iterable[tuple[int, int, float | None, bytes, str]]) -> None:
         """Add losses: step, position, value, fingerprint, source."""
         rows = list(rows)
-        self._sources |= self._shown({row[4] for row in rows} - self._sources.keys())
+        new = {row[4] for row in rows} - self._sources.keys()
+        if new:
+            self._sources |= self._shown(new)
         self._add(
             "loss", [(*row[:2], _real(row[2]), row[3], self._sources[row[4]]) for row in rows]
         )
@@ -317,10 +320,10 @@ class Store:
         return found
 
     def _insert(self, table: str, rows: list[tuple[Any, ...]]) -> None:
-        self._many(f"insert into {table} values ({', '.join('?' * len(rows[0]))})", rows)  # noqa: S608 - a table of ours
+        self._many(_insertion(table, len(rows[0])), rows)
 
     def _commit(self) -> None:
-        seals = [(name, self._digests[name].digest()) for name in sorted(self._unsealed)]
+        seals = [(name, self._digests[name].digest()) for name in self._unsealed]
         self._many("insert or replace into seal values (?, ?)", seals)
         self._unsealed.clear()
         self._execute("commit")
@@ -473,3 +476,8 @@ def _new_file(folder: Path, rank: int) -> tuple[Path, int]:
 def _real(value: float | None) -> float | None:
     """Return a number as it is read again: a database has no NaN and no negative zero."""
     return None if value is None or math.isnan(value) else float(value) + 0.0
+
+
+@cache
+def _insertion(table: str, columns: int) -> str:
+    return f"insert into {table} values ({', '.join('?' * columns)})"  # noqa: S608 - a table of ours
