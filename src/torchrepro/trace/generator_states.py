@@ -31,11 +31,15 @@ class GeneratorStates:
         self._python: tuple[Any, Any, str] | None = None
         self._numpy: tuple[Any, str] | None = None
         self._torch = b"", ""
+        self._last: dict[str, str] = {}
         self._found: dict[str, tuple[Any, Any]] = {}
         self._built_for: set[str] | None = None
 
     def read(self) -> Mapping[str, str]:
-        """Return a fingerprint of the state of every global generator; draws nothing."""
+        """Return a fingerprint of the state of every global generator; draws nothing.
+
+        While none has changed, it is the very same mapping, which nobody may change.
+        """
         found = {"python": self._of_python()}
         if "numpy.random" in sys.modules:
             found["numpy"] = self._of_numpy(sys.modules["numpy.random"])
@@ -43,7 +47,9 @@ class GeneratorStates:
         for name, module in self._devices().items():
             for index in range(module.device_count()):
                 found[f"{name}:{index}"] = fingerprint(module.get_rng_state(index)).hex()
-        return found
+        if found != self._last:
+            self._last = found
+        return self._last
 
     def _devices(self) -> Mapping[str, Any]:
         """Return the accelerators in use; asks no more where torch is built for none."""

@@ -80,6 +80,7 @@ class Store:
         self._clean = clean
         self._meta: dict[str, str] = {}
         self._sources: dict[str, str] = {}  # of losses: the same in every step
+        self._states: tuple[Mapping[str, str], str] = {}, "{}"
         self._of_step = xxhash.xxh3_128()
         self._of_details = {name: xxhash.xxh3_128() for name in DETAILS}
         self._has_details = False
@@ -198,7 +199,7 @@ class Store:
             *(row.step, row.first, row.records, row.bytes),
             *(self._of_step.digest(), self._digest_of_details()),
             *(row.parameters, row.gradients),
-            *(json.dumps(dict(row.random)), int(row.finished), row.level),
+            *(self._text_of(row.random), int(row.finished), row.level),
         )
         self._of_step.reset()
         self._add("step", [values])
@@ -208,6 +209,12 @@ class Store:
         """Commit what was done since the last time."""
         self._commit()
         self._execute("begin")
+
+    def _text_of(self, states: Mapping[str, str]) -> str:
+        """Return the states of generators as JSON; those of many steps are the very same."""
+        if states is not self._states[0]:
+            self._states = states, json.dumps(dict(states))
+        return self._states[1]
 
     # Dropping records, between two steps.
 
