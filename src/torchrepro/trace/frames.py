@@ -334,8 +334,11 @@ class RunPosition:
         self.aside = self.stopped or bool(self.paused)
 
 
-DEPTH = 4
-"""Frames from `place_of_call` to the code that called an op, if a mode's `_append` asks for it."""
+DEPTH = 3
+"""Frames from `place_of_call` to the mode that takes an op, if its `_append` asks for the place.
+
+What called the op may be no frame at all: on a thread of its own, autograd's engine is not Python.
+"""
 
 
 class Origin:
@@ -355,7 +358,8 @@ class Origin:
         node = _current_node()
         if node is not None:
             phase = "backward"
-            if _kinds.get(address(sys._getframe(DEPTH - 1).f_code)) == _ENGINE:  # noqa: SLF001 - see `place_of_call`
+            caller = sys._getframe(DEPTH - 1).f_back  # noqa: SLF001 - see `place_of_call`
+            if caller is None or _kinds.get(address(caller.f_code)) == _ENGINE:
                 place = self._place_of_node(node, NOWHERE)
             else:
                 place, in_engine = place_of_call(self.names, DEPTH)
