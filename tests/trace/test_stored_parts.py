@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import sqlite3
 import tempfile
-from contextlib import closing
+import tracemalloc
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +23,13 @@ from torchrepro.trace.sequences import Recent, packed, unpacked
 from ..older_traces import rewrite
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torchrepro.trace.format import Row
 
 SITES = 300
+GROWTH = 50_000
+"""Bytes that 2,000 more steps may take in memory."""
 
 
 def _written(folder: Path, steps: Sequence[Sequence[Row]]) -> Path:
@@ -174,6 +177,34 @@ def test_sequences_are_forgotten_and_memory_stays_bounded(
 
     assert 500 < max(held) <= 1000
     assert _read(path) == steps
+
+
+def test_a_long_run_whose_every_step_differs_takes_no_more_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a recorder holds of sequences does not grow with the number of steps."""
+    monkeypatch.setattr(store, "Recent", lambda: Recent(1000))
+    to = store.Store(tmp_path / "rank0.sqlite")
+    rows, held = _step(0), []
+    with _traced_memory():
+        for number in range(3000):
+            random.Random(number).shuffle(rows)
+            to.add_records(number, rows)
+            to.end_step(StepRow(number, 1 + 50 * number, 50, 0, b"", b"", {}, finished=True))
+            if number % 1000 == 999:
+                held.append(tracemalloc.get_traced_memory()[0])
+    to.close()
+
+    assert held[2] - held[0] < GROWTH
+
+
+@contextmanager
+def _traced_memory() -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        tracemalloc.stop()
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50))

@@ -86,7 +86,8 @@ class Store:
         self._has_details = False
         self._sequences = 0
         self._recent: Recent[tuple[int, ...], tuple[int, bytes]] = Recent()  # number, digest
-        self._uses: Counter[int] = Counter()  # how many times parts refer to each sequence
+        self._shrinks = shrinks
+        self._uses: Counter[int] = Counter()  # of each sequence by parts, where parts are dropped
         self._digests = {name: xxhash.xxh3_128() for name in SEALED[FORMAT]}
         self._unsealed = set(SEALED[FORMAT])
         self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -152,7 +153,8 @@ class Store:
         lengths = tuple(map(len, each_input)), tuple(map(len, each_output))
         found = [find(numbers) for numbers in (threads, sites, arguments, *lengths)]
         numbers, digests = zip(*found, strict=True)
-        self._uses.update(numbers)
+        if self._shrinks:
+            self._uses.update(numbers)
         of_values = xxhash.xxh3_128_digest(inputs), xxhash.xxh3_128_digest(outputs)
         self._of_step.update(b"".join((*digests, *of_values)))
         values = (self.records + 1, *numbers, inputs, outputs)
