@@ -124,6 +124,27 @@ def test_a_fault_is_found_at_its_step_whichever_steps_are_in_full(tmp_path: Path
     assert "agreed" in as_text(*verdict_parts(verdict))
 
 
+def test_a_fault_of_one_rank_is_found_on_that_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks are compared each with its own, and the last agreement is that of all of them."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, at in (("a", -1), ("b", 6)):
+        for rank in range(2):
+            monkeypatch.setenv("RANK", str(rank))
+            _run(tmp_path / f"{name}{rank}", 4, "into.weight" if rank else "", at if rank else -1)
+            (trace,) = (tmp_path / f"{name}{rank}").iterdir()
+            (tmp_path / name).mkdir(exist_ok=True)
+            trace.rename(tmp_path / name / trace.name)
+
+    verdict = torchrepro.compare(tmp_path / "a", tmp_path / "b")
+
+    assert verdict.first is not None
+    assert (verdict.first.rank, verdict.first.step) == (1, 6)
+    assert verdict.agreed == Agreed(5, STATE, 4)
+    assert (verdict.compared.ranks, verdict.compared.by[0]) == (2, ("op by op", 3))
+
+
 def test_within_a_tolerance_steps_without_statistics_are_compared_by_their_losses(
     tmp_path: Path,
 ) -> None:
