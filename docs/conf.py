@@ -34,7 +34,8 @@ nitpick_ignore = [
     for name in (
         *("collections.abc.Callable", "collections.abc.Mapping", "os.PathLike", "Path"),
         *("random.Random", "torch.Generator", "np.random.Generator", "np.random.RandomState"),
-        *("Destination", "Knob", "ProcessFacts", "Recording", "ResolvedProfile"),
+        *("Agreement", "Destination", "Knob", "ProcessFacts", "Recording", "ResolvedProfile"),
+        "Rewrite",
         *("torchrepro.errors._WrongRequestError", "torchrepro.seeding.ranks.Mesh"),
         "torchrepro.seeding.generators.Generator",
     )
