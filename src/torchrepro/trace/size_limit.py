@@ -67,12 +67,11 @@ class SizeLimit:
         if used > room:
             self._drop_to(room)
             store.commit()
+            used = store.bytes_used
+        self._used = used
         if store.bytes_on_disk + self._largest > self._most:
-            store.shrink(file=False)
-        if store.bytes_on_disk + 2 * self._largest > self._most:
-            store.shrink(file=True)
-        self._used = store.bytes_used
-        self._warn()
+            store.shrink(file=store.bytes_of_file + 2 * self._largest > self._most)
+            self._warn()
 
     def _drop_to(self, room: int) -> None:
         """Drop records of the oldest steps until no more than so many bytes are used."""

@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from itertools import chain, count
 from multiprocessing import current_process
@@ -229,8 +229,16 @@ class Store:
     @property
     def bytes_used(self) -> int:
         """How many bytes of the file, once it has all that the log holds, are in use."""
-        pages, free, size = map(self._asked, ("page_count", "freelist_count", "page_size"))
-        return (pages - free) * size
+        return self.bytes_of_file - self._asked("freelist_count") * self._page
+
+    @property
+    def bytes_of_file(self) -> int:
+        """How many bytes the file has, once it has all that the log holds."""
+        return self._asked("page_count") * self._page
+
+    @cached_property
+    def _page(self) -> int:
+        return self._asked("page_size")
 
     def _asked(self, pragma: str) -> int:
         return int(self._rows(f"pragma {pragma}")[0][0])
