@@ -1,6 +1,7 @@
 """Recordings that may take so many bytes on disk."""
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -12,6 +13,7 @@ import torch
 
 import torchrepro
 from torchrepro import TraceError
+from torchrepro.messages import size
 from torchrepro.trace.reader import Trace, read_run
 from torchrepro.trace.request import bytes_of
 
@@ -72,34 +74,73 @@ def test_a_recording_never_takes_more_than_it_may(
         assert rows == sorted(rows, reverse=True)
     dropped = [step for step, row in trace.steps.items() if row.dropped]
     assert (trace.meta["dropped"], trace.meta["max_size"]) == (len(dropped), most)
-    assert bool(dropped) == ("were dropped" in capsys.readouterr().err)
+    assert bool(dropped) == ("dropped: the records of" in capsys.readouterr().err)
     for step, row in trace.steps.items():
         assert len(trace.records(step)) == (0 if row.dropped else row.records)
         assert not row.finished or (row.parameters and row.gradients)
 
 
-def test_steps_in_full_are_dropped_before_any_other(tmp_path: Path) -> None:
-    """No step at level step is without its records while one in full has them."""
-    with torchrepro.record(tmp_path / "run", max_size=600_000, every=2):
-        _train(lambda _: None)
+@pytest.mark.parametrize(("every", "most"), [(1, MB), (3, 700_000), (50, 480_000)])
+def test_the_oldest_steps_in_full_are_dropped_first_and_the_last_two_at_the_end(
+    tmp_path: Path, every: int, most: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No smaller step is dropped while more than two in full are left; the end says what is."""
+    folder = tmp_path / "run"
+    with torchrepro.record(folder, max_size=most, every=every):
+        _train(lambda _: None, 450)
 
-    steps = _read(tmp_path / "run").steps.values()
-    in_full = [row.dropped for row in steps if row.level == "op"]
-    others = [row.dropped for row in steps if row.level == "step"]
-    assert any(in_full)
-    assert all(in_full) or not any(others)
+    steps = {step: row for step, row in _read(folder).steps.items() if row.finished}
+    in_full = [step for step, row in steps.items() if row.level == "op" and not row.dropped]
+    others = [step for step, row in steps.items() if row.level == "step"]
+    dropped = [step for step, row in steps.items() if row.dropped]
+    lost = [step for step in others if steps[step].dropped]
+    assert in_full == [step for step in steps if step % every == 0][-len(in_full) :]
+    assert len(in_full) >= 2
+    assert len(in_full) == 2 or not lost
+    assert bool(lost) == (every == 50)
+    said = capsys.readouterr().err
+    assert f"takes {size(_bytes_in(folder))} of {size(most)}" in said
+    assert f"kept in full: {_in_words(in_full)};" in said
+    assert f"dropped: the records of {_in_words(dropped)};" in said
+    assert ("kept at level step" in said) == (every > 1)
+
+
+def _in_words(steps: list[int]) -> str:
+    ends = f"steps {steps[0]} to {steps[-1]}"
+    return ends if len(steps) > steps[-1] - steps[0] else f"{len(steps)} of the {ends}"
+
+
+def test_a_size_without_room_for_a_step_says_which_would_have_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is said when it happens and at the end; the size that is named there holds two steps."""
+    asked = {"keep": ["layers*"], "statistics": True}
+    with torchrepro.record(tmp_path / "run", max_size=300_000, **asked):
+        _train(lambda _: None, 40)
+    said = capsys.readouterr().err
+
+    assert all(row.dropped for row in _read(tmp_path / "run").steps.values())
+    assert said.count("300 kB has room for none in full") == 2
+    assert "kept in full: none" in said
+    named = re.findall(r"([\d.]+ .B) would hold the last 2", said)[-1]
+
+    with torchrepro.record(tmp_path / "again", max_size=named, **asked):
+        _train(lambda _: None, 40)
+
+    assert [row.dropped for row in _read(tmp_path / "again").steps.values()][36:] == [1, 1, 0, 0, 0]
+    assert "room for none" not in capsys.readouterr().err
 
 
 def test_a_size_that_cannot_be_held_is_said_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run goes on, without records, and whole steps are there."""
-    with torchrepro.record(tmp_path / "run", max_size=60_000):
-        _train(lambda _: None, 20)
+    with torchrepro.record(tmp_path / "run", max_size=200_000, level="step"):
+        _train(lambda _: None, 400)
 
-    assert capsys.readouterr().err.count("more than the 60 kB that it may") == 1
+    assert capsys.readouterr().err.count("more than 200 kB: no records are left") == 1
     trace = _read(tmp_path / "run")
-    assert trace.ended_steps == 20
+    assert trace.ended_steps == 400
     assert all(row.dropped for row in trace.steps.values())
 
 

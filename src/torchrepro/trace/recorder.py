@@ -43,7 +43,7 @@ def record(  # noqa: PLR0913 - one for each option of a recording
     `detail` reads every input again. With `every`, steps 0, `every`, 2 * `every` and so on are
     recorded at `level` and all others at ``step``. `max_size`, in bytes or as in ``"500MB"``, is
     what the recording may take on disk, of which each rank has an equal share: the records of the
-    oldest steps are dropped, those in full before the others.
+    oldest steps are dropped, those in full before the others, but the last two in full at the end.
 
     A step is one call of an optimizer's ``step()``, or of `torchrepro.end_step` (``end_step`` of
     the returned recording), with all that led to it, and is numbered from 0: several backward

@@ -202,21 +202,20 @@ class Recording:
             first, count = self.state.buffer.end_step(store, self.state.step)
             self._write_losses(store)
             self.level.write(store, first)
-            store.end_step(
-                StepRow(
-                    step=self.state.step,
-                    first=first,
-                    records=count,
-                    bytes=cache.pop_bytes_read(),
-                    parameters=_combined(parameters),
-                    gradients=_combined(self._gradients),
-                    random=self._generators.read(),
-                    finished=finished,
-                    level=self.level.name,
-                )
+            row = StepRow(
+                step=self.state.step,
+                first=first,
+                records=count,
+                bytes=cache.pop_bytes_read(),
+                parameters=_combined(parameters),
+                gradients=_combined(self._gradients),
+                random=self._generators.read(),
+                finished=finished,
+                level=self.level.name,
             )
+            store.end_step(row)
             if self._limit is not None:
-                self._limit.hold()
+                self._limit.hold(row)
 
     def _write_losses(self, store: Store) -> None:
         marks = joined([mark for _, mark, _ in self._losses], OUTPUT)
@@ -246,7 +245,7 @@ class Recording:
             say(f"{error}\n    the run goes on, unrecorded from here")
 
     def _say_what_was_dropped(self, store: Store) -> None:
-        if self._limit is not None and self._limit.dropped:
+        if self._limit is not None and self._limit.count:
             say(f"{store.path}: {self._limit.in_words()}")
 
     def _warn_of_unmatched_requests(self) -> None:

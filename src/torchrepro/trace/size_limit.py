@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,9 @@ from torchrepro.seeding.ranks import world
 from torchrepro.trace.request import LEVELS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchrepro.trace.format import StepRow
     from torchrepro.trace.request import Request
     from torchrepro.trace.store import Store
 
@@ -18,8 +22,10 @@ OVERHEAD = 1 << 16
 """Bytes that a step takes besides its own: pages that are written again, and the log's index."""
 
 COARSEST = LEVELS[0]
-SORTS = ("<>", "=")
-"""How the level of steps whose records are dropped first, and then of others, is to `COARSEST`."""
+
+NEWEST = 2
+"""Steps in full that outlive the records of older steps at `COARSEST`: where a run diverges, its
+last step and the one before it say from what."""
 
 
 def limit_of(store: Store, request: Request) -> SizeLimit | None:
@@ -29,15 +35,29 @@ def limit_of(store: Store, request: Request) -> SizeLimit | None:
     """
     if request.max_size is None:
         return None
-    return SizeLimit(store, request.max_size // world().size)
+    return SizeLimit(store, request.max_size, world().size)
 
 
 @dataclass(slots=True)
-class _Oldest:
-    """The oldest step of a sort whose records are still there."""
+class Steps:
+    """Steps of one kind, of which others may lie between the first and the last."""
 
-    comparison: str
-    after: int = -1
+    first: int = -1
+    last: int = -1
+    count: int = 0
+
+    def add(self, number: int) -> None:
+        """Add a step that is not among them."""
+        self.first = min(self.first, number) if self.count else number
+        self.last = max(self.last, number)
+        self.count += 1
+
+    def __str__(self) -> str:
+        if self.count <= 1:
+            return f"step {self.first}" if self.count else "none"
+        if self.count == self.last - self.first + 1:
+            return f"steps {self.first} to {self.last}"
+        return f"{self.count:,} of the steps {self.first} to {self.last}"
 
 
 class SizeLimit:
@@ -48,18 +68,24 @@ class SizeLimit:
     file, and once more for the step that is written before the next look.
     """
 
-    def __init__(self, store: Store, most: int) -> None:
+    def __init__(self, store: Store, size_of_run: int, ranks: int) -> None:
         self._store = store
-        self._most = most
+        self._most = size_of_run // ranks
+        share = f" (its share of {size(size_of_run)} for {ranks:,} ranks)" if ranks > 1 else ""
+        self._most_in_words = f"{size(self._most)}{share}"
         self._largest = 0
         self._used = store.bytes_used
-        self._oldest = [_Oldest(sort) for sort in SORTS]
-        self._is_over = False
-        self.dropped: list[int] = []
-        """The first, the last and the number of the steps without records."""
+        self._in_full: deque[tuple[int, int, int]] = deque()  # step, first record, count
+        self._others = 0  # steps at `COARSEST` that have records
+        self._last_other = -1  # the last one without
+        self._after_last: int | None = None  # the number of what came after the last step
+        self._dropped = Steps()
+        self._end_is_dropped = False
+        self._said: set[str] = set()
 
-    def hold(self) -> None:
-        """Make room for the next step; called where one has been written."""
+    def hold(self, row: StepRow) -> None:
+        """Make room for the next step; called where `row` has been written."""
+        self._take(row)
         store = self._store
         used = store.bytes_used
         self._largest = max(self._largest, used - self._used + OVERHEAD)
@@ -69,47 +95,108 @@ class SizeLimit:
             store.commit()
             used = store.bytes_used
         self._used = used
+        if row.level != COARSEST and not self._in_full:
+            self._say_once("full", self._room_for_none)
         if store.bytes_on_disk + self._largest > self._most:
             store.shrink(file=store.bytes_of_file + 2 * self._largest > self._most)
-            self._warn()
+            if store.bytes_on_disk > self._most:
+                self._say_once("over", self._too_large)
+
+    def _take(self, row: StepRow) -> None:
+        if not row.finished:
+            self._after_last = row.step
+        if not row.records:
+            return
+        if row.level == COARSEST:
+            self._others += 1
+        else:
+            self._in_full.append((row.step, row.first, row.records))
+
+    # What is dropped, in this order.
 
     def _drop_to(self, room: int) -> None:
         """Drop records of the oldest steps until no more than so many bytes are used."""
-        for oldest in self._oldest:
-            while self._store.bytes_used > room:
-                found = self._store.next_step(oldest.after, oldest.comparison, COARSEST)
-                if found is None:
-                    break
-                self._store.drop(*found)
-                oldest.after = found[0]
-                self._note(found[0])
+        for drop_one in (self._drop_older_in_full, self._drop_other, self._drop_in_full):
+            while self._store.bytes_used > room and drop_one():
+                pass
 
-    def _note(self, step: int) -> None:
-        first, last, count = self.dropped or (step, step, 0)
-        self.dropped = [min(first, step), max(last, step), count + 1]
+    def _drop_older_in_full(self) -> bool:
+        kept = NEWEST + (self._after_last is not None)
+        return len(self._in_full) > kept and self._drop_in_full()
 
-    def _warn(self) -> None:
-        """Say once that nothing is left to be dropped."""
-        taken = self._store.bytes_on_disk
-        if taken <= self._most or self._is_over:
-            return
-        self._is_over = True
-        say(
-            f"{self._store.path}: takes {size(taken)}, more than the {size(self._most)} that it "
-            "may: no records are left that could be dropped\n    the run goes on, and the digests "
-            "of each step are still written"
-        )
+    def _drop_other(self) -> bool:
+        if not self._others:
+            return False
+        found = self._store.next_step(self._last_other, COARSEST)
+        self._others -= 1
+        self._last_other = found[0]
+        self._drop(*found)
+        return True
+
+    def _drop_in_full(self) -> bool:
+        if not self._in_full:
+            return False
+        self._drop(*self._in_full.popleft())
+        return True
+
+    def _drop(self, step: int, first: int, records: int) -> None:
+        self._store.drop(step, first, records)
+        if step == self._after_last:
+            self._end_is_dropped = True
+        else:
+            self._dropped.add(step)
+
+    # What is said.
 
     @property
     def count(self) -> int:
-        """How many steps have no records any longer."""
-        return self.dropped[2] if self.dropped else 0
+        """How many steps have no records any longer, what came after the last one included."""
+        return self._dropped.count + self._end_is_dropped
 
     def in_words(self) -> str:
-        """Return a sentence on the steps whose records were dropped."""
-        first, last, count = self.dropped
-        steps = f"step {first}" if count == 1 else f"{count:,} steps, {first} to {last},"
-        return (
-            f"to stay within {size(self._most)}, the records of {steps} were dropped; their losses "
-            "and the digests of their parameters and gradients are there"
+        """Return what the trace takes, which steps have their records and which have not."""
+        in_full = Steps()
+        for step, _, _ in self._in_full:
+            if step != self._after_last:
+                in_full.add(step)
+        parts = [f"takes {size(self._store.bytes_on_disk)} of {self._most_in_words}"]
+        if in_full.count or not self._others:
+            parts.append(f"kept in full: {in_full}")
+        if self._others:
+            parts.append(f"kept at level {COARSEST}: {self._others:,} others")
+        dropped = [f"the records of {self._dropped}"] if self._dropped.count else []
+        dropped += ["what came after the last step"] if self._end_is_dropped else []
+        parts.append(
+            f"dropped: {' and '.join(dropped)}; losses and the digests of parameters and gradients "
+            "are there of every step"
         )
+        lines = ["; ".join(parts)]
+        if "full" in self._said and not self._in_full:
+            lines.append(f"    {self._room_for_none()}")
+        return "\n".join(lines)
+
+    def _say_once(self, what: str, sentence: Callable[[], str]) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            say(f"{self._store.path}: {sentence()}")
+
+    def _room_for_none(self) -> str:
+        step = self._largest - OVERHEAD
+        enough = self._used + NEWEST * step + 3 * self._largest
+        return (
+            f"a step takes {size(step)}: {self._most_in_words} has room for none in full; "
+            f"{size(_rounded_up(enough))} would hold the last {NEWEST}"
+        )
+
+    def _too_large(self) -> str:
+        return (
+            f"takes {size(self._store.bytes_on_disk)}, more than {self._most_in_words}: no records "
+            "are left that could be dropped\n    the run goes on, and the digests of each step are "
+            "still written"
+        )
+
+
+def _rounded_up(number: int) -> int:
+    """Return a number no less than this one, with two digits that are not zero."""
+    unit: int = 10 ** max(len(str(number)) - 2, 0)
+    return -(-number // unit) * unit

@@ -243,17 +243,17 @@ class Store:
     def _asked(self, pragma: str) -> int:
         return int(self._rows(f"pragma {pragma}")[0][0])
 
-    def next_step(self, after: int, sort: str, level: str) -> tuple[int, int, int] | None:
-        """Return number, first record and count of records of the next step with records.
+    def next_step(self, after: int, level: str) -> tuple[int, int, int]:
+        """Return number, first record and count of records of the next step of a level with any.
 
-        `sort` says how the level of the step is to be to `level`: ``=`` or ``<>``.
+        There has to be one.
         """
-        found = self._rows(
-            "select step, first, records from step where step > ? and records > 0"  # noqa: S608 - two words of ours
-            f" and level {sort} ? order by step limit 1",
+        (found,) = self._rows(
+            "select step, first, records from step where step > ? and records > 0 and level = ?"
+            " order by step limit 1",
             (after, level),
         )
-        return found[0] if found else None
+        return found  # type: ignore[no-any-return]
 
     def drop(self, step: int, first: int, records: int) -> None:
         """Delete the records of a step and their details; its row stays as it is."""
