@@ -1,5 +1,6 @@
 """Faults that lie around the ops: workers, threads, memory that nobody wrote, other ranks."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -85,41 +86,37 @@ def test_a_worker_that_nobody_seeded_is_found_at_its_first_batch(tmp_path: Path)
 class Reading(nn.Module):
     """Adds what happens to be in memory, at its fourth call."""
 
-    def __init__(self) -> None:
+    def __init__(self, found: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(5000))
+        self.found = found
         self.calls = 0
 
     def forward(self, items: torch.Tensor) -> torch.Tensor:
         buffer = torch.empty(5000)
+        _put_behind_the_back_of_torch(self.found, buffer)
         self.calls += 1
         if self.calls < 4:
             buffer.zero_()
         return self.weight * items + buffer  # buffer
 
 
-def _leave_behind(value: float) -> list[torch.Tensor]:
-    """Fill memory that the allocator will hand out again; return what keeps it from merging it.
+def _put_behind_the_back_of_torch(value: float, buffer: torch.Tensor) -> None:
+    """Have memory hold a value that no op has written.
 
-    Every second tensor is freed.  The others lie between the free places, so that the allocator
-    can neither make larger ones of them nor give them back to the system.
+    What an allocator hands out depends on all that the process did before: here it is chosen.
     """
-    held = [torch.empty(5000) for _ in range(400)]
-    for tensor in held:
-        tensor.numpy().fill(value)
-    return held[::2]
+    (ctypes.c_float * buffer.numel()).from_address(buffer.data_ptr())[:] = [value] * buffer.numel()
 
 
 def test_memory_that_nothing_had_written_is_found_where_it_is_read(tmp_path: Path) -> None:
     """Memory that an op allocated and nothing wrote shows in the op that reads it."""
 
     def program(run: int) -> float:
-        model = nn.Sequential(nn.Identity(), Reading())
+        model = nn.Sequential(nn.Identity(), Reading(float(run + 1)))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for _ in range(STEPS):
-            between = _leave_behind(float(run + 1))
             loss = model(torch.ones(5000)).square().mean()
-            del between
             loss.backward()
             optimizer.step()
         return loss.item()

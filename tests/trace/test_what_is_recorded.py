@@ -29,6 +29,66 @@ def test_outputs_are_fingerprints_of_results(recorded: Recorder) -> None:
     assert found[-1].outputs == (fingerprint(results[0]),)
 
 
+def _in_inference_mode() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(3).add(1).mul_(2)
+
+
+RESULTS: dict[str, Callable[[], torch.Tensor]] = {
+    "no dimension": lambda: torch.ones(3).sum(),
+    "no element": lambda: torch.ones(0, 3).mul(2),
+    "integers": lambda: torch.arange(5).mul(3),
+    "complex": lambda: torch.ones(3, dtype=torch.complex64).mul(1j),
+    "in place": lambda: torch.ones(3).mul_(2),
+    "in place, with gaps": lambda: torch.arange(12.0).reshape(3, 4)[:, ::2].mul_(2),
+    "in place, transposed": lambda: torch.arange(12.0).reshape(3, 4).t().mul_(2),
+    "channels last": lambda: torch.ones(1, 2, 3, 3).to(memory_format=torch.channels_last).mul(2),
+    "a parameter": lambda: torch.nn.Parameter(torch.ones(3)).data.mul_(2),
+    "sparse": lambda: torch.eye(3).to_sparse().mul(2),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]).mul(2),
+    "quantised": lambda: torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.quint8).relu(),
+    "inference": _in_inference_mode,
+}
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+def test_results_of_every_kind_are_read_as_by_themselves(recorded: Recorder, kind: str) -> None:
+    """However an op's result is read while it runs, its fingerprint is that of the tensor."""
+    results = []
+    found = seen(recorded(lambda: results.append(RESULTS[kind]())))
+
+    assert found[-1].outputs[-1] == fingerprint(results[0])
+
+
+def test_views_of_other_arguments_are_recorded(recorded: Recorder) -> None:
+    """An op that returns a view of another than its first argument, or of a list, is recorded."""
+    library = torch.library.Library("torchrepro_views", "FRAGMENT")
+    library.define("later(int row, Tensor(a) x) -> Tensor(a)")
+    library.impl("later", lambda row, x: x[row], "CPU")
+    library.define("listed(Tensor(a)[] x) -> Tensor(a)")
+    library.impl("listed", lambda x: x[0].view(-1), "CPU")
+    ops, x = torch.ops.torchrepro_views, torch.arange(6.0).reshape(2, 3)
+
+    found = seen(recorded(lambda: (ops.later(1, x).cos(), ops.listed([x, x]).cos())))
+
+    assert [one.op for one in found if "views" in one.op or "cos" in one.op] == [
+        *("torchrepro_views::later", "aten::cos", "torchrepro_views::listed", "aten::cos")
+    ]
+
+
+def test_arguments_say_which_of_them_are_missing(recorded: Recorder) -> None:
+    """The text of arguments has each tensor, and each None, in its own place."""
+    x, values = torch.ones(2, 4), torch.ones(4)
+    normed = torch.native_layer_norm
+
+    found = seen(
+        recorded(lambda: [normed(x, [4], *it, 1e-5) for it in ((values, None), (None, values)) * 2])
+    )
+
+    with_weight, with_bias = "(_, [4], _, None, 1e-05)", "(_, [4], None, _, 1e-05)"
+    assert [one.argument for one in found] == [with_weight, with_bias] * 2
+
+
 def test_inputs_are_what_was_written_last(recorded: Recorder) -> None:
     """An input carries the first half of the fingerprint that its last writer left."""
 

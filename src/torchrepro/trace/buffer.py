@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from torchrepro.trace.request import Request
     from torchrepro.trace.store import Store
 
+IN_MEMORY = 1 << 16
+"""Records of one step that are kept in memory; more are handed to the store at once."""
+
 BufferedRow = tuple[int, int, int, Any, Any]
 """A `Row` whose inputs and outputs may be lists of digests that are not there yet."""
 

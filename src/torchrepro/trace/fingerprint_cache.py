@@ -12,7 +12,7 @@ from torchrepro.callers import address
 from torchrepro.trace.device_fingerprint import device_fingerprint
 from torchrepro.trace.fingerprint import arrays, fingerprint, widths
 from torchrepro.trace.format import INPUT, PARTLY, UNINITIALISED
-from torchrepro.trace.op_facts import CPU, PLAIN, shape_of, tensors_in
+from torchrepro.trace.op_facts import PLAIN, shape_of, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -406,7 +406,8 @@ def _plain_result(tensor: Any) -> tuple[bytes, Any, int] | None:
         shape = tensor.shape  # raises for nested tensors
         if (
             tensor.__class__ in PLAIN
-            and tensor.device == CPU
+            and tensor.is_cpu
+            and tensor.dtype in widths  # not quantised
             and tensor.is_contiguous()  # raises for sparse ones
             and (size := tensor.nbytes)
             and (start := tensor.data_ptr())  # none for zeros that autograd only imagines

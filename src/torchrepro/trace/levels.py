@@ -16,6 +16,7 @@ import torch
 
 from torchrepro.callers import address
 from torchrepro.trace import hooks
+from torchrepro.trace.buffer import IN_MEMORY
 from torchrepro.trace.fingerprint_cache import fingerprint_of, read_each
 from torchrepro.trace.format import INPUT, OPTIMIZER_STEP
 from torchrepro.trace.frames import Place, RunPosition, place_of_user
@@ -26,7 +27,7 @@ from torchrepro.trace.op_facts import (
     tensors_in,
     value_text,
 )
-from torchrepro.trace.op_mode import MANY, RecordingMode
+from torchrepro.trace.op_mode import RecordingMode
 from torchrepro.trace.samples import parts_of
 from torchrepro.trace.statistics import DetailRecorder
 
@@ -224,7 +225,7 @@ class Level:
         self, origin: tuple[str, Place, str], shapes: Any, digests: Sequence[Any], argument: int
     ) -> None:
         buffer, site = self.state.buffer, self._site(origin, shapes)
-        if buffer.take(buffer.thread(0), site, argument, (), digests) >= MANY:
+        if buffer.take(buffer.thread(0), site, argument, (), digests) >= IN_MEMORY:
             self.state.spill()
 
     def _site(self, origin: tuple[str, Place, str], shapes: Any) -> int:
@@ -288,7 +289,7 @@ class StepLevel(Level):
         if known is None or not known.is_of(origin, parameters, shapes, state.names.models):
             known = self._known[origin[2], owner] = self._learn(origin, parameters, shapes)
         state.cache.bytes_read += size
-        if state.buffer.take_each(known.sites, known.arguments, fingerprints) >= MANY:
+        if state.buffer.take_each(known.sites, known.arguments, fingerprints) >= IN_MEMORY:
             state.spill()
         return [each[:INPUT] if each.__class__ is bytes else each for each in fingerprints]
 

@@ -185,6 +185,8 @@ class OpFacts:
     """Whether it passes on values of its first input unchanged."""
     writes: bool = False
     """Whether it writes any of its arguments."""
+    view_of_first: bool = False
+    """Whether it is a view of its first argument, which is a tensor."""
     single: bool = False
     """Whether all that it makes or writes is the one tensor that it returns."""
     single_written: bool = False
@@ -232,13 +234,15 @@ def facts_of(op: Any) -> OpFacts:
     collective = plain.partition("::")[0] in COLLECTIVE
     special = collective or any(plain in table for table in (ALLOCATING, REBINDING, SCRATCH))
     view = aliases or plain in SHARING
+    of_first = plain in SHARING or _returns_memory_of_first(schema)
     one = [str(value.type) for value in schema.returns] == ["Tensor"]
-    in_place = one and written == (0,) and len(writes) == 1 and _is_the_same(schema)
+    in_place = one and written == (0,) and len(writes) == 1 and of_first
     return OpFacts(
         op=op,
         name=f"{plain}.{schema.overload_name}" if schema.overload_name else plain,
         transparent=plain in TRANSPARENT or plain in FRESH,
         view=view,
+        view_of_first=view and of_first,
         rebinds=plain in REBINDING,
         overwrites=plain in OVERWRITING,
         allocates=plain in ALLOCATING,
@@ -256,7 +260,9 @@ def facts_of(op: Any) -> OpFacts:
     )
 
 
-def _is_the_same(schema: Any) -> bool:
-    """Whether an op returns its first argument: their schema gives them the same name."""
+def _returns_memory_of_first(schema: Any) -> bool:
+    """Whether an op returns the memory of its first argument, one tensor: both have one name."""
+    if not schema.arguments or not schema.returns or str(schema.arguments[0].type) != "Tensor":
+        return False
     given, returned = schema.arguments[0].alias_info, schema.returns[0].alias_info
     return given is not None and returned is not None and given.before_set == returned.before_set

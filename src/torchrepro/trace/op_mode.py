@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from marshal import dumps
+from operator import is_
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -12,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from torchrepro.callers import address
-from torchrepro.trace.fingerprint import arrays
+from torchrepro.trace.buffer import IN_MEMORY
+from torchrepro.trace.fingerprint import arrays, widths
 from torchrepro.trace.fingerprint_cache import (
     NO_ENTRY,
     STAND_INS,
@@ -34,8 +37,8 @@ if TYPE_CHECKING:
     from torchrepro.trace.frames import Place, RunPosition
     from torchrepro.trace.statistics import DetailRecorder
 
-MANY = 1 << 16
-"""Records of one step that are kept in memory; more are handed to the store at once."""
+FEW = 8
+"""Arguments of one kind of record that are remembered beside it."""
 
 _TRACING = "torch._subclasses"  # tensors that a compiler or an exporter looks at, not numbers
 _facts: dict[int, OpFacts] = {}  # by id: ops take long to hash
@@ -44,24 +47,33 @@ _facts: dict[int, OpFacts] = {}  # by id: ops take long to hash
 class RecordKind:
     """What records of one op at one place with the same shapes have in common.
 
-    Steps repeat, so the kind of the next record is nearly always the one that came next the last
-    time. To compare with it costs less than to look a kind up.
+    Steps repeat, so the kind of the next record is nearly always one of those that came next the
+    last two times. To compare with these costs less than to look a kind up.
     """
 
-    __slots__ = ("argument", "facts", "following", "key", "phase", "place", "shapes", "site")
+    __slots__ = ("arguments", "before", "facts", "following", "phase", "place", "shapes", "site")
 
     def __init__(self) -> None:
         self.facts: OpFacts | None = None
         self.phase = ""
         self.place: Place | None = None
-        self.shapes: list[Any] = []
+        self.shapes: Any = ()
         self.site = 0
-        self.key = b""
-        """The last arguments that were not tensors."""
-        self.argument = 0
-        """The number of these arguments."""
+        self.arguments: dict[bytes, int] = {b"": 0}
+        """The numbers of the last arguments that were not tensors."""
         self.following = self
         """What came next the last time; itself where nothing did."""
+        self.before = self
+        """What came next before that, and was another kind."""
+
+    def is_of(self, facts: OpFacts, phase: str, place: Place, shapes: Any) -> bool:
+        """Whether a record of these is of this kind."""
+        return (
+            self.facts is facts
+            and self.place is place
+            and self.phase is phase
+            and self.shapes == shapes
+        )
 
 
 class RecordingMode(TorchDispatchMode):
@@ -161,21 +173,26 @@ class RecordingMode(TorchDispatchMode):
         outputs: Any = None
         if result.__class__ in PLAIN:
             if facts.single:
+                dtype = result.dtype
                 try:
                     start = result.is_cpu and result.is_contiguous() and result.data_ptr()
                     # Autograd counts a write only after this.
                     version = result._version + facts.single_written  # noqa: SLF001 - see `version_of`
-                    shapes: Any = ((result.shape, result.dtype),)
+                    shapes: Any = ((result.shape, dtype),)
                 except RuntimeError:  # nested, sparse, without memory or without a version
                     start = 0
-                if start and not (facts.keeps and inputs and is_unset(inputs[0])):
+                if (
+                    start
+                    and dtype in widths
+                    and not (facts.keeps and inputs and is_unset(inputs[0]))
+                ):
                     size = result.nbytes
                     outputs = xxh3_128_digest(arrays[size].from_address(start))
                     entries[address(result)] = ref(result), version, outputs[:INPUT], WRITTEN
                     cache.bytes_read += size
                     if facts.writes:
                         cache.update_base_of(result)
-            elif facts.view and inputs and inputs[0].__class__ is bytes:
+            elif facts.view_of_first and inputs[0].__class__ is bytes:
                 base = inputs[0]
                 if base[:4] not in STAND_INS:
                     # Autograd has a view count the writes of its base only after this.
@@ -189,6 +206,8 @@ class RecordingMode(TorchDispatchMode):
                     outputs, shapes = b"", (shape_of(result),)
         if outputs is None:
             outputs, shapes = self._outputs(facts, key, args, kwargs, inputs, result)
+        if plain and any(map(_is_none, plain)):
+            key += call_text(args, kwargs).encode()  # the key alone does not say which of them
         self._append(facts, key, args, kwargs, inputs, outputs, shapes)
         return result
 
@@ -242,6 +261,8 @@ class RecordingMode(TorchDispatchMode):
         result = (returned, written) if facts.compiled else returned
         key = _key_of(plain)
         outputs, shapes = self._outputs(facts, key, args, kwargs, inputs, result)
+        if any(map(_is_none, plain)):
+            key += call_text(args, kwargs).encode()
         self._append(facts, key, args, kwargs, inputs, outputs, shapes)
         if self.details is not None:
             self.details.after(before, fingerprinted(facts, args, kwargs, result))
@@ -276,15 +297,20 @@ class RecordingMode(TorchDispatchMode):
             or kind.phase is not phase
             or kind.shapes != shapes
         ):
-            kind = self._last.following = self._kind_of(facts, phase, place, shapes)
+            last = self._last
+            kind = last.before
+            if not kind.is_of(facts, phase, place, shapes):
+                kind = self._kind_of(facts, phase, place, shapes)
+            last.following, last.before = kind, last.following
         self._last = kind
-        if kind.key != key:
-            kind.argument, kind.key = self._argument_of(facts, key, args, kwargs), key
-        if self.buffer.take(self.thread, kind.site, kind.argument, inputs, outputs) >= MANY:
+        argument = kind.arguments.get(key)
+        if argument is None:
+            argument = self._learn_argument(kind, facts, key, args, kwargs)
+        if self.buffer.take(self.thread, kind.site, argument, inputs, outputs) >= IN_MEMORY:
             self.spill()
 
-    def _kind_of(self, facts: OpFacts, phase: str, place: Place, shapes: list[Any]) -> RecordKind:
-        """Return the kind of a record that is not the one that came next the last time."""
+    def _kind_of(self, facts: OpFacts, phase: str, place: Place, shapes: Any) -> RecordKind:
+        """Return the kind of a record by looking it up; a new one is added."""
         key = (facts, phase, place, *shapes)
         kind = self._kinds.get(key)
         if kind is None:
@@ -297,16 +323,24 @@ class RecordingMode(TorchDispatchMode):
             )
         return kind
 
-    def _argument_of(self, facts: OpFacts, key: bytes, args: Any, kwargs: Any) -> int:
-        """Return the number of the arguments of an op that are not tensors; 0 for none."""
-        if not key:
-            return 0
+    def _learn_argument(
+        self, kind: RecordKind, facts: OpFacts, key: bytes, args: Any, kwargs: Any
+    ) -> int:
+        """Return the number of arguments that are not those of the last records of a kind."""
         number = self.buffer.arguments.get((facts, key))
-        return number or self.buffer.new_argument((facts, key), call_text(args, kwargs))
+        if number is None:
+            number = self.buffer.new_argument((facts, key), call_text(args, kwargs))
+        if len(kind.arguments) >= FEW:  # they may be others in every step
+            kind.arguments = {b"": 0}
+        kind.arguments[key] = number
+        return number
+
+
+_is_none = partial(is_, None)  # an argument may be of a class that refuses to be compared
 
 
 def _key_of(plain: list[Any]) -> bytes:
-    """Return bytes that are equal for equal arguments of equal types, and only for those."""
+    """Return bytes that are equal for equal values of equal types, and only for those."""
     if not plain:
         return b""
     try:
