@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -102,6 +103,53 @@ def _same_modes_afterwards() -> Iterator[None]:
     before = _get_current_dispatch_mode_stack()
     yield
     assert _get_current_dispatch_mode_stack() == before
+
+
+def _train_within_backward(*, outside: bool) -> None:
+    """Train with optimizers that step within the backward pass, and one after it if `outside`.
+
+    The last steps are ended by hand and have no backward pass.
+    """
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 1, bias=False))
+    own = {weight: torch.optim.SGD([weight], 0.1) for weight in net.parameters()}
+    last = torch.nn.Linear(1, 1)
+    other = torch.optim.SGD(last.parameters(), 0.1)
+
+    def update(weight: torch.Tensor) -> None:
+        own[weight].step()
+        own[weight].zero_grad()
+
+    for weight in own:
+        weight.register_post_accumulate_grad_hook(update)
+    for _ in range(4):
+        last(net(torch.randn(5, 4))).square().mean().backward()
+        if outside:
+            other.step()
+            other.zero_grad()
+    for _ in range(4):
+        with torch.no_grad():
+            net(torch.randn(5, 4))
+        torchrepro.end_step()
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_steps_that_end_within_a_backward_pass_are_recorded_as_without_every(
+    recorded: Recorder, *, outside: bool
+) -> None:
+    """Each full step has every op once and in its phase, and the stack of modes is left clean."""
+    program = partial(_train_within_backward, outside=outside)
+    whole = recorded(program)
+    expected = _by_step(seen(whole))
+
+    for every in (2, 3, 4, 5):
+        with _same_modes_afterwards():
+            trace = recorded(program, every=every)
+
+        found = _by_step(seen(trace))
+        full = [step for step, row in trace.steps.items() if row.finished and row.level == "op"]
+        assert full == [step for step, row in whole.steps.items() if row.finished][::every]
+        assert [found[step] for step in full] == [expected[step] for step in full]
 
 
 @pytest.mark.parametrize("end", range(2, STEPS))

@@ -27,8 +27,8 @@ class IntermittentLevel(Level):
     """Another level in the steps that are to be recorded in full, and `StepLevel` in all others.
 
     It changes from one to the other between two steps. Where it cannot take up the full level at
-    once, because the steps of a program end on several threads, it stays at `StepLevel`; each step
-    says at which level it was recorded.
+    once, because the steps of a program end on several threads or have begun to end within backward
+    passes, it stays at `StepLevel`; each step says at which level it was recorded.
     """
 
     def __init__(self, state: RecordingState, full: Level) -> None:
@@ -57,11 +57,20 @@ class IntermittentLevel(Level):
     def abandon(self) -> None:
         self._full.abandon()
 
+    # A backward pass, and the loading of a batch, may begin in one step and end in another. The full
+    # level hears of both ends; a batch is recorded alike at each level.
+
     def backward_begins(self) -> None:
-        self._now.backward_begins()
+        self._full.backward_begins()
 
     def backward_ends(self) -> None:
-        self._now.backward_ends()
+        self._full.backward_ends()
+
+    def batch_begins(self, workers: int) -> None:
+        self._full.batch_begins(workers)
+
+    def batch_ends(self, batch: Any, place: Place) -> None:
+        self._full.batch_ends(batch, place)
 
     def optimizer_begins(
         self, optimizer: Any, place: Place, *, with_closure: bool
@@ -70,12 +79,6 @@ class IntermittentLevel(Level):
 
     def optimizer_ends(self, optimizer: Any) -> Sequence[Digest]:
         return self._now.optimizer_ends(optimizer)
-
-    def batch_begins(self, workers: int) -> None:
-        self._now.batch_begins(workers)
-
-    def batch_ends(self, batch: Any, place: Place) -> None:
-        self._now.batch_ends(batch, place)
 
     def write(self, store: Store, first: int) -> None:
         self._now.write(store, first)

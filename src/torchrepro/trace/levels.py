@@ -408,6 +408,7 @@ class OpLevel(Level):
         self.now.stop()
 
     def backward_begins(self) -> None:
+        self._taken_off.before_backward()
         self.now.optimizer = None  # a step that has failed did not say that it ended
         self.now.backward = get_ident()
 
