@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrepro.trace import store
+from torchrepro.trace.format import PARTLY
 from torchrepro.verdict import columns
 from torchrepro.verdict.comparison import compare
 from torchrepro.verdict.value import Kind, Verdict
@@ -253,6 +254,25 @@ def test_a_difference_of_the_main_thread_that_came_before_is_named() -> None:
 
         assert verdict.first is not None
         assert verdict.first.thread == thread
+
+
+@pytest.mark.parametrize(("begins", "same"), [(PARTLY, True), (b"", False)])
+def test_runs_with_another_every_differ_in_what_was_read_alone(
+    tmp_path: Path, begins: bytes, *, same: bool
+) -> None:
+    """What stands for memory set in part depends on the steps seen before; bytes do not."""
+    lanes = [
+        [replace(LANE[1], outputs=(value("first"), (begins + value(name))[:16]))] for name in "ab"
+    ]
+    a, b = (
+        write(tmp_path / str(every), _run(lane, cuts=[[0, 1, 1, 1]]), {"every": every})
+        for every, lane in enumerate(lanes, start=1)
+    )
+
+    verdict = compare(a, b)
+
+    assert verdict.same is same
+    assert same or (verdict.first is not None and verdict.first.thread == "worker 1")
 
 
 @pytest.mark.parametrize("change", [0, 5])

@@ -57,8 +57,8 @@ class IntermittentLevel(Level):
     def abandon(self) -> None:
         self._full.abandon()
 
-    # A backward pass, and the loading of a batch, may begin in one step and end in another. The full
-    # level hears of both ends; a batch is recorded alike at each level.
+    # A backward pass, and the loading of a batch, may begin in one step and end in another. The
+    # full level hears of both ends; a batch is recorded alike at each level.
 
     def backward_begins(self) -> None:
         self._full.backward_begins()

@@ -10,6 +10,7 @@ from functools import cached_property, partial, reduce
 from itertools import chain, compress, count
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torchrepro.trace.format import OUTPUT, PARTLY
 from torchrepro.trace.sequences import Recent
 from torchrepro.verdict.evidence import short
 
@@ -187,7 +188,7 @@ class Columns:
     arguments: Sequence[int]
     inputs: Sequence[Hashable]
     outputs: Sequence[Hashable]
-    """Bytes, or numbers that stand for them."""
+    """Bytes, or numbers that stand for them unless they are unset in part."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -381,6 +382,13 @@ def _site_columns(site: Site, shared: SharedNumbers, algorithms: frozenset[str])
         site.op in INPUTLESS or site.phase == "collective",
         site.module,
         shared[short(site.source)],
+    )
+
+
+def is_unset_in_part(outputs: Any) -> bool:
+    """Whether some fingerprint is of what ops had written into memory, not of its bytes."""
+    return isinstance(outputs, bytes) and PARTLY in (
+        outputs[start : start + len(PARTLY)] for start in range(0, len(outputs), OUTPUT)
     )
 
 

@@ -7,12 +7,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import compress, count
 from operator import and_, eq, ne, or_
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from torchrepro.errors import TraceError
 from torchrepro.messages import Problem
-from torchrepro.trace.format import OUTPUT, PARTLY
-from torchrepro.verdict.columns import ALONE, INDEPENDENT, NAMES, PROPAGATED
+from torchrepro.verdict.columns import ALONE, INDEPENDENT, NAMES, PROPAGATED, is_unset_in_part
 from torchrepro.verdict.first_difference import (
     MADE_OUTSIDE,
     Explanation,
@@ -144,7 +143,7 @@ class Bits:
         found = list(map(ne, one, other))
         if self.pair.misses_steps and any(found):
             known = (
-                not (_is_unset_in_part(a) or _is_unset_in_part(b))
+                not (is_unset_in_part(a) or is_unset_in_part(b))
                 for a, b in zip(one, other, strict=True)
             )
             found = list(map(and_, found, known))
@@ -312,11 +311,6 @@ def refuse_unequal_algorithms(used: tuple[frozenset[str], frozenset[str]]) -> No
                 todo=RERECORD,
             )
         )
-
-
-def _is_unset_in_part(outputs: Any) -> bool:
-    """Whether some fingerprint is of what ops had written into memory, not of its bytes."""
-    return PARTLY in (outputs[start : start + 4] for start in range(0, len(outputs), OUTPUT))
 
 
 def _statistics(trace: Trace, columns: Columns) -> dict[int, list[Statistics]]:

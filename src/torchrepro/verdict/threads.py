@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from torchrepro.trace.format import OUTPUT, PARTLY
 from torchrepro.verdict import columns
 from torchrepro.verdict.alignment import MatchedRecords
 from torchrepro.verdict.columns import (
@@ -29,6 +30,7 @@ from torchrepro.verdict.columns import (
     Columns,
     OtherRecords,
     StepComparison,
+    is_unset_in_part,
 )
 from torchrepro.verdict.criteria import FEW, Differences
 from torchrepro.verdict.first_difference import FirstDifference
@@ -83,6 +85,8 @@ class OtherThreads:
     arguments: Array
     inputs: Array
     outputs: Array
+    unset: Array
+    """Whether outputs are of memory that ops had written in part."""
 
     @classmethod
     def of(cls, reader: Reader, steps: Iterable[int]) -> OtherThreads:
@@ -115,11 +119,13 @@ class OtherThreads:
 
     def columns(self, places: Array) -> Columns:
         """Return the records at `places` for a judge to compare."""
-        return Columns(
-            self.ids[places].tolist(),
-            self.reader.structure(self.sites[places].tolist()),
-            *(self.column(name)[places].tolist() for name in ("arguments", "inputs", "outputs")),
+        arguments, inputs, outputs = (
+            self.column(name)[places].tolist() for name in ("arguments", "inputs", "outputs")
         )
+        for place in np.flatnonzero(self.unset[places]).tolist():
+            outputs[place] = PARTLY + outputs[place].to_bytes(OUTPUT - len(PARTLY), signed=True)
+        structure = self.reader.structure(self.sites[places].tolist())
+        return Columns(self.ids[places].tolist(), structure, arguments, inputs, outputs)
 
     def modules(self, places: Array) -> Iterator[tuple[int, str]]:
         """Yield the step and the module of each of the records at `places`."""
@@ -366,6 +372,7 @@ def _arrays(its: OtherRecords) -> tuple[Array, ...]:
     return (
         *(np.array(column, "int64") for column in numbers),
         *(np.array(list(map(hash, column)), "int64") for column in (its.inputs, its.outputs)),
+        np.array(list(map(is_unset_in_part, its.outputs)), bool),
     )
 
 
