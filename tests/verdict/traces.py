@@ -50,6 +50,10 @@ class Step:
     random: Mapping[str, str] = field(default_factory=dict)
     losses: tuple[float | None, ...] = ()
     finished: bool = True
+    level: str = ""
+    """That of the trace, if none is named."""
+    dropped: bool = False
+    """Whether its records are deleted again, as where a trace has to stay within a size."""
 
 
 Run = list[Step]
@@ -72,7 +76,7 @@ class Writer:
         values = {**META, **(meta or {})}
         folder.mkdir(parents=True, exist_ok=True)
         ordinal = f".{values['ordinal']}" if values["ordinal"] else ""
-        self.store = Store(folder / f"rank{values['rank']}{ordinal}.sqlite")
+        self.store = Store(folder / f"rank{values['rank']}{ordinal}.sqlite", shrinks=True)
         self.store.write_meta({key: each for key, each in values.items() if each is not None})
         self.level = str(values["level"])
         self.records = 0
@@ -109,9 +113,11 @@ class Writer:
                 gradients=step.gradients,
                 random=step.random,
                 finished=step.finished,
-                level=self.level,
+                level=step.level or self.level,
             )
         )
+        if step.dropped:
+            self.store.drop(number, first, len(rows))
 
     def _row(self, op: Op) -> Row:
         if op.site not in self.sites:

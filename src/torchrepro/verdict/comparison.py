@@ -44,15 +44,18 @@ from torchrepro.verdict.recordings import (
 from torchrepro.verdict.records import Records
 from torchrepro.verdict.render import are, counted
 from torchrepro.verdict.step_levels import (
+    LOSSES,
+    RECORDS,
     WAYS,
     LossesWithin,
     agreed_before,
     in_parts,
     is_in_full,
-    way_of,
+    way_of_bits,
+    way_within_tolerance,
     ways_of,
 )
-from torchrepro.verdict.value import UNKNOWN_PROGRAM, Cell, Compared, Kind, Verdict
+from torchrepro.verdict.value import AT_ONE_LEVEL, UNKNOWN_PROGRAM, Cell, Compared, Kind, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -62,7 +65,7 @@ if TYPE_CHECKING:
     from torchrepro.verdict.columns import StepComparison
     from torchrepro.verdict.criteria import Criteria
     from torchrepro.verdict.diagnosis import EscalationLevel
-    from torchrepro.verdict.step_levels import Comparison
+    from torchrepro.verdict.step_levels import Comparison, WayOf
     from torchrepro.verdict.value import Divergence
 
 
@@ -188,7 +191,8 @@ def _verdict(
     if earliest is not None and tally[earliest.sort]:
         tally[earliest.sort] -= 1  # the first one; where digests differ, no record is counted
     first = earliest.first if earliest else next(iter(missing), None)
-    compared = _compared(pairs)
+    way_of = way_of_bits if criteria.tolerance is None else way_within_tolerance
+    compared = _compared(pairs, way_of)
     uses = program(pairs[0]) if pairs else UNKNOWN_PROGRAM
     if first is not None and uses.name_of(first.module) != first.module:
         first = replace(first, called=uses.name_of(first.module))
@@ -197,7 +201,7 @@ def _verdict(
             Problem(
                 "nothing was recorded that could be compared",
                 found=" and ".join(runs),
-                todo=f"record both at one level, finer than `{compared.level}`",
+                todo="record the same steps of both at the level op, in full",
             )
         )
     return Verdict(
@@ -215,7 +219,7 @@ def _verdict(
         settings=settings(pairs[0]) if pairs else (),
         program=uses,
         about=tuple(map(facts, pairs[0].traces)) if pairs else (),
-        agreed=agreed_before(pairs, first.step) if earliest and first else None,
+        agreed=agreed_before(pairs, way_of, first.step) if earliest and first else None,
         across_ranks=tuple(
             sentence
             for name, side in zip(NAMES, traces, strict=True)
@@ -223,6 +227,7 @@ def _verdict(
         ),
         notes=(
             *criteria.notes,
+            *_unseen(compared),
             *([criteria.note_if_different] if first and criteria.note_if_different else []),
             *_notes(found, missing, tally[ALONE]),
         ),
@@ -282,14 +287,14 @@ def _compare_pair(pair: Pair, criteria: Criteria) -> PairComparison:
 
 def _comparison(pair: Pair, criteria: Criteria) -> Comparison:
     if criteria.tolerance is None:
-        return in_parts(pair, attrgetter("fields"), _of_bits)
+        return in_parts(pair, way_of_bits, attrgetter("fields"), _of_bits)
     rtol, atol = criteria.tolerance
 
     def of_statistics(some: Pair, in_full: bool) -> Comparison:  # noqa: FBT001 - a sort of steps
         judge = Tolerance(some, rtol, atol, needs_partner=criteria.one_program)
         return Records(some, judge) if in_full else LossesWithin(judge)
 
-    return in_parts(pair, is_in_full, of_statistics)
+    return in_parts(pair, way_within_tolerance, is_in_full, of_statistics)
 
 
 def _of_bits(pair: Pair, fields: tuple[tuple[str, str], ...]) -> Comparison:
@@ -312,24 +317,43 @@ def _cells(found: Sequence[PairComparison]) -> Iterable[Cell]:
             yield Cell(number, module, total - differing, differing)
 
 
-def _compared(pairs: Sequence[Pair]) -> Compared:
-    ways = ways_of(pairs)
+def _compared(pairs: Sequence[Pair], way_of: WayOf) -> Compared:
+    ways = ways_of(pairs, way_of)
     last = max(ways, default=0)
     ended = {step for pair in pairs for step in pair.ended_steps}
     names = Counter(ways[step].name for step in ways if step in ended)
-    found = [(pair, step) for pair in pairs for step in pair.steps]
-    # Records at level `step` are none of the ops that were compared besides.
-    finest = [(pair, step) for pair, step in found if is_in_full(way_of(pair, step))] or found
+    found = [(pair, step, way_of(pair, step)) for pair in pairs for step in pair.steps]
+    level = min(chain(*map(levels, pairs)), key=LEVELS.index, default=LEVELS[0])
     return Compared(
         ranks=len({pair.left.rank for pair in pairs}),
         steps=len(ended),
-        ops=sum(pair.left.steps[step].records for pair, step in finest),
-        bytes=sum(min(trace.steps[step].bytes for trace in pair.traces) for pair, step in found),
-        level=min(chain(*map(levels, pairs)), key=LEVELS.index, default=LEVELS[0]),
+        # Records of other steps are not of this level, or were not compared.
+        ops=sum(
+            pair.left.steps[step].records for pair, step, way in found if way == RECORDS[level]
+        ),
+        bytes=sum(_bytes_compared(pair, step) for pair, step, way in found if way != LOSSES),
+        level=level,
         after_last=last not in ended
         and any(last in pair.steps and pair.is_after_last(last) for pair in pairs),
         by=tuple((way.name, names.pop(way.name)) for way in WAYS if way.name in names),
     )
+
+
+def _unseen(compared: Compared) -> Iterator[str]:
+    """Yield what a comparison cannot show that was to be a finer one."""
+    ways = [way for way, _ in compared.by]
+    in_full = AT_ONE_LEVEL[compared.level]
+    if ways and compared.level != LEVELS[0] and in_full not in ways:
+        yield (
+            f"no step was compared {in_full}: what shows in no parameter, gradient or loss "
+            "(such as a running mean) is not seen"
+        )
+
+
+def _bytes_compared(pair: Pair, step: int) -> int:
+    """Return how many bytes of tensors both runs have read of a step, and still tell of."""
+    rows = [trace.steps[step] for trace in pair.traces]
+    return 0 if any(row.dropped for row in rows) else min(row.bytes for row in rows)
 
 
 def _notes(

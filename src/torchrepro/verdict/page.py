@@ -221,9 +221,9 @@ def _compared(verdict: Verdict, modules: int) -> list[tuple[str, str]]:
     found = [
         ("Ranks", f"{its.ranks:,}" if its.ranks != 1 else ""),
         ("Steps", f"{its.steps:,}{render.ways(its)}" if its.steps else render.OUTSIDE),
-        (ops, f"{its.ops:,}"),
+        (ops, f"{its.ops:,}" if its.ops or not its.steps else ""),
         ("Modules", f"{modules:,}" if modules else ""),
-        ("Tensors read", size(its.bytes)),
+        ("Tensors read", size(its.bytes) if its.bytes or not its.steps else ""),
         ("Level", "" if its.level == "op" else its.level),
         ("Compared", render.exactness(verdict)),
         ("Agreed", render.agreement(verdict)),

@@ -199,16 +199,21 @@ def _both_cut(pair: Pair, last: Sequence[int]) -> str:
 
 
 def _is_not_of(row: StepRow, other: Trace) -> bool:
-    """Whether what comes after the last step has no place in the other recording."""
-    number = row.step
-    return not row.finished and number not in other.steps and other.level_of(number) != row.level
+    """Whether what comes after the last step has no place in the other recording.
+
+    The other one would hold it at another level, or has dropped it.
+    """
+    if row.finished:
+        return False
+    its = other.steps.get(row.step)
+    return other.level_of(row.step) != row.level if its is None else its.dropped
 
 
 def _last_step(trace: Trace, other: Trace) -> int:
     """Return the number of the last step, or -1.
 
-    A trailing unfinished step without records of the main thread is excluded, and one that the
-    other recording would hold at another level: there it may have nothing to record.
+    A trailing unfinished step without records of the main thread is excluded, and one that has no
+    place in the other recording.
     """
     steps = list(trace.steps.values())
     if steps and _is_not_of(steps[-1], other):
@@ -398,7 +403,7 @@ def notes(pair: Pair) -> Iterator[str]:
     for trace, name in zip(pair.traces, NAMES, strict=True):
         if trace.is_truncated:
             yield f"{name} was killed or still runs: it is compared up to its last whole step"
-        dropped = [step for step, row in trace.steps.items() if row.dropped]
+        dropped = [step for step, row in trace.steps.items() if row.dropped and row.finished]
         if dropped:
             within = trace.meta.get("max_size")
             yield (
@@ -411,6 +416,14 @@ def notes(pair: Pair) -> Iterator[str]:
                 f"{name} was recorded by torchrepro 0.2.0 or older, without digests: "
                 "not all damage to it would be seen"
             )
+    dropped_tails = [
+        name
+        for trace, name in zip(pair.traces, NAMES, strict=True)
+        if any(row.dropped and not row.finished for row in trace.steps.values())
+    ]
+    if dropped_tails:
+        of = " and ".join(dropped_tails)
+        yield f"what comes after the last step was dropped in {of}, and is not compared"
     for mine, theirs, name in (
         (pair.left, pair.right, NAMES[0]),
         (pair.right, pair.left, NAMES[1]),

@@ -207,9 +207,9 @@ def _agreed(verdict: Verdict) -> Rows:
 
 
 def agreement(verdict: Verdict) -> str:
-    """Return up to which step two runs agree; nothing where all steps were compared alike."""
+    """Return up to which step two runs agree; nothing where all were compared at their level."""
     agreed = verdict.agreed
-    if agreed is None or len(verdict.compared.by) < 2:  # noqa: PLR2004 - one way says it
+    if agreed is None or verdict.compared.is_at_its_level:
         return ""
     text = f"up to step {agreed.step} {agreed.by}"
     if agreed.in_full in {None, agreed.step}:
@@ -331,14 +331,15 @@ def amount(compared: Compared) -> str:
     what = "op" if compared.level == "op" else "record"
     steps = [counted(compared.steps, "step") + ways(compared)] if compared.steps else []
     where = "" if steps or not compared.ops else f" {OUTSIDE}"
-    parts = [*ranks, *steps, f"{counted(compared.ops, what)}{where}"]
-    return ", ".join([*parts, f"{size(compared.bytes)} of tensors read"]) + level
+    ops = [f"{counted(compared.ops, what)}{where}"] if compared.ops or not steps else []
+    read = [f"{size(compared.bytes)} of tensors read"] if compared.bytes or not steps else []
+    return ", ".join([*ranks, *steps, *ops, *read]) + level
 
 
 def ways(compared: Compared) -> str:
-    """Return how many steps were compared in which way; nothing where all were compared alike."""
+    """Return how many steps were compared in which way; nothing where it is by their level."""
     found = ", ".join(f"{number:,} {way}" for way, number in compared.by)
-    return f" ({found})" if len(compared.by) > 1 else ""
+    return "" if compared.is_at_its_level else f" ({found})"
 
 
 def counted(number: int, thing: str) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from torchrepro.verdict.columns import StepComparison
 from torchrepro.verdict.recordings import AT_EVERY_LEVEL, FIELDS, Digests
-from torchrepro.verdict.value import Agreed
+from torchrepro.verdict.value import AT_ONE_LEVEL, Agreed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -29,24 +29,30 @@ class Way:
     """The digests that are compared; none where records are."""
 
 
-RECORDS = {
-    "op": Way("op by op"),
-    "module": Way("module by module"),
-    "step": Way("by parameters, gradients and losses"),
-}
+RECORDS = {level: Way(name) for level, name in AT_ONE_LEVEL.items()}
 """How steps are compared that both runs recorded at one level."""
 
-DIGESTS = Way("by parameters, gradients and losses", FIELDS)
+DIGESTS = Way(AT_ONE_LEVEL["step"], FIELDS)
 """How steps are compared whose records one of the runs has no longer."""
 
 AT_UNEQUAL_LEVELS = Way("by parameters and losses", AT_EVERY_LEVEL)
 
-WAYS = (*RECORDS.values(), DIGESTS, AT_UNEQUAL_LEVELS)
+LOSSES = Way("by losses")
+"""How steps are compared within a tolerance that have no statistics."""
+
+WAYS = (*RECORDS.values(), DIGESTS, AT_UNEQUAL_LEVELS, LOSSES)
 """From the finest to the coarsest."""
 
 
-def way_of(pair: Pair, step: int) -> Way:
-    """Return how a step that both runs have is compared."""
+class WayOf(Protocol):
+    """Says how a step that both runs have is compared."""
+
+    def __call__(self, pair: Pair, step: int, /) -> Way:
+        """Return the way of one step."""
+
+
+def way_of_bits(pair: Pair, step: int) -> Way:
+    """Return how a step that both runs have is compared by its bits."""
     rows = [trace.steps[step] for trace in pair.traces]
     if rows[0].level != rows[1].level:
         return AT_UNEQUAL_LEVELS
@@ -55,12 +61,18 @@ def way_of(pair: Pair, step: int) -> Way:
     return RECORDS[rows[0].level]
 
 
+def way_within_tolerance(pair: Pair, step: int) -> Way:
+    """Return how a step that both runs have is compared within a tolerance."""
+    found = way_of_bits(pair, step)
+    return found if is_in_full(found) else LOSSES
+
+
 def is_in_full(way: Way) -> bool:
     """Whether all that a step computed is compared, and not its state at the end alone."""
     return way in (RECORDS["op"], RECORDS["module"])
 
 
-def ways_of(pairs: Sequence[Pair]) -> dict[int, Way]:
+def ways_of(pairs: Sequence[Pair], way_of: WayOf) -> dict[int, Way]:
     """Return how each step is compared; where processes differ in it, the coarsest way."""
     found: dict[int, Way] = {}
     for pair in pairs:
@@ -69,9 +81,9 @@ def ways_of(pairs: Sequence[Pair]) -> dict[int, Way]:
     return dict(sorted(found.items()))
 
 
-def agreed_before(pairs: Sequence[Pair], step: int) -> Agreed | None:
+def agreed_before(pairs: Sequence[Pair], way_of: WayOf, step: int) -> Agreed | None:
     """Return the last steps before this one, at which the runs are known to agree."""
-    before = {number: way for number, way in ways_of(pairs).items() if number < step}
+    before = {number: way for number, way in ways_of(pairs, way_of).items() if number < step}
     if not before:
         return None
     last = max(before)
@@ -129,7 +141,13 @@ class LossesWithin:
     """Compares the losses of steps that have no statistics."""
 
     tolerance: Tolerance
-    anything: bool = False
+
+    @property
+    def anything(self) -> bool:
+        """Whether both runs have a loss of one of the steps."""
+        pair = self.tolerance.pair
+        left, right = ({loss.step for loss in trace.losses} for trace in pair.traces)
+        return not (left & right).isdisjoint(pair.steps)
 
     def step(self, number: int) -> StepComparison:
         """Compare one step."""
@@ -148,6 +166,7 @@ class LossesWithin:
 
 def in_parts(
     pair: Pair,
+    way_of: WayOf,
     sort: Callable[[Way], _Sort],
     part: Callable[[Pair, _Sort], Comparison],
 ) -> Comparison:

@@ -124,6 +124,14 @@ class Divergence:
         )
 
 
+AT_ONE_LEVEL = {
+    "op": "op by op",
+    "module": "module by module",
+    "step": "by parameters, gradients and losses",
+}
+"""How steps are compared whose records both runs have, by the level of both."""
+
+
 @dataclass(frozen=True, slots=True)
 class Compared:
     """How much was compared."""
@@ -132,6 +140,7 @@ class Compared:
     steps: int
     """Steps that ended in both runs; 0 where all is outside of any step."""
     ops: int
+    """Records that were compared, at `level`."""
     bytes: int
     level: str
     """``step``, ``module`` or ``op``, the coarser of the two recordings."""
@@ -139,6 +148,11 @@ class Compared:
     """Whether what comes after the last step was compared as well."""
     by: tuple[tuple[str, int], ...] = ()
     """How many of the steps were compared in each way, as in ``op by op``, the finest first."""
+
+    @property
+    def is_at_its_level(self) -> bool:
+        """Whether all steps were compared at the level at which they were recorded."""
+        return all(way == AT_ONE_LEVEL.get(self.level) for way, _ in self.by)
 
 
 @dataclass(frozen=True, slots=True)
