@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from torchrepro.trace.format import SCHEMAS, SEALED, WITHOUT_SEALS, as_bytes
+from torchrepro.trace.format import SCHEMAS, SEALED, as_bytes
 from torchrepro.trace.reader import Trace
 
 if TYPE_CHECKING:
@@ -47,8 +47,3 @@ def rewrite(path: Path, version: int) -> Path:
         file.commit()
     now.unlink()
     return path
-
-
-def without_seals(path: Path) -> Path:
-    """Make a trace one of 0.2.0."""
-    return rewrite(path, WITHOUT_SEALS)

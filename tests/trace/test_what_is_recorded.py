@@ -428,7 +428,11 @@ def test_what_comes_after_the_last_step_can_be_asked_for(recorded: Recorder) -> 
 
 @pytest.mark.parametrize(
     ("program", "said"),
-    [(_accumulation, "3 ended"), (lambda: torch.ones(2).sin(), "the program has no steps")],
+    [
+        (_accumulation, "the run had 3 steps, 0 to 2"),
+        (torchrepro.end_step, "the run had 1 step, 0"),
+        (lambda: torch.ones(2).sin(), "the run had no steps"),
+    ],
 )
 def test_steps_that_a_program_never_reaches_are_said(
     program: Callable[[], object], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -437,4 +441,4 @@ def test_steps_that_a_program_never_reaches_are_said(
     with torchrepro.record(tmp_path / "run", steps=(7, 9)):
         program()
 
-    assert f"none of the steps 7 to 9 was reached: {said}" in capsys.readouterr().err
+    assert f"{said}; steps 7 to 9 were not reached: nothing was" in capsys.readouterr().err

@@ -196,13 +196,14 @@ def test_steps_that_one_recording_left_out_are_said(tmp_path: Path) -> None:
     whole = write(tmp_path / "whole", _run(5))
     end = write(tmp_path / "end", _run(5)[3:], first=3)
     beginning = write(tmp_path / "beginning", _run(2), {"steps": (0, 1)})
+    middle = write(tmp_path / "middle", _run(5)[1:3], {"steps": (1, 2)}, first=1)
 
-    for part, first in ((end, 0), (beginning, 2)):
+    for part, left_out in ((end, "0 to 2"), (beginning, "2 to 4"), (middle, "0 and 3 to 4")):
         verdict = compare(whole, part)
 
         assert verdict.same
         assert verdict.compared.steps == 2
-        assert verdict.notes == (f"3 steps are recorded in A only, from step {first} on",)
+        assert verdict.notes == (f"3 steps are recorded in A only: {left_out}",)
 
 
 def test_a_divergence_comes_with_advice(tmp_path: Path) -> None:
@@ -504,7 +505,7 @@ def test_what_one_recording_leaves_out_after_the_last_step_is_no_step(tmp_path: 
     part = write(tmp_path / "part", _run(2), {"steps": (0, 1)})
 
     assert compare(whole, part).notes == (
-        "3 steps are recorded in A only, from step 2 on",
+        "3 steps are recorded in A only: 2 to 4",
         "what comes after the last step is recorded in A only",
     )
 

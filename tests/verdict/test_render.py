@@ -228,6 +228,12 @@ def test_a_run_that_ended_earlier_is_told_as_such() -> None:
     assert "afterwards" not in text
 
 
+def test_what_follows_a_difference_is_counted_in_good_english() -> None:
+    """One record passes it on, several pass it on."""
+    assert "1 record only passes it on" in told(parted(propagated=1))
+    assert "1,204 records only pass it on" in told(parted())
+
+
 def test_memory_that_nothing_wrote_is_not_shown_as_a_fingerprint() -> None:
     """What stands for it in a recording means nothing to a reader."""
     empty = UNINITIALISED.hex()

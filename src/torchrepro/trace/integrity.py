@@ -26,7 +26,7 @@ from torchrepro.trace.format import (
     as_bytes,
 )
 from torchrepro.trace.parts import AT_ONCE, STORED_RECORDS
-from torchrepro.trace.request import LEVELS, is_range
+from torchrepro.trace.request import LEVELS, is_range, level_of_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -373,7 +373,7 @@ def check_records(
 
 def level_of(meta: Mapping[str, Any], number: int) -> str:
     """Return the level at which a step was to be recorded."""
-    return LEVELS[0] if number % (meta.get("every") or 1) else meta.get("level") or LEVELS[-1]
+    return level_of_step(number, meta.get("level") or LEVELS[-1], meta.get("every") or 1)
 
 
 def _generators(text: str) -> Mapping[str, str]:

@@ -225,9 +225,7 @@ class _PartCheck:
         if step.dropped and not found:
             return
         if found != step.records or step.dropped or digest.digest() != step.digest:
-            raise ValueError(
-                f"the records of step {step.step} were changed after they were written"
-            )
+            raise _changed(step)
 
     def nothing_else(self) -> None:
         """Raise `ValueError` if there is a part of no step, or a sequence that no part has."""
@@ -320,9 +318,7 @@ class Rows:
                 raise ValueError(f"a record of step {step.step} is not valid")
             digest.update(as_bytes(rows))
         if found != step.records or not self._is_as_written(step, digest.digest()):
-            raise ValueError(
-                f"the records of step {step.step} were changed after they were written"
-            )
+            raise _changed(step)
 
     def _is_as_written(self, step: StepRow, digest: bytes) -> bool:
         return digest == step.digest

@@ -252,9 +252,7 @@ class Recording:
         """Name a module to keep that is misspelt, and steps to record that were never reached."""
         request, sentences = self.request, []
         if request.steps is not None and self._store is None and self._left_out:
-            first, last = request.steps
-            ended = f"{self.state.step:,} ended" if self.state.step else "the program has no steps"
-            sentences.append(f"none of the steps {first} to {last} was reached: {ended}")
+            sentences.append(_not_reached(request.steps, self.state.step))
         if self._store is not None:
             sentences += [f"no module matches `{pattern}`" for pattern in self.level.unmatched()]
         say(*(f"{request.folder}: {sentence}" for sentence in sentences))
@@ -278,6 +276,17 @@ def _abandon_in_forked_child() -> None:
 
 
 os.register_at_fork(after_in_child=_abandon_in_forked_child)
+
+
+def _not_reached(asked: tuple[int, int], ended: int) -> str:
+    """Return a sentence on steps that were to be recorded, of which the run had none."""
+    first, last = asked
+    wanted = f"step {first} was" if first == last else f"steps {first} to {last} were"
+    if ended > 1:
+        had = f"{ended:,} steps, 0 to {ended - 1}"
+    else:
+        had = "1 step, 0" if ended else "no steps"
+    return f"the run had {had}; {wanted} not reached: nothing was recorded"
 
 
 def _combined(digests: Sequence[Digest]) -> bytes:

@@ -128,7 +128,7 @@ class Request:
 
     def level_of(self, step: int) -> str:
         """Return the level at which `step` is to be recorded."""
-        return LEVELS[0] if step % self.every else self.level
+        return level_of_step(step, self.level, self.every)
 
     def prepare_folder(self) -> None:
         """Make the folder; raises `TraceError` if it cannot be made or is not empty."""
@@ -172,6 +172,11 @@ def bytes_of(size: Any) -> int:
             )
         )
     return int(number)
+
+
+def level_of_step(step: int, level: str, every: int) -> str:
+    """Return the level of a step where every so many steps are recorded at `level`."""
+    return LEVELS[0] if step % every else level
 
 
 def is_range(steps: Any) -> bool:

@@ -438,7 +438,7 @@ def notes(pair: Pair) -> Iterator[str]:
         ended = [step for step in left_out if mine.steps[step].finished]
         if ended:
             steps_are = f"{counted(len(ended), 'step')} {are(len(ended))}"
-            yield f"{steps_are} recorded in {name} only, from step {ended[0]} on"
+            yield f"{steps_are} recorded in {name} only: {_in_words(ended)}"
         if len(left_out) > len(ended):
             yield f"what comes after the last step is recorded in {name} only"
     first = next((step for step in pair.steps if _unequal_generators(pair, step)), None)
@@ -448,6 +448,24 @@ def notes(pair: Pair) -> Iterator[str]:
             "when the runs end" if pair.is_after_last(first) else f"from the end of step {first} on"
         )
         yield f"the states of {generators} differ {since}"
+
+
+def _in_words(steps: Sequence[int]) -> str:
+    """Return numbers in their order as the ranges that they are, as in ``0 to 39 and 61``."""
+    spans: list[list[int]] = []
+    for step in steps:
+        if spans and step == spans[-1][1] + 1:
+            spans[-1][1] = step
+        else:
+            spans.append([step, step])
+    words = [f"{first} to {last}" if first < last else str(first) for first, last in spans]
+    if len(words) > _SPANS:
+        words[_SPANS:] = [f"{len(words) - _SPANS} more ranges"]
+    return " and ".join([*filter(None, [", ".join(words[:-1])]), words[-1]])
+
+
+_SPANS = 4
+"""Ranges of steps that a note names."""
 
 
 def unequal_replicas(name: str, traces: Sequence[Trace]) -> Iterator[str]:

@@ -420,7 +420,8 @@ def aftermath(verdict: Verdict) -> str:
     """Return how the difference spread."""
     if not verdict.propagated and not verdict.independent:
         return "nothing later differs"
-    parts = [f"{counted(verdict.propagated, 'record')} only pass it on"] * bool(verdict.propagated)
+    passes = "only passes it on" if verdict.propagated == 1 else "only pass it on"
+    parts = [f"{counted(verdict.propagated, 'record')} {passes}"] * bool(verdict.propagated)
     own = "differs on its own" if verdict.independent == 1 else "differ on their own"
     alone = f"{counted(verdict.independent, 'record')} {own}, from equal inputs"
     return "; ".join([*parts, *([alone] if verdict.independent else [])])
