@@ -161,17 +161,29 @@ WRONG = {
         ("run", "./plain.yaml", "--record", "x", "--steps", "a:b", "--", "true"),
         "legal: 7 or 5:8",
     ),
+    "steps the wrong way round": (
+        ("run", "./plain.yaml", "--record", "x", "--steps", "8:5", "--", "true"),
+        "--steps = 8:5: names no steps",
+    ),
     "none of the steps in full": (
         ("run", "./plain.yaml", "--record", "x", "--every", "0", "--", "true"),
-        "100 is steps 0, 100, 200",
+        "--every = 0: not a whole number from 1 on",
+    ),
+    "no number of steps": (
+        ("run", "./plain.yaml", "--record", "x", "--every", "x", "--", "true"),
+        "--every = 'x': not a whole number from 1 on",
     ),
     "no size": (
         ("run", "./plain.yaml", "--record", "x", "--max-size", "lots", "--", "true"),
-        "a number of bytes, or one with kB, MB, GB",
+        "--max-size = lots: not a size",
+    ),
+    "a size for no trace": (
+        ("run", "./plain.yaml", "--record", "x", "--max-size", "10", "--", "true"),
+        "did you mean: 10MB",
     ),
     "every, and nothing recorded": (
         ("run", "./plain.yaml", "--every", "5", "--", "true"),
-        "--record DIR",
+        "torchrepro: --every: nothing is recorded",
     ),
     "no command to record": (("run", "./plain.yaml", "--record", "x"), "write it after `--`"),
     "no command to verify": (("verify", "./plain.yaml"), "torchrepro verify ./plain.yaml -- "),

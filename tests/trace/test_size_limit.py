@@ -1,5 +1,6 @@
 """Recordings that may take so many bytes on disk."""
 
+import math
 import os
 import re
 import signal
@@ -13,9 +14,9 @@ import torch
 
 import torchrepro
 from torchrepro import TraceError
-from torchrepro.messages import size
+from torchrepro.messages import shown, size
 from torchrepro.trace.reader import Trace, read_run
-from torchrepro.trace.request import bytes_of
+from torchrepro.trace.request import SMALLEST, bytes_of
 
 from .conftest import Net
 
@@ -210,26 +211,70 @@ def test_ranks_have_equal_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert _read(folder).meta["dropped"]
 
 
+def test_a_trace_without_an_op_has_room_in_every_size_that_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It stays within the smallest size, whose share of each rank is held to the same."""
+    folder, sizes = tmp_path / "run", []
+    with torchrepro.record(folder, max_size=SMALLEST):
+        for _ in range(9):
+            torchrepro.end_step()
+            sizes.append(_bytes_in(folder))
+
+    assert SMALLEST / 2 < max(sizes) <= SMALLEST
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with (
+        pytest.raises(TraceError, match=r"each of 3 ranks has 200 kB of it(.|\n)*600 kB or more"),
+        torchrepro.record(tmp_path / "ranks", max_size=3 * SMALLEST - 1),
+    ):
+        pass
+
+
 @pytest.mark.parametrize(
     ("written", "meant"),
     [
-        *((500, 500), ("500", 500), ("500MB", 500 * MB), ("2GiB", 2 << 30), ("1.5 kB", 1500)),
-        *(("3tb", 3 * 10**12), ("7 B", 7)),
+        *((500_000, 500_000), ("500000", 500_000), ("500MB", 500 * MB), ("2GiB", 2 << 30)),
+        *(("1500.5 kB", 1_500_500), ("999TB", 999 * 10**12), ("700000 B", 700_000)),
+        *(("500M", 500 * MB), ("2g", 2 * 10**9), ("2Gi", 2 << 30)),
     ],
 )
 def test_a_size_is_written_as_people_write_it(written: str | int, meant: int) -> None:
-    """Units of a thousand and of 1024 are told apart, in letters of any case."""
+    """Units of a thousand and of 1024 are told apart, in letters of any case, with a B or not."""
     assert bytes_of(written) == meant
 
 
-@pytest.mark.parametrize("wrong", ["", "MB", "500M", "-5", -5, 0, "0MB", True, "1e9", "5 apples"])
-def test_what_is_no_size_is_refused(tmp_path: Path, wrong: object) -> None:
-    """The error names the key, and what is legal."""
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        *((each, "as in 500MB") for each in ("", "MB", "500X", "-5", True, "1e9", "5 apples")),
+        *((each, "not a size") for each in ("9" * 400, 10**400, "1000TB", math.nan, math.inf)),
+        *((each, "an empty trace takes up to 200 kB") for each in (0, "0MB", "199kB")),
+        *((each, f"did you mean: {each}MB") for each in (10, 0.5, "1")),
+    ],
+)
+def test_what_is_no_size_is_refused(tmp_path: Path, wrong: object, said: str) -> None:
+    """The error names the key, the value as it was given, and what is legal."""
     with (
-        pytest.raises(TraceError, match=r"max_size(.|\n)*500MB"),
+        pytest.raises(TraceError, match="max_size = ") as caught,
         torchrepro.record(tmp_path / "run", max_size=wrong),
     ):
         pass
+    assert said in str(caught.value)
+    assert shown(wrong)[:40] in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("wrong", [0, -2, "3", 2.0, True, None])
+def test_what_is_no_number_of_steps_is_refused(tmp_path: Path, wrong: object) -> None:
+    """The error shows the value as Python writes it."""
+    with (
+        pytest.raises(TraceError) as caught,
+        torchrepro.record(tmp_path / "run", every=wrong),
+    ):
+        pass
+    assert f"every = {wrong!r}: not a whole number from 1 on" in str(caught.value)
 
 
 def test_a_step_says_at_which_level_it_was_recorded(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -32,11 +33,11 @@ from torchrepro.errors import ProfileError, TraceError
 from torchrepro.manifest.of_process import VARIABLE as LOG_TO
 from torchrepro.manifest.of_process import refuse_used_folder
 from torchrepro.messages import Problem
-from torchrepro.trace.request import VARIABLE, Request, bytes_of
+from torchrepro.trace.request import VARIABLE, Request, bytes_of, is_range
 from torchrepro.verbosity import Verbosity, verbosity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torchrepro.profile.resolved import ResolvedProfile
 
@@ -67,7 +68,7 @@ Steps = Annotated[
     ),
 ]
 Every = Annotated[
-    int,
+    str,
     typer.Option(
         metavar="N", help="Record steps 0, N, 2N, ... in full, and all others at level step."
     ),
@@ -76,7 +77,8 @@ MaxSize = Annotated[
     str,
     typer.Option(
         metavar="SIZE",
-        help="What the recording may take on disk, as in 500MB: the oldest records are dropped.",
+        help="What the recording may take on disk, as in 500MB: the oldest records are dropped. "
+        "Each rank has an equal share.",
     ),
 ]
 Keep = Annotated[
@@ -91,6 +93,9 @@ Open = Annotated[
     bool,
     typer.Option("--open", help="Show the answer as a page in the browser, see --report."),
 ]
+DIGITS = 19
+"""No run has a step with a number of so many."""
+
 Side = "A profile, a manifest, a lock, or the folder of a run."
 
 
@@ -169,7 +174,7 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
     ] = "",
     level: Annotated[Level, typer.Option(help="How much is recorded.")] = Level.OP,
     steps: Steps = "",
-    every: Every = 1,
+    every: Every = "",
     max_size: MaxSize = "",
     keep: Keep = None,
     statistics: Annotated[  # noqa: FBT002
@@ -201,28 +206,25 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
     if log_to:
         refuse_used_folder(Path(log_to))
     more = {LOG_TO: os.path.abspath(log_to or record)} if log_to or record else {}  # noqa: PTH100 - text
+    given = [f"--{name.replace('_', '-')}" for name in OF_A_RECORDING if _is_given(context, name)]
     if record:
-        request = Request(
-            folder=record,
-            level=level.value,
-            steps=_steps(steps),
-            keep=tuple(keep or ()),
-            statistics=statistics or resolved.guarantee == "aligned",
-            detail=detail,
-            on_unwritable=on_unwritable.value,
-            every=every,
-            max_size=bytes_of(max_size) if max_size else None,
-        )
+        with _keys_as_options():
+            request = Request(
+                folder=record,
+                level=level.value,
+                steps=_steps(steps),
+                keep=tuple(keep or ()),
+                statistics=statistics or resolved.guarantee == "aligned",
+                detail=detail,
+                on_unwritable=on_unwritable.value,
+                every=_number(every) if every else 1,
+                max_size=bytes_of(max_size) if max_size else None,
+            )
         request.prepare_folder()
         more[VARIABLE] = request.to_variable()
-    elif steps or every != 1 or max_size or keep or statistics or detail:
-        raise TraceError(
-            Problem(
-                "nothing is recorded",
-                key="--steps, --every, --max-size, --keep, --statistics and --detail",
-                todo="say where to: --record DIR",
-            )
-        )
+    elif given:
+        what, todo = "nothing is recorded", "say where to: --record DIR"
+        raise TraceError(Problem(what, key=", ".join(given), todo=todo))
     start(resolved, command, more)
 
 
@@ -314,15 +316,43 @@ def _given_command(context: typer.Context, words: str) -> list[str]:
     return list(context.obj)
 
 
+OF_A_RECORDING = (
+    *("level", "steps", "every", "max_size", "keep", "statistics", "detail", "on_unwritable"),
+)
+"""Options of `run` that say nothing without a folder to record into."""
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Whether the command line has the option, whatever its value."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+@contextmanager
+def _keys_as_options() -> Iterator[None]:
+    """Name what is wrong with a request as the command line does: ``--max-size``."""
+    try:
+        yield
+    except TraceError as error:
+        key = error.problem.key
+        raise TraceError(error.problem._replace(key=f"--{key.replace('_', '-')}")) from None
+
+
 def _steps(text: str) -> tuple[int, int] | None:
     if not text:
         return None
     first, colon, last = text.partition(":")
-    if first.isdecimal() and (last if colon else first).isdecimal():
-        return int(first), int(last if colon else first)
+    steps = _number(first), _number(last if colon else first)
+    if is_range(steps):
+        return steps
     raise TraceError(
-        Problem("names no steps", key="--steps", found=text, legal="7 or 5:8, counted from 0")
+        Problem("names no steps", key="steps", found=text, legal="7 or 5:8, counted from 0")
     )
+
+
+def _number(text: str) -> Any:
+    """Return a whole number; any other text as it is, for whoever checks it to show."""
+    return int(text) if text.isdecimal() and len(text) < DIGITS else text
 
 
 @command(app, "compare")

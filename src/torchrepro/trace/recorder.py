@@ -98,7 +98,11 @@ def record_process(request: Request, refuse: Callable[[TraceError], None]) -> No
 
     `refuse` ends the program where its trace cannot be written, unless it is to go on.
     """
-    recording = _begin(request)
+    try:
+        recording = _begin(request)
+    except TraceError as error:
+        refuse(error)
+        return
     recording.refuse = refuse
     _of_process.append(recording)
     atexit.register(recording.finish)
@@ -127,7 +131,9 @@ def _finish_before_exit(recording: Recording) -> None:
 
 def _begin(request: Request) -> Recording:
     from torchrepro.trace.recording import Recording
+    from torchrepro.trace.size_limit import check_share
 
+    check_share(request)
     recording = Recording(request)
     recording.start()
     return recording

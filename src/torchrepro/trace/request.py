@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import TraceError
-from torchrepro.messages import Problem, near
+from torchrepro.messages import Problem, near, shown
+from torchrepro.messages import size as in_units
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,14 +22,21 @@ LEVELS = ("step", "module", "op")
 """How much can be recorded, from the coarsest to the finest."""
 
 UNITS = {
-    "b": 1,
-    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
-    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)},
+    "": 1,
+    **{letter: 1000**power for power, letter in enumerate("kmgt", start=1)},
+    **{f"{letter}i": 1024**power for power, letter in enumerate("kmgt", start=1)},
 }
-"""The bytes of each unit of a size."""
+"""The bytes of each unit of a size; a B may follow. What others call 500M is no less than ours."""
+
+SMALLEST = 200_000
+"""Bytes that a trace without a single op has room in, its log and the index of that included."""
+
+LARGEST = 10**15 - 1
+"""Bytes that no recording comes near to: its digits are as many as a number may have."""
 
 _SIZE = re.compile(
-    rf"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>{'|'.join(UNITS)})?", re.IGNORECASE | re.ASCII
+    rf"(?P<number>\d{{1,15}}(?:\.\d{{1,15}})?)\s*(?P<unit>{'|'.join(filter(None, UNITS))}|)B?",
+    re.IGNORECASE | re.ASCII,
 )
 
 UNWRITABLE = ("stop", "warn")
@@ -64,48 +72,32 @@ class Request:
         _check("level", self.level, LEVELS)
         _check("on_unwritable", self.on_unwritable, UNWRITABLE)
         if self.steps is not None and not is_range(self.steps):
-            raise TraceError(
-                Problem(
-                    "not a range of steps",
-                    key="steps",
-                    found=str(self.steps),
-                    legal="the first and the last, counted from 0, as in (5, 8)",
-                )
-            )
+            legal = "the first and the last, counted from 0, as in (5, 8)"
+            raise _wrong("not a range of steps", "steps", self.steps, legal=legal)
         self._check_every()
-        if self.max_size is not None:
+        if self.max_size is not None:  # a manifest's, which anybody may have written
             object.__setattr__(self, "max_size", bytes_of(self.max_size))
 
     def _check_every(self) -> None:
         """Raise `TraceError` unless `every` leaves steps to record in full, and others."""
-        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
-            raise TraceError(
-                Problem(
-                    "says of no steps that they are recorded in full",
-                    key="every",
-                    found=str(self.every),
-                    legal="a whole number from 1 on: 100 is steps 0, 100, 200, ...",
-                )
-            )
-        if self.every == 1:
+        every = self.every
+        if type(every) is not int or every < 1:
+            legal = "as in 100, for steps 0, 100, 200, ..."
+            raise _wrong("not a whole number from 1 on", "every", repr(every), legal=legal)
+        if every == 1:
             return
         if self.level == LEVELS[0]:
+            legal = " or ".join(f"the level {level}" for level in LEVELS[1:])
+            found = f"{every}, with the level {self.level}"
             raise TraceError(
-                Problem(
-                    "records no step in full",
-                    key="every",
-                    found=f"{self.every}, with the level {self.level}",
-                    legal=" or ".join(f"the level {level}" for level in LEVELS[1:]),
-                )
+                Problem("records no step in full", key="every", found=found, legal=legal)
             )
-        if self.steps is not None and self.steps[1] // self.every * self.every < self.steps[0]:
-            raise TraceError(
-                Problem(
-                    f"none of the steps {self.steps[0]} to {self.steps[1]} is a multiple of it",
-                    key="every",
-                    found=str(self.every),
-                    todo=f"ask for other steps, or for the level {LEVELS[0]}",
-                )
+        if self.steps is not None and self.steps[1] // every * every < self.steps[0]:
+            first, last = self.steps
+            raise _wrong(
+                f"none of the steps {first} to {last} is a multiple of it",
+                *("every", every),
+                todo=f"ask for other steps, or for the level {LEVELS[0]}",
             )
 
     def to_variable(self) -> str:
@@ -155,23 +147,21 @@ class Request:
 
 
 def bytes_of(size: Any) -> int:
-    """Return a size that is written as a number of bytes, or as in ``500MB`` or ``2GiB``.
+    """Return a size that is written as a number of bytes, or as in ``500MB``, ``2GiB`` or ``2G``.
 
-    Raises `TraceError` for any other.
+    Raises `TraceError` for any other, and for one that no trace has room in.
     """
-    found = _SIZE.fullmatch(str(size).strip())
-    number = found and float(found["number"]) * UNITS[(found["unit"] or "B").lower()]
-    if not number or isinstance(size, bool):
-        raise TraceError(
-            Problem(
-                "not a size",
-                key="max_size",
-                found=str(size),
-                legal="a number of bytes, or one with kB, MB, GB, TB, KiB, MiB, GiB or TiB, as in "
-                "500MB",
-            )
-        )
-    return int(number)
+    found = _SIZE.fullmatch(shown(size).strip())
+    number = float(found["number"]) if found else 0.0
+    asked = int(number * UNITS[found["unit"].lower()]) if found else 0
+    if not found or asked > LARGEST:
+        legal = "a number of bytes, or one with kB, MB, GB, TB, KiB, MiB, GiB or TiB, as in 500MB"
+        raise _wrong("not a size", "max_size", size, legal=legal)
+    if asked < SMALLEST:
+        meant = {"near": f"{found['number']}MB"} if number * UNITS["m"] >= SMALLEST else {}
+        least = f"an empty trace takes up to {in_units(SMALLEST)}"
+        raise _wrong(least, "max_size", size, **meant or {"legal": "that or more, as in 500MB"})
+    return asked
 
 
 def level_of_step(step: int, level: str, every: int) -> str:
@@ -187,6 +177,11 @@ def is_range(steps: Any) -> bool:
         and all(isinstance(step, int) for step in steps)
         and 0 <= steps[0] <= steps[1]
     )
+
+
+def _wrong(what: str, key: str, found: Any, **hint: str) -> TraceError:
+    """Return the error about the value of an option."""
+    return TraceError(Problem(what, key=key, found=shown(found), **hint))
 
 
 def _check(key: str, found: str, legal: tuple[str, ...]) -> None:

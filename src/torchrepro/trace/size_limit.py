@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torchrepro.console import say
-from torchrepro.messages import size
+from torchrepro.errors import TraceError
+from torchrepro.messages import Problem, size
 from torchrepro.seeding.ranks import world
-from torchrepro.trace.request import LEVELS
+from torchrepro.trace.request import LEVELS, SMALLEST
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +37,23 @@ def limit_of(store: Store, request: Request) -> SizeLimit | None:
     if request.max_size is None:
         return None
     return SizeLimit(store, request.max_size, world().size)
+
+
+def check_share(request: Request) -> None:
+    """Raise `TraceError` where the share of this rank has no room for a trace without an op."""
+    if request.max_size is None:
+        return
+    ranks = world().size
+    if request.max_size // ranks < SMALLEST:
+        raise TraceError(
+            Problem(
+                f"each of {ranks} ranks has {size(request.max_size // ranks)} of it, and an empty "
+                f"trace takes up to {size(SMALLEST)}",
+                key="max_size",
+                found=size(request.max_size),
+                legal=f"{size(ranks * SMALLEST)} or more",
+            )
+        )
 
 
 @dataclass(slots=True)
@@ -95,7 +113,7 @@ class SizeLimit:
             store.commit()
             used = store.bytes_used
         self._used = used
-        if row.level != COARSEST and not self._in_full:
+        if row.level != COARSEST and row.records and not self._in_full:
             self._say_once("full", self._room_for_none)
         if store.bytes_on_disk + self._largest > self._most:
             store.shrink(file=store.bytes_of_file + 2 * self._largest > self._most)
