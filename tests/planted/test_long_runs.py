@@ -67,7 +67,8 @@ def test_a_fault_between_two_full_steps_is_in_the_first_step_that_differs(
     verdict = torchrepro.compare(a, b)
 
     assert verdict.first is not None
-    assert (verdict.first.step, verdict.first.op, verdict.first.module) == (at, "gradient", "into")
+    assert (verdict.first.step, verdict.first.op) == (at, "loss")
+    assert f"at step {at}, at the latest in the forward pass" in headline(verdict)
     full = (at - 1) // 4 * 4
     by = "op by op" if full == at - 1 else STATE
     assert verdict.agreed == Agreed(at - 1, by, full)

@@ -8,6 +8,7 @@ import pytest
 
 from torchrepro.trace.format import UNINITIALISED
 from torchrepro.verdict.comparison import compare
+from torchrepro.verdict.render import headline
 from torchrepro.verdict.value import Divergence, Kind
 
 from .traces import Op, Run, Step, computed, follow, value, write
@@ -178,7 +179,7 @@ def test_memory_that_an_op_only_writes_is_not_blamed() -> None:
 
 
 def test_what_a_level_does_not_record_is_said() -> None:
-    """A gradient that differs is named, and that its inputs are not known."""
+    """A gradient that differs is named, and that the cause may lie before it in the step."""
     left = tuple(
         Op("gradient", "fc", "backward", argument=name, outputs=(value(name),))
         for name in ("weight", "bias")
@@ -192,10 +193,12 @@ def test_what_a_level_does_not_record_is_said() -> None:
         )
 
     assert verdict.first is not None
-    assert (verdict.first.kind, verdict.first.op) == (Kind.OUTPUTS, "gradient")
+    assert (verdict.first.kind, verdict.first.op) == (Kind.VALUES, "gradient")
     assert verdict.first.left is not None
     assert verdict.first.left.argument == "weight"
-    assert "not recorded at this level" in verdict.first.what
+    assert "inputs not recorded" in verdict.first.kind
+    assert headline(verdict).endswith("at the latest in the backward pass of fc")
+    assert "show that gradients differ" in verdict.advice.cause  # type: ignore[union-attr]
     assert (verdict.propagated, verdict.independent) == (1, 0)
     assert verdict.compared.level == "step"
 

@@ -220,7 +220,7 @@ def test_a_loss_is_held_to_the_tolerance_whichever_op_computed_it(tmp_path: Path
     first = compare(a, b, rtol=0.1).first
 
     assert first is not None
-    assert (first.op, first.what) == ("loss", "2 and 3")
+    assert (first.op, first.what) == ("loss", "its loss differs: 2 and 3")
     assert compare(a, b, rtol=0.5).same
 
 

@@ -8,7 +8,9 @@ import pytest
 
 from torchrepro import TraceError, compare
 from torchrepro.console import as_text
+from torchrepro.verdict.page import page
 from torchrepro.verdict.render import headline, verdict_parts
+from torchrepro.verdict.value import Kind
 
 from .traces import Op, Step, chain, value, write
 
@@ -121,3 +123,70 @@ def test_a_loss_is_enough_to_be_compared_within_a_tolerance(tmp_path: Path) -> N
     assert compare(some, some, rtol=0.1).same
     with pytest.raises(TraceError, match=r"(?s)nothing was recorded.*level op, in full"):
         compare(none, none, rtol=0.1)
+
+
+def _by_state(*losses: float, gradient: str = "") -> list[Step]:
+    """Return a run at level `step`, of which the last gradient may be another one."""
+    last = len(losses) - 1
+    return [
+        Step(
+            (
+                Op("gradient", "fc", "backward", outputs=(value(step, gradient * (step == last)),)),
+                Op("parameter", "fc", "optimizer", outputs=(value("parameter", step),)),
+            ),
+            losses=(loss,),
+        )
+        for step, loss in enumerate(losses)
+    ]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_the_loss_says_which_pass_a_step_diverged_in_at_the_latest(
+    tmp_path: Path, where: str
+) -> None:
+    """A gradient that differs is the place only where the loss of its step agrees."""
+    meta = {"level": "step"}
+    a = write(tmp_path / "a", _by_state(1.0, 2.0), meta)
+    last = 3.0 if where == "forward" else 2.0
+    b = write(tmp_path / "b", _by_state(1.0, last, gradient="other"), meta)
+
+    verdict = compare(a, b)
+
+    assert verdict.first is not None
+    assert (verdict.first.phase, verdict.first.kind) == (where, Kind.VALUES)
+    assert f"at the latest in the {where} pass" in headline(verdict)
+    assert "equal inputs" not in as_text(*verdict_parts(verdict))
+    html = page(verdict)
+    assert f"{where}, at the latest" in html
+    assert "equal inputs" not in html
+    if where == "forward":
+        assert verdict.first.what == "its loss differs: 2 and 3"
+        assert verdict.first.source == "train.py:9"
+        assert "losses differ" in verdict.advice.cause  # type: ignore[union-attr]
+
+
+def test_of_several_ranks_the_one_whose_loss_differs_is_named(tmp_path: Path) -> None:
+    """Gradients that ranks add up differ on all of them, and say nothing of where it began."""
+    for name, losses in (("a", (2.0, 2.0)), ("b", (2.0, 3.0))):
+        for rank, loss in enumerate(losses):
+            run = _by_state(1.0, loss, gradient=name)
+            write(tmp_path / name, run, {"level": "step", "rank": rank, "world_size": 2})
+
+    verdict = compare(tmp_path / "a", tmp_path / "b")
+
+    assert verdict.first is not None
+    assert (verdict.first.rank, verdict.first.op) == (1, "loss")
+    assert headline(verdict).endswith("on rank 1")
+
+
+def test_the_end_of_a_run_is_no_other_state_of_a_generator(tmp_path: Path) -> None:
+    """What one run draws in its next step, the other draws after its last one, or does not."""
+    drawn = [replace(step, random={"torch": f"{at}"}) for at, step in enumerate(_run(6))]
+    ends = [*drawn[:4], Step((), finished=False, random={"torch": "other"})]
+    meta = {"knobs": {"seed.torch": "1"}}
+    a = write(tmp_path / "a", _dropped(drawn, 4), meta)
+
+    verdict = compare(a, write(tmp_path / "b", ends, meta))
+
+    assert verdict.first is not None
+    assert (verdict.first.kind, verdict.first.step) == (Kind.ENDED, 4)

@@ -31,7 +31,9 @@ from torchrepro.verdict.criteria import (
 )
 from torchrepro.verdict.diagnosis import advice, next_level_of_recording
 from torchrepro.verdict.recordings import (
+    FIELDS,
     Digests,
+    before_what_followed,
     facts,
     losses,
     missing_processes,
@@ -261,14 +263,19 @@ class PairComparison:
         return total
 
     @property
-    def order(self) -> tuple[int, bool, int]:
-        """Sorts divergences: within a step, what a rank computed comes before what it received."""
+    def order(self) -> tuple[int, bool, int, int]:
+        """Sorts divergences: within a step, what a rank computed comes before what it received.
+
+        Of the values that a step left behind, losses come before gradients, which ranks add up.
+        """
         first = self.first
         if first is None:
             raise ValueError("the traces do not diverge")
         sent = first.phase == "collective" and first.kind is Kind.OUTPUTS
         late = first.kind in (Kind.ENDED, Kind.INCOMPARABLE)
-        return first.step, sent or late, first.rank
+        made = [phase for phase, _ in FIELDS]
+        after = made.index(first.phase) if first.is_at_the_latest and first.phase in made else 0
+        return first.step, sent or late, after, first.rank
 
 
 def _compare_pair(pair: Pair, criteria: Criteria) -> PairComparison:
@@ -278,7 +285,9 @@ def _compare_pair(pair: Pair, criteria: Criteria) -> PairComparison:
     for number in pair.steps:
         found = steps[number] = comparison.step(number)
         if first is None and found.first is not None:
-            first, sort = found.first(), found.sort
+            shown = found.first()
+            first = before_what_followed(pair, shown)
+            sort = found.sort if first is shown else ""
         found.first = None  # it holds the records of the step
     if first is None:
         first, sort = comparison.besides_records() or truncation(pair), ""

@@ -20,13 +20,19 @@ from torchrepro.verdict.first_difference import (
     describe,
     divergence,
 )
-from torchrepro.verdict.recordings import FIELDS, Digests, at_step
+from torchrepro.verdict.recordings import (
+    FIELDS,
+    Digests,
+    at_step,
+    unequal_losses,
+)
 from torchrepro.verdict.render import counted
 from torchrepro.verdict.value import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from torchrepro.trace.format import Loss
     from torchrepro.trace.reader import Trace
     from torchrepro.verdict.alignment import MatchedRecords, Names
     from torchrepro.verdict.columns import Columns, Pair
@@ -242,19 +248,14 @@ class Tolerance:
 
     def unequal_losses(self, step: int) -> Divergence | None:
         """Return a loss of a step that is out of tolerance."""
-        left, right = (
-            [loss.value for loss in trace.losses if loss.step == step] for trace in self.pair.traces
-        )
-        if len(left) != len(right):
-            what = f"{counted(len(left), 'loss')} and {len(right)}"
-        elif any(
-            not _near(one, other, self.atol + self.rtol * abs(other or 0.0))
-            for one, other in zip(left, right, strict=True)
-        ):
-            what = f"{' '.join(map(_shown, left))} and {' '.join(map(_shown, right))}"
-        else:
+        what = unequal_losses(self.pair, step, self._differ)
+        if not what:
             return None
-        return at_step(self.pair, step, Kind.OUTPUTS, what, "forward", "loss")
+        return at_step(self.pair, step, Kind.VALUES, what, "forward", "loss")
+
+    def _differ(self, left: Loss, right: Loss) -> bool:
+        most = self.atol + self.rtol * abs(right.value or 0.0)
+        return not _near(left.value, right.value, most)
 
     def notes(self) -> list[str]:
         """Return what could not be compared."""

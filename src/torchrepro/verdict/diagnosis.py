@@ -196,6 +196,7 @@ def _worded(sentence: str, rule: Rule, evidence: Evidence) -> str:
     seeded = evidence.value("dataloader.seeding") == "auto"
     return sentence.format(
         op=first.op or "it",
+        values=COARSE.get(first.op, "values"),
         module=first.module,
         threads=f"thread{'s' * (len(others) > 1)} {', '.join(others)}",
         accelerator=evidence.accelerator,

@@ -15,7 +15,7 @@ from torchrepro.trace.format import (
     Record,
     Site,
 )
-from torchrepro.verdict.columns import MAIN, NAMES
+from torchrepro.verdict.columns import INPUTLESS, MAIN, NAMES
 from torchrepro.verdict.evidence import DRAWING, OVERWRITING
 from torchrepro.verdict.render import counted, moment
 from torchrepro.verdict.sample_difference import explain_returned, is_returned
@@ -217,6 +217,8 @@ def _explain(
         return given
     unequal = _unequal(left, right)
     if not unequal:
+        if left.site.op in INPUTLESS:
+            return Explanation(Kind.VALUES, "")
         return Explanation(Kind.OUTPUTS, _explain_outputs(left))
     earlier = [
         (RecordView.read(pair.left, one), RecordView.read(pair.right, other)) for one, other in read
@@ -288,8 +290,6 @@ def _unequal(left: RecordView, right: RecordView) -> list[int]:
 
 
 def _explain_outputs(left: RecordView) -> str:
-    if left.site.op in ("parameter", "gradient", "module"):
-        return "what it was computed from is not recorded at this level"
     name = left.site.op.rpartition("::")[2].partition(".")[0]
     if name in OVERWRITING | DRAWING or left.site.op.endswith("out"):
         return ""

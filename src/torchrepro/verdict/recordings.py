@@ -27,21 +27,22 @@ from torchrepro.verdict.value import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from torchrepro.trace.format import StepRow
+    from torchrepro.trace.format import Loss, StepRow
     from torchrepro.trace.reader import Trace
     from torchrepro.verdict.columns import Pair
 
 
+LOSS = "loss"
 FIELDS = (
-    ("forward", "loss"),
+    ("forward", LOSS),
     ("backward", "gradients"),
     ("optimizer", "parameters"),
 )
 """Phase and name of each digest of a step, in the order in which a step makes them."""
 
-AT_EVERY_LEVEL = (("forward", "loss"), ("optimizer", "parameters"))
+AT_EVERY_LEVEL = (("forward", LOSS), ("optimizer", "parameters"))
 """Digests that all levels take in the same way. A gradient may be known only as a view."""
 
 
@@ -95,12 +96,60 @@ class Digests:
             Side(run, "", "", "", (), (digest.hex(),))
             for run, digest in zip(self.pair.runs, (left, right), strict=True)
         ]
-        return at_step(self.pair, number, Kind.OUTPUTS, "", phase, name, tuple(sides))
+        what = unequal_losses(self.pair, number, _have_other_bits) if name == LOSS else ""
+        found = at_step(self.pair, number, Kind.VALUES, what, phase, name, tuple(sides))
+        return replace(found, source=_source_of_loss(self.pair, number)) if what else found
+
+
+def before_what_followed(pair: Pair, found: Divergence) -> Divergence:
+    """Return the loss of a step if it differs, in place of what was computed after it.
+
+    This is for a divergence that is known by the values alone which a step left behind.
+    """
+    if found.kind is not Kind.VALUES or found.phase == "forward":
+        return found
+    loss = Digests(pair, FIELDS[:1]).step(found.step).first
+    return found if loss is None else loss()
+
+
+def unequal_losses(pair: Pair, step: int, differ: Callable[[Loss, Loss], bool]) -> str:
+    """Return in words how the losses of a step differ; nothing if they do not."""
+    left, right = _losses_of(pair, step)
+    if len(left) != len(right):
+        return f"{counted(len(left), 'loss')} and {len(right)}"
+    return next(
+        (
+            f"its loss differs: {_shown(one.value)} and {_shown(other.value)}"
+            for one, other in zip(left, right, strict=True)
+            if differ(one, other)
+        ),
+        "",
+    )
+
+
+def _losses_of(pair: Pair, step: int) -> list[list[Loss]]:
+    return [[loss for loss in trace.losses if loss.step == step] for trace in pair.traces]
+
+
+def _have_other_bits(one: Loss, other: Loss) -> bool:
+    return one.fingerprint != other.fingerprint
+
+
+def _shown(value: float | None) -> str:
+    return "none" if value is None else f"{value:.9g}"
+
+
+def _source_of_loss(pair: Pair, step: int) -> str:
+    """Return where the backward pass began from the first loss of a step."""
+    return next((loss.source for losses in _losses_of(pair, step) for loss in losses), "")
 
 
 def _unequal_generators(pair: Pair, number: int) -> list[str]:
     """Return the random generators whose states differ at the end of a step."""
-    left, right = (trace.steps[number].random for trace in pair.traces)
+    rows = [trace.steps[number] for trace in pair.traces]
+    if rows[0].finished != rows[1].finished:
+        return []  # one of the runs ended there
+    left, right = (row.random for row in rows)
     return [name for name in left if name in right and left[name] != right[name]]
 
 
@@ -142,12 +191,12 @@ def at_step(  # noqa: PLR0913, PLR0917 - the parts of a divergence
 
 def _digests(trace: Trace) -> Mapping[int, Mapping[str, bytes]]:
     found = {
-        number: {"gradients": row.gradients, "parameters": row.parameters, "loss": b""}
+        number: {"gradients": row.gradients, "parameters": row.parameters, LOSS: b""}
         for number, row in trace.steps.items()
     }
     for loss in trace.losses:
         if loss.step in found:
-            found[loss.step]["loss"] += loss.fingerprint
+            found[loss.step][LOSS] += loss.fingerprint
     return found
 
 

@@ -292,6 +292,7 @@ def headline(verdict: Verdict) -> str:
 def place(first: Divergence) -> str:
     """Return where the runs diverge: step, phase, module, and the rank unless it is the first."""
     phase = _PHASES.get(first.phase, f"in {first.phase}" if first.phase else "")
+    phase = f"at the latest {phase}" if phase and first.is_at_the_latest else phase
     module = printable(first.called or first.module)
     of = f" of {module}" if module and first.phase in _PHASES else ""
     rank = f" on rank {first.rank}" if first.rank else ""

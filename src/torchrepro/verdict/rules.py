@@ -130,8 +130,15 @@ PATHS = (
     *("env.TORCHINDUCTOR_*", "env.NVTE_*"),
 )
 PROGRAM = (Kind.ARGUMENT, Kind.ONLY_ONE)
-COARSE = ("parameter", "gradient", "module", "parameters", "gradients", "loss")
-"""What recordings of a level above ops hold in their place."""
+COARSE = {
+    "parameter": "parameters",
+    "gradient": "gradients",
+    "module": "outputs of modules",
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "loss": "losses",
+}
+"""What recordings of a level above ops hold in their place, and what several of it are called."""
 
 DATALOADER = "DataLoader"
 COMPUTED = (Kind.OUTPUTS,)
@@ -351,9 +358,9 @@ RULES: tuple[Rule, ...] = (
         fixes=(SEED, LOADER_SEEDS, NO_WORKERS),
     ),
     Rule(
-        "The recordings show that {op} differ, but not which op computed them. Runs that are "
+        "The recordings show that {values} differ, but not which op computed them. Runs that are "
         "recorded op by op show it.",
-        fits=lambda e: e.first.op in COARSE,
+        fits=lambda e: e.first.op in COARSE or e.first.is_at_the_latest,
     ),
     Rule(
         "{op} draws random numbers, and the runs were not seeded alike ({settings}).",

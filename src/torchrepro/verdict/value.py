@@ -21,6 +21,7 @@ class Kind(StrEnum):
     """How two runs can diverge."""
 
     OUTPUTS = "equal inputs, unequal outputs"
+    VALUES = "unequal values, inputs not recorded"
     ARGUMENT = "another argument"
     INPUT = "an input changed outside torch"
     DATA = "other data"
@@ -108,6 +109,11 @@ class Divergence:
     """
     called: str = ""
     """What the program calls the module, where its path does not say that."""
+
+    @property
+    def is_at_the_latest(self) -> bool:
+        """Whether the runs may have diverged before it in its step, in what was not recorded."""
+        return self.kind is Kind.VALUES
 
     @property
     def both_were_cut(self) -> bool:
