@@ -1,5 +1,6 @@
 """Recordings that hold some steps in full and the others at level `step`."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -7,6 +8,7 @@ from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 import torchrepro
 from torchrepro import TraceError
+from torchrepro.trace.op_mode import RecordingMode
 
 from .conftest import Net, Recorder, Seen, seen
 
@@ -182,6 +185,26 @@ def test_a_recording_ends_in_any_step_within_a_mode_of_the_program(tmp_path: Pat
                     net(torch.ones(2, 4)).sum().backward()
                     optimizer.step()
             assert _get_current_dispatch_mode_stack() == [mode]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_thread_that_has_ended_leaves_nothing_behind(tmp_path: Path, every: int) -> None:
+    """A run of days may start a thread in each step: what records it goes with it."""
+
+    def modes() -> int:
+        return sum(isinstance(one, RecordingMode) for one in gc.get_objects())
+
+    gc.collect()
+    before = modes()
+    with torchrepro.record(tmp_path / "run", every=every):
+        for _ in range(6):
+            thread = Thread(target=lambda: torch.ones(2).sin())
+            thread.start()
+            thread.join()
+            torchrepro.end_step()
+        gc.collect()
+
+        assert modes() == before + 1
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from itertools import chain
 from operator import is_
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
-from weakref import ref
+from weakref import WeakValueDictionary, ref
 
 import torch
 
@@ -370,7 +370,7 @@ class OpLevel(Level):
         super().__init__(state)
         self.now = RunPosition()
         self._details = DetailRecorder.of(state)
-        self._modes: list[RecordingMode] = []
+        self._by_thread: WeakValueDictionary[int, RecordingMode] = WeakValueDictionary()
         self._taken_off = ModesTakenOff()
 
     def __enter__(self) -> None:
@@ -393,8 +393,15 @@ class OpLevel(Level):
 
     def _new_mode(self) -> RecordingMode:
         mode = RecordingMode(self.state, self.now, self._details)
-        self._modes.append(mode)
+        self._by_thread[mode.thread] = mode
         return mode
+
+    def _modes(self) -> list[RecordingMode]:
+        """Return the modes of all threads that have not ended: the stack of a thread holds its own.
+
+        Other threads may begin or end meanwhile.
+        """
+        return [mode for known in self._by_thread.valuerefs() if (mode := known()) is not None]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -448,13 +455,13 @@ class OpLevel(Level):
             self._details.write(store, first)
 
     def end_step(self) -> None:
-        for mode in self._modes:
+        for mode in self._modes():
             mode.origin.end_step()
 
     def rest(self) -> None:
         self.now.rest()
         self.state.cache.miss_steps()
-        self._taken_off.take_off(self._modes)
+        self._taken_off.take_off(self._modes())
 
     def resume(self) -> bool:
         if not self._taken_off.put_back():

@@ -55,7 +55,9 @@ class ModesTakenOff:
         Whatever the program has entered meanwhile stays above: it is what the program leaves next.
         """
         self._put_back_own()
-        left = any(thread.is_alive() for thread in [*self._modes])
+        # Another thread may put its own back meanwhile: `keyrefs` is a copy.
+        threads = (known() for known in self._modes.keyrefs())
+        left = any(thread is not None and thread.is_alive() for thread in threads)
         self._is_allowed = self._is_allowed and not left
         return not left
 
