@@ -8,6 +8,7 @@ import sys
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
+from shutil import copytree, ignore_patterns
 
 import pytest
 import torch
@@ -103,6 +104,19 @@ def test_a_process_that_is_killed_as_it_begins_its_trace_leaves_none(
 
     with pytest.raises(TraceError, match="holds no trace"):
         read_run(tmp_path)
+
+
+def test_a_file_without_its_log_says_that_the_whole_folder_is_to_be_copied(tmp_path: Path) -> None:
+    """A copy of a run that goes on is read if it has every file, and else says what it lacks."""
+    with torchrepro.record(tmp_path / "run"):
+        torch.ones(3).sin()
+        torchrepro.end_step()
+        copytree(tmp_path / "run", tmp_path / "whole")
+        copytree(tmp_path / "run", tmp_path / "part", ignore=ignore_patterns("*-wal", "*-shm"))
+
+    assert read_run(tmp_path / "whole")[0].ended_steps == 1
+    with pytest.raises(TraceError, match=r"holds no trace(.|\n)*copy the whole folder"):
+        read_run(tmp_path / "part")
 
 
 @pytest.mark.parametrize("moment", ["as it begins", "as it ends"])

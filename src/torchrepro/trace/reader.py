@@ -199,17 +199,17 @@ def read_run(folder: Path | str, *, records: bool = True) -> list[Trace]:
         )
     if not place.is_dir():
         raise TraceError(Problem("no such folder", found=str(folder), **_beside(place)))
-    files = sorted(filter(_begun, place.glob(f"rank*{SUFFIX}")), key=_order)
-    if not files:
-        raise TraceError(
-            Problem(
-                "holds no trace",
-                found=str(folder),
-                todo="record one: torchrepro run PROFILE --record DIR -- COMMAND; "
-                "a run that was killed before its first step ended leaves none",
-            )
+    files = sorted(place.glob(f"rank*{SUFFIX}"), key=_order)
+    begun = list(filter(_begun, files))
+    if not begun:
+        todo = (
+            "copy the whole folder: until a run ends, its steps may be in files that end in -wal; "
+            "one that was killed before its first step ended has none"
+            if files
+            else "record one: torchrepro run PROFILE --record DIR -- COMMAND"
         )
-    return [Trace(path, records=records) for path in files]
+        raise TraceError(Problem("holds no trace", found=str(folder), todo=todo))
+    return [Trace(path, records=records) for path in begun]
 
 
 def steps_so_far(folder: Path) -> int:

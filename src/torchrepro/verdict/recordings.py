@@ -454,11 +454,10 @@ def notes(pair: Pair) -> Iterator[str]:
             yield f"{name} was killed or still runs: it is compared up to its last whole step"
         dropped = [step for step, row in trace.steps.items() if row.dropped and row.finished]
         if dropped:
-            within = trace.meta.get("max_size")
             yield (
-                f"{name} dropped the records of {counted(len(dropped), 'step')}, {dropped[0]} to "
-                f"{dropped[-1]}{f', to stay within {size(within)}' if within else ''}: their "
-                "parameters, gradients and losses are there"
+                f"{name} dropped the records of {counted(len(dropped), 'step')} "
+                f"({_in_words(dropped)}){_to_stay_within(trace)}: their parameters, gradients and "
+                "losses are there"
             )
         if not trace.sealed:
             yield (
@@ -497,6 +496,15 @@ def notes(pair: Pair) -> Iterator[str]:
             "when the runs end" if pair.is_after_last(first) else f"from the end of step {first} on"
         )
         yield f"the states of {generators} differ {since}"
+
+
+def _to_stay_within(trace: Trace) -> str:
+    """Return what a trace has dropped records for, of which a rank has a share."""
+    most, ranks = trace.meta.get("max_size"), trace.meta.get("world_size", 1)
+    if not most:
+        return ""
+    share = f" (its share of {size(most)} for {ranks:,} ranks)" if ranks > 1 else ""
+    return f", to stay within {size(most // ranks)}{share}"
 
 
 def _in_words(steps: Sequence[int]) -> str:
