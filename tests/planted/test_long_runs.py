@@ -1,6 +1,7 @@
 """Runs recorded at times are compared by what both have, and no more is claimed."""
 
-import shlex
+import ast
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 
@@ -33,7 +34,23 @@ class _Model(torch.nn.Module):
         return self.out(torch.relu(self.norm(self.into(x))))
 
 
-def _run(folder: Path, every: int, fault: str = "", at: int = -1, **asked: object) -> Path:
+def _scale(tensor: torch.Tensor) -> None:
+    tensor.mul_(1.001)
+
+
+def _write_outside_torch(tensor: torch.Tensor) -> None:
+    tensor.detach().numpy()[0] += 1e-3
+
+
+def _run(
+    folder: Path,
+    every: int,
+    fault: str = "",
+    at: int = -1,
+    *,
+    spoil: Callable[[torch.Tensor], None] = _scale,
+    **asked: object,
+) -> Path:
     """Record a training with a fault that is made at the beginning of a step."""
     torch.manual_seed(0)
     model = _Model()
@@ -43,18 +60,21 @@ def _run(folder: Path, every: int, fault: str = "", at: int = -1, **asked: objec
             if step == at:
                 tensor = dict([*model.named_parameters(), *model.named_buffers()])[fault]
                 with torch.no_grad():
-                    tensor.mul_(1.001)
+                    spoil(tensor)
             model(torch.randn(6, 4)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     return folder
 
 
-def _steps_to_record(verdict: Verdict) -> str:
+def _steps_to_record(verdict: Verdict) -> tuple[int, int]:
+    """Return the steps of the call that is proposed: the programs record themselves."""
     assert verdict.advice is not None
-    words = shlex.split(verdict.advice.closer)
-    assert "--every" not in words
-    return words[words.index("--steps") + 1]
+    call = ast.parse(verdict.advice.closer, mode="eval").body
+    assert isinstance(call, ast.Call)
+    named = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+    assert set(named) == {"steps"}
+    return named["steps"]
 
 
 @pytest.mark.parametrize("at", [1, 5, 6, 7, 11])
@@ -71,8 +91,8 @@ def test_a_fault_between_two_full_steps_is_in_the_first_step_that_differs(
     assert f"at step {at}, at the latest in the forward pass" in headline(verdict)
     full = (at - 1) // 4 * 4
     by = "op by op" if full == at - 1 else STATE
-    assert verdict.agreed == Agreed(at - 1, by, full)
-    assert _steps_to_record(verdict) == f"{at}:{at}"
+    assert verdict.agreed == Agreed(at - 1, by, full, then_in_full=False)
+    assert _steps_to_record(verdict) == (at - 1, at + 1)
     assert verdict.compared.by == (("op by op", 3), (STATE, 9))
 
 
@@ -85,14 +105,29 @@ def test_a_fault_that_no_state_shows_is_between_the_full_steps_around_it(tmp_pat
     assert verdict.first is not None
     assert (verdict.first.step, verdict.first.kind) == (8, Kind.UNSEEN)
     assert "the ops of steps 5 to 7" in verdict.first.what
-    assert verdict.agreed == Agreed(7, STATE, 4)
-    assert _steps_to_record(verdict) == "5:8"
+    assert verdict.agreed == Agreed(7, STATE, 4, then_in_full=True)
+    assert _steps_to_record(verdict) == (4, 9)
     closer = torchrepro.compare(
-        _run(tmp_path / "c", 1, steps=(5, 8)),
-        _run(tmp_path / "d", 1, "norm.running_mean", 6, steps=(5, 8)),
+        _run(tmp_path / "c", 1, steps=(4, 9)),
+        _run(tmp_path / "d", 1, "norm.running_mean", 6, steps=(4, 9)),
     )
     assert closer.first is not None
     assert (closer.first.step, closer.first.op) == (6, "aten::mul_.Tensor")
+
+
+def test_the_steps_that_are_proposed_show_the_cause(tmp_path: Path) -> None:
+    """They begin before the divergence: what wrote into memory between two steps is then seen."""
+    spoiled = {"fault": "out.weight", "at": 6, "spoil": _write_outside_torch}
+    a, b = _run(tmp_path / "a", 4), _run(tmp_path / "b", 4, **spoiled)
+
+    steps = _steps_to_record(torchrepro.compare(a, b))
+    closer = torchrepro.compare(
+        _run(tmp_path / "c", 1, steps=steps), _run(tmp_path / "d", 1, **spoiled, steps=steps)
+    )
+
+    assert closer.first is not None
+    assert (closer.first.step, closer.first.kind) == (6, Kind.INPUT)
+    assert closer.first.source.rpartition(":")[0] == __file__
 
 
 def test_runs_recorded_at_other_times_are_compared_by_what_both_have(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_dropped_steps_are_compared_by_what_is_left_of_them(tmp_path: Path) -> N
     assert early.agreed is not None
     assert (early.agreed.step, early.agreed.by, early.agreed.in_full) == (19, state, None)
     assert early.advice is not None
-    assert "--steps 20:20" in early.advice.closer
+    assert "steps=(19, 21)" in early.advice.closer
     assert late.first is not None
     assert late.first.step == STEPS - 5
     assert late.first.op == "aten::randn"

@@ -20,6 +20,7 @@ from torchrepro.verdict.evidence import DRAWING, DROPPING, DROPPING_INSIDE
 from torchrepro.verdict.rules import RULES
 from torchrepro.verdict.value import (
     BOTH_CUT,
+    Agreed,
     Kind,
     Loader,
     Program,
@@ -433,8 +434,12 @@ def test_every_divergence_gets_an_advice_that_a_shell_takes(  # noqa: PLR0913, P
 ) -> None:
     """Whatever diverges, a cause is told, and the command to look closer names what it is about."""
     first = divergence(op, kind, phase=phase, module=module, step=step)
+    agreed = Agreed(step - 1, "op by op", step - 1, then_in_full=True) if step else None
+    seen = kind not in (Kind.VALUES, Kind.UNSEEN)
 
-    found = advice(verdict_on(first, ()), {"profile": profile}, "python train.py --lr 1")
+    found = advice(
+        verdict_on(first, (), agreed=agreed), {"profile": profile}, "python train.py --lr 1"
+    )
 
     assert found is not None
     assert found.cause
@@ -443,7 +448,8 @@ def test_every_divergence_gets_an_advice_that_a_shell_takes(  # noqa: PLR0913, P
         words = shlex.split(found.closer)
         assert words[:3] == ["torchrepro", "run", profile]
         assert words[words.index("--steps") + 1] == f"{max(step - 1, 0)}:{step + 1}"
-        assert not module or words[words.index("--keep") + 1] == module
+        assert not (seen and module) or words[words.index("--keep") + 1] == module
+        assert seen or "--keep" not in words
         assert words[-4:] == ["python", "train.py", "--lr", "1"]
 
 

@@ -190,3 +190,40 @@ def test_the_end_of_a_run_is_no_other_state_of_a_generator(tmp_path: Path) -> No
 
     assert verdict.first is not None
     assert (verdict.first.kind, verdict.first.step) == (Kind.ENDED, 4)
+
+
+@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_closer_look_is_proposed_where_it_shows_more(
+    tmp_path: Path, first: int, *, kept: bool
+) -> None:
+    """Nothing is where both have all of the step and of the one before it, and their tensors."""
+    run = _run(4)
+    other = [*run[:2], replace(run[2], ops=chain(4, step=2, weights="v"))]
+    meta = {"keep": ["layers.0"] * kept, "steps": (first, 3)}
+    a = write(tmp_path / "a", run[first:3], meta, first=first)
+    b = write(tmp_path / "b", other[first:], meta, first=first)
+
+    verdict = compare(a, b)
+
+    assert verdict.advice is not None
+    closer = verdict.advice.closer
+    assert ("--steps 1:3" in closer) == (first == 2 or not kept)
+    assert ("--keep layers.0" in closer) == (first == 1 and not kept)
+
+
+@pytest.mark.parametrize(("by", "begins"), [("run", "torchrepro run p "), ("program", "")])
+def test_a_program_that_records_itself_is_told_the_call(
+    tmp_path: Path, by: str, begins: str
+) -> None:
+    """Where `run` recorded, its command is proposed; else what the program has to call."""
+    run = _run(3)
+    other = [*run[:2], replace(run[2], ops=chain(4, step=2, weights="v"))]
+    meta = {"recorded_by": by, "profile": "p"}
+    a, b = write(tmp_path / "a", run, meta), write(tmp_path / "b", other, meta)
+
+    closer = compare(a, b).advice.closer  # type: ignore[union-attr]
+
+    call = f"torchrepro.record({f'{a}-closer'!r}, steps=(1, 3), keep=['layers.0'])"
+    assert closer.startswith(begins) if begins else closer == call
+    assert ("--keep" in closer) == bool(begins)

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 FORMAT = 3
 SUFFIX = ".sqlite"
 
+BY_RUN, BY_PROGRAM = "run", "program"
+"""Who asked for a recording: ``torchrepro run --record``, or the program by a call of `record`."""
+
 _OF_EVERY_FORMAT = """
 create table meta (key text primary key, value text not null) without rowid;
 create table site (

@@ -218,7 +218,7 @@ _META: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("ordinal", "world_size"), _is(int, type(None))),
     **dict.fromkeys(("finished", "statistics", "detail"), _is(bool, type(None))),
     **dict.fromkeys(("program", "program_text", "process"), _WORDS),
-    **dict.fromkeys(("profile", "digest", "guarantee", "date", "host"), _WORDS),
+    **dict.fromkeys(("profile", "digest", "guarantee", "date", "host", "recorded_by"), _WORDS),
     "loaders": _is_list_of(_LOADER),
     "sources": _is_list_of(_SOURCE),
     **dict.fromkeys(("versions", "hardware", "outcomes", "repository"), _is_mapping),

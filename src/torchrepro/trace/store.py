@@ -32,6 +32,8 @@ from torchrepro.seeding.ranks import world
 from torchrepro.trace.device_fingerprint import algorithm
 from torchrepro.trace.fingerprint import ALGORITHM
 from torchrepro.trace.format import (
+    BY_PROGRAM,
+    BY_RUN,
     DETAILS,
     FORMAT,
     MANY,
@@ -42,12 +44,11 @@ from torchrepro.trace.format import (
     StepRow,
     as_bytes,
 )
+from torchrepro.trace.request import Request
 from torchrepro.trace.sequences import Recent, packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from torchrepro.trace.request import Request
 
 LARGE = 1 << 24
 """Bytes of digests at which records become two parts. A reader holds a part in memory."""
@@ -418,6 +419,7 @@ def open_store(request: Request) -> Store:
             "steps": request.steps,
             "every": request.every,
             "max_size": request.max_size,
+            "recorded_by": _who_asked_for(request),
             "algorithm": _algorithms(),
             "statistics": request.statistics,
             "detail": request.detail,
@@ -453,6 +455,10 @@ def _about_this_process() -> Mapping[str, Any]:
         absent = (row for row in rows if row.absent and row.after is not None)
         its["absent"] = {row.knob: row.absent for row in absent}
     return its
+
+
+def _who_asked_for(request: Request) -> str:
+    return BY_RUN if request == Request.inherited(os.environ) else BY_PROGRAM
 
 
 def _program_text() -> str | None:

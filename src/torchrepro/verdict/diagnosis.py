@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
 from torchrepro.policies.deterministic_ops import row_of
 from torchrepro.profile.composition import flatten
 from torchrepro.seeding.uncontrolled import ENTROPY
+from torchrepro.trace.format import BY_PROGRAM
 from torchrepro.verdict.evidence import (
     DEVICE,
     DRAWING,
@@ -269,24 +271,34 @@ def _may_hide_a_change(rule: Rule, evidence: Evidence, meta: Mapping[str, Any]) 
 def steps_to_record(verdict: Verdict) -> tuple[int, int]:
     """Return the first and the last step that show a divergence if they are recorded in full.
 
-    Where the step of the divergence, or those before it, were not recorded in full, these are the
-    steps after the last one that is known to agree.
+    They begin with a step in which the runs agree: what it leaves behind tells a change between
+    two steps from one within a step. They end with the step after the divergence.
     """
     first, agreed = verdict.first, verdict.agreed
     if first is None:
         raise ValueError("the runs do not diverge")
-    if agreed is None or len(verdict.compared.by) < 2:  # noqa: PLR2004 - all were compared alike
-        return max(first.step - 1, 0), first.step + 1
-    if first.kind is Kind.UNSEEN:
-        return 0 if agreed.in_full is None else agreed.in_full + 1, first.step
-    if first.op in COARSE:
-        return agreed.step + 1, first.step
-    return max(first.step - 1, 0), first.step + 1
+    begins = max(first.step - 1, 0)
+    if agreed is not None and first.kind is Kind.UNSEEN:
+        begins = agreed.in_full or 0
+    elif agreed is not None and first.op in COARSE:
+        begins = agreed.step
+    return begins, first.step + 1
+
+
+def _is_seen_in_full(verdict: Verdict, first: Divergence) -> bool:
+    """Whether both runs hold all ops of the step of the divergence and of the one before it."""
+    agreed = verdict.agreed
+    if verdict.compared.level != "op" or first.is_at_the_latest or first.kind is Kind.UNSEEN:
+        return False
+    if agreed is None:
+        return first.step == 0
+    return agreed.then_in_full and agreed.in_full == first.step - 1
 
 
 def _rerecord_command(
     verdict: Verdict, meta: Mapping[str, Any], command: str, *, detail: bool
 ) -> str:
+    """Return what records the divergence in more detail; nothing if there is no more to see."""
     first = verdict.first
     if first is None or (first.elements and not detail) or first.kind is Kind.ENDED:
         return ""
@@ -294,14 +306,32 @@ def _rerecord_command(
         return ""  # these recordings are the closer look
     if command and not meta.get("profile"):
         return ""  # `verify` ran it as it is, which `run` cannot
-    begins, ends = steps_to_record(verdict)
-    keep = f" --keep {quote(first.module)}" if first.module else ""
+    keep = ""
+    if _is_seen_in_full(verdict, first):
+        # Where the step is still to be found, whole tensors of many steps would fill the disk.
+        keep = "" if _is_kept(first.module, meta) else first.module
+        if not (keep or detail):
+            return ""
+    folder, steps = verdict.left.rstrip("/") + "-closer", steps_to_record(verdict)
+    if meta.get("recorded_by") == BY_PROGRAM and not command:
+        return _in_code(folder, steps, keep, detail=detail)
     return (
         f"torchrepro run {quote(str(meta.get('profile') or 'PROFILE'))}"
-        f" --record {quote(verdict.left.rstrip('/') + '-closer')}"
-        f" --steps {begins}:{ends}{keep}{' --detail' * detail}"
+        f" --record {quote(folder)} --steps {steps[0]}:{steps[1]}"
+        f"{f' --keep {quote(keep)}' if keep else ''}{' --detail' * detail}"
         f" -- {command or meta.get('command_hint') or 'COMMAND'}"
     )
+
+
+def _is_kept(module: str, meta: Mapping[str, Any]) -> bool:
+    """Whether a recording has the tensors of a module already."""
+    return any(fnmatchcase(module, str(pattern)) for pattern in meta.get("keep") or ())
+
+
+def _in_code(folder: str, steps: tuple[int, int], keep: str, *, detail: bool) -> str:
+    """Return the call that records these steps, for a program that records itself."""
+    kept = f", keep={[keep]!r}" if keep else ""
+    return f"torchrepro.record({folder!r}, steps={steps}{kept}{', detail=True' * detail})"
 
 
 NO_EFFECT = "null"

@@ -83,12 +83,14 @@ def ways_of(pairs: Sequence[Pair], way_of: WayOf) -> dict[int, Way]:
 
 def agreed_before(pairs: Sequence[Pair], way_of: WayOf, step: int) -> Agreed | None:
     """Return the last steps before this one, at which the runs are known to agree."""
-    before = {number: way for number, way in ways_of(pairs, way_of).items() if number < step}
+    ways = ways_of(pairs, way_of)
+    before = {number: way for number, way in ways.items() if number < step}
     if not before:
         return None
     last = max(before)
     in_full = [number for number, way in before.items() if is_in_full(way)]
-    return Agreed(last, before[last].name, max(in_full, default=None))
+    then_in_full = step in ways and is_in_full(ways[step])
+    return Agreed(last, before[last].name, max(in_full, default=None), then_in_full)
 
 
 class Comparison(Protocol):

@@ -171,6 +171,8 @@ class Agreed:
     """How it was compared, as in ``by parameters and losses``."""
     in_full: int | None
     """The last one of which all that it computed was compared; None if there is none."""
+    then_in_full: bool = False
+    """Whether all that the step of the divergence computed was compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +290,11 @@ class Advice:
     """Which profile promises equal runs, if one in force does not; else empty."""
     edit: str = ""
     """One change of the program that helps, in words; empty if there is none."""
+
+    @property
+    def keeps_tensors(self) -> bool:
+        """Whether the closer look records the values themselves."""
+        return " --keep " in self.closer or ", keep=[" in self.closer
 
 
 @dataclass(frozen=True, slots=True)
