@@ -107,21 +107,25 @@ def test_the_oldest_steps_in_full_are_dropped_first_and_the_last_two_at_the_end(
 
 
 def _in_words(steps: list[int]) -> str:
+    if len(steps) == 2:
+        return f"steps {steps[0]} and {steps[1]}"
     ends = f"steps {steps[0]} to {steps[-1]}"
     return ends if len(steps) > steps[-1] - steps[0] else f"{len(steps)} of the {ends}"
 
 
 def test_a_size_without_room_for_a_step_says_which_would_have_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is said when it happens and at the end; the size that is named there holds two steps."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     asked = {"keep": ["layers*"], "statistics": True}
-    with torchrepro.record(tmp_path / "run", max_size=300_000, **asked):
+    with torchrepro.record(tmp_path / "run", max_size=600_000, **asked):
         _train(lambda _: None, 40)
     said = capsys.readouterr().err
 
     assert all(row.dropped for row in _read(tmp_path / "run").steps.values())
-    assert said.count("300 kB has room for none in full") == 2
+    assert said.count("300 kB (its share of 600 kB for 2 ranks) has room for none in full") == 2
     assert "kept in full: none" in said
     named = re.findall(r"([\d.]+ .B) would hold the last 2", said)[-1]
 

@@ -73,6 +73,8 @@ class Steps:
     def __str__(self) -> str:
         if self.count <= 1:
             return f"step {self.first}" if self.count else "none"
+        if self.count == 2:  # noqa: PLR2004 - the first and the last
+            return f"steps {self.first} and {self.last}"
         if self.count == self.last - self.first + 1:
             return f"steps {self.first} to {self.last}"
         return f"{self.count:,} of the steps {self.first} to {self.last}"
@@ -89,6 +91,7 @@ class SizeLimit:
     def __init__(self, store: Store, size_of_run: int, ranks: int) -> None:
         self._store = store
         self._most = size_of_run // ranks
+        self._ranks = ranks
         share = f" (its share of {size(size_of_run)} for {ranks:,} ranks)" if ranks > 1 else ""
         self._most_in_words = f"{size(self._most)}{share}"
         self._largest = 0
@@ -177,7 +180,9 @@ class SizeLimit:
         for step, _, _ in self._in_full:
             if step != self._after_last:
                 in_full.add(step)
-        parts = [f"takes {size(self._store.bytes_on_disk)} of {self._most_in_words}"]
+        taken = self._store.bytes_on_disk
+        of = "of" if taken <= self._most else "and not"
+        parts = [f"takes {size(taken)} {of} {self._most_in_words}"]
         if in_full.count or not self._others:
             parts.append(f"kept in full: {in_full}")
         if self._others:
@@ -202,8 +207,8 @@ class SizeLimit:
         step = self._largest - OVERHEAD
         enough = self._used + NEWEST * step + 3 * self._largest
         return (
-            f"a step takes {size(step)}: {self._most_in_words} has room for none in full; "
-            f"{size(_rounded_up(enough))} would hold the last {NEWEST}"
+            f"a step takes up to {size(step)}: {self._most_in_words} has room for none in full; up "
+            f"to here {size(_rounded_up(enough * self._ranks))} would hold the last {NEWEST}"
         )
 
     def _too_large(self) -> str:
