@@ -118,8 +118,10 @@ class SizeLimit:
         self._used = used
         if row.level != COARSEST and row.records and not self._in_full:
             self._say_once("full", self._room_for_none)
-        if store.bytes_on_disk + self._largest > self._most:
-            store.shrink(file=store.bytes_of_file + 2 * self._largest > self._most)
+        file = store.bytes_of_file
+        # The log is still there while it is moved: the file grows beside it.
+        if file + store.bytes_of_log + 2 * self._largest > self._most:
+            store.shrink(file=file + 2 * self._largest > self._most)
             if store.bytes_on_disk > self._most:
                 self._say_once("over", self._too_large)
 

@@ -224,8 +224,16 @@ class Store:
     @property
     def bytes_on_disk(self) -> int:
         """How many bytes the trace takes, its log and the index of that included."""
-        files = (self.path.with_name(self.path.name + end) for end in ("", "-wal", "-shm"))
-        return sum(each.stat().st_size for each in files if each.exists())
+        return self._bytes_in("") + self.bytes_of_log
+
+    @property
+    def bytes_of_log(self) -> int:
+        """How many bytes the log takes with its index."""
+        return self._bytes_in("-wal") + self._bytes_in("-shm")
+
+    def _bytes_in(self, end: str) -> int:
+        file = self.path.with_name(self.path.name + end)
+        return file.stat().st_size if file.exists() else 0
 
     @property
     def bytes_used(self) -> int:
