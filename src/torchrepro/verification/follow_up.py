@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import ProfileError
 from torchrepro.profile.composition import flatten
@@ -20,7 +20,7 @@ from torchrepro.verification.result import EscalationTrial, Run, StressResult
 from torchrepro.verification.runner import all_failed, status_in_words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.verdict.diagnosis import EscalationLevel
@@ -141,17 +141,21 @@ def with_perturbation(
     if len(stressed.culprits) != 1 or verdict.advice is None:
         return verdict
     row = next(row for row in plan.rows if row.name in stressed.culprits)
-    key, _, value = row.fix.partition("=")
-    given = str(flatten(resolved.values if resolved else {}).get(key, "")).lower()
-    helps = bool(row.fix) and given != value
+    given = flatten(resolved.values if resolved else {})
+    fix = next((each for each in row.fixes if not _is_given(each, given)), "")
     advice = replace(
         verdict.advice,
         cause=f"{row.finding[:1].upper()}{row.finding[1:]}: {stressed.what} ({row.action}).",
-        knob=key if helps else "",
-        setting=row.fix if helps else "",
+        knob=fix.partition("=")[0],
+        setting=fix,
         edit=_edit_against(row, verdict),
     )
     return replace(verdict, advice=advice)
+
+
+def _is_given(fix: str, given: Mapping[str, Any]) -> bool:
+    key, _, value = fix.partition("=")
+    return str(given.get(key, "")).lower() == value
 
 
 def _edit_against(row: Perturbation, verdict: Verdict) -> str:

@@ -132,8 +132,8 @@ class Perturbation:
     """The environment of a run that is not perturbed."""
     obstacle: Callable[[], str] = lambda: ""
     """Returns why it cannot be done here, or nothing."""
-    fix: str = ""
-    """The override that helps, if there is one."""
+    fixes: tuple[str, ...] = ()
+    """The overrides that help together, the one that the others need first."""
     source: str = ""
     """What a program reads that this perturbs, in the words of `seeding.uncontrolled`."""
     overriding: OverridingRun | None = None
@@ -200,7 +200,10 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         "the program reads memory that nothing has written",
         _other_memory,
         obstacle=_not_of_glibc,
-        fix="backends.torch.fill_uninitialized_memory=true",
+        fixes=(
+            "backends.torch.deterministic_algorithms=error",
+            "backends.torch.fill_uninitialized_memory=true",
+        ),
     ),
     Perturbation(
         "hash seed",
@@ -208,7 +211,7 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         "the result depends on the order of a set of strings, or on a hash of text",
         lambda number: RunEnvironment({"PYTHONHASHSEED": str(number * 7919)}),
         unperturbed=RunEnvironment({"PYTHONHASHSEED": "0"}),
-        fix='env.PYTHONHASHSEED="0"',
+        fixes=('env.PYTHONHASHSEED="0"',),
         overriding=OverridingRun(
             _another_hash_seed,
             "it differs when Python's hash seed does: `torchrepro run` and `verify` fix it, "
@@ -247,7 +250,7 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         "workers of a DataLoader hand over their batches late, at random",
         "batches are taken in the order in which workers finish",
         lambda number: RunEnvironment(in_process={"loader timing": number}),
-        fix="dataloader.num_workers=0",
+        fixes=("dataloader.num_workers=0",),
     ),
     Perturbation(
         "clock",
