@@ -76,6 +76,17 @@ def test_views_of_other_arguments_are_recorded(recorded: Recorder) -> None:
     ]
 
 
+class Labelled(torch.Tensor):
+    """A subclass that changes nothing of what an op does."""
+
+
+def test_views_of_subclasses_are_recorded(recorded: Recorder) -> None:
+    """A view of a tensor of a subclass is recorded, and the program goes on."""
+    x = torch.ones(3, 2).as_subclass(Labelled)
+
+    assert [one.op for one in seen(recorded(lambda: x.t()))] == ["aten::t"]
+
+
 def test_arguments_say_which_of_them_are_missing(recorded: Recorder) -> None:
     """The text of arguments has each tensor, and each None, in its own place."""
     x, values = torch.ones(2, 4), torch.ones(4)

@@ -192,7 +192,7 @@ class RecordingMode(TorchDispatchMode):
                     cache.bytes_read += size
                     if facts.writes:
                         cache.update_base_of(result)
-            elif facts.view_of_first and inputs[0].__class__ is bytes:
+            elif facts.view_of_first and inputs and inputs[0].__class__ is bytes:
                 base = inputs[0]
                 if base[:4] not in STAND_INS:
                     # Autograd has a view count the writes of its base only after this.
