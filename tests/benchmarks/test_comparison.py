@@ -82,7 +82,7 @@ def _write(path: Path, change: Change, steps: int = STEPS) -> Path:
                 for _ in range(STEPS // steps)
             ],
         )
-        store.add_records(step, rows)
+        store.add_records(rows)
         store.end_step(StepRow(step, first, len(rows), 0, b"", b"", {}, finished=True))
         first += len(rows)
     store.close()
@@ -223,7 +223,7 @@ def test_digests_are_a_small_part_of_writing(
     def write() -> None:
         store = Store(tmp_path / next(names))
         for step in range(STEPS):
-            store.add_records(step, rows)
+            store.add_records(rows)
             store.add_losses([(step, 0, 0.5, bytes(16), "m.py:1")])
             first = step * len(rows) + 1
             store.end_step(StepRow(step, first, len(rows), 0, b"", b"", {}, finished=True))

@@ -42,7 +42,7 @@ def _written(folder: Path, steps: Sequence[Sequence[Row]]) -> Path:
     to.add_arguments((number, str(number)) for number in range(1, 3))
     first = 1
     for number, rows in enumerate(steps):
-        to.add_records(number, list(rows))
+        to.add_records(list(rows))
         to.end_step(StepRow(number, first, len(rows), 0, b"", b"", {}, finished=True))
         first += len(rows)
     to.close()
@@ -189,7 +189,7 @@ def test_a_long_run_whose_every_step_differs_takes_no_more_memory(
     with _traced_memory():
         for number in range(3000):
             random.Random(number).shuffle(rows)
-            to.add_records(number, rows)
+            to.add_records(rows)
             to.end_step(StepRow(number, 1 + 50 * number, 50, 0, b"", b"", {}, finished=True))
             if number % 1000 == 999:
                 held.append(tracemalloc.get_traced_memory()[0])

@@ -93,7 +93,7 @@ class Writer:
             self.store.add_threads([(thread, name)])
         rows = [self._row(op) for op in step.ops]
         first, self.records = self.records + 1, self.records + len(rows)
-        self.store.add_records(number, rows)
+        self.store.add_records(rows)
         for position, op in enumerate(step.ops):
             self.store.add_statistics(
                 (first + position, output, *one) for output, one in enumerate(op.statistics)

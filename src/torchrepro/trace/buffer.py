@@ -116,7 +116,7 @@ class RecordBuffer:
                 self.take(thread, site, argument, (), (output,))
         return len(rows)
 
-    def move(self, store: Store, step: int) -> None:
+    def move(self, store: Store) -> None:
         """Hand the records taken so far to `store`; the step goes on."""
         with self._lock:
             count = len(self.rows)
@@ -128,11 +128,11 @@ class RecordBuffer:
             self._new_sites, self._new_arguments, self._new_threads = [], [], []
             incomplete, self._incomplete = self._incomplete, False
             self.moved += count
-        store.add_records(step, _completed(rows) if incomplete else rows)
+        store.add_records(_completed(rows) if incomplete else rows)
 
-    def end_step(self, store: Store, step: int) -> tuple[int, int]:
+    def end_step(self, store: Store) -> tuple[int, int]:
         """Hand the rest of a step to `store`; returns the first id and the count of its records."""
-        self.move(store, step)
+        self.move(store)
         count, self.moved = self.moved, 0
         return store.records - count + 1, count
 

@@ -106,7 +106,7 @@ class Recording:
             if self._drops_step():
                 return
             with self._unwritable_handled():
-                self.state.buffer.move(self._store or self._open_store(), self.state.step)
+                self.state.buffer.move(self._store or self._open_store())
             self.state.cache.forget_dead()
 
     def end_step(self, parameters: Sequence[Digest] = ()) -> None:
@@ -199,7 +199,7 @@ class Recording:
         cache = self.state.cache
         with self._unwritable_handled():
             store = self._store or self._open_store()
-            first, count = self.state.buffer.end_step(store, self.state.step)
+            first, count = self.state.buffer.end_step(store)
             self._write_losses(store)
             self.level.write(store, first)
             row = StepRow(

@@ -136,7 +136,7 @@ class Store:
         shown = self._shown(name for _, name in names)
         self._add("thread", [(number, shown[name]) for number, name in names])
 
-    def add_records(self, step: int, rows: list[Row]) -> None:
+    def add_records(self, rows: list[Row]) -> None:
         """Add records of the running step in their order."""
         for start in range(0, len(rows), MANY):
             self._add_part(rows[start : start + MANY])
