@@ -243,6 +243,39 @@ def test_a_run_that_is_done_does_nothing_more(tmp_path: Path) -> None:
     assert run.dataset.loaded == []
 
 
+@pytest.mark.parametrize("level", ["step", "op"])
+@pytest.mark.parametrize(("last", "parameters"), [(None, "the same"), (STEPS - 1, "unequal")])
+def test_a_comparison_says_that_one_run_was_resumed(
+    tmp_path: Path, level: str, last: int | None, parameters: str
+) -> None:
+    """Of a resumed run and a whole one, `compare` says whether they end with the same weights."""
+    with torchrepro.record(tmp_path / "whole", level=level):
+        Run(tmp_path / "a").train()
+    run = Run(tmp_path / "b")
+    run.train(PER_EPOCH + 1)
+    with torchrepro.record(tmp_path / "resumed", level=level):
+        run.train(last)
+    verdict = torchrepro.compare(tmp_path / "whole", tmp_path / "resumed")
+
+    assert not verdict.same
+    assert "went on from a checkpoint" in verdict.advice.cause
+    assert ("resumed", "no", "yes") in [(s.name, s.left, s.right) for s in verdict.settings]
+    assert verdict.notes[0].startswith("the parameters after the last step of each, 7 in A and ")
+    assert f"are {parameters}" in verdict.notes[0]
+
+
+def test_runs_that_begin_anew_are_not_called_resumed(tmp_path: Path) -> None:
+    """A run with an empty folder is not resumed, even where one before it in the process was."""
+    run = Run(tmp_path / "a")
+    run.train(2)
+    run.train()
+    for name in ("one", "other"):
+        with torchrepro.record(tmp_path / name):
+            Run(tmp_path / f"{name}-checkpoints").train()
+
+    assert torchrepro.compare(tmp_path / "one", tmp_path / "other").same
+
+
 @settings(max_examples=8)
 @given(stop=st.integers(1, STEPS), every=st.integers(1, 3))
 def test_only_the_two_latest_steps_are_kept_and_nothing_else(

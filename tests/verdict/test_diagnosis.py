@@ -52,6 +52,10 @@ CASES = {
     "shorter": (divergence("", Kind.ENDED), (), CPU, "", "shorter"),
     "both cut off": (divergence("", Kind.ENDED, what=BOTH_CUT), (), CPU, "", "Both runs"),
     "not comparable": (divergence("", Kind.INCOMPARABLE), (), CPU, "", "cannot be compared"),
+    "resumed": (
+        *(divergence("", Kind.RANDOM), (Setting("resumed", "no", "yes"),), CPU),
+        *("", "went on from a checkpoint"),
+    ),
     "other seeds": (
         *(divergence("", Kind.RANDOM), (Setting("seed.torch", "1", "2"),), CPU),
         *("seed=1", "seeded alike"),

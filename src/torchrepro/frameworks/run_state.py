@@ -16,7 +16,7 @@ from torchrepro.errors import SeedingError
 from torchrepro.frameworks.hooking import in_force
 from torchrepro.seeding.loader_places import begin_again, interrupted
 from torchrepro.seeding.ranks import World, process_group
-from torchrepro.seeding.state import rng_state, set_generators, set_rng_state
+from torchrepro.seeding.state import rng_state, run_begins, set_generators, set_rng_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -115,6 +115,7 @@ def put_back(state: Mapping[str, Any], where: str) -> bool:
     except SeedingError as error:
         say_not_resumed(where, str(error))
         return False
+    run_begins(resumed=True)
     return True
 
 

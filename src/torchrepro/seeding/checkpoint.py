@@ -25,7 +25,7 @@ from torchrepro.seeding.loader_hook import (
     yields_items,
 )
 from torchrepro.seeding.ranks import world
-from torchrepro.seeding.state import rng_state, set_rng_state, write_whole
+from torchrepro.seeding.state import rng_state, run_begins, set_rng_state, write_whole
 from torchrepro.seeding.streams import whole
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ class Checkpoint:
         step = None if self.folder is None else _latest(self.folder)
         if self.folder is not None and step is not None:
             self._load(_file(self.folder, step))
+        run_begins(resumed=step is not None)
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that are left of `count`, the interrupted one first."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 FORMAT = 1
 PARTS = ("world", "seed_plan", "devices", "kinds", "generators", "loaders")
 
+_resumed = False
+
 
 def rng_state() -> dict[str, Any]:
     """Return a snapshot of every generator as plain JSON values.
@@ -100,6 +102,17 @@ def write_whole(path: Path, content: bytes) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         beside.unlink(missing_ok=True)
+
+
+def run_begins(*, resumed: bool) -> None:
+    """Note whether the run goes on from a checkpoint, for the recordings of it."""
+    global _resumed  # noqa: PLW0603 - a fact about the process
+    _resumed = resumed
+
+
+def is_resumed() -> bool:
+    """Whether the run goes on from a checkpoint."""
+    return _resumed
 
 
 def _encoded(value: Any) -> Any:

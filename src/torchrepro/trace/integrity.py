@@ -217,7 +217,7 @@ _META: Mapping[str, Callable[[Any], bool]] = {
     "rank": _is(int),
     **dict.fromkeys(("ordinal", "world_size"), _is(int, type(None))),
     **dict.fromkeys(("finished", "statistics", "detail"), _is(bool, type(None))),
-    **dict.fromkeys(("program", "program_text", "process"), _WORDS),
+    **dict.fromkeys(("program", "program_text", "process", "resumed"), _WORDS),
     **dict.fromkeys(("profile", "digest", "guarantee", "date", "host", "recorded_by"), _WORDS),
     "loaders": _is_list_of(_LOADER),
     "sources": _is_list_of(_SOURCE),

@@ -13,6 +13,7 @@ import xxhash
 from torchrepro.console import say
 from torchrepro.errors import TraceError
 from torchrepro.messages import Problem
+from torchrepro.seeding.state import is_resumed
 from torchrepro.seeding.uncontrolled import EVERY_SOURCE, WITHOUT_COST, watch_for_recording
 from torchrepro.trace.buffer import RecordingState, joined
 from torchrepro.trace.fingerprint_cache import fingerprint_of
@@ -178,6 +179,7 @@ class Recording:
             **self._loaders.meta(),
             **({"sources": sources} if sources else {}),
             **({"models": models} if models else {}),
+            "resumed": "yes" if is_resumed() else "no",
         }
 
     def _position(self) -> tuple[int, int]:

@@ -130,8 +130,8 @@ def uses(program: Program, feature: str) -> bool:
 
 
 MAIN_THREADS = ("", "MainThread", "main")
-DECLARED = ("guarantee", "profile", "digest", "program", "program_text", "level")
-"""Settings that say what was requested. Their effects are other settings."""
+DECLARED = ("guarantee", "profile", "digest", "program", "program_text", "level", "resumed")
+"""Settings that say what was run and requested. Their effects are other settings."""
 
 SET_BY = {"hardware: threads": "env.OMP_NUM_THREADS"}
 """Observed settings that a knob decides, with that knob."""

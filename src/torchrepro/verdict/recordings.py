@@ -303,8 +303,11 @@ def _process(ordinal: int) -> str:
 SECTIONS = {"knobs": "", "versions": "version of ", "hardware": "hardware: "}
 """Sections of a trace's meta that hold settings, each with the prefix of their names."""
 
-PROGRAM_TEXT = "program_text"
-SINGLE = ("guarantee", "profile", "digest", "level", "world_size", "program", PROGRAM_TEXT)
+RESUMED = "resumed"
+KNOWN_OF_BOTH = ("program_text", RESUMED)
+"""Settings that not every trace has: those of torchrepro 0.2.0 and of killed runs lack some."""
+
+SINGLE = ("guarantee", "profile", "digest", "level", "world_size", "program", *KNOWN_OF_BOTH)
 
 
 def settings(pair: Pair) -> tuple[Setting, ...]:
@@ -314,7 +317,7 @@ def settings(pair: Pair) -> tuple[Setting, ...]:
         Setting(name, left.get(name), right.get(name))
         for name in {**left, **right}
         if left.get(name) != right.get(name)
-        and (name != PROGRAM_TEXT or (name in left and name in right))
+        and (name not in KNOWN_OF_BOTH or (name in left and name in right))
     )
 
 
@@ -449,6 +452,7 @@ def _loss_by_step(trace: Trace) -> dict[int, float | None]:
 
 def notes(pair: Pair) -> Iterator[str]:
     """Yield what a reader has to know about the two recordings."""
+    yield from _ends_of_resumed(pair)
     for trace, name in zip(pair.traces, NAMES, strict=True):
         if trace.is_truncated:
             yield f"{name} was killed or still runs: it is compared up to its last whole step"
@@ -496,6 +500,22 @@ def notes(pair: Pair) -> Iterator[str]:
             "when the runs end" if pair.is_after_last(first) else f"from the end of step {first} on"
         )
         yield f"the states of {generators} differ {since}"
+
+
+def _ends_of_resumed(pair: Pair) -> Iterator[str]:
+    """Yield whether a run that was resumed ended with the parameters of one that was not."""
+    if all(each.name != RESUMED for each in settings(pair)):
+        return
+    left, right = (
+        [row for row in trace.steps.values() if row.finished and row.parameters][-1:]
+        for trace in pair.traces
+    )
+    if left and right:
+        equal = left[0].parameters == right[0].parameters
+        yield (
+            f"the parameters after the last step of each, {left[0].step} in {NAMES[0]} and "
+            f"{right[0].step} in {NAMES[1]}, are {'the same, bit for bit' if equal else 'unequal'}"
+        )
 
 
 def _to_stay_within(trace: Trace) -> str:

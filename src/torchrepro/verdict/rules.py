@@ -347,6 +347,13 @@ RULES: tuple[Rule, ...] = (
         rerecord=False,
     ),
     Rule(
+        "One run went on from a checkpoint, the other did not. Each counts its steps from 0, so a "
+        "step of one is not that step of the other. A note says whether they end with the same "
+        "parameters.",
+        fits=lambda e: e.differs_in("resumed"),
+        rerecord=False,
+    ),
+    Rule(
         "The runs were not seeded alike ({settings}).",
         (Kind.RANDOM,),
         knobs=RANDOM_NUMBERS,
