@@ -2,12 +2,16 @@
 
 from fnmatch import fnmatchcase
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
+import torchrepro
 from torchrepro.profile.load import load
 from torchrepro.verdict.diagnosis import ESCALATION, EscalationLevel, levels_above, next_level
 from torchrepro.verdict.evidence import DROPOUT, LOADER, WORKERS
@@ -120,3 +124,26 @@ def test_no_level_is_proposed_that_the_program_cannot_feel() -> None:
     for feature, name in ((WORKERS, NO_WORKERS), (DROPOUT, NO_DROPOUT)):
         found = levels_above({}, divergence("gradient"), Program(features=(feature, LOADER)))
         assert [level.name for level in found] == [SEEDS, KERNELS, name]
+
+
+@pytest.mark.parametrize("level", ["step", "module"])
+@pytest.mark.parametrize(
+    ("workers", "expected"), [(None, set()), (0, {LOADER}), (2, {LOADER, WORKERS})]
+)
+def test_every_level_of_recording_tells_whether_there_are_loaders(
+    tmp_path: Path, level: str, workers: int | None, expected: set[str]
+) -> None:
+    """Of what only ops show, such as dropout, anything may be there; loaders are known."""
+    for name in ("one", "other"):
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = torch.ones(4, 2)
+        batches = [data] if workers is None else DataLoader(data, num_workers=workers)
+        with torchrepro.record(tmp_path / name, level=level):
+            for batch in batches:
+                model(batch).sum().backward()
+                optimizer.step()
+    found = torchrepro.compare(tmp_path / "one", tmp_path / "other").program.features
+
+    assert set(found) & {LOADER, WORKERS} == expected
+    assert DROPOUT in found

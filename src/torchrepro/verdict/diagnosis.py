@@ -22,6 +22,7 @@ from torchrepro.verdict.evidence import (
     LOADER,
     MAIN_THREADS,
     NO_VALUE,
+    NOT_ALIKE,
     WORKERS,
     Evidence,
     accelerator,
@@ -477,7 +478,12 @@ def next_level(
 
 
 def next_level_of_recording(verdict: Verdict, meta: Mapping[str, Any]) -> EscalationLevel | None:
-    """Return the first level that a recorded run did not reach, by the meta of its trace."""
+    """Return the first level that a recorded run did not reach, by the meta of its trace.
+
+    None for runs that no profile can make equal.
+    """
+    if any(each.name in NOT_ALIKE for each in verdict.settings):
+        return None
     knobs = meta.get("knobs") or {}
     values: dict[str, str] = {}
     for knob in CATALOGUE:  # several knobs may have one key: one with an effect says most

@@ -130,7 +130,11 @@ def uses(program: Program, feature: str) -> bool:
 
 
 MAIN_THREADS = ("", "MainThread", "main")
-DECLARED = ("guarantee", "profile", "digest", "program", "program_text", "level", "resumed")
+PROGRAM_TEXT, RESUMED = "program_text", "resumed"
+NOT_ALIKE = (PROGRAM_TEXT, RESUMED)
+"""Settings that no profile makes equal: the runs are of other programs, or begin elsewhere."""
+
+DECLARED = ("guarantee", "profile", "digest", "program", "level", *NOT_ALIKE)
 """Settings that say what was run and requested. Their effects are other settings."""
 
 SET_BY = {"hardware: threads": "env.OMP_NUM_THREADS"}

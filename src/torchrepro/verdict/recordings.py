@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.messages import printable, size
 from torchrepro.seeding.uncontrolled import row_of_read
 from torchrepro.verdict.columns import MAIN, NAMES, StepComparison
-from torchrepro.verdict.evidence import FEATURES, LOADER, NO_VALUE, WORKERS, accelerator, short
+from torchrepro.verdict.evidence import (
+    FEATURES,
+    LOADER,
+    NO_VALUE,
+    NOT_ALIKE,
+    RESUMED,
+    WORKERS,
+    accelerator,
+    short,
+)
 from torchrepro.verdict.render import are, counted
 from torchrepro.verdict.value import (
     BOTH_CUT,
@@ -303,21 +312,20 @@ def _process(ordinal: int) -> str:
 SECTIONS = {"knobs": "", "versions": "version of ", "hardware": "hardware: "}
 """Sections of a trace's meta that hold settings, each with the prefix of their names."""
 
-RESUMED = "resumed"
-KNOWN_OF_BOTH = ("program_text", RESUMED)
-"""Settings that not every trace has: those of torchrepro 0.2.0 and of killed runs lack some."""
-
-SINGLE = ("guarantee", "profile", "digest", "level", "world_size", "program", *KNOWN_OF_BOTH)
+SINGLE = ("guarantee", "profile", "digest", "level", "world_size", "program", *NOT_ALIKE)
 
 
 def settings(pair: Pair) -> tuple[Setting, ...]:
-    """Return the knobs, versions and pieces of hardware in which two runs differ."""
+    """Return the knobs, versions and pieces of hardware in which two runs differ.
+
+    Traces of torchrepro 0.2.0 and of killed runs do not tell whether they are alike.
+    """
     left, right = (_settings(trace.meta) for trace in pair.traces)
     return tuple(
         Setting(name, left.get(name), right.get(name))
         for name in {**left, **right}
         if left.get(name) != right.get(name)
-        and (name not in KNOWN_OF_BOTH or (name in left and name in right))
+        and (name not in NOT_ALIKE or (name in left and name in right))
     )
 
 
@@ -387,13 +395,19 @@ def facts(trace: Trace) -> RunFacts:
     )
 
 
-def _features(pair: Pair, loaders: Sequence[Loader]) -> tuple[str, ...] | None:
-    """Return the features that the program uses; None if its ops were not recorded."""
-    if any(trace.meta.get("level", "op") != "op" for trace in pair.traces):
-        return None
-    sites = [site for trace in pair.traces for site in trace.sites.values()]
-    found = [name for name, uses in FEATURES.items() if any(map(uses, sites))]
+def _features(pair: Pair, loaders: Sequence[Loader]) -> tuple[str, ...]:
+    """Return the features that the program uses, or may use as far as its recordings tell.
+
+    Loaders are recorded at every level, other features by their ops alone.
+    """
+    unseen = any(trace.meta.get("level", "op") != "op" for trace in pair.traces)
     unknown = any("loaders" not in trace.meta for trace in pair.traces)
+    sites = [site for trace in pair.traces for site in trace.sites.values()]
+    found = [
+        name
+        for name, uses in FEATURES.items()
+        if (unseen and (unknown or name != LOADER)) or any(map(uses, sites))
+    ]
     if LOADER in found and (unknown or any(each.workers for each in loaders)):
         found.append(WORKERS)
     return tuple(found)

@@ -19,7 +19,9 @@ from torchrepro.verdict.evidence import (
     LOADER,
     MASKING,
     MATMUL,
+    PROGRAM_TEXT,
     RECURRENT,
+    RESUMED,
     SUMMING,
     WORKERS,
 )
@@ -342,7 +344,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "The recordings are of different programs: {programs}.",
-        fits=lambda e: e.differs_in("program_text"),
+        fits=lambda e: e.differs_in(PROGRAM_TEXT),
         edit="compare their texts, first around the line above",
         rerecord=False,
     ),
@@ -350,7 +352,7 @@ RULES: tuple[Rule, ...] = (
         "One run went on from a checkpoint, the other did not. Each counts its steps from 0, so a "
         "step of one is not that step of the other. A note says whether they end with the same "
         "parameters.",
-        fits=lambda e: e.differs_in("resumed"),
+        fits=lambda e: e.differs_in(RESUMED),
         rerecord=False,
     ),
     Rule(

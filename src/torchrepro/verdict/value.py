@@ -236,7 +236,7 @@ class Program:
     """What a program has that may explain why its runs diverge."""
 
     features: tuple[str, ...] | None = None
-    """Those of `evidence.FEATURES` that it uses; None where the recording does not tell."""
+    """Those of `evidence.FEATURES` that it uses, or may use; None where nothing is known."""
     accelerator: str = ""
     """The type of device that computed besides the CPU, as in ``cuda``; empty if none did."""
     loaders: tuple[Loader, ...] = ()
