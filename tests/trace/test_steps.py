@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import tempfile
+import threading
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -164,3 +166,77 @@ def test_level_step_holds_gradients_before_and_parameters_after(
     assert [one.outputs for one in found] == there
     assert [one.module for one in found[:2]] == ["layers.0.linear", "layers.0.linear"]
     assert [one.argument for one in found[:2]] == ["weight", "bias"]
+
+
+WAYS_TO_RECORD: list[dict[str, Any]] = [
+    *({"level": "op"}, {"level": "step"}, {"level": "module"}),
+    *({"detail": True}, {"every": 2}, {"statistics": True}),
+]
+
+
+def _trained(passes: int) -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        *(torch.nn.Conv1d(2, 3, 3), torch.nn.Tanh(), torch.nn.Flatten()),
+        torch.nn.Linear(12, 2),
+    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for _ in range(passes):  # the first gradient may be a view, the second is written into it
+            net(torch.rand(5, 2, 6)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_step_leaves_the_same_digests_however_it_is_recorded(tmp_path: Path, passes: int) -> None:
+    """Digests of gradients and parameters are of their memory: a view has those of its bytes."""
+    found = []
+    for number, way in enumerate(WAYS_TO_RECORD):
+        with torchrepro.record(tmp_path / str(number), **way):
+            _trained(passes)
+        (trace,) = read_run(tmp_path / str(number))
+        found.append([(row.gradients, row.parameters) for row in trace.steps.values()])
+        trace.close()
+
+    assert all(all(row) for row in found[0])
+    assert found[1:] == found[:1] * (len(WAYS_TO_RECORD) - 1)
+
+
+MOMENTS = ("first", "between a view and what reads it", "after the forward", "after the backward")
+
+
+@pytest.mark.parametrize("settings_", [{}, {"detail": True}], ids=str)
+def test_when_another_thread_computes_does_not_matter(
+    tmp_path: Path, settings_: dict[str, Any]
+) -> None:
+    """Runs are the same in which a thread computes the same, at whatever moment of a step."""
+    for moment in MOMENTS:
+        with torchrepro.record(tmp_path / moment, **settings_):
+            _beside_a_thread(moment)
+
+    for moment in MOMENTS[1:]:
+        verdict = torchrepro.compare(tmp_path / MOMENTS[0], tmp_path / moment)
+        assert verdict.same, (moment, verdict.first)
+
+
+def _beside_a_thread(moment: str) -> None:
+    torch.manual_seed(0)
+    linear, last = torch.nn.Linear(4, 3), torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD([*linear.parameters(), *last.parameters()], lr=0.1)
+    data = torch.rand(5, 4)
+    thread = threading.Thread(target=lambda: torch.ones(3).mul(2).t().add(1))
+
+    def at(now: str) -> None:
+        if now == moment:
+            thread.start()
+            thread.join()
+
+    at("first")
+    view = linear.weight.t()
+    at("between a view and what reads it")
+    loss = last(data @ view + linear.bias).square().mean()
+    at("after the forward")
+    loss.backward()
+    at("after the backward")
+    optimizer.step()

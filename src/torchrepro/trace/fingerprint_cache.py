@@ -123,6 +123,20 @@ class FingerprintCache:
         entry = self._valid(tensor)
         return self.read(tensor) if entry is None else entry[2]
 
+    def digest_of_memory(self, tensor: Any) -> Digest:
+        """Return the digest of the memory of `tensor`, also where the cache has that of a view.
+
+        It does not depend on what else was recorded. Unset memory is not read.
+        """
+        entry = self._valid(tensor)
+        if entry is None:
+            return self.read(tensor)
+        if entry[3] != VIEW or is_unset(entry[2]):
+            return entry[2]
+        self.bytes_read += size_of(tensor)
+        found = fingerprint_of(tensor)
+        return found[:INPUT] if found.__class__ is bytes else found
+
     def read(self, tensor: Any) -> Digest:
         """Return the digest of a tensor that the cache lacks; reads its memory."""
         fingerprint = fingerprint_of(tensor)

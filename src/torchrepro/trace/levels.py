@@ -152,7 +152,7 @@ class Level:
         if not self.state.wants_step:
             return ()
         with self.paused():
-            return [*map(self.state.cache.digest, tensors)]
+            return [*map(self.state.cache.digest_of_memory, tensors)]
 
     def _take_arguments(self, optimizer: Any, place: Place) -> None:
         text, tensors = self._arguments.of(optimizer)

@@ -92,6 +92,8 @@ class RecordingMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = now
         self.details = details
+        self.rereads = state.request.detail
+        """Whether each op reads its inputs anew, whatever ops before it have written or read."""
         self.buffer = state.buffer
         self.cache = state.cache
         self.entries = state.cache.entries
@@ -248,6 +250,8 @@ class RecordingMode(TorchDispatchMode):
 
     def _run_with_details(self, facts: OpFacts, args: Any, kwargs: Any) -> Any:
         """Run a compiled region, or any op of which more than fingerprints is recorded."""
+        if self.rereads:
+            self.cache.distrust()
         inputs, plain = self.cache.inputs(facts, args, kwargs)
         before = None
         if self.details is not None:

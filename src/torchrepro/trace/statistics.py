@@ -121,9 +121,7 @@ class DetailRecorder:
 
     def before(self, place: Place, args: Any, kwargs: Any) -> list[Any] | None:
         """Return copies of the inputs, for a module whose tensors are kept, else None."""
-        request, cache = self._state.request, self._state.cache
-        if request.detail:
-            cache.distrust()  # the next op reads its inputs anew
+        cache = self._state.cache
         if not self._keeps(place) or not self._state.wants_step:
             return None
         tensors = tensors_in((args, kwargs))

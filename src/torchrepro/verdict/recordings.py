@@ -36,7 +36,7 @@ from torchrepro.verdict.value import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from torchrepro.trace.format import Loss, StepRow
     from torchrepro.trace.reader import Trace
@@ -52,7 +52,11 @@ FIELDS = (
 """Phase and name of each digest of a step, in the order in which a step makes them."""
 
 AT_EVERY_LEVEL = (("forward", LOSS), ("optimizer", "parameters"))
-"""Digests that all levels take in the same way. A gradient may be known only as a view."""
+"""Digests that all levels and formats take in the same way.
+
+Of a gradient in memory that was unset ops are recorded, and not what it holds; before format 3 this
+was so of every gradient that is a view.
+"""
 
 
 class Digests:
@@ -61,7 +65,9 @@ class Digests:
     def __init__(self, pair: Pair, fields: Sequence[tuple[str, str]]) -> None:
         self.pair = pair
         self.fields = fields
-        self._left, self._right = (_digests(trace) for trace in pair.traces)
+        formats = {trace.meta.get("format") for trace in pair.traces}
+        known = dict(FIELDS if len(formats) == 1 else AT_EVERY_LEVEL).values()
+        self._left, self._right = (_digests(trace, known) for trace in pair.traces)
 
     def step(self, number: int) -> StepComparison:
         """Compare one step."""
@@ -198,7 +204,8 @@ def at_step(  # noqa: PLR0913, PLR0917 - the parts of a divergence
     return replace(whole, phase=phase, op=op, left=left, right=right)
 
 
-def _digests(trace: Trace) -> Mapping[int, Mapping[str, bytes]]:
+def _digests(trace: Trace, names: Collection[str]) -> Mapping[int, Mapping[str, bytes]]:
+    """Return the digests of each step that are called `names`."""
     found = {
         number: {"gradients": row.gradients, "parameters": row.parameters, LOSS: b""}
         for number, row in trace.steps.items()
@@ -206,7 +213,10 @@ def _digests(trace: Trace) -> Mapping[int, Mapping[str, bytes]]:
     for loss in trace.losses:
         if loss.step in found:
             found[loss.step][LOSS] += loss.fingerprint
-    return found
+    return {
+        number: {name: digest for name, digest in digests.items() if name in names}
+        for number, digests in found.items()
+    }
 
 
 CUT = " (killed, ended by os._exit, or still running)"
