@@ -23,8 +23,9 @@ RUNS = 3
 RECORDED_IN_EVERY_WAY = (
     *("transformer, AdamW fused", "becomes nan", "workers", "sparse", "attention"),
     *("augmented in workers", "workers that stay", "mapped in order", "loaded ahead"),
-    *("refilled every step", "clocks in tensors that no op reads", "files of listdir"),
+    *("refilled every step", "clocks in tensors that no op reads", "files of listdir", "nested"),
 )
+THREADS = ("training on threads",)
 
 
 def _bits(tensors: Tensors) -> list[bytes]:
@@ -86,12 +87,16 @@ def test_compiled_code_stays_compiled_and_is_found_to_be_the_same(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "settings", [{"level": "step"}, {"level": "module"}, {"detail": True}], ids=str
+    ("settings", "without_steps"),
+    [({"level": "step"}, ()), ({"level": "module"}, THREADS), ({"detail": True}, THREADS)],
+    ids=str,
 )
 @pytest.mark.filterwarnings("ignore")
-def test_no_way_to_record_raises_an_alarm(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_no_way_to_record_raises_an_alarm(
+    settings: dict[str, Any], without_steps: tuple[str, ...], tmp_path: Path
+) -> None:
     """What is recorded of steps or modules alone, or in detail, is the same in every run too."""
-    for name in RECORDED_IN_EVERY_WAY:
+    for name in (*RECORDED_IN_EVERY_WAY, *without_steps):
         for run in ("a", "b"):
             memory_that_is_dirty()
             with torchrepro.record(tmp_path / name / run, **settings):

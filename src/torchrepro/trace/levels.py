@@ -333,6 +333,11 @@ class _Taken:
 class ModuleLevel(StepLevel):
     """What every module returns, and the gradients that come back to it, besides steps."""
 
+    def __enter__(self) -> None:
+        self.state.buffer.new_thread()
+        self.open.enter_context(hooks.on_threads_started(self.state.buffer.new_thread))
+        super().__enter__()
+
     def _watch_modules(self) -> None:
         self._watching = self.open.enter_context(ExitStack())
         self._watching.enter_context(on_modules_called(self._returned))

@@ -48,9 +48,14 @@ def tensors_in(value: Any) -> list[Any]:
 
 
 def shape_of(tensor: Any) -> tuple[Any, ...]:
-    """Return shape and dtype of a tensor, and its device if that is not the CPU."""
+    """Return shape and dtype of a tensor, and its device if that is not the CPU.
+
+    A ragged size has a number that counts on in the process: it is left out.
+    """
     try:
         shape = tensor.shape
+        if tensor.__class__ not in PLAIN:
+            shape = tuple(size if isinstance(size, int) else "ragged" for size in shape)
     except RuntimeError:  # nested, with parts of different shapes
         shape = ("nested", tensor.numel())
     return (shape, tensor.dtype) if tensor.is_cpu else (shape, tensor.dtype, tensor.device)
