@@ -108,7 +108,7 @@ def _wrap(stack: ExitStack, owner: Any, name: str, wrapping: Callable[[Any], Any
 
 
 @contextmanager
-def on_threads_started(first: Callable[[], object]) -> Iterator[None]:
+def on_threads_started(first: Callable[[], None]) -> Iterator[None]:
     """Call `first` on each thread that `threading` starts within the block, before its own code.
 
     A thread calls its profile function at its first call of anything. No other public way comes as

@@ -102,6 +102,11 @@ def gradients_of(optimizer: Any) -> list[Any]:
     return [gradient for gradient in gradients if gradient is not None]
 
 
+def _is_pinning() -> bool:
+    """Whether this thread moves batches, at any time; they are recorded where they are used."""
+    return _PINNING in threading.current_thread().name
+
+
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
@@ -335,8 +340,12 @@ class ModuleLevel(StepLevel):
 
     def __enter__(self) -> None:
         self.state.buffer.new_thread()
-        self.open.enter_context(hooks.on_threads_started(self.state.buffer.new_thread))
+        self.open.enter_context(hooks.on_threads_started(self._enter_thread))
         super().__enter__()
+
+    def _enter_thread(self) -> None:
+        if not _is_pinning():
+            self.state.buffer.new_thread()
 
     def _watch_modules(self) -> None:
         self._watching = self.open.enter_context(ExitStack())
@@ -391,8 +400,8 @@ class OpLevel(Level):
         super().__exit__(*error)
 
     def _enter_thread(self) -> None:
-        if _PINNING in threading.current_thread().name:
-            return  # it moves batches at any time; they are recorded where they are used
+        if _is_pinning():
+            return
         mode: Any = self._new_mode()
         mode.__enter__()  # and never left: a thread's stack of modes ends with the thread
 
