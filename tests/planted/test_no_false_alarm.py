@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,42 @@ def test_no_way_to_record_raises_an_alarm(
             with torchrepro.record(tmp_path / name / run, **settings):
                 PROGRAMS[name]()
         _raises_no_alarm(torchrepro.compare(tmp_path / name / "a", tmp_path / name / "b"))
+
+
+def _are_called_equal(one: Path, other: Path) -> bool:
+    try:
+        return torchrepro.compare(one, other).same
+    except torchrepro.TraceError as error:
+        if "could be compared" in str(error) or "holds no trace" in str(error):
+            return True  # one of them has neither modules nor steps to record
+        raise
+
+
+WAYS_TO_RECORD: dict[str, dict[str, Any]] = {
+    **{level: {"level": level} for level in ("op", "module", "step")},
+    **{f"every {number}": {"every": number} for number in (2, 3)},
+    "detail": {"detail": True},
+    "statistics": {"statistics": True},
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("convolutions, SGD", "two models in turns", "saved and loaded", "filled by masks"),
+        *("pool of threads", "training on threads", "loaded ahead", "channels last"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_two_ways_to_record_raise_no_alarm(name: str, tmp_path: Path) -> None:
+    """Recordings of one program are the same, or have nothing in common, whatever each holds."""
+    for way, settings in WAYS_TO_RECORD.items():
+        memory_that_is_dirty()
+        with torchrepro.record(tmp_path / way, **settings):
+            PROGRAMS[name]()
+
+    for one, other in combinations(WAYS_TO_RECORD, 2):
+        assert _are_called_equal(tmp_path / one, tmp_path / other), (one, other)
 
 
 IN_NEW_PROCESSES = """

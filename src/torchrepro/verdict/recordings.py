@@ -248,6 +248,8 @@ def truncation(pair: Pair) -> Divergence | None:
 
 def _ended(trace: Trace, last: int) -> str:
     """Return where a trace ended, by the number of the last thing in it."""
+    if last not in trace.steps:
+        return "ended before its first step"
     return f"ended {'after' if trace.steps[last].finished else 'in the middle of'} step {last}"
 
 
@@ -274,7 +276,8 @@ def _is_not_of(row: StepRow, other: Trace) -> bool:
     if row.finished:
         return False
     its = other.steps.get(row.step)
-    return other.level_of(row.step) != row.level if its is None else its.dropped
+    level = other.level_of(row.step) if its is None else its.level
+    return level != row.level or (its is not None and its.dropped)
 
 
 def _last_step(trace: Trace, other: Trace) -> int:
@@ -477,6 +480,7 @@ def _loss_by_step(trace: Trace) -> dict[int, float | None]:
 def notes(pair: Pair) -> Iterator[str]:
     """Yield what a reader has to know about the two recordings."""
     yield from _ends_of_resumed(pair)
+    yield from _detail_of_one(pair)
     for trace, name in zip(pair.traces, NAMES, strict=True):
         if trace.is_truncated:
             yield f"{name} was killed or still runs: it is compared up to its last whole step"
@@ -524,6 +528,21 @@ def notes(pair: Pair) -> Iterator[str]:
             "when the runs end" if pair.is_after_last(first) else f"from the end of step {first} on"
         )
         yield f"the states of {generators} differ {since}"
+
+
+def has_detail(trace: Trace) -> bool:
+    """Whether each op read its inputs anew: values then count as they are, not as last written."""
+    return bool(trace.meta.get("detail"))
+
+
+def _detail_of_one(pair: Pair) -> Iterator[str]:
+    """Yield what is compared where one run was recorded with detail and the other without."""
+    detailed = [name for trace, name in zip(pair.traces, NAMES, strict=True) if has_detail(trace)]
+    if len(detailed) == 1:
+        yield (
+            f"only {detailed[0]} was recorded with --detail: steps are compared by parameters, "
+            "gradients and losses, not op by op"
+        )
 
 
 def _ends_of_resumed(pair: Pair) -> Iterator[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from torchrepro.verdict.columns import StepComparison
-from torchrepro.verdict.recordings import AT_EVERY_LEVEL, FIELDS, Digests
+from torchrepro.verdict.recordings import AT_EVERY_LEVEL, FIELDS, Digests, has_detail
 from torchrepro.verdict.value import AT_ONE_LEVEL, Agreed
 
 if TYPE_CHECKING:
@@ -56,9 +56,25 @@ def way_of_bits(pair: Pair, step: int) -> Way:
     rows = [trace.steps[step] for trace in pair.traces]
     if rows[0].level != rows[1].level:
         return AT_UNEQUAL_LEVELS
-    if any(row.dropped for row in rows):
+    if any(row.dropped for row in rows) or not _are_recorded_alike(pair, rows[0].level):
         return DIGESTS
     return RECORDS[rows[0].level]
+
+
+def _are_recorded_alike(pair: Pair, level: str) -> bool:
+    """Whether equal runs have equal records of a step, which both recorded at `level`.
+
+    With detail other inputs are read; and at level `step` parameters have the names that the
+    recording has learnt, which a recording in full learns too in later steps.
+    """
+    one, other = pair.traces
+    if level == "op":
+        return has_detail(one) == has_detail(other)
+    return level != "step" or all(one.meta.get(key) == other.meta.get(key) for key in _LEARNING)
+
+
+_LEARNING = ("level", "every")
+"""What decides how long a recording learns names."""
 
 
 def way_within_tolerance(pair: Pair, step: int) -> Way:
