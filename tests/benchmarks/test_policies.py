@@ -29,9 +29,13 @@ def _report(title: str, rows: list[tuple[str, str]]) -> None:
 
 
 def _timed(profile: dict[str, Any] | None, work: Callable[[], object], times: int) -> float:
-    """Return the seconds that `work` takes under `profile`, putting it in force not counted."""
+    """Return the seconds that `work` takes under `profile`, putting it in force not counted.
+
+    Nor are the first calls: what ran before them has taken the processor's caches.
+    """
     with torchrepro.apply(profile) if profile else nullcontext():
-        work()
+        for _ in range(max(times // 10, 1)):
+            work()
         start = time.perf_counter()
         for _ in range(times):
             work()
