@@ -206,13 +206,11 @@ def test_a_step_leaves_the_same_digests_however_it_is_recorded(tmp_path: Path, p
 MOMENTS = ("first", "between a view and what reads it", "after the forward", "after the backward")
 
 
-@pytest.mark.parametrize("settings_", [{}, {"detail": True}], ids=str)
-def test_when_another_thread_computes_does_not_matter(
-    tmp_path: Path, settings_: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("way", [{}, {"detail": True}], ids=str)
+def test_when_another_thread_computes_does_not_matter(tmp_path: Path, way: dict[str, Any]) -> None:
     """Runs are the same in which a thread computes the same, at whatever moment of a step."""
     for moment in MOMENTS:
-        with torchrepro.record(tmp_path / moment, **settings_):
+        with torchrepro.record(tmp_path / moment, **way):
             _beside_a_thread(moment)
 
     for moment in MOMENTS[1:]:

@@ -34,6 +34,7 @@ BATCHES = {
 no hook; were the class gone, batches would be recorded where an op first reads them."""
 
 _HIGHER_ORDER = ("torch._higher_order_ops*", "torch.nn.attention*")  # where such ops are defined
+_PINNING = "_pin_memory_loop"  # what torch's loader runs on a thread of its own
 _INDUCTOR, _DYNAMO = "torch._inductor.config", "torch._dynamo"
 _WRAP_REGIONS = "wrap_inductor_compiled_regions"
 _COMPILED = ("torchrepro.trace.module_hook", "torchrepro.seeding.call_listeners")
@@ -108,8 +109,11 @@ def _wrap(stack: ExitStack, owner: Any, name: str, wrapping: Callable[[Any], Any
 
 
 @contextmanager
-def on_threads_started(first: Callable[[], None]) -> Iterator[None]:
+def on_threads_started(first: Callable[[], object]) -> Iterator[None]:
     """Call `first` on each thread that `threading` starts within the block, before its own code.
+
+    Left out is the thread on which a loader pins memory: it moves batches at any time, and they are
+    recorded where they are used.
 
     A thread calls its profile function at its first call of anything. No other public way comes as
     early. A profile function that is set already gets its place back.
@@ -119,7 +123,8 @@ def on_threads_started(first: Callable[[], None]) -> Iterator[None]:
 
     def begin(frame: Any, event: Any, argument: Any) -> None:
         sys.setprofile(before)
-        first()
+        if _PINNING not in threading.current_thread().name:
+            first()
         if before is not None:
             before(frame, event, argument)
 

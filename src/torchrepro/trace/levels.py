@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 
 _NO_ARGUMENTS = ("params", "param_names")  # of the entries of an optimizer's groups
 _CONSTANTS = frozenset({bool, int, float, str, type(None)})  # exactly: a subclass may be anything
-_PINNING = "_pin_memory_loop"  # what torch's loader runs on a thread of its own
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
@@ -100,11 +98,6 @@ def gradients_of(optimizer: Any) -> list[Any]:
     """Return the gradients of an optimizer's parameters in their order, but for missing ones."""
     gradients = [one.grad for group in optimizer.param_groups for one in group["params"]]
     return [gradient for gradient in gradients if gradient is not None]
-
-
-def _is_pinning() -> bool:
-    """Whether this thread moves batches, at any time; they are recorded where they are used."""
-    return _PINNING in threading.current_thread().name
 
 
 def _is_tensor(value: Any) -> bool:
@@ -340,12 +333,8 @@ class ModuleLevel(StepLevel):
 
     def __enter__(self) -> None:
         self.state.buffer.new_thread()
-        self.open.enter_context(hooks.on_threads_started(self._enter_thread))
+        self.open.enter_context(hooks.on_threads_started(self.state.buffer.new_thread))
         super().__enter__()
-
-    def _enter_thread(self) -> None:
-        if not _is_pinning():
-            self.state.buffer.new_thread()
 
     def _watch_modules(self) -> None:
         self._watching = self.open.enter_context(ExitStack())
@@ -400,8 +389,6 @@ class OpLevel(Level):
         super().__exit__(*error)
 
     def _enter_thread(self) -> None:
-        if _is_pinning():
-            return
         mode: Any = self._new_mode()
         mode.__enter__()  # and never left: a thread's stack of modes ends with the thread
 

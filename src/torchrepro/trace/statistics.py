@@ -121,9 +121,9 @@ class DetailRecorder:
 
     def before(self, place: Place, args: Any, kwargs: Any) -> list[Any] | None:
         """Return copies of the inputs, for a module whose tensors are kept, else None."""
-        cache = self._state.cache
         if not self._keeps(place) or not self._state.wants_step:
             return None
+        cache = self._state.cache
         tensors = tensors_in((args, kwargs))
         return [None if cache.is_unset(tensor) else _copied(tensor) for tensor in tensors]
 

@@ -66,7 +66,7 @@ class Digests:
         self.pair = pair
         self.fields = fields
         formats = {trace.meta.get("format") for trace in pair.traces}
-        known = dict(FIELDS if len(formats) == 1 else AT_EVERY_LEVEL).values()
+        known = {name for _, name in (FIELDS if len(formats) == 1 else AT_EVERY_LEVEL)}
         self._left, self._right = (_digests(trace, known) for trace in pair.traces)
 
     def step(self, number: int) -> StepComparison:
@@ -530,14 +530,11 @@ def notes(pair: Pair) -> Iterator[str]:
         yield f"the states of {generators} differ {since}"
 
 
-def has_detail(trace: Trace) -> bool:
-    """Whether each op read its inputs anew: values then count as they are, not as last written."""
-    return bool(trace.meta.get("detail"))
-
-
 def _detail_of_one(pair: Pair) -> Iterator[str]:
     """Yield what is compared where one run was recorded with detail and the other without."""
-    detailed = [name for trace, name in zip(pair.traces, NAMES, strict=True) if has_detail(trace)]
+    detailed = [
+        name for trace, name in zip(pair.traces, NAMES, strict=True) if trace.meta.get("detail")
+    ]
     if len(detailed) == 1:
         yield (
             f"only {detailed[0]} was recorded with --detail: steps are compared by parameters, "

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from torchrepro.verdict.columns import StepComparison
-from torchrepro.verdict.recordings import AT_EVERY_LEVEL, FIELDS, Digests, has_detail
+from torchrepro.verdict.recordings import AT_EVERY_LEVEL, FIELDS, Digests
 from torchrepro.verdict.value import AT_ONE_LEVEL, Agreed
 
 if TYPE_CHECKING:
@@ -62,19 +62,21 @@ def way_of_bits(pair: Pair, step: int) -> Way:
 
 
 def _are_recorded_alike(pair: Pair, level: str) -> bool:
-    """Whether equal runs have equal records of a step, which both recorded at `level`.
-
-    With detail other inputs are read; and at level `step` parameters have the names that the
-    recording has learnt, which a recording in full learns too in later steps.
-    """
-    one, other = pair.traces
-    if level == "op":
-        return has_detail(one) == has_detail(other)
-    return level != "step" or all(one.meta.get(key) == other.meta.get(key) for key in _LEARNING)
+    """Whether equal runs have equal records of a step, which both recorded at `level`."""
+    one, other = (trace.meta for trace in pair.traces)
+    return all((one.get(key) or None) == (other.get(key) or None) for key in DECIDING[level])
 
 
-_LEARNING = ("level", "every")
-"""What decides how long a recording learns names."""
+DECIDING: Mapping[str, Sequence[str]] = {
+    "op": ("detail",),
+    "module": (),
+    "step": ("level", "every"),
+}
+"""Level of a step -> settings of a recording on which its records depend.
+
+With detail other inputs are read. At level `step` parameters have the names that the recording has
+learnt, and one that records some steps in full learns more of them.
+"""
 
 
 def way_within_tolerance(pair: Pair, step: int) -> Way:
