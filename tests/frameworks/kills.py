@@ -14,7 +14,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import traceback
@@ -25,10 +24,12 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     from types import ModuleType
 
+    from torch.distributed import TCPStore
+
 HERE = Path(__file__).parent
 PROFILE = "debug-strict"
 SEED = 20
-TIMEOUT = 240
+TIMEOUT = 600
 """Seconds that one run may take."""
 
 
@@ -144,9 +145,8 @@ def _run(program, folder: Path, plan: Plan, kill_at: int | None) -> tuple[dict, 
     folder.mkdir(parents=True, exist_ok=True)
     answer, said = folder / "answer.json", folder / "said-0.txt"
     answer.unlink(missing_ok=True)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    run = _Run(program, folder, plan, kill_at, port)
+    store = _store() if plan.world > 1 else None
+    run = _Run(program, folder, plan, kill_at, store.port if store else 0)
     children = []
     for rank in range(plan.world):
         child = os.fork()
@@ -161,6 +161,13 @@ def _run(program, folder: Path, plan: Plan, kill_at: int | None) -> tuple[dict, 
         os.waitpid(other, 0)
     found = json.loads(answer.read_text()) if answer.exists() else {}
     return found, status, said.read_text()
+
+
+def _store() -> TCPStore:
+    """Return the store where processes meet, as a launcher has it: its port is nobody else's."""
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 @dataclass(frozen=True)
@@ -199,6 +206,8 @@ class _Run:
                 "LOCAL_WORLD_SIZE": str(self.plan.world),
                 "GROUP_RANK": "0",
                 "TORCHELASTIC_RUN_ID": "kills",
+                "TORCHELASTIC_RESTART_COUNT": "0",
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(self.port),
             }
