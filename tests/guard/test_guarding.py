@@ -202,11 +202,12 @@ def test_an_inner_profile_may_turn_the_guard_off(step: Callable[[], Any]) -> Non
 def test_other_threads_step_without_alarm_and_are_checked(step: Callable[[], Any]) -> None:
     """A step in a thread that keeps its own number of threads is none, a flipped flag is."""
     caught: list[BaseException] = []
-    go = threading.Event()
+    ready, go = threading.Event(), threading.Event()
 
     def steps() -> None:
         torch.set_num_threads(3)
-        go.wait(20)
+        ready.set()
+        go.wait(300)
         try:
             step()
             flip()
@@ -216,6 +217,7 @@ def test_other_threads_step_without_alarm_and_are_checked(step: Callable[[], Any
 
     thread = threading.Thread(target=steps)
     thread.start()
+    ready.wait(300)
     applied = guarded("error", "backends.cpu.num_threads=1")
     go.set()
     thread.join()
@@ -294,13 +296,13 @@ def test_other_threads_write_no_knob_of_this_one(step: Callable[[], Any]) -> Non
     def writes_something_else() -> None:
         torch.set_num_threads(1)
         ready.set()
-        go.wait(20)
+        go.wait(300)
         os.environ["UNRELATED"] = "1"
         del os.environ["UNRELATED"]
 
     thread = threading.Thread(target=writes_something_else)
     thread.start()
-    ready.wait(20)
+    ready.wait(300)
     line = 0
     with (  # noqa: PT012 - the step is what raises
         pytest.raises(torchrepro.DriftError) as caught,
