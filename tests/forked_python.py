@@ -29,7 +29,7 @@ import torch
 import torch._dynamo
 
 BOOT = "sitecustomize"
-TIMEOUT = 120
+TIMEOUT = 600
 WAITED_FOR = ("random", "numpy.random", "torch")
 """What torchrepro acts on the import of: a fork has them, and they are imported once more."""
 

@@ -23,7 +23,7 @@ def _printed(*, cuda: bool) -> list[str]:
         env={**os.environ, **hidden},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -79,7 +79,7 @@ def test_the_network_of_the_example_is_a_resnet_50() -> None:
         [sys.executable, "-c", code, str(EXAMPLE)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=True,
     )
 

@@ -115,7 +115,7 @@ def test_a_module_has_a_name_of_its_own() -> None:
 def _loaded(statement: str) -> set[str]:
     code = f"{statement}\nimport sys; print(' '.join(sys.modules))"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
     )
     return set(done.stdout.splitlines()[-1].split())
 

@@ -55,7 +55,7 @@ def _run(command: list[str], environment: dict[str, str] | None = None) -> tuple
         command,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=True,
         stdin=subprocess.DEVNULL,
         env=environment or _environment(),

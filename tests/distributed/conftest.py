@@ -69,7 +69,7 @@ def on_two_ranks(start_on_two_ranks):
 
     def run(script, *words, before=()):
         with start_on_two_ranks(script, *words, before=before) as started:
-            out, err = started.communicate(timeout=300)
+            out, err = started.communicate(timeout=600)
         return Ended(started.returncode, out, err)
 
     return run

@@ -446,7 +446,7 @@ def test_a_program_that_imports_accelerate_before_torch_is_hooked(
         env=clean_environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
 

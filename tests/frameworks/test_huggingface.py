@@ -236,7 +236,7 @@ def test_naming_the_module_imports_nothing_and_its_callback_needs_transformers()
         "from torchrepro.hf import Callback\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
     )
 
     assert done.stdout == "set()\n"

@@ -31,7 +31,7 @@ def _python(code: str, *words: str, under: tuple[str, ...] = ()) -> subprocess.C
         [*torchrepro_run, sys.executable, "-c", code, *words],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
 

@@ -78,7 +78,7 @@ def execute(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
             env=clean,
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=600,
             check=False,
         )
 

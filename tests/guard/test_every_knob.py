@@ -131,12 +131,12 @@ def test_other_threads_read_what_is_guarded_in_them(knob: Knob) -> None:
     def in_another_thread() -> None:
         knob.access.read()  # what a thread keeps, it keeps from its first use on
         ready.set()
-        go.wait(20)
+        go.wait(300)
         read.append(knob.access.read())
 
     thread = threading.Thread(target=in_another_thread)
     thread.start()
-    ready.wait(20)
+    ready.wait(300)
     values = {knob.profile_key: two_values(knob)[1], **AROUND.get(knob.name, {})}
     with torchrepro.apply(asking(values)):
         go.set()

@@ -9,7 +9,7 @@ import torchrepro
 
 pytest_plugins = ("pytester",)
 
-TIMEOUT = 100
+TIMEOUT = 600
 PLANTED = "sk-planted-0123456789"
 TOOLS = """
 import json, os, pathlib, sys

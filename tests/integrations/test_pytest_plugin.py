@@ -11,7 +11,7 @@ from torchrepro.report import Guarantee, Lowered, Outcome, Report, Row
 
 pytest_plugins = ("pytester",)
 
-TIMEOUT = 100
+TIMEOUT = 600
 CONSOLE_SCRIPT = Path(sysconfig.get_path("scripts")) / "torchrepro"
 CONFTEST = """
 import random, numpy, pytest, torch

@@ -51,7 +51,7 @@ def test_the_ascend_rows_are_set_and_undone(initialise: bool) -> None:
         [sys.executable, "-c", PROGRAM.format(initialise=initialise)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith("backends.npu.")]

@@ -62,7 +62,7 @@ except torchrepro.ApplyError as error:
 def test_a_write_that_the_library_refuses_has_failed() -> None:
     """Flags that torch has frozen are `failed`, and stop a strict profile."""
     done = subprocess.run(
-        [sys.executable, "-c", FROZEN], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", FROZEN], capture_output=True, text=True, timeout=300, check=True
     )
 
     assert done.stdout.split()[-3:] == ["failed", "stopped", "True"]

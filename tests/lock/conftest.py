@@ -81,7 +81,7 @@ def job(tmp_path_factory):
         env={name: its for name, its in os.environ.items() if name not in RECORDED},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

@@ -57,7 +57,7 @@ def test_no_file_of_a_pack_reaches_hydra_by_itself(installed_pack, tmp_path, ask
         env={**os.environ, "SECRET": "the secret"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

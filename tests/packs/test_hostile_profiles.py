@@ -81,7 +81,7 @@ def asked(tmp_path_factory):
         env={**os.environ, "SECRET": SECRETS[0], "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     lines = (root / "answers").read_text(encoding="utf-8").splitlines()

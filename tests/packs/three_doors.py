@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-LONGEST = 20  # seconds after which a door is said to hang
+LONGEST = 120  # seconds after which a door is said to hang
 WATCHED = ("open", "os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen")
 noted = []
 

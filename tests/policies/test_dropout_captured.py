@@ -25,7 +25,7 @@ warnings.filterwarnings("ignore", message=".*torch.jit.*", category=DeprecationW
 Function = Callable[[torch.Tensor], torch.Tensor]
 CALLS = 4  # TorchScript gives a function its final form after two
 X = torch.linspace(-1, 2, 4 * 6 * 8).view(4, 6, 8)
-TIMEOUT = 300
+TIMEOUT = 600
 
 
 def _functional(x: torch.Tensor) -> torch.Tensor:

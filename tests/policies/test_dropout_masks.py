@@ -49,7 +49,7 @@ def _python(*arguments: str, folder: Path | None = None) -> subprocess.Completed
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
     )

@@ -110,7 +110,7 @@ def test_after_the_undo_every_op_computes_what_it_did(tmp_path: Path) -> None:
     program.write_text(code)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", program],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     answers = [json.loads(line) for line in done.stdout.splitlines()]
@@ -162,7 +162,7 @@ def test_a_profile_without_policies_loads_none() -> None:
         "print(json.dumps([name for name in sys.modules if name.startswith('torchrepro.poli')]))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
     )
     loaded = {name.split(".")[2] for name in json.loads(done.stdout) if name.count(".") > 1}
 
@@ -255,7 +255,7 @@ def test_run_tells_what_policies_did() -> None:
     tool = str(Path(sysconfig.get_path("scripts")) / "torchrepro")
     done = subprocess.run(
         [tool, "run", "seed-only", "dropout=zero", "--", sys.executable, "-c", program],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
     assert done.returncode == 0, done.stderr

@@ -55,7 +55,7 @@ def test_workers_are_under_the_policy_however_they_are_started(
     program.write_text(PROGRAM, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, str(program), method, seeding],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
 
     assert done.stdout.split() == ["True", "False", "False", "True"], done.stderr
@@ -67,12 +67,12 @@ def _thread(target: Callable[[threading.Event, threading.Event], None]) -> Itera
     begun, ended = threading.Event(), threading.Event()
     thread = threading.Thread(target=target, args=(begun, ended), name="trainer", daemon=True)
     thread.start()
-    begun.wait(30)
+    begun.wait(300)
     try:
         yield
     finally:
         ended.set()
-        thread.join(30)
+        thread.join(300)
 
 
 def _trains(begun: threading.Event, ended: threading.Event) -> None:
@@ -83,7 +83,7 @@ def _trains(begun: threading.Event, ended: threading.Event) -> None:
 
 def _waits(begun: threading.Event, ended: threading.Event) -> None:
     begun.set()
-    ended.wait(30)
+    ended.wait(300)
 
 
 def test_a_thread_that_runs_torch_is_reported() -> None:
@@ -98,7 +98,7 @@ def test_a_thread_that_runs_torch_is_reported() -> None:
 def test_a_thread_whose_code_belongs_to_no_module_does_no_harm() -> None:
     """Code that was given no name at all is looked at like any other."""
     space: dict[str, Callable[..., None]] = {"__name__": None, "torch": torch}
-    exec("def waits(begun, ended):\n    begun.set()\n    ended.wait(30)\n", space)
+    exec("def waits(begun, ended):\n    begun.set()\n    ended.wait(300)\n", space)
 
     with _thread(space["waits"]), torchrepro.apply(ZERO) as applied:
         assert "trainer" in applied.report["dropout"].why
@@ -107,7 +107,7 @@ def test_a_thread_whose_code_belongs_to_no_module_does_no_harm() -> None:
 def test_a_thread_without_torch_is_not_reported() -> None:
     """A thread whose code never refers to torch is no news."""
     space: dict[str, Callable[..., None]] = {"__name__": "elsewhere"}
-    exec("def waits(begun, ended):\n    begun.set()\n    ended.wait(30)\n", space)
+    exec("def waits(begun, ended):\n    begun.set()\n    ended.wait(300)\n", space)
 
     with _thread(space["waits"]), torchrepro.apply(ZERO) as applied:
         assert applied.report["dropout"].why == ""
@@ -118,13 +118,13 @@ def test_another_thread_is_under_the_policy() -> None:
     go, results = threading.Event(), []
 
     def drop() -> None:
-        go.wait(30)
+        go.wait(300)
         results.append(torch.nn.functional.dropout(torch.ones(200)))
 
     thread = threading.Thread(target=drop)
     thread.start()
     with torchrepro.apply(ZERO):
         go.set()
-        thread.join(30)
+        thread.join(300)
 
     assert (results[0] == 1).all()

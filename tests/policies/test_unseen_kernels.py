@@ -36,7 +36,7 @@ def _answer(code: str) -> str:
         [sys.executable, "-W", "ignore", "-c", f"{code}\n{end}"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=True,
     )
     return done.stdout.splitlines()[-1]

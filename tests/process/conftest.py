@@ -12,7 +12,7 @@ import pytest
 
 from torchrepro.manifest.contents import RECORDED
 
-TIMEOUT = 120
+TIMEOUT = 600
 CONSOLE_SCRIPT = str(Path(sysconfig.get_path("scripts")) / "torchrepro")
 DEPRECATED = {"PYTHONWARNINGS": "ignore:The version_base parameter"}
 """Hydra 1.4 warns of an argument of the apps below, without which 1.3 warns."""
@@ -125,7 +125,9 @@ def script(tmp_path):
 def bare(tmp_path_factory):
     """The Python of a virtual environment that has no torchrepro, and nothing else."""
     folder = tmp_path_factory.mktemp("bare")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=TIMEOUT
+    )
     return folder / "bin" / "python"
 
 

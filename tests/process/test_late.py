@@ -199,7 +199,7 @@ import json, multiprocessing
 from late import attempt
 if __name__ == "__main__":
     with multiprocessing.get_context("{method}").Pool(1) as pool:
-        print(json.dumps(pool.apply_async(attempt).get(60)))
+        print(json.dumps(pool.apply_async(attempt).get(500)))
 """,
         }
     )
@@ -304,7 +304,7 @@ FIRST = {
     "a communicator": "import torch.distributed as d\n"
     "d.init_process_group('gloo', store=d.HashStore(), rank=0, world_size=1)",
     "a thread": "import threading, time\n"
-    "threading.Thread(target=time.sleep, args=(30,), daemon=True).start()",
+    "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
     "another main": "import sys, types; sys.modules['__main__'] = types.ModuleType('__main__')",
     "another folder": "import os; os.mkdir('x'); os.chdir('x')",
 }

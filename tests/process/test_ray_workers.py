@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 QUIET = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-PATIENCE = 60
+PATIENCE = 300
 
 PROGRAM = """
 import json, os, sys

@@ -56,7 +56,7 @@ def test_a_job_under_run_is_wholly_under_the_profile(little, under, tmp_path):
     assert len(manifest["report"]["knobs"]) == len(plan("debug-strict").steps)
 
 
-@pytest.mark.parametrize("words", [["timeout", "9", "echo"], ["nice", "echo"], ["env", "echo"]])
+@pytest.mark.parametrize("words", [["timeout", "300", "echo"], ["nice", "echo"], ["env", "echo"]])
 def test_a_wrapped_command_that_is_no_python_is_started(torchrepro, words):
     """Words that only look like an isolated Python stop no command."""
     done = torchrepro("run", "seed-only", "--", *words, "python", "-E")

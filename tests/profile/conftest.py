@@ -12,7 +12,7 @@ import pytest
 import torchrepro
 from torchrepro.cli import main
 
-TIMEOUT = 120
+TIMEOUT = 600
 _FOREIGN = ("TORCHREPRO_", "PYTEST_", "HYDRA_", "COV_")
 APP = """
 import hydra

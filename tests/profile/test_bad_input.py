@@ -144,7 +144,7 @@ def test_the_command_itself_refuses_a_bad_file(write):
         [sys.executable, "-c", program, "show", str(path)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 

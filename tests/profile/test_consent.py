@@ -138,7 +138,7 @@ def test_a_run_has_the_variable_that_was_consented_to(write):
         [sys.executable, *words, sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=True,
     )
 

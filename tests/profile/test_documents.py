@@ -132,7 +132,7 @@ def test_a_file_without_end_is_refused(tmp_path):
         [sys.executable, "-c", code, str(tmp_path / "bad.yaml")],
         capture_output=True,
         text=True,
-        timeout=15,
+        timeout=300,
         check=False,
     )
 

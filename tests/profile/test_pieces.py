@@ -112,7 +112,7 @@ def test_an_app_may_choose_pieces_in_its_own_defaults_list(tmp_path):
 def _app(folder, *arguments):
     words = [sys.executable, "app.py", f"hydra.run.dir={folder}/out", *arguments]
     return subprocess.run(
-        words, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+        words, cwd=folder, capture_output=True, text=True, timeout=300, check=False
     )
 
 

@@ -145,7 +145,7 @@ def test_it_ends_when_it_is_asked_to(plant, tmp_path):
         (child,) = children(process.pid)
         time.sleep(0.2)  # until the child waits
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=300)
 
     assert (process.returncode, said) == (130, b"")
     assert list(tmp_path.iterdir()) == []

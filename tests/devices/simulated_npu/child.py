@@ -12,8 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-TIMEOUT = 120
-ENDING = 10
+TIMEOUT = 300
+ENDING = 60
 POLICE = Path(__file__).parents[2] / "conftest.py"
 
 
