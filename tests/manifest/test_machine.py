@@ -34,6 +34,8 @@ ASKED = (
 PATIENCE = 300
 """Seconds for a git that does answer: how long one may take is a law of its own."""
 
+TOO_LONG = "longer than"
+
 
 def _git(folder, *words):
     identity = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "init.defaultBranch=main"]
@@ -107,17 +109,17 @@ def test_remotes_are_shown_without_credentials(source, url, shown):
 
 
 @pytest.mark.parametrize(
-    ("git", "timeout", "reason"),
+    ("git", "reason"),
     [
-        (None, PATIENCE, "git is not installed"),
-        ("#!/bin/sh\nexec sleep 600\n", 0.2, "longer than"),
-        ("#!/bin/sh\necho secret >&2; exit 3\n", PATIENCE, "git failed (CalledProcessError)"),
-        ("#!/bin/sh\nprintf '\\377\\n'\n", PATIENCE, ""),
+        (None, "git is not installed"),
+        ("#!/bin/sh\nexec sleep 600\n", TOO_LONG),
+        ("#!/bin/sh\necho secret >&2; exit 3\n", "git failed (CalledProcessError)"),
+        ("#!/bin/sh\nprintf '\\377\\n'\n", ""),
     ],
     ids=["absent", "slow", "broken", "garbage"],
 )
 def test_a_git_that_does_not_answer_is_reported_and_fails_nothing(
-    source, monkeypatch, tmp_path_factory, git, timeout, reason
+    source, monkeypatch, tmp_path_factory, git, reason
 ):
     """Where git is absent, slow or broken, a manifest says so in place of the commit."""
     folder = tmp_path_factory.mktemp("bin")
@@ -126,7 +128,7 @@ def test_a_git_that_does_not_answer_is_reported_and_fails_nothing(
         (folder / "git").chmod(0o755)
     path = f"{folder}:/bin:/usr/bin" if git else str(folder)
     monkeypatch.setenv("PATH", path)
-    monkeypatch.setattr(module, "TIMEOUT", timeout)
+    monkeypatch.setattr(module, "TIMEOUT", 0.2 if reason == TOO_LONG else PATIENCE)
     found = repository()
 
     assert reason in found.get("unknown", "")
