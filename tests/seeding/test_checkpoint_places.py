@@ -47,8 +47,8 @@ class Best:
 class Run:
     """A little training run, and what it did."""
 
-    def __init__(self, folder: Path | None, *, baseline: bool = False) -> None:
-        self.folder, self.baseline = folder, baseline
+    def __init__(self, folder: Path | None, *, baseline: bool = False, batch_size: int = 3) -> None:
+        self.folder, self.baseline, self.batch_size = folder, baseline, batch_size
         self.epochs: list[int] = []
         self.rates: list[float] = []
         self.model = nn.Sequential(nn.Linear(1, 3), nn.Dropout(0.3), nn.Linear(3, 1))
@@ -58,7 +58,7 @@ class Run:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         parts = {"model": self.model, "optimizer": optimizer, "scheduler": scheduler}
-        loader = DataLoader(torch.arange(12.0), batch_size=3, shuffle=True)
+        loader = DataLoader(torch.arange(12.0), batch_size=self.batch_size, shuffle=True)
         held_out = DataLoader(torch.arange(7.0), batch_size=3, shuffle=True)
         checkpoint = torchrepro.Checkpoint(self.folder, **parts)
         if self.baseline and checkpoint.step == 0:
@@ -88,9 +88,11 @@ class Run:
         return [parameter.tolist() for parameter in self.model.parameters()]
 
 
-def _run(folder: Path | None, *, baseline: bool = False, **options: Any) -> Run:
+def _run(
+    folder: Path | None, *, baseline: bool = False, batch_size: int = 3, **options: Any
+) -> Run:
     with torchrepro.apply(AUTO):
-        run = Run(folder, baseline=baseline)
+        run = Run(folder, baseline=baseline, batch_size=batch_size)
         with suppress(Interrupted):
             run.train(**options)
     return run
@@ -110,6 +112,21 @@ def test_saved_after_its_last_batch_an_epoch_is_done(tmp_path: Path, last: int) 
     assert first.epochs + second.epochs == whole.epochs == list(range(EPOCHS))
     assert first.rates + second.rates == whole.rates
     assert second.weights == whole.weights
+
+
+@pytest.mark.parametrize("then", [("step", 2), ("step", PER_EPOCH), ("epoch", 0)])
+@pytest.mark.parametrize("batch_size", [3, 4])
+def test_another_batch_size_within_an_epoch_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], batch_size: int, then: tuple[str, int]
+) -> None:
+    """A run that goes on within an epoch says where its batches are of another size than before."""
+    at = "epoch" if then[0] == "epoch" else "batch"
+    _run(tmp_path, stop=then, at=at)
+    capsys.readouterr()
+    _run(tmp_path, batch_size=batch_size, stop=("step", PER_EPOCH + 1), at=at)
+
+    said = "was interrupted with batch_size=3 and goes on with batch_size=4"
+    assert (said in capsys.readouterr().err) == (batch_size == 4 and at == "batch")
 
 
 def test_saved_at_its_last_batch_an_epoch_is_not_done(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ class Checkpoint:
         self._loader = ""
         self._loader_seed: int | None = None
         self._loading: Loading | None = None
-        self._given_seeds: list[int | None] = []  # one, until the first loader has begun
+        self._began_with: list[tuple[int | None, int | None]] = []  # until a loader goes on
         self._own_seed: int | None = None  # the program's when the checkpoint was loaded
         self._rng: dict[str, Any] | None = None
         self._check_parts()
@@ -169,7 +169,7 @@ class Checkpoint:
         reread = yields_items(loader)
         if knows_epochs(loader):
             set_epoch(loader, self.epoch, start=0 if reread else self.batch)
-        self._restore_given_seed()
+        self._go_on_in_epoch()
         batches = islice(loader, self.batch if reread else 0, None)
         self._counted = True
         self._restore_generators()
@@ -178,15 +178,15 @@ class Checkpoint:
             yield batch
         self._whole_epoch = True
 
-    def _restore_given_seed(self) -> None:
-        """Have the epoch draw from the seed that the program had given when it was interrupted.
+    def _go_on_in_epoch(self) -> None:
+        """Have the epoch go on as it began: with the seed that the program had given then.
 
         An epoch that had not begun yet has another seed if the program has given one since.
         """
         reseeded = streams.current_plan().own_seed() != self._own_seed
-        if self._loading is not None and self._given_seeds and (self.batch or not reseeded):
-            self._loading.go_on_with(self._given_seeds[0])
-        self._given_seeds.clear()
+        if self._loading is not None and self._began_with and (self.batch or not reseeded):
+            self._loading.go_on_with(*self._began_with[0])
+        self._began_with.clear()
 
     def _waits_for(self, loop: str) -> bool:
         """Whether only `loop` can take up the checkpoint, which nothing has taken up yet."""
@@ -248,6 +248,7 @@ class Checkpoint:
                 "loader": self._loader,
                 "loader_seed": self._loader_seed,
                 "given_seed": self._seed_to_go_on_with(),
+                "batch_size": self._batch_size_to_go_on_with(),
                 "rng": rng_state(),
                 "parts": states,
             },
@@ -268,6 +269,12 @@ class Checkpoint:
         if self._loading is None:
             return None
         return self._loading.given_now() if self._whole_epoch else self._loading.given_seed
+
+    def _batch_size_to_go_on_with(self) -> int | None:
+        """Return the batch size of the interrupted epoch; the next one may have any."""
+        if self._loading is None or self._whole_epoch:
+            return None
+        return self._loading.batch_size
 
     def _check_parts(self) -> None:
         for name, part in self.parts.items():
@@ -308,7 +315,8 @@ class Checkpoint:
         self.epoch, self.batch, self.step, self._loader = place
         self._loop = saved.get("loop", "")  # until 0.2.0 a checkpoint did not say
         self._loader_seed = saved.get("loader_seed")  # 0.2.0 only saved under a profile
-        self._given_seeds = [saved["given_seed"]] if "given_seed" in saved else []
+        batch_size = saved.get("batch_size")  # 0.2.0 did not say
+        self._began_with = [(saved["given_seed"], batch_size)] if "given_seed" in saved else []
         self._own_seed = streams.current_plan().own_seed()
         self._rng = rng
         set_epochs(rng["loaders"])  # a loader has to know which one it was

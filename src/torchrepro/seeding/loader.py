@@ -90,6 +90,12 @@ class Loading:
         """What the program had seeded torch with when the present epoch began, if that is part of
         the seed; see `program_seed.py`."""
 
+        self.batch_size: int | None = None
+        """Samples in a batch of the present epoch; None where its sampler does not say."""
+
+        self.interrupted_batch_size: int | None = None
+        """The same of an interrupted epoch, until it goes on."""
+
         self._given_then: list[int | None] = []
         self._enter(self.next_epoch)
         awaited = loaders.register.awaited.pop(name, None)
@@ -155,9 +161,10 @@ class Loading:
         """Have the next iteration begin at `place`."""
         self.next_epoch, self.next_start = place
 
-    def go_on_with(self, given_seed: int | None) -> None:
-        """Have the next iteration be an epoch that began with `given_seed` and was interrupted."""
+    def go_on_with(self, given_seed: int | None, batch_size: int | None) -> None:
+        """Have the next iteration be an epoch that began with these and was interrupted."""
         self._given_then = [given_seed]
+        self.interrupted_batch_size = batch_size
 
     def given_now(self) -> int | None:
         """Return what an epoch that begins now has as its `given_seed`."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 from torchrepro.callers import program_place
-from torchrepro.console import say_once
+from torchrepro.console import say, say_once
 from torchrepro.errors import SeedingError
 from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.imports import AfterImport, named
@@ -40,6 +40,7 @@ from torchrepro.seeding.loader_worker import (
     seeded_readers,
     worker_stream,
 )
+from torchrepro.seeding.ranks import world
 from torchrepro.seeding.streams import checked_name, whole
 from torchrepro.seeding.worker_seeders import worker_seeder
 
@@ -58,8 +59,8 @@ LOADERS = {
 EPOCH, NAME = "torchrepro_epoch", "torchrepro_name"
 """Keys of a StatefulDataLoader's state under which its epoch and its name are kept."""
 
-GIVEN_SEED = "torchrepro_given_seed"
-"""Key under which the `Loading.given_seed` of an epoch in progress is kept."""
+GIVEN_SEED, BATCH_SIZE = "torchrepro_given_seed", "torchrepro_batch_size"
+"""Keys under which these of a `Loading` are kept, of an epoch in progress."""
 
 _forced: list[int] = []  # the number of workers of every loader, where a profile says so
 _handed_on: dict[str, Any] = {}  # what a worker that is started afresh puts in force first
@@ -319,7 +320,8 @@ def _wrapped_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
         state = {**state, NAME: loading.name}
         if finished:
             return {**state, EPOCH: loading.next_epoch}
-        return {**state, EPOCH: loading.next_epoch - 1, GIVEN_SEED: loading.given_seed}
+        within = {GIVEN_SEED: loading.given_seed, BATCH_SIZE: loading.batch_size}
+        return {**state, EPOCH: loading.next_epoch - 1, **within}
 
     return state_dict
 
@@ -327,7 +329,7 @@ def _wrapped_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrapped_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def load_state_dict(loader: Any, state_dict: Mapping[str, Any]) -> Any:
-        ours = (EPOCH, NAME, GIVEN_SEED)
+        ours = (EPOCH, NAME, GIVEN_SEED, BATCH_SIZE)
         own = {key: value for key, value in state_dict.items() if key not in ours}
         if NAME in state_dict:  # what 0.2.0 saved has none
             bind_loader(loader, state_dict[NAME])
@@ -335,7 +337,7 @@ def _wrapped_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]
         if loading is not None and EPOCH in state_dict:
             loading.next_epoch = state_dict[EPOCH]
             if GIVEN_SEED in state_dict:
-                loading.go_on_with(state_dict[GIVEN_SEED])
+                loading.go_on_with(state_dict[GIVEN_SEED], state_dict.get(BATCH_SIZE))
         return original(loader, own)
 
     return load_state_dict
@@ -391,6 +393,7 @@ def _begun(loader: Any, loading: Loading) -> Iterator[None]:
     """Begin an epoch of `loader`: what it builds within the block is seeded."""
     late = loaders.late.get(loader)
     loading.begin(0 if late is None else late.start)
+    _note_batch_size(loader, loading)
     _tell_samplers(loader, loading)
     sampler = "sampler" if loader.batch_sampler is None else "batch_sampler"
     with isolated_draws():
@@ -407,6 +410,22 @@ def _begun(loader: Any, loading: Loading) -> Iterator[None]:
             nullcontext() if loader.num_workers else seeded_readers(loading.stream),
         ):
             yield
+
+
+def _note_batch_size(loader: Any, loading: Loading) -> None:
+    """Note how large the batches of an epoch are, and say where they were others before it went on.
+
+    A run that was interrupted counts its batches: others hold other samples.
+    """
+    then, loading.interrupted_batch_size = loading.interrupted_batch_size, None
+    sizes = (getattr(part, "batch_size", None) for part in samplers_within(loader.batch_sampler))
+    now = loading.batch_size = next(filter(None, sizes), None)
+    if then is not None and now is not None and then != now and world().rank == 0:
+        say(
+            f"loader {loading.name}: epoch {loading.epoch} was interrupted with batch_size={then} "
+            f"and goes on with batch_size={now}, so its batches hold other samples than those of "
+            f"the uninterrupted run; resume with batch_size={then} to go on exactly"
+        )
 
 
 def _tell_samplers(loader: Any, loading: Loading) -> None:

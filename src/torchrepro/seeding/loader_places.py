@@ -60,7 +60,9 @@ def _saved(loading: Loading) -> dict[str, Any]:
     place = loading.place
     samplers = [epoch + place.epoch - loading.epoch for epoch in loading.sampler_epochs]
     saved = {"name": loading.name, **place._asdict(), "samplers": samplers}
-    return {**saved, "given_seed": loading.given_seed} if loading.is_iterated else saved
+    if not loading.is_iterated:
+        return saved
+    return {**saved, "given_seed": loading.given_seed, "batch_size": loading.batch_size}
 
 
 def take_up(loader: Any, saved: Mapping[str, Any]) -> Loading | None:
@@ -72,7 +74,7 @@ def take_up(loader: Any, saved: Mapping[str, Any]) -> Loading | None:
     loading = loading_of(loader)
     if loading is not None:
         loading.go_to(Place(saved["epoch"], saved["batches"]))
-        _restore_given_seed(loading, saved)
+        _go_on_in_epoch(loading, saved)
         loading.told_epochs = SameEpochs(saved["epoch"], tuple(saved["samplers"]))
     return loading
 
@@ -162,11 +164,11 @@ def await_first_batch(name: str, before_first_batch: Callable[[], None]) -> None
 def _begin_again(
     loading: Loading, saved: Mapping[str, Any], before_first_batch: Callable[[], None]
 ) -> None:
-    _restore_given_seed(loading, saved)
+    _go_on_in_epoch(loading, saved)
     loading.told_epochs = CountedEpochs(saved["epoch"], tuple(saved["samplers"]))
     loading.before_first_batch.append(before_first_batch)
 
 
-def _restore_given_seed(loading: Loading, saved: Mapping[str, Any]) -> None:
+def _go_on_in_epoch(loading: Loading, saved: Mapping[str, Any]) -> None:
     if "given_seed" in saved:  # the epoch had begun
-        loading.go_on_with(saved["given_seed"])
+        loading.go_on_with(saved["given_seed"], saved.get("batch_size"))
