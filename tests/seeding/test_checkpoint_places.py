@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 import torchrepro
+from torchrepro.seeding.loader_places import begin_again, interrupted, saved_place, take_up
 
 AUTO = {"seed": 5, "dataloader": {"seeding": "auto"}}
 EPOCHS, PER_EPOCH = 3, 4
@@ -127,6 +128,36 @@ def test_another_batch_size_within_an_epoch_is_said(
 
     said = "was interrupted with batch_size=3 and goes on with batch_size=4"
     assert (said in capsys.readouterr().err) == (batch_size == 4 and at == "batch")
+
+
+RESUMED: dict[str, tuple[Any, Any]] = {
+    "a loader's place": (saved_place, take_up),
+    "a run's places": (
+        lambda _: interrupted(),
+        lambda _, places: begin_again(places, lambda: None),
+    ),
+}
+"""How frameworks keep the place of a loader, and how they go on from it."""
+
+
+@pytest.mark.parametrize(("keep", "go_on"), RESUMED.values(), ids=RESUMED)
+@pytest.mark.parametrize("batch_size", [3, 4])
+def test_frameworks_hear_of_another_batch_size(
+    keep: Any, go_on: Any, batch_size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A loader that goes on within an epoch says where its batches are of another size."""
+    with torchrepro.apply(AUTO):
+        batches = iter(loader := DataLoader(torch.arange(12.0), batch_size=3))
+        next(batches)
+        place = keep(loader)
+    with torchrepro.apply(AUTO):
+        loader = DataLoader(torch.arange(12.0), batch_size=batch_size)
+        go_on(loader, place)
+        capsys.readouterr()
+        _ = list(loader), list(loader)
+
+    said = capsys.readouterr().err.splitlines()
+    assert [line.count("goes on with batch_size=4") for line in said] == [1] * (batch_size == 4)
 
 
 def test_saved_at_its_last_batch_an_epoch_is_not_done(tmp_path: Path) -> None:
