@@ -18,6 +18,15 @@ for {names} in {batches}:
     optimizer.step()
 """
 
+COUNTED = """
+with open("runs", "ab") as runs:
+    runs.write(b".")
+    run = runs.tell()
+"""
+"""Numbers the runs of a program. Threads that take their turns by chance now and then take the same
+ones in two runs, so what chance decides elsewhere is decided here by the number of the run.
+"""
+
 
 def _trained(before: str, batch: str, width: int, names: str = "step", batches: str = "range(3)"):
     return before + TRAIN.format(batch=batch, width=width, names=names, batches=batches)
@@ -67,18 +76,21 @@ ids = torch.tensor([vocabulary[word] for word in words])  # <- here
     *("torch.nn.functional.one_hot(ids, 8).float()", 8),
 )
 RACE = _trained(
-    """
+    COUNTED
+    + """
 import threading, time, torch
-total, lock = torch.ones(4), threading.Lock()
+total, lock, begun = torch.ones(4), threading.Lock(), threading.Event()
 def add(number):
     for _ in range(8):
         time.sleep(0.0005)
         with lock:
             total.index_add_(0, torch.tensor([1]), total[1:2] * (0.1 + number))  # <- here
+            begun.set()
 def add_up():
     threads = [threading.Thread(target=add, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
+    for number in range(run, run + 4):
+        threads[number % 4].start()
+        begun.wait()
     for thread in threads:
         thread.join()
 add_up()
@@ -152,12 +164,14 @@ class Item:
         self.value = value
         self.rest = bytes(16 + int(value * 977) % 4096)
 items = {id(item): item for item in [Item(number * 0.5) for number in range(64)]}  # <- here
-order = sorted(items, key=lambda key: key % 1009)
+order = sorted(items, key=lambda key: key * key % 2147483647)
 data = torch.tensor([items[key].value for key in order])  # <- here
 """,
     *("data", 64),
 )
-SUM_OVER_THREADS = """
+SUM_OVER_THREADS = (
+    COUNTED
+    + """
 import threading, time, torch
 weight = torch.linspace(0.1, 1.0, 1000, requires_grad=True)
 optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -165,11 +179,13 @@ def part(number, total):
     value = (weight[number::8] * 1e3).square().sum()  # <- here
     time.sleep(0.003)
     total.append((number, value))
+    begun.set()
 for step in range(3):
-    total = []
+    total, begun = [], threading.Event()
     threads = [threading.Thread(target=part, args=(number, total)) for number in range(8)]
-    for thread in threads:
-        thread.start()
+    for number in range(run, run + 8):
+        threads[number % 8].start()
+        begun.wait()
     for thread in threads:
         thread.join()
     loss = sum(value for number, value in total) / 1e6  # <- here
@@ -177,6 +193,7 @@ for step in range(3):
     loss.backward()
     optimizer.step()
 """
+)
 CUSTOM_KERNEL = (
     _trained(
         """
@@ -185,30 +202,35 @@ import os, torch
 def sum_by_atomics(values: torch.Tensor) -> torch.Tensor:
     order = list(range(len(values)))
     order.sort(key=lambda place: os.urandom(4))
-    total = torch.zeros(())
+    total = torch.zeros(64)
     for place in order:
         total = total + values[place]
     return total
-data = torch.logspace(-4, 4, 50)
+data = torch.logspace(-4, 4, 50 * 64).reshape(50, 64)
 """,
-        *("sum_by_atomics(data * (step + 1)).reshape(1)", 1),
+        *("sum_by_atomics(data * (step + 1))", 64),
     )
     .replace("loss = ", "loss = ")
     .replace(".square().mean()", ".square().mean()  # <- here")
 )
 STALE_BUFFER = _trained(
-    """
-import threading, time, numpy as np, torch
+    COUNTED
+    + """
+import threading, numpy as np, torch
 buffer = np.zeros((256, 4), "float32")
-def refill(step):
+def refill(step, half_done, go_on):
     for row in range(256):
-        time.sleep(0.00001)
+        if row == run:
+            half_done.set()
+            go_on.wait()
         buffer[row] = step + row + 1
 def batch(step):
-    thread = threading.Thread(target=refill, args=(step,))  # <- here
+    half_done, go_on = threading.Event(), threading.Event()
+    thread = threading.Thread(target=refill, args=(step, half_done, go_on))  # <- here
     thread.start()  # <- here
-    time.sleep(0.0025)
+    half_done.wait()
     rows = torch.tensor(buffer)  # <- here
+    go_on.set()
     thread.join()
     return rows
 """,
@@ -297,7 +319,7 @@ BUGS = {
     "a stale buffer": Bug(
         STALE_BUFFER,
         "the timing of threads (threading.Thread.start at train.py:",
-        ("    time.sleep(0.0025)\n", "    thread.join()\n"),
+        ("    half_done.wait()\n", "    go_on.set()\n    thread.join()\n"),
         advice="join the thread before its result is used",
     ),
 }
