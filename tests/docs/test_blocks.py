@@ -92,7 +92,7 @@ def shows(expected: list[str], printed: list[str]) -> bool:
     first, *rest = expected
     if first.strip() == "...":
         return any(shows(rest, printed[at:]) for at in range(len(printed) + 1))
-    number = r"[0-9a-f]*[0-9][0-9a-f.,:]*"
+    number = r"[0-9a-f]*[0-9][0-9a-f.,:]*(?:(?<=e)-[0-9]+[.,:]*)?"
     pattern = "".join(
         ".*" if part == "..." else number if re.fullmatch(number, part) else re.escape(part)
         for part in re.split(rf"(\.\.\.|\b{number})", first.rstrip())
@@ -172,6 +172,7 @@ def test_every_block_that_ci_runs_is_there() -> None:
     ("expected", "printed", "same"),
     [
         (["loss 0.25", "..."], ["loss 0.5", "more"], True),
+        (["A 0.25, B 0.5"], ["A 2.5e-05, B 0.5"], True),
         (["...", "done"], ["a", "b", "done"], True),
         (["not the same"], ["the same"], False),
         (["in ... of them"], ["in some of them"], True),

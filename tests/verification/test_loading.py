@@ -127,12 +127,12 @@ def program(*parts):
         pytest.param(
             (
                 GIVEN,
-                DIGITS.format(f"scaled({ROWS}, random.SystemRandom().random())"),
+                DIGITS.format(f"scaled({ROWS}, random.SystemRandom().uniform(1, 2))"),
                 LOADER.format(WORKERS),
             ),
             "scaled()",
             r"scaled\(\) was given other numbers for the same sample \d+: "
-            r"factor=0\.\d+ and factor=0\.\d+",
+            r"factor=1\.\d+ and factor=1\.\d+",
             id="numbers that were drawn before",
         ),
     ],
