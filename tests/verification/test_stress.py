@@ -20,10 +20,10 @@ from torchrepro.verification.result import verification_json
 DEPENDENT = {
     "hash seed": "batch[0, 0] = hash('word') % 1009",
     "memory contents": "batch[0] = torch.empty(1 << 24)[:4].nan_to_num(0, 0, 0)",
-    "clock": "batch[0, 0] = __import__('time').time() // 86400 % 1009",
-    "time zone": "batch[0, 0] = __import__('datetime').datetime.now().day",
-    "file order": "batch[0, 0] = ord(__import__('os').listdir()[0][0])",
-    "working directory": "batch[0, 0] = len(__import__('os').getcwd())",
+    "clock": "batch[0, 0] = __import__('time').time() > os.path.getmtime('train.py') + 90_000",
+    "time zone": "batch[0, 0] = __import__('time').localtime().tm_gmtoff",
+    "file order": "batch[0, 0] = ord(os.listdir()[0][0])",
+    "working directory": "batch[0, 0] = len(os.getcwd())",
 }
 BEFORE_PYTHON_STARTS = ("hash seed", "memory contents")
 """What a fork of a running Python cannot be perturbed in."""
@@ -40,7 +40,8 @@ def test_what_a_program_depends_on_is_named(name, training, verified, request):
     """A program whose unperturbed runs agree diverges under stress, and the cause is named."""
     if name not in BEFORE_PYTHON_STARTS:
         request.getfixturevalue("forked")
-    found = verified(training(DEPENDENT[name]), stress=[name, "affinity"], closer=False)
+    command = training(DEPENDENT[name], "import os")
+    found = verified(command, stress=[name, "affinity"], closer=False)
 
     assert not found.same
     assert found.stressed.culprits == (name,)
