@@ -19,7 +19,12 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
 print(os.getpid(), child.pid, flush=True)
 time.sleep(300)
 """
-STUBBORN = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n" + SLEEPER
+STUBBORN = """
+import signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # the child inherits that
+""" + SLEEPER.replace(
+    "print(", "signal.signal(signal.SIGINT, lambda *_: open('asked', 'w').close())\nprint("
+)
 DRIVER = """
 import sys
 from torchrepro.verification import runner
@@ -85,7 +90,7 @@ def test_a_command_that_does_not_want_to_end_is_killed_at_the_second_signal(star
     """A second Ctrl-C does not wait."""
     driver, pids = started(STUBBORN)
     driver.send_signal(signal.SIGINT)
-    time.sleep(0.5)
+    wait_until(Path("asked").exists)  # else the two signals could become one
     assert lives(pids[0])
     driver.send_signal(signal.SIGINT)
     driver.communicate(timeout=60)

@@ -13,18 +13,22 @@ from pathlib import Path
 import pytest
 
 from torchrepro.cli import main
+from torchrepro.trace.reader import steps_so_far
 from torchrepro.verification import runner
 
 STEPS = 40
-SLOW = f"""
-import time, torch
+WAITING = f"""
+import os, time, torch
+os.path.exists("seen") and os.remove("seen")
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range({STEPS}):
     model(torch.ones(3, 2)).sum().backward()
     optimizer.step()
-    time.sleep(0.02)
+    while step == {STEPS // 2} and not os.path.exists("seen"):
+        time.sleep(0.01)
 """
+"""A program that goes on once somebody has seen how far it is."""
 
 
 def on_a_terminal(words, monkeypatch):
@@ -69,9 +73,17 @@ def left_on_screen(written):
 @pytest.mark.usefixtures("forked")
 def test_verify_says_how_many_steps_a_run_has_ended(monkeypatch, plain, capsys):
     """On a terminal the steps of a run are counted while it goes, and erased when it has ended."""
+
+    def look(folder):
+        found = steps_so_far(folder)
+        if found:
+            Path("seen").touch()
+        return found
+
+    monkeypatch.setattr(runner, "steps_so_far", look)
     monkeypatch.setattr(runner, "BETWEEN_LOOKS", 0.02)
-    Path("slow.py").write_text(SLOW, encoding="utf-8")
-    words = ["verify", plain, "--json", "--", sys.executable, "slow.py"]
+    Path("waiting.py").write_text(WAITING, encoding="utf-8")
+    words = ["verify", plain, "--json", "--", sys.executable, "waiting.py"]
     status, written = on_a_terminal(words, monkeypatch)
     runs = [
         [int(number) for number in re.findall(r" (\d+) steps? so far", each)]
