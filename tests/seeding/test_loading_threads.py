@@ -91,6 +91,7 @@ def test_a_loader_in_another_thread_is_told_once() -> None:
     """One iteration outside the main thread warns once, with a `UserWarning` that says why."""
     with torchrepro.apply(AUTO), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
+        warnings.simplefilter("ignore", ResourceWarning)  # of what other tests left behind
         _in_threads(lambda: _epoch(_shuffled()))
 
     assert [warning.category for warning in warned] == [UserWarning]
