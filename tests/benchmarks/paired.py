@@ -24,6 +24,10 @@ LOOKS = 8
 ERROR = 0.01
 """How often the first look may be wrong; each later one half as often, so all of them add up."""
 
+NEVER = 1e-6
+"""The same where the truth may be the bound itself, so that chance alone would refute it: what is
+said to cost nothing costs exactly as much. It takes 32 pairs to say anything."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -76,13 +80,14 @@ class Question:
     bound: float = math.nan
 
 
-def compare(
+def compare(  # noqa: PLR0913 - what two things are, and how surely they are compared
     plain: Callable[[], float],
     other: Callable[[], float],
     bound: float,
     *,
     by: Callable[[float, float], float] = operator.truediv,
     seconds: float = 12,
+    error: float = ERROR,
 ) -> Comparison:
     """Time `plain` and `other` in turn until it is clear on which side of `bound` they compare.
 
@@ -90,7 +95,8 @@ def compare(
     is; the first look is always taken.
     """
     question = Question(lambda took: by(took["other"], took["plain"]), bound)
-    took, (seen,) = take_turns({"other": other, "plain": plain}, [question], seconds=seconds)
+    timers = {"other": other, "plain": plain}
+    took, (seen,) = take_turns(timers, [question], seconds=seconds, error=error)
     return Comparison(seen.median, seen.low, seen.high, seen.pairs, took["plain"], took["other"])
 
 
@@ -99,6 +105,7 @@ def take_turns(
     questions: Sequence[Question],
     *,
     seconds: float = 12,
+    error: float = ERROR,
 ) -> tuple[Round, list[Estimate]]:
     """Time several things in turn until every question is decided, as `compare` does for two.
 
@@ -111,7 +118,7 @@ def take_turns(
     for look in range(LOOKS):
         while len(rounds) < FIRST_LOOK << look and (look == 0 or time.monotonic() < end):
             rounds.append(_round(timers, backward=bool(len(rounds) % 2)))
-        answers = [_answer(rounds, question, ERROR / 2**look) for question in questions]
+        answers = [_answer(rounds, question, error / 2**look) for question in questions]
         decided = all(
             math.isnan(question.bound) or answer.decides(question.bound)
             for question, answer in zip(questions, answers, strict=True)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from .paired import ERROR, FIRST_LOOK, Question, compare, interval, require, take_turns
+from .paired import ERROR, FIRST_LOOK, NEVER, Question, compare, interval, require, take_turns
 
 
 def _noisy(seconds: float, numbers: random.Random) -> Callable[[], float]:
@@ -47,7 +47,7 @@ def test_a_slowdown_of_4_percent_is_told_from_none(slower: float, *, refuted: bo
 def test_a_planted_slowdown_is_found_with_a_real_clock(slower: float, *, refuted: bool) -> None:
     """A loop of 4 % more steps is refuted, one of as many is not."""
     steps = 50_000
-    seen = compare(partial(_work, steps), partial(_work, int(steps * slower)), 1.02, seconds=4)
+    seen = compare(partial(_work, steps), partial(_work, int(steps * slower)), 1.02, seconds=120)
 
     assert seen.refutes(1.02) is refuted
 
@@ -76,6 +76,18 @@ def test_the_interval_is_that_of_the_tables_of_the_sign_test() -> None:
     assert interval(range(1, 8), 0.01) == (-float("inf"), float("inf"))
     assert interval(range(1, 9), 0.01) == (1, 8)
     assert interval(range(1, 101), 0.01) == (37, 64)
+
+
+def test_what_costs_nothing_is_never_refuted_and_what_costs_a_little_is() -> None:
+    """With the error of such laws no comparison of equal things fails, and 4 % more is found."""
+    numbers = random.Random(8)
+    equal, slower = (
+        [compare(_noisy(1, numbers), _noisy(its, numbers), 1, error=NEVER) for _ in range(20)]
+        for its in (1, 1.04)
+    )
+
+    assert not any(one.refutes(1) for one in equal)
+    assert all(one.refutes(1) for one in slower)
 
 
 def test_what_is_clear_at_once_takes_one_look() -> None:

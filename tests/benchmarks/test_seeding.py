@@ -58,16 +58,18 @@ def _report(title: str, rows: list[tuple[str, str]]) -> None:
     print(f"\n{as_text(title, table(('', 'median'), rows))}")
 
 
-def _microseconds(call: Callable[[], object], calls: int = CALLS) -> float:
-    """Return the median over rounds of the mean time of one call, in microseconds."""
+def _microseconds(call: Callable[[], object], calls: int = CALLS // ROUNDS) -> float:
+    """Return the mean time of one call, in microseconds."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+def _usually(call: Callable[[], object]) -> float:
+    """Return the median over rounds of `_microseconds`."""
     call()
-    times = []
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        for _ in range(calls // ROUNDS):
-            call()
-        times.append((time.perf_counter() - start) / (calls // ROUNDS))
-    return statistics.median(times) * 1e6
+    return statistics.median(_microseconds(call, 200) for _ in range(ROUNDS))
 
 
 def _numpy_seed() -> object:
@@ -77,20 +79,24 @@ def _numpy_seed() -> object:
 
 def test_deriving_a_stream_takes_at_most_twice_what_numpy_takes() -> None:
     """A stream and its seed, rank and worker found out, beside a `SeedSequence` and its state."""
-    numpys = _microseconds(_numpy_seed)
-    derived = _microseconds(lambda: torchrepro.stream("augment", epoch=3).seed)
+    seen = compare(
+        partial(_microseconds, _numpy_seed),
+        partial(_microseconds, lambda: torchrepro.stream("augment", epoch=3).seed),
+        2,
+    )
     stream = torchrepro.stream("augment")
     rows = [
-        ("numpy's SeedSequence and its state", f"{numpys:.1f} us"),
-        ("stream(name, epoch).seed (at most twice that)", f"{derived:.1f} us"),
+        ("numpy's SeedSequence and its state", f"{seen.plain:.1f} us"),
+        ("stream(name, epoch).seed", f"{seen.other:.1f} us"),
+        seen.cells("ratio", 2),
     ]
     rows += [
-        (f"stream.{name}()", f"{_microseconds(getattr(stream, name), 2_200):.1f} us")
+        (f"stream.{name}()", f"{_usually(getattr(stream, name)):.1f} us")
         for name in ("python", "numpy", "numpy_legacy", "torch")
     ]
     _report("streams", rows)
 
-    require(derived <= 2 * numpys, "twice a SeedSequence")
+    require(not seen.refutes(2), "twice a SeedSequence")
 
 
 def _usual_worker_init() -> None:
@@ -104,12 +110,15 @@ def _usual_worker_init() -> None:
 def test_seeding_a_worker_takes_no_longer_than_by_hand() -> None:
     """A worker's generators are started in the time that the usual three calls take."""
     seed_worker = torchrepro.dataloader_kwargs("train")["worker_init_fn"]
-    usual = _microseconds(_usual_worker_init, 2_200)
-    taken = _microseconds(lambda: seed_worker(3), 2_200)
-    rows = [("by hand", f"{usual:.1f} us"), ("seeding a worker (at most that)", f"{taken:.1f} us")]
-    _report("workers", rows)
+    seen = compare(
+        partial(_microseconds, _usual_worker_init, 200),
+        partial(_microseconds, lambda: seed_worker(3), 200),
+        1,
+    )
+    rows = [("by hand", f"{seen.plain:.1f} us"), ("seeding a worker", f"{seen.other:.1f} us")]
+    _report("workers", [*rows, seen.cells("ratio", 1)])
 
-    require(taken <= usual, "as long as by hand")
+    require(not seen.refutes(1), "as long as by hand")
 
 
 def _epoch(dataset: Dataset, seeding: str, workers: int) -> float:
@@ -127,7 +136,8 @@ def test_an_automatically_seeded_loader_takes_at_most_1_02_times_a_plain_one(wor
     """Seeding every photo costs at most 2 % of loading it, with workers and without."""
     photos = Photos()
     plain, seeded = (partial(_epoch, photos, seeding, workers) for seeding in ("none", "auto"))
-    seen = compare(plain, seeded, 1.02, seconds=12)
+    # 16 pairs at least: where loading varies by some percent 8 of them may all come out above.
+    seen = compare(plain, seeded, 1.02, seconds=40, error=1e-4)
     each = (seen.other - seen.plain) / (len(photos) / BATCH)
     rows = [
         (f"{len(photos)} photos, plain", f"{seen.plain * 1e3:.0f} ms"),

@@ -6,15 +6,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 
-import torchrepro
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.manifest import environment as module
-from torchrepro.manifest.contents import RECORDED, manifest
+from torchrepro.manifest.contents import RECORDED
 from torchrepro.manifest.environment import (
     VARIABLES,
     NotKnownYetError,
@@ -24,6 +22,8 @@ from torchrepro.manifest.environment import (
     software,
 )
 from torchrepro.redaction import sounds_secret
+
+from ..benchmarks.paired import ERROR, FIRST_LOOK, interval, require
 
 ASKED = (
     "import json, torchrepro.manifest.environment as e;"
@@ -197,17 +197,31 @@ def test_asking_loads_nothing_and_starts_no_device():
     assert iron["cpu"]
 
 
+TIMED = """
+import json, time, torch, torchrepro
+from torchrepro.manifest.contents import manifest
+plan = torchrepro.plan("debug-strict")
+took = []
+for _ in range(4):
+    start = time.perf_counter()
+    manifest(plan.resolved, plan.report)
+    took.append(time.perf_counter() - start)
+print(json.dumps([took[0], min(took[1:])]))
+"""
+
+
 @pytest.mark.benchmark
 def test_a_manifest_takes_tens_of_milliseconds():
     """The first manifest of a process takes at most 0.15 s, git included, and a later one 0.03."""
-    plan = torchrepro.plan("debug-strict")
-    _forget()
-    took = []
-    for _ in range(4):
-        start = time.perf_counter()
-        manifest(plan.resolved, plan.report)
-        took.append(time.perf_counter() - start)
-    print(f"\nmanifest: first {took[0] * 1e3:.0f} ms, then {min(took[1:]) * 1e3:.0f} ms")
+    words = [sys.executable, "-c", TIMED]
+    found = [
+        json.loads(subprocess.run(words, capture_output=True, timeout=300, check=True).stdout)
+        for _ in range(FIRST_LOOK)
+    ]
 
-    assert took[0] < 0.15
-    assert min(took[1:]) < 0.03
+    for name, bound, took in zip(
+        ("first", "later"), (0.15, 0.03), zip(*found, strict=True), strict=True
+    ):
+        low, high = interval(took, ERROR)
+        print(f"\nmanifest, {name}: {low * 1e3:.0f} to {high * 1e3:.0f} ms")
+        require(low <= bound, f"{bound} s for the {name} manifest of a process")
