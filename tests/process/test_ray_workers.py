@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -82,10 +81,27 @@ if __name__ == "__main__":
     print("after", os.environ["RAY_RUNTIME_ENV_HOOK"], ray.init is taken, len(os.environ))
 """
 LACKING = """
-import os, sys
+import os, sys, threading
 import ray
+
+told = threading.Event()
+
+class Listening:  # Ray prints what workers say when it has read their logs, a task's end or not
+    def __init__(self, stream):
+        self.stream = stream
+    def write(self, text):
+        self.stream.write(text)
+        if "cannot import" in text:
+            told.set()
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+sys.stdout, sys.stderr = Listening(sys.stdout), Listening(sys.stderr)
 ray.init(os.environ["CLUSTER"], runtime_env={"env_vars": {"PYTHONPATH": os.environ["LACKING"]}})
-print("task:", ray.get(ray.remote(max_retries=0)(lambda: "ran").remote()))
+try:
+    print("task:", ray.get(ray.remote(max_retries=0)(lambda: "ran").remote()))
+finally:
+    told.wait(PATIENCE)
 """
 NOT_RAY = """
 def init():
@@ -119,15 +135,14 @@ DEAF = {
 @pytest.fixture(scope="module")
 def cluster():
     """The address of a Ray that was started before any driver, under no profile."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     ray = Path(sys.executable).with_name("ray")
-    start = ("start", "--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1")
+    # Ports that nobody has: another Ray may be started by a neighbour of these tests.
+    start = ("start", "--head", "--block", "--port=0", "--node-ip-address=127.0.0.1")
+    own = ("--min-worker-port=0", "--max-worker-port=0")
     small = ("--num-cpus=3", "--include-dashboard=false", "--disable-usage-stats")
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:  # sockets: short paths
         head = subprocess.Popen(
-            [str(ray), *start, *small, f"--temp-dir={folder}"],
+            [str(ray), *start, *own, *small, f"--temp-dir={folder}"],
             env={**os.environ, **QUIET},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -135,8 +150,7 @@ def cluster():
             start_new_session=True,
         )
         try:
-            _wait_for(port)
-            yield f"127.0.0.1:{port}"
+            yield _address_of(head, Path(folder))
         finally:
             head.terminate()  # it ends what it has started
             head.wait(timeout=PATIENCE)
@@ -144,16 +158,15 @@ def cluster():
                 os.killpg(head.pid, signal.SIGKILL)
 
 
-def _wait_for(port):
+def _address_of(head, folder):
+    """Return the address of a Ray, which it writes down once it has started."""
     until = time.monotonic() + PATIENCE
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-        except OSError:
-            assert time.monotonic() < until
-            time.sleep(0.1)
-        else:
-            return
+    written = folder / "ray_current_cluster"
+    while not (address := written.read_text().strip() if written.exists() else ""):
+        assert head.poll() is None, "Ray has not started"
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    return address
 
 
 def facts_of(done):
@@ -229,7 +242,7 @@ def test_a_worker_without_torchrepro_says_so_and_fails_under_a_strict_profile(
 ):
     """Its Python is named; under `seed-only` the task runs, and Ray ends a strict program."""
     write({"lacking/torchrepro/__init__.py": "raise ImportError('none here')\n"})
-    write({"driver.py": LACKING})
+    write({"driver.py": LACKING.replace("PATIENCE", str(PATIENCE))})
     env = {**QUIET, "CLUSTER": cluster, "LACKING": str(tmp_path / "lacking")}
 
     done = under(profile, "driver.py", env=env)
