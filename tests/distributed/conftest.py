@@ -47,30 +47,20 @@ def _script(folder: Path, script: Path | str) -> Path:
 
 
 @pytest.fixture
-def start_on_two_ranks(tmp_path):
-    """Start a script, or the text of one, on two ranks, without waiting for its end."""
-
-    def start(script, *words, before=()):
-        return subprocess.Popen(
-            [*before, *TORCHRUN, str(_script(tmp_path, script)), *words],
-            cwd=tmp_path,
-            env=_environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    return start
-
-
-@pytest.fixture
-def on_two_ranks(start_on_two_ranks):
+def on_two_ranks(tmp_path):
     """Run a script, or the text of one, on two ranks."""
 
     def run(script, *words, before=()):
-        with start_on_two_ranks(script, *words, before=before) as started:
-            out, err = started.communicate(timeout=600)
-        return Ended(started.returncode, out, err)
+        ended = subprocess.run(
+            [*before, *TORCHRUN, str(_script(tmp_path, script)), *words],
+            cwd=tmp_path,
+            env=_environment(),
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        return Ended(ended.returncode, ended.stdout, ended.stderr)
 
     return run
 
