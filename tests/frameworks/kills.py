@@ -8,6 +8,7 @@ checkpoint that it went on from, or None.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib.util
 import json
@@ -112,7 +113,6 @@ def random_steps(program_steps: int, first: int, number: int) -> tuple[int, ...]
 
 def _main() -> None:
     sys.path[:0] = [str(HERE.parent / "policies"), str(Path(sys.argv[1]).parent)]
-    import torch  # noqa: F401 - every fork has it
     from known_layers import let_torchvision_be_imported
 
     let_torchvision_be_imported()
@@ -120,6 +120,13 @@ def _main() -> None:
     program = importlib.util.module_from_spec(spec)
     sys.modules["program"] = program
     spec.loader.exec_module(program)
+    # Importing these, which training and `apply` do, is most of what a short run would take.
+    import omegaconf  # noqa: F401
+    import torch._dynamo  # noqa: F401
+
+    import torchrepro.applier  # noqa: F401
+
+    gc.freeze()
     plans = [Plan(**{**each, "kills": tuple(each["kills"])}) for each in json.load(sys.stdin)]
     folder = Path(sys.argv[2])
     found = [asdict(_carried_out(program, folder / str(n), plan)) for n, plan in enumerate(plans)]
@@ -230,6 +237,8 @@ def _put_in_force(profile: str | None) -> None:
 
     import torchrepro
 
+    random.seed()  # as they are in a new process: no fork draws what another one draws
+    np.random.seed()
     if profile is not None:
         torchrepro.apply(profile)
         return
