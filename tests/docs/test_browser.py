@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not PROGRAM, reason="no Chromium or Chrome is installed"),
 ]
-TIMEOUT = 30
+TIMEOUT = 300
 NARROW = 420
 
 

@@ -255,7 +255,7 @@ def _on_two_ranks(folder: Path, run: str, script: str) -> None:
         env={**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert done.stdout.count("went on") == 2, done.stderr

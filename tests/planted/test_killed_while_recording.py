@@ -64,7 +64,7 @@ for number, delay in enumerate(map(float, sys.argv[2:])):
 def _killed(folder: Path, delays: list[float]) -> list[Path]:
     """Train in one process per delay, kill each after its delay; return their folders."""
     words = [sys.executable, "-c", ZYGOTE, str(folder), *map(str, delays)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return [folder / str(number) for number in range(len(delays))]
 

@@ -88,7 +88,7 @@ def _ended(place: Place, folder: Path, *options: str) -> subprocess.CompletedPro
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

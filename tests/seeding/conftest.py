@@ -20,7 +20,7 @@ from torchrepro.seeding.generators import registered
 from torchrepro.seeding.ranks import VARIABLES
 
 NUMBERING = {name for pair in VARIABLES for name in pair}
-TIMEOUT = 120
+TIMEOUT = 300
 DRAWER = "import random\nrng = random.Random(99)\nseeds = []\n"
 
 

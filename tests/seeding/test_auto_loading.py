@@ -256,7 +256,7 @@ def test_a_loader_made_after_a_snapshot_is_a_new_one_after_it_is_put_back() -> N
 
 
 @pytest.mark.parametrize("live_on", [True, False])
-@pytest.mark.parametrize("timeout", [0, 20])
+@pytest.mark.parametrize("timeout", [0, 300])
 def test_forced_workers_load_the_same_in_the_main_process(live_on: bool, timeout: int) -> None:
     """With `num_workers: 0` samples are as in workers, loaded here; the loader's words stay."""
     options = {"num_workers": 2, "persistent_workers": live_on, "timeout": timeout}
@@ -319,7 +319,7 @@ def test_processes_load_the_same_under_a_profile_and_not_without(tmp_path: Path)
     found = []
     for words in (("2", "profile"), ("2", "profile"), ("0", "profile"), ("2", "-"), ("2", "-")):
         command = [sys.executable, str(script), *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
         found.append(json.loads(done.stdout))
     *seeded, free, free_too = found
 

@@ -14,7 +14,7 @@ import torchrepro
 
 AUTO = {"seed": 5, "dataloader": {"seeding": "auto"}}
 ORIGINAL = _DatasetKind.create_fetcher
-PATIENCE = 60
+PATIENCE = 300
 
 
 class Gate(Dataset[int]):

@@ -244,7 +244,7 @@ def test_a_loader_imported_after_the_profile_is_seeded(tmp_path: Path) -> None:
             [sys.executable, script, *words],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             check=True,
         )
         found.append(json.loads(done.stdout))

@@ -216,7 +216,7 @@ def test_threads_end_with_the_recording(recorded: Recorder) -> None:
     def work() -> None:
         torch.ones(3).sin()
         begun.set()
-        go.wait(30)
+        go.wait(300)
         values.append(torch.ones(3).sum().item())
         done.set()
 
@@ -225,11 +225,11 @@ def test_threads_end_with_the_recording(recorded: Recorder) -> None:
     def program() -> None:
         started.append(threading.Thread(target=work))
         started[0].start()
-        assert begun.wait(30)
+        assert begun.wait(300)
 
     trace = recorded(program)
     go.set()
-    started[0].join(30)
+    started[0].join(300)
 
     assert done.is_set()
     assert values == [3.0]

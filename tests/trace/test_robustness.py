@@ -169,7 +169,7 @@ def test_a_program_that_records_itself_can_be_recorded(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=True,
     )
 

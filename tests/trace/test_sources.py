@@ -118,7 +118,7 @@ def test_torch_is_imported_while_every_source_is_watched(tmp_path: Path) -> None
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=300,
     )
 
     assert done.returncode == 0, done.stderr

@@ -506,7 +506,7 @@ def test_a_verdict_is_told_without_torch() -> None:
         " torchrepro.verdict.render; print('torch' in sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
     )
 
     assert done.stdout.strip() == "False"

@@ -231,7 +231,7 @@ def test_a_stateful_loader_is_followed_as_well(verified):
     """A loader of torchdata's, with workers that live on, is followed into its dataset."""
     pytest.importorskip("torchdata")
     stateful = "from torchdata.stateful_dataloader import StatefulDataLoader as DataLoader"
-    loader = LOADER.format(f"{WORKERS}, persistent_workers=True, prefetch_factor=3, timeout=60")
+    loader = LOADER.format(f"{WORKERS}, persistent_workers=True, prefetch_factor=3, timeout=300")
     command, line = program(stateful, CLOCK, DIGITS.format(f"jitter({ROWS})"), loader)
     first = verified(command).verdict.first
 

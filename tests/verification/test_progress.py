@@ -50,7 +50,7 @@ def on_a_terminal(words, monkeypatch):
         patch.setattr(sys, "stderr", stream)
         with pytest.raises(SystemExit) as ended:
             main(words)
-    reader.join(10)
+    reader.join(300)
     os.close(ours)
     return ended.value.code or 0, b"".join(shown).decode()
 

@@ -46,7 +46,7 @@ def test_the_command_to_go_on_with_runs_as_it_is_printed(next_commands):
     """A shell that runs the last of the commands starts the program under the profile."""
     *_, line = next_commands()
     done = subprocess.run(
-        ["sh", "-c", shlex.join(line)], capture_output=True, text=True, timeout=120, check=True
+        ["sh", "-c", shlex.join(line)], capture_output=True, text=True, timeout=300, check=True
     )
 
     assert done.stdout.startswith("loss after")
