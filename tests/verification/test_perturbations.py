@@ -41,7 +41,7 @@ def perturbed(values, program):
         env={**os.environ, VARIABLE: json.dumps(values)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=True,
     )
     return json.loads(done.stdout.splitlines()[-1])
@@ -76,11 +76,14 @@ def test_the_clock_tells_another_day_in_all_its_forms_and_time_passes_as_before(
         "    time.mktime(time.strptime(time.asctime())),\n"
         "    float(time.strftime('%s')), time.gmtime(0)[0], time.monotonic()]))"
     )
+    before, begun = time.time(), time.monotonic()
     *told, epoch, monotonic = perturbed({"clock": moved}, program)
+    after, ended = time.time(), time.monotonic()
 
-    assert [abs(moment - time.time() - moved) < 30 for moment in told] == [True] * 6
+    # Most of them tell whole seconds.
+    assert [before - 1 < moment - moved < after for moment in told] == [True] * 6
     assert epoch == 1970
-    assert abs(monotonic - time.monotonic()) < 30
+    assert begun < monotonic < ended
 
 
 def test_threads_take_turns_more_often():
