@@ -12,10 +12,11 @@ pytest_plugins = ("pytester",)
 TIMEOUT = 600
 PLANTED = "sk-planted-0123456789"
 TOOLS = """
-import json, os, pathlib, sys
+import json, os, pathlib, sys, time
 here = pathlib.Path.cwd()
 os.environ.update(
     MLFLOW_ALLOW_FILE_STORE="1", WANDB_MODE="offline", WANDB_SILENT="true", MY_TOKEN=sys.argv[2],
+    WANDB_X_SERVICE_WAIT="300", WANDB_INIT_TIMEOUT="300",
 )
 import mlflow, tensorboardX, torch, torchrepro, wandb
 from torch.utils.tensorboard import SummaryWriter
@@ -48,6 +49,19 @@ def board(folder):
         "manifest": json.loads(events[-1].tensor_proto.string_val[0]),
     }
 
+def written(text):
+    "Whether wandb has written a text, which it may do a moment after a run is finished."
+    (path,) = here.glob("wandb/offline*/*.wandb")
+    until = time.monotonic() + 300
+    while time.monotonic() < until:
+        data = path.read_bytes()
+        # Blocks of 32 KiB, each with a header of 7 bytes: a text may lie across two of them.
+        blocks = (data[start + 7 : start + (1 << 15)] for start in range(0, len(data), 1 << 15))
+        if text.encode() in b"".join(blocks):
+            return True
+        time.sleep(0.05)
+    return False
+
 mlflow.set_tracking_uri(f"file:{here}/mlruns")
 run = wandb.init(dir=here)
 writers = SummaryWriter("tb"), tensorboardX.SummaryWriter("tbx")
@@ -72,7 +86,7 @@ with torchrepro.apply("seed-only", ["dropout=zero"]) as applied:
     facts["inactive"] = refused("mlflow")
     run.finish()
     facts["finished"] = refused(run, "folder/")
-facts["synced"] = applied.digest.encode() in next(here.glob("wandb/offline*/*.wandb")).read_bytes()
+facts["synced"] = written(applied.digest)
 print(json.dumps(facts))
 """
 HYDRA_APP = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -142,8 +143,10 @@ def test_it_ends_when_it_is_asked_to(plant, tmp_path):
         for line in process.stdout:
             if line.startswith(b"dropout"):
                 break
+        while not [*tmp_path.rglob("waits")]:
+            assert process.poll() is None
+            time.sleep(0.05)
         (child,) = children(process.pid)
-        time.sleep(0.2)  # until the child waits
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=300)
 
@@ -164,6 +167,12 @@ main(["selftest"])
 """
 
 
+def used():
+    """Return the seconds of a processor that processes have taken that this one started."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def children(pid):
     """Return the processes that a process has started."""
     return Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
@@ -173,7 +182,8 @@ def children(pid):
 def test_every_promise_is_held_here_and_on_an_accelerator(plant, answer, tmp_path, monkeypatch):
     """Whole, within two minutes: on the CPU, and on an accelerator that torch loads by itself.
 
-    Nothing stays in the folder of temporary files.
+    They are minutes of a processor: what else runs on the machine is not counted. Nothing stays in
+    the folder of temporary files.
     """
     plant()
     package = tmp_path / "packages" / "simulated-1.dist-info"
@@ -185,12 +195,12 @@ def test_every_promise_is_held_here_and_on_an_accelerator(plant, answer, tmp_pat
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    began = time.monotonic()
+    began = used()
     status, document = answer("selftest")
     results = {name: row["result"] for name, row in by_trial(document).items()}
     npu = {row.name: results[row.name, "npu"] for row in PROMISES if not row.of_each_knob}
 
-    assert time.monotonic() - began < 120
+    assert used() - began < 120
     assert (status, document["counts"]["failed"]) == (0, 0), json.dumps(document, indent=1)
     assert {"cpu", "npu"} <= set(document["machine"]["devices"])
     assert set(npu.values()) == {Result.HELD}

@@ -97,10 +97,14 @@ def crash():
 
 @fault
 def hang():
-    """The process waits for minutes while it tries a promise."""
+    """The process waits for minutes while it tries a promise, and leaves a file that says so."""
     from torchrepro.selftest import attempts
 
-    attempts.dropout_is_zeroed = lambda trial, folder: time.sleep(600)
+    def waits(trial, folder):
+        (folder / "waits").touch()
+        time.sleep(600)
+
+    attempts.dropout_is_zeroed = waits
 
 
 if "torchrepro.selftest.child" in sys.orig_argv:
