@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 LONGEST = 120  # seconds after which a door is said to hang
+LONG = 0.3  # seconds after which a door is asked again, to be sure that it takes them
 WATCHED = ("open", "os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen")
 noted = []
 
@@ -102,6 +103,14 @@ def ask(door, name):
     }
 
 
+def least_time(door, name, seconds):
+    """Return the least time that an answer takes: what else a machine does only adds to it."""
+    for _ in range(4):
+        if seconds > LONG:
+            seconds = min(seconds, ask(door, name)["seconds"])
+    return seconds
+
+
 def main(requests, answers):
     signal.signal(signal.SIGALRM, _hangs)
     sys.addaudithook(note)
@@ -111,6 +120,8 @@ def main(requests, answers):
             importlib.invalidate_caches()
             os.chdir(request["folder"])
             answer = {door: ask(door, request["named"]) for door in DOORS}
+            for door, its in answer.items():
+                its["seconds"] = least_time(door, request["named"], its["seconds"])
             sys.path.remove(request["site"])
             file.write(json.dumps([request["case"], answer]) + "\n")
             file.flush()
