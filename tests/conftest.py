@@ -174,8 +174,14 @@ def fork_python(
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[Any, str, str]]:
-    """Run a command in this process; returns its status, stdout and stderr."""
+def command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Any, str, str]]:
+    """Run a command in this process; returns its status, stdout and stderr.
+
+    It has 80 columns for its help, however wide the terminal of these tests is.
+    """
+    monkeypatch.delenv("COLUMNS", raising=False)
 
     def command(*words: object) -> tuple[Any, str, str]:
         capsys.readouterr()
