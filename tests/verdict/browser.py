@@ -36,6 +36,7 @@ class Tab:
         self._buffer = b""
         self._number = 0
         self._session = ""
+        self._loaded: set[str] = set()
         self.complaints: list[Any] = []
         self.requests: list[str] = []
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
@@ -44,6 +45,7 @@ class Tab:
         ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.ask(f"{domain}.enable")
+        self.ask("Page.setLifecycleEventsEnabled", enabled=True)
         self.ask("Emulation.setFocusEmulationEnabled", enabled=True)  # as in a window in front
 
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
@@ -58,11 +60,11 @@ class Tab:
         result: dict[str, Any] = answer["result"]
         return result
 
-    def open(self, page: Path) -> None:
-        """Load a file and wait until it is loaded."""
-        self.ask("Page.navigate", url=page.as_uri())
-        while (event := self._next()).get("method") != "Page.loadEventFired":
-            self._note(event)
+    def open(self, page: Path, query: str = "") -> None:
+        """Load a file, asked for `query`, and wait until it is loaded."""
+        loader = self.ask("Page.navigate", url=page.as_uri() + query)["loaderId"]
+        while loader not in self._loaded:  # it may be, before the answer to the command is there
+            self._note(self._next())
 
     def value(self, expression: str) -> Any:
         """Return what an expression of JavaScript comes to."""
@@ -78,6 +80,8 @@ class Tab:
             self.ask("Input.dispatchKeyEvent", type=kind, key=key, **text)
 
     def _note(self, event: dict[str, Any]) -> None:
+        if event.get("method") == "Page.lifecycleEvent" and event["params"]["name"] == "load":
+            self._loaded.add(event["params"]["loaderId"])
         if event.get("method") in LOUD:
             self.complaints.append(event)
         if event.get("method") == "Network.requestWillBeSent":
