@@ -23,9 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import ModuleType
 
     from torch.distributed import TCPStore
+
+    Ended = subprocess.CompletedProcess[str]
 
 HERE = Path(__file__).parent
 PROFILE = "debug-strict"
@@ -74,16 +77,25 @@ class Outcome:
         return sum(each.equal for each in self.resumed)
 
 
-def outcomes(program: Path, folder: Path, plans: list[Plan]) -> list[Outcome]:
-    """Carry out `plans` with `program` in forks of a process of its own, within `folder`."""
-    done = subprocess.run(
-        [sys.executable, __file__, str(program), str(folder)],
-        input=json.dumps([asdict(plan) for plan in plans]),
+def run_python(*words: object, stdin: str) -> Ended:
+    """Run Python with these words, and `stdin` as its standard input."""
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        input=stdin,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT * sum(2 * len(plan.kills) + 1 for plan in plans),
         check=False,
     )
+
+
+def outcomes(
+    program: Path, folder: Path, plans: list[Plan], run: Callable[..., Ended] = run_python
+) -> list[Outcome]:
+    """Carry out `plans` with `program` in forks of a process of its own, within `folder`.
+
+    `run` starts that process as `run_python` does.
+    """
+    done = run(__file__, program, folder, stdin=json.dumps([asdict(plan) for plan in plans]))
     assert done.returncode == 0, done.stderr[-4000:]
     return [
         Outcome(each["weights"], tuple(Resumed(**one) for one in each["resumed"]))
@@ -128,6 +140,7 @@ def _main() -> None:
 
     gc.freeze()
     plans = [Plan(**{**each, "kills": tuple(each["kills"])}) for each in json.load(sys.stdin)]
+    signal.alarm(TIMEOUT * sum(2 * len(plan.kills) + 1 for plan in plans))
     folder = Path(sys.argv[2])
     found = [asdict(_carried_out(program, folder / str(n), plan)) for n, plan in enumerate(plans)]
     print(json.dumps(found), flush=True)

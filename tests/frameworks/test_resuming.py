@@ -1,5 +1,7 @@
 """A run that is killed and started again is the uninterrupted run, bit for bit."""
 
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,11 +27,13 @@ def _program(name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_killed_run_goes_on_as_the_uninterrupted_one(name: str, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_as_the_uninterrupted_one(
+    name: str, tmp_path: Path, fork_python: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     """Killed in mid-epoch and started again, a program comes to the weights of a whole run."""
     plan = Plan(workers=0, kills=random_steps(STEPS, FIRST, 1))
 
-    (outcome,) = outcomes(_program(name), tmp_path, [plan])
+    (outcome,) = outcomes(_program(name), tmp_path, [plan], run=fork_python)
 
     (resumed,) = outcome.resumed
     assert (resumed.killed, resumed.resumed_from is not None) == (9, True)

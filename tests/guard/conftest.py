@@ -58,6 +58,22 @@ def importing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
 
 
 @pytest.fixture
+def execute_forked(
+    tmp_path: Path, fork_python: Callable[..., subprocess.CompletedProcess[str]]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Return a function that runs a program, whose text it is given, in a fork that has torch.
+
+    Its PYTHONHASHSEED is exported, so that no strict profile has it begin again.
+    """
+
+    def execute_forked(program: str, *words: str) -> Any:
+        (tmp_path / "program.py").write_text(program)
+        return fork_python("program.py", *words, env={"PYTHONHASHSEED": "0"})
+
+    return execute_forked
+
+
+@pytest.fixture
 def execute(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Return a function that runs a program, whose text it is given, from a clean environment.
 
@@ -70,10 +86,10 @@ def execute(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         if f"env.{name}" not in knobs_by_name() and not name.startswith(FOREIGN)
     }
 
-    def execute(program: str, *before: str, after: tuple[str, ...] = ()) -> Any:
+    def execute(program: str, *before: str) -> Any:
         (tmp_path / "x" / "program.py").write_text(program)
         return subprocess.run(
-            [*before, sys.executable, "program.py", *after],
+            [*before, sys.executable, "program.py"],
             cwd=tmp_path / "x",
             env=clean,
             capture_output=True,

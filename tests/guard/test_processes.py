@@ -52,12 +52,12 @@ def _line(program: str, *, last: bool = False) -> str:
 
 
 def test_drift_at_exit_ends_with_status_1_after_every_exit_handler(
-    execute: Callable[..., Any],
+    execute_forked: Callable[..., Any],
 ) -> None:
     """Under `error` a program that drifts after its last step fails, and still cleans up."""
     early = "import atexit\natexit.register(print, 'registered early')\n"
     program = early + APPLIED.format(mode="error") + LATE.format(status=0)
-    done = execute(program)
+    done = execute_forked(program)
 
     assert done.returncode == 1
     assert done.stdout.splitlines()[-2:] == ["registered late", "registered early"]
@@ -67,17 +67,17 @@ def test_drift_at_exit_ends_with_status_1_after_every_exit_handler(
     assert "Traceback" not in done.stderr
 
 
-def test_a_warning_at_exit_changes_no_status(execute: Callable[..., Any]) -> None:
+def test_a_warning_at_exit_changes_no_status(execute_forked: Callable[..., Any]) -> None:
     """Under `warn` the drift is said, and the program ends as it would have."""
-    done = execute(APPLIED.format(mode="warn") + LATE.format(status=5))
+    done = execute_forked(APPLIED.format(mode="warn") + LATE.format(status=5))
 
     assert done.returncode == 5
     assert f"torchrepro: drift: {SAID} was false, is true (after step 1)" in done.stderr
 
 
-def test_an_error_that_nobody_catches_is_said_once(execute: Callable[..., Any]) -> None:
+def test_an_error_that_nobody_catches_is_said_once(execute_forked: Callable[..., Any]) -> None:
     """An uncaught DriftError ends the program with status 1, and is not said again at exit."""
-    done = execute(APPLIED.format(mode="error") + "train(flip_at=1)\n")
+    done = execute_forked(APPLIED.format(mode="error") + "train(flip_at=1)\n")
 
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1] == "step 1"
@@ -85,7 +85,7 @@ def test_an_error_that_nobody_catches_is_said_once(execute: Callable[..., Any]) 
     assert "torchrepro.DriftError" in done.stderr
 
 
-def test_who_asks_for_no_guard_pays_at_no_step(execute: Callable[..., Any]) -> None:
+def test_who_asks_for_no_guard_pays_at_no_step(execute_forked: Callable[..., Any]) -> None:
     """Under a profile without a guard no step reads a knob again; its end does, and says it."""
     lines = (
         "import torch, torchrepro",
@@ -95,7 +95,7 @@ def test_who_asks_for_no_guard_pays_at_no_step(execute: Callable[..., Any]) -> N
         "    print(len(guards), len(guards_at_steps()))",
         "print(*(drift.knob for drift in applied.report.drift[:1]), applied.report.guarantee.held)",
     )
-    done = execute("\n".join(lines))
+    done = execute_forked("\n".join(lines))
 
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "1 0\nbackends.torch.deterministic_algorithms seeded\n"
@@ -117,7 +117,7 @@ def test_a_run_whose_knobs_drift_ends_with_status_1(
 
 @MOMENTS
 def test_a_hydra_job_whose_knobs_drift_ends_with_status_1(
-    execute: Callable[..., Any], calls: str
+    execute_forked: Callable[..., Any], calls: str
 ) -> None:
     """Under Hydra drift ends the job with status 1, the line named, no traceback."""
     pytest.importorskip("hydra")
@@ -131,7 +131,7 @@ def main(config):
 if __name__ == "__main__":
     main()
 """
-    done = execute(program, after=("+repro=debug-strict", "repro.guard=error"))
+    done = execute_forked(program, "+repro=debug-strict", "repro.guard=error")
 
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1] == "step 1"

@@ -3,10 +3,11 @@
 import importlib.util
 import json
 import os
+import py_compile
 import shutil
 import subprocess
 import sys
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -41,10 +42,13 @@ ROWS = [
 ]
 
 
-def _python(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run Python where this folder's modules and those of `folder` can be imported."""
-    paths = [str(folder)] if folder else []
-    paths += [str(HERE), os.environ.get("PYTHONPATH", "")]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+Printed = Callable[[str], Any]
+
+
+def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python where this folder's modules can be imported."""
+    paths = [str(HERE), os.environ.get("PYTHONPATH", "")]
     return subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
@@ -55,11 +59,24 @@ def _python(*arguments: str, folder: Path | None = None) -> subprocess.Completed
     )
 
 
-def _printed(script: str, folder: Path | None = None) -> Any:
-    """Return what a script prints as JSON in its last line."""
-    done = _python("-c", script, folder=folder)
+def _last_line(done: subprocess.CompletedProcess[str]) -> Any:
+    """Return what a program that ended well printed as JSON in its last line."""
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def run(fork_python: Run, tmp_path: Path) -> Run:
+    """Run a script in a fork where the modules of this test's folder can be imported."""
+    paths = [str(tmp_path), str(HERE), os.environ.get("PYTHONPATH", "")]
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return lambda script: fork_python("-c", script, env=env)
+
+
+@pytest.fixture
+def printed(run: Run) -> Printed:
+    """Return what a script prints as JSON in its last line."""
+    return lambda script: _last_line(run(script))
 
 
 def _needs(package: str) -> Path:
@@ -69,31 +86,44 @@ def _needs(package: str) -> Path:
     return folder
 
 
-@cache
-def _observed(library: str, order: str) -> dict[str, Any]:
-    done = _python(str(HERE / "known_layers.py"), library, order)
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+_seen: dict[tuple[str, str], dict[str, Any]] = {}  # by what was asked: all tests read one run
+
+
+@pytest.fixture
+def observed(fork_python: Run) -> Callable[[str, str], dict[str, Any]]:
+    """Return what the layers of a library did; transformers takes longer than a fork may."""
+
+    def observed(library: str, order: str) -> dict[str, Any]:
+        if (library, order) not in _seen:
+            start = fork_python if library in ("torchvision", "timm") else _python
+            done = start(str(HERE / "known_layers.py"), library, order)
+            _seen[library, order] = _last_line(done)
+        return _seen[library, order]
+
+    return observed
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("library", "name"), ROWS)
-def test_a_known_layer_drops_except_under_the_policy(library: str, name: str, order: str) -> None:
+def test_a_known_layer_drops_except_under_the_policy(
+    library: str, name: str, order: str, observed: Callable[[str, str], dict[str, Any]]
+) -> None:
     """Under the policy it gives the undropped result and gradient; without, its own again."""
     _needs(library)
 
-    assert _observed(library, order)[name] == ORDERS[order]
+    assert observed(library, order)[name] == ORDERS[order]
 
 
 @pytest.mark.slow
-def test_every_drop_path_of_transformers_drops_except_under_the_policy() -> None:
+def test_every_drop_path_of_transformers_drops_except_under_the_policy(
+    observed: Callable[[str, str], dict[str, Any]],
+) -> None:
     """What holds for the layers above holds for every class that transformers calls DropPath."""
     _needs("transformers")
-    observed = _observed("drop_paths", "before")
+    found = observed("drop_paths", "before")
 
-    assert len(observed) == len(known_layers.drop_path_classes()) > 0
-    assert {name: seen for name, seen in observed.items() if seen != BEFORE} == {}
+    assert len(found) == len(known_layers.drop_path_classes()) > 0
+    assert {name: seen for name, seen in found.items() if seen != BEFORE} == {}
 
 
 def _copy_of_timm_drop(folder: Path) -> Path:
@@ -120,11 +150,13 @@ EARLY = (
 )
 
 
-def test_code_of_others_that_calls_a_known_function_does_not_drop(tmp_path: Path) -> None:
+def test_code_of_others_that_calls_a_known_function_does_not_drop(
+    tmp_path: Path, printed: Printed
+) -> None:
     """A name imported before, a subclass, and a layer of one's own are zeroed like the layer."""
     _copy_of_timm_drop(tmp_path)
 
-    assert _printed(
+    assert printed(
         EARLY
         + """
 class Sub(DropPath):
@@ -145,15 +177,14 @@ dropout_masks.restore()
 seen.append([drops(layer) for layer in layers])
 print(json.dumps(seen))
 """,
-        tmp_path,
     ) == [[True] * 3, [False] * 3, [True] * 3]
 
 
-def test_a_layer_looks_the_same_as_ever(tmp_path: Path) -> None:
+def test_a_layer_looks_the_same_as_ever(tmp_path: Path, printed: Printed) -> None:
     """Its attributes, repr, state, pickle and copy keep its probability; the copy drops later."""
     _copy_of_timm_drop(tmp_path)
 
-    same, zeroed, dropping = _printed(
+    same, zeroed, dropping = printed(
         EARLY
         + """
 def look(layer):
@@ -168,7 +199,6 @@ zeroed = [drops(copied) for copied in copies]
 dropout_masks.restore()
 print(json.dumps([same, zeroed, [drops(copied) for copied in copies]]))
 """,
-        tmp_path,
     )
 
     assert same
@@ -176,11 +206,11 @@ print(json.dumps([same, zeroed, [drops(copied) for copied in copies]]))
     assert dropping == [True] * 3
 
 
-def test_compiled_code_follows_after_a_reset(tmp_path: Path) -> None:
+def test_compiled_code_follows_after_a_reset(tmp_path: Path, printed: Printed) -> None:
     """torch.compile reads the policy's code as it reads the layer's own, without a graph break."""
     _copy_of_timm_drop(tmp_path)
 
-    assert _printed(
+    assert printed(
         EARLY
         + """
 layer = DropPath(0.5)
@@ -193,15 +223,14 @@ dropout_masks.restore()
 torch._dynamo.reset()
 print(json.dumps([*seen, drops(compiled)]))
 """,
-        tmp_path,
     ) == [True, False, True]
 
 
-def test_a_reloaded_module_does_not_drop(tmp_path: Path) -> None:
+def test_a_reloaded_module_does_not_drop(tmp_path: Path, printed: Printed) -> None:
     """Functions that come new into a module under the policy are zeroed and restored too."""
     _copy_of_timm_drop(tmp_path)
 
-    assert _printed(
+    assert printed(
         EARLY
         + """
 dropout_masks.zero()
@@ -211,15 +240,16 @@ seen = [drop.drop_path is drop_path, drops(new)]
 dropout_masks.restore()
 print(json.dumps([*seen, drops(new)]))
 """,
-        tmp_path,
     ) == [False, False, True]
 
 
-def test_only_known_functions_change_and_they_come_back_as_they_were(tmp_path: Path) -> None:
+def test_only_known_functions_change_and_they_come_back_as_they_were(
+    tmp_path: Path, printed: Printed
+) -> None:
     """Every other function in the process keeps its code; putting it in force twice is once."""
     _copy_of_timm_drop(tmp_path)
 
-    changed, back, meta_path = _printed(
+    changed, back, meta_path = printed(
         EARLY
         + """
 import gc, types
@@ -237,7 +267,6 @@ dropout_masks.restore()
 back = all(f.__code__ is code for f, code in before.values())
 print(json.dumps([sorted(changed), back, sys.meta_path == finders]))
 """,
-        tmp_path,
     )
 
     assert changed == ["DropBlock2d.forward", "drop_block_2d", "drop_path"]
@@ -247,10 +276,12 @@ print(json.dumps([sorted(changed), back, sys.meta_path == finders]))
 
 def test_nothing_is_imported() -> None:
     """Neither torch nor a library with masks is loaded for the policy."""
-    loaded = _printed(
+    done = _python(
+        "-c",
         "import json, sys\nfrom torchrepro.policies import dropout_masks\n"
-        "dropout_masks.zero()\nprint(json.dumps(sorted(sys.modules)))"
+        "dropout_masks.zero()\nprint(json.dumps(sorted(sys.modules)))",
     )
+    loaded = _last_line(done)
 
     assert {"torch", "torchvision", "timm", "transformers", "torch_npu"} & set(loaded) == set()
 
@@ -265,11 +296,13 @@ def test_nothing_is_imported() -> None:
     ],
     ids=["moved", "edited", "broken", "deleted"],
 )
-def test_source_that_is_not_what_runs_is_refused(tmp_path: Path, change: str) -> None:
+def test_source_that_is_not_what_runs_is_refused(
+    tmp_path: Path, change: str, printed: Printed
+) -> None:
     """A file changed since its import is named in an error, and nothing is changed by halves."""
     copy = _copy_of_timm_drop(tmp_path)
 
-    error, code_kept, finders_kept = _printed(
+    error, code_kept, finders_kept = printed(
         EARLY
         + f"""
 from pathlib import Path
@@ -281,7 +314,6 @@ try:
 except dropout_masks.SourceMissingError as raised:
     print(json.dumps([str(raised), drop_path.__code__ is code, sys.meta_path == finders]))
 """,
-        tmp_path,
     )
 
     assert "timm.layers.drop" in error
@@ -289,15 +321,12 @@ except dropout_masks.SourceMissingError as raised:
     assert finders_kept
 
 
-def test_an_import_without_source_goes_through_and_says_so(tmp_path: Path) -> None:
+def test_an_import_without_source_goes_through_and_says_so(tmp_path: Path, run: Run) -> None:
     """A library shipped as bytecode alone is imported under the policy, which says what drops."""
     copy = _copy_of_timm_drop(tmp_path)
-    done = _python(
-        "-c",
-        f"import py_compile; py_compile.compile({str(copy)!r}, {str(copy.with_suffix('.pyc'))!r})",
-    )
+    py_compile.compile(str(copy), str(copy.with_suffix(".pyc")))
     copy.unlink()
-    done = _python("-c", START + "dropout_masks.zero()\nimport timm.layers.drop\n", folder=tmp_path)
+    done = run(START + "dropout_masks.zero()\nimport timm.layers.drop\n")
 
     assert done.returncode == 0
     assert "torchrepro: dropout is not zeroed: timm.layers.drop" in done.stderr

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,9 @@ def backward(fn, x, *args):
 """
 
 
-def test_after_the_undo_every_op_computes_what_it_did(tmp_path: Path) -> None:
+def test_after_the_undo_every_op_computes_what_it_did(
+    tmp_path: Path, fork_python: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     """Ops that a policy stood in front of give the bits that they gave before it."""
     code = (
         f"{COMPUTE}\nbefore = results()\n"
@@ -108,10 +111,7 @@ def test_after_the_undo_every_op_computes_what_it_did(tmp_path: Path) -> None:
     )
     program = tmp_path / "compute.py"  # TorchScript reads the source of what it compiles
     program.write_text(code)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", program],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = fork_python(program)
     assert done.returncode == 0, done.stderr
     answers = [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -2,11 +2,12 @@
 
 import os
 import subprocess
-import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 
+Run = Callable[..., subprocess.CompletedProcess[str]]
 THREADS = """
 import sys, threading, torch, torchrepro
 
@@ -53,20 +54,14 @@ PROFILES = {
 }
 
 
-def _python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=1200, check=False
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "applying"), [("dropout", 1), ("dropout and rng", 6), ("fallback", 1)]
 )
-def test_threads_that_run_ops_meanwhile_go_on(name: str, applying: int) -> None:
+def test_threads_that_run_ops_meanwhile_go_on(name: str, applying: int, fork_python: Run) -> None:
     """Threads that draw and drop run on while policies come and go, from one thread or from six."""
     if "dropout" in name and not hasattr(torch.library, "get_kernel"):
         pytest.skip("this torch cannot hand a call on: what it documents may crash")
-    done = _python(f"PROFILE, APPLYING = {PROFILES[name]!r}, {applying}\n{THREADS}")
+    done = fork_python("-c", f"PROFILE, APPLYING = {PROFILES[name]!r}, {applying}\n{THREADS}")
 
     assert done.returncode == 0, done.stderr[-2000:]
 
@@ -108,8 +103,8 @@ assert statuses == [0] * 8, statuses
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_child_forked_while_a_thread_applies_can_apply() -> None:
+def test_a_child_forked_while_a_thread_applies_can_apply(fork_python: Run) -> None:
     """A child never waits for a profile that a thread of its parent loads or puts in force."""
-    done = _python(FORKS)
+    done = fork_python("-c", FORKS)
 
     assert done.returncode == 0, done.stderr[-2000:]

@@ -22,10 +22,10 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def manifest_of(tmp_path, hydra_app, run_python):
+def manifest_of(tmp_path, hydra_app, fork_python):
     """Run an app and return its standard error and the report in its manifest."""
 
-    def manifest_of(source, *overrides, run=run_python, config=None):
+    def manifest_of(source, *overrides, run=fork_python, config=None):
         hydra_app(source, config)
         ended = run("app.py", *overrides, f"hydra.run.dir={tmp_path / 'out'}")
 
@@ -40,10 +40,12 @@ def lowered(report):
     return {each["knob"] for each in report["guarantee"]["lowered"]}
 
 
-def test_a_late_knob_lowers_the_guarantee_in_manifest_and_headline(manifest_of):
+def test_a_late_knob_lowers_the_guarantee_in_manifest_and_headline(manifest_of, run_python):
     """Started plainly, a strict job says in manifest and headline that the order of sets varies."""
     stderr, report = manifest_of(
-        OFF.replace("False", "True"), "+repro=debug-strict", "repro.on_late=warn"
+        OFF.replace("False", "True"),
+        *("+repro=debug-strict", "repro.on_late=warn"),
+        run=run_python,
     )
 
     assert report["guarantee"]["asked"] == "repeatable"

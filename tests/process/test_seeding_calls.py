@@ -18,12 +18,12 @@ LINE = 7  # of the call, in app.py
 
 
 def test_a_call_of_the_program_is_named_when_runs_differ(
-    hydra_app, run_python, torchrepro, tmp_path
+    hydra_app, fork_python, torchrepro, tmp_path
 ):
     """Two runs whose programs seed differently draw differently, and `diff` names the line."""
     hydra_app(APP, "own: 1\n")
     outs = [
-        run_python("app.py", "+repro=seed-only", f"own={own}", f"hydra.run.dir=out{own}")
+        fork_python("app.py", "+repro=seed-only", f"own={own}", f"hydra.run.dir=out{own}")
         for own in (1, 2)
     ]
     manifests = [f"out{own}/.hydra/repro.json" for own in (1, 2)]
@@ -123,10 +123,11 @@ def test_a_quiet_run_says_nothing_of_what_drew_without_a_seed(torchrepro, write)
     assert (ran.returncode, _said(ran.stderr)) == (0, [])
 
 
-def test_a_strict_job_says_and_keeps_what_drew_without_a_seed(hydra_app, run_python, tmp_path):
+def test_a_strict_job_says_and_keeps_what_drew_without_a_seed(hydra_app, fork_python, tmp_path):
     """A Hydra job says it as it ends, and its manifest has every line that drew."""
     hydra_app(HYDRA_DRAWS, "own: 1\n")
-    ran = run_python("app.py", "+repro=debug-strict", "hydra.run.dir=out")
+    words = ("app.py", "+repro=debug-strict", "hydra.run.dir=out")
+    ran = fork_python(*words, env={"PYTHONHASHSEED": "0"})  # nothing that would begin it again
     kept = json.loads((tmp_path / "out/.hydra/repro.json").read_text(encoding="utf-8"))["report"]
 
     assert ran.returncode == 0, ran.stderr

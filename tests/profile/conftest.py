@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import pytest
@@ -12,8 +9,6 @@ import pytest
 import torchrepro
 from torchrepro.cli import main
 
-TIMEOUT = 600
-_FOREIGN = ("TORCHREPRO_", "PYTEST_", "HYDRA_", "COV_")
 APP = """
 import hydra
 
@@ -98,26 +93,19 @@ def show(capsys):
 
 
 @pytest.fixture
-def hydra_app(tmp_path):
+def hydra_app(tmp_path, fork_python):
     """Run a tiny Hydra app, whose own profiles are in ``conf/repro``, with these arguments.
 
-    The app prints RAN when its task runs; it is started from an environment of plain variables.
+    The app prints RAN when its task runs. Its environment is of plain variables; PYTHONHASHSEED is
+    one, so that no strict profile has it begin again.
     """
     (tmp_path / "conf" / "repro").mkdir(parents=True, exist_ok=True)
     (tmp_path / "conf" / "config.yaml").write_text("size: 3\n", encoding="utf-8")
     (tmp_path / "app.py").write_text(APP, encoding="utf-8")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
 
     def hydra_app(*arguments, **variables):
-        done = subprocess.run(
-            [sys.executable, "app.py", *arguments],
-            cwd=tmp_path,
-            env={**environment, "SECRET": "the secret", **variables},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
-            check=False,
-        )
+        env = {"SECRET": "the secret", "PYTHONHASHSEED": "0", **variables}
+        done = fork_python("app.py", *arguments, env=env)
         return Ended(done.returncode, done.stdout, done.stderr)
 
     return hydra_app

@@ -1,8 +1,6 @@
 """Pieces are laid on top of a profile, in code, on the command line and under Hydra alike."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import yaml
@@ -79,11 +77,11 @@ def test_what_is_no_piece_is_refused(override, words):
         ["+repro=debug-strict", "+repro/with=dropout-zero"],
     ],
 )
-def test_pieces_lie_on_top_of_a_profile_in_hydra(tmp_path, arguments):
+def test_pieces_lie_on_top_of_a_profile_in_hydra(app, tmp_path, arguments):
     """Under Hydra the app sees, and the manifest holds, profile and pieces merged in any order."""
     (tmp_path / "app.py").write_text(SAYS.format(path=None, name=None), encoding="utf-8")
 
-    done = _app(tmp_path, *arguments)
+    done = app(*arguments)
 
     assert done.stdout == "SEEN zero debug-strict\n", done.stderr
     held = json.loads((tmp_path / "out" / ".hydra" / "repro.json").read_text(encoding="utf-8"))
@@ -91,7 +89,7 @@ def test_pieces_lie_on_top_of_a_profile_in_hydra(tmp_path, arguments):
     assert held["origins"]["dropout"]["replaced"][0]["value"] == "keep"
 
 
-def test_an_app_may_choose_pieces_in_its_own_defaults_list(tmp_path):
+def test_an_app_may_choose_pieces_in_its_own_defaults_list(app, tmp_path):
     """Pieces of the app's own folder work from its config, and its overrides lie on top."""
     (tmp_path / "conf" / "repro" / "with").mkdir(parents=True)
     own = "dropout: zero\nenv_extra: {WANDB_NAME: piece}\n"
@@ -100,7 +98,7 @@ def test_an_app_may_choose_pieces_in_its_own_defaults_list(tmp_path):
     (tmp_path / "conf" / "config.yaml").write_text(config, encoding="utf-8")
     (tmp_path / "app.py").write_text(SAYS.format(path="conf", name="config"), encoding="utf-8")
 
-    done = _app(tmp_path, "repro.env_extra.WANDB_NAME=override")
+    done = app("repro.env_extra.WANDB_NAME=override")
 
     assert done.stdout == "SEEN zero seed-only\n", done.stderr
     held = json.loads((tmp_path / "out" / ".hydra" / "repro.json").read_text(encoding="utf-8"))
@@ -109,11 +107,14 @@ def test_an_app_may_choose_pieces_in_its_own_defaults_list(tmp_path):
     assert [one["value"] for one in replaced] == ["piece"]
 
 
-def _app(folder, *arguments):
-    words = [sys.executable, "app.py", f"hydra.run.dir={folder}/out", *arguments]
-    return subprocess.run(
-        words, cwd=folder, capture_output=True, text=True, timeout=300, check=False
-    )
+@pytest.fixture
+def app(fork_python):
+    """Run app.py; its PYTHONHASHSEED is exported, so that no strict profile has it begin again."""
+
+    def app(*arguments):
+        return fork_python("app.py", "hydra.run.dir=out", *arguments, env={"PYTHONHASHSEED": "0"})
+
+    return app
 
 
 ORDERS = {  # where pieces stand, and the one that lies on top
@@ -138,12 +139,12 @@ def two_pieces(tmp_path):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_piece_named_last_lies_on_top_in_hydra(two_pieces, order):
+def test_the_piece_named_last_lies_on_top_in_hydra(app, two_pieces, order):
     """Wherever pieces stand, the last one wins, and replaced the one before it, once."""
     arguments, winner = ORDERS[order]
     loser = {"one": "two", "two": "one"}[winner]
 
-    done = _app(two_pieces, *arguments)
+    done = app(*arguments)
 
     held = json.loads((two_pieces / "out" / ".hydra" / "repro.json").read_text(encoding="utf-8"))
     assert done.returncode == 0, done.stderr
@@ -153,15 +154,15 @@ def test_the_piece_named_last_lies_on_top_in_hydra(two_pieces, order):
     assert [each["value"] for each in origin["replaced"]] == [loser]
 
 
-def test_what_is_deleted_is_not_in_force(two_pieces):
+def test_what_is_deleted_is_not_in_force(app, two_pieces):
     """An app says the same after `~repro` took its profile away as it says without any."""
     code = SAYS.replace("config.repro.dropout, config.repro.get('name')", "config")
     (two_pieces / "app.py").write_text(code.format(path="conf", name="config"), encoding="utf-8")
-    plain = _app(two_pieces)
+    plain = app()
     text = "defaults: [{repro: seed-only}, _self_]\n"
     (two_pieces / "conf" / "config.yaml").write_text(text, encoding="utf-8")
 
-    done = _app(two_pieces, "~repro")
+    done = app("~repro")
 
     assert (plain.returncode, plain.stdout) == (0, "SEEN {}\n")
     assert (done.returncode, done.stdout, done.stderr) == (0, "SEEN {}\n", plain.stderr)

@@ -110,6 +110,18 @@ def answer_of(tmp_path: Path) -> Callable[..., Any]:
 
 
 @pytest.fixture
+def forked_answer_of(fork_python: Callable[..., Any]) -> Callable[..., Any]:
+    """Do what `answer_of` does in a fork of a Python that has torch."""
+
+    def forked_answer_of(program: str, *arguments: Any, **variables: str) -> Any:
+        done = fork_python("-c", program, *arguments, env=variables)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return forked_answer_of
+
+
+@pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
     """Return a function that writes a library with a generator of its own and gives its name."""
     written: list[str] = []

@@ -76,12 +76,12 @@ POLICIES = [  # `ranks`, then along which dimensions global generators and strea
 
 
 def test_ranks_differ_along_the_dimensions_that_the_profile_says(
-    answer_of: Callable[..., Any],
+    forked_answer_of: Callable[..., Any],
 ) -> None:
     """Data-parallel ranks differ pairwise and tensor-parallel ones agree, unless told otherwise."""
     profiles = [{"seed": 1234} | ({"ranks": ranks} if ranks else {}) for ranks, *_ in POLICIES]
 
-    answers = answer_of(START + PLACES, json.dumps([profiles, SHAPES]))
+    answers = forked_answer_of(START + PLACES, json.dumps([profiles, SHAPES]))
 
     for (_, globals_along, streams_along), of_profile in zip(POLICIES, answers, strict=True):
         for shape, of_ranks in zip(SHAPES, of_profile, strict=True):
@@ -93,7 +93,7 @@ def test_ranks_differ_along_the_dimensions_that_the_profile_says(
             _groups(shape, turned, "tp")
 
 
-def test_rank_0_of_a_mesh_draws_what_a_lone_run_draws(answer_of: Callable[..., Any]) -> None:
+def test_rank_0_of_a_mesh_draws_what_a_lone_run_draws(forked_answer_of: Callable[..., Any]) -> None:
     """Where ranks differ, the first along every dimension starts from the seed itself."""
     program = """
 def work():
@@ -105,13 +105,13 @@ with torchrepro.apply({"seed": 5}):
     alone = draws()
 print(json.dumps([alone, on_every_rank(4, work)]))
 """
-    alone, (first, second, *others) = answer_of(START + program)
+    alone, (first, second, *others) = forked_answer_of(START + program)
 
     assert first == second == alone
     assert alone not in others
 
 
-def test_a_mesh_goes_with_the_profile(answer_of: Callable[..., Any]) -> None:
+def test_a_mesh_goes_with_the_profile(forked_answer_of: Callable[..., Any]) -> None:
     """Undo forgets the mesh and puts the generators back; an inner profile keeps the mesh."""
     program = """
 def work():
@@ -134,7 +134,7 @@ def draws_ahead():
 
 print(json.dumps(on_every_rank(4, work)))
 """
-    answer = answer_of(START + program)
+    answer = forked_answer_of(START + program)
 
     assert answer[1:] == [[True, True, True, True]] * 3
     assert answer[0] == [True, True, False, True]
@@ -168,12 +168,12 @@ print(json.dumps([refused, before == after]))
     ],
 )
 def test_a_mesh_that_says_too_little_is_refused(
-    ranks: Any, mesh: str, words: tuple[str, ...], answer_of: Callable[..., Any]
+    ranks: Any, mesh: str, words: tuple[str, ...], forked_answer_of: Callable[..., Any]
 ) -> None:
     """The message says what the mesh lacks, and nothing has changed."""
     profile = json.dumps({"seed": 5, "ranks": ranks})
 
-    refused, unchanged = answer_of(START + BAD, profile, mesh)
+    refused, unchanged = forked_answer_of(START + BAD, profile, mesh)
 
     assert [word for word in words if word not in refused] == []
     assert unchanged

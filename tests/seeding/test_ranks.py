@@ -75,7 +75,7 @@ def test_a_number_too_long_for_python_is_refused(monkeypatch: pytest.MonkeyPatch
         world()
 
 
-def test_a_process_group_is_asked_before_any_variable(answer_of: Callable[..., Any]) -> None:
+def test_a_process_group_is_asked_before_any_variable(forked_answer_of: Callable[..., Any]) -> None:
     """Once torch.distributed is initialised its rank counts, and a stream is that rank's."""
     program = """
 import json, torch.distributed as dist, torchrepro
@@ -88,7 +88,7 @@ with torchrepro.apply({"seed": 1}):
     after = world().rank, torchrepro.stream("a") == torchrepro.stream("a", rank=5)
 print(json.dumps([before, after, world().size]))
 """
-    answer = answer_of(program, RANK="1", WORLD_SIZE="2")
+    answer = forked_answer_of(program, RANK="1", WORLD_SIZE="2")
 
     assert answer == [[1, True], [5, True], 8]
 

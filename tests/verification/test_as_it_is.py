@@ -69,6 +69,7 @@ def test_recording_without_a_profile_changes_nothing_else(training, tmp_path, mo
         assert json.loads(recorded) == json.loads(plain)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_program_that_leaves_past_its_exit_handlers_is_recorded_to_its_end(training, tmp_path):
     """`os._exit` leaves a whole trace behind, and in a forked child it does nothing to it."""
     end = "torch.ones(2).sum()\nimport os; os.fork() and os.wait(); os._exit(0)\n"

@@ -25,6 +25,7 @@ from torchrepro.imports import AfterImport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from types import ModuleType
 
 BATCHES = {
     "torch.utils.data.dataloader": "_BaseDataLoaderIter",
