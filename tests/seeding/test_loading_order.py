@@ -57,6 +57,8 @@ class Wandering:
 class WanderingBatches(Wandering):
     """A batch sampler that draws the size of every batch and what is in it."""
 
+    batch_size: Any
+
     def __iter__(self) -> Iterator[list[int]]:
         for _ in range(12):
             yield np.random.randint(0, LENGTH, random.randrange(1, 4)).tolist()
@@ -200,6 +202,20 @@ def test_epochs_reach_a_loader_that_is_not_seeded_through_its_sampler_alone() ->
 def test_a_loader_that_does_not_shuffle_goes_from_the_first_to_the_last() -> None:
     """Without `shuffle` the samples come in the order of the dataset."""
     assert _names(_batches(_loader())) == list(range(LENGTH))
+
+
+@pytest.mark.parametrize("batch_size", [np.array([1, 3]), [1, 3], torch.tensor([1.0, 3.0]), "3"])
+def test_a_batch_sampler_may_call_anything_its_batch_size(batch_size: Any) -> None:
+    """What a sampler of the program's own has under the name `batch_size` disturbs no epoch."""
+    sampler = WanderingBatches()
+    sampler.batch_size = batch_size
+    auto = {"seed": 1, "dataloader": {"seeding": "auto"}}
+
+    with torchrepro.apply(auto):
+        found = list(DataLoader(Noisy(), batch_sampler=sampler, collate_fn=list))
+    del sampler.batch_size
+    with torchrepro.apply(auto):
+        assert found == list(DataLoader(Noisy(), batch_sampler=sampler, collate_fn=list))
 
 
 @settings(max_examples=10)

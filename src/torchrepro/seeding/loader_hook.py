@@ -419,7 +419,8 @@ def _note_batch_size(loader: Any, loading: Loading) -> None:
     """
     then, loading.interrupted_batch_size = loading.interrupted_batch_size, None
     sizes = (getattr(part, "batch_size", None) for part in samplers_within(loader.batch_sampler))
-    now = loading.batch_size = next(filter(None, sizes), None)
+    # A sampler of the program's own may have anything under that name.
+    now = loading.batch_size = next((size for size in sizes if type(size) is int), None)
     if then is not None and now is not None and then != now and world().rank == 0:
         say(
             f"loader {loading.name}: epoch {loading.epoch} was interrupted with batch_size={then} "
