@@ -25,6 +25,8 @@ from pathlib import Path
 
 import hydra  # noqa: F401 - loaded for the programs that are Hydra apps
 import numpy.random
+import sklearn.datasets
+import sklearn.model_selection  # noqa: F401 - as it is for those that train on its digits
 import torch
 import torch._dynamo
 

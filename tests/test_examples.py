@@ -3,19 +3,31 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 DIGITS = Path(__file__).parent.parent / "examples" / "digits.py"
+WORDS = ("+repro=debug-strict", "epochs=2")
+IN_FORCE_FROM_THE_START = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONHASHSEED": "0"}
+"""What the profile would start the run anew for."""
+
+Run = subprocess.CompletedProcess[str]
 
 
-def _train(folder: Path, *words: str) -> dict[str, str]:
-    """Train in `folder` and return what the example printed, label to value."""
+def _told(done: Run) -> dict[str, str]:
+    """Return what the example printed, label to value."""
+    assert done.returncode == 0, done.stderr
+    return dict(line.split() for line in done.stdout.splitlines())
+
+
+def _typed(folder: Path) -> Run:
+    """Train as a user who types the command in `folder`."""
     hidden = ("CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED", "PYTEST_VERSION")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    done = subprocess.run(
-        [sys.executable, str(DIGITS), "epochs=2", *words],
+    return subprocess.run(
+        [sys.executable, str(DIGITS), *WORDS],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -23,17 +35,21 @@ def _train(folder: Path, *words: str) -> dict[str, str]:
         timeout=600,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return dict(line.split() for line in done.stdout.splitlines())
 
 
 @pytest.mark.slow
-def test_the_weights_of_the_example_depend_on_the_seed_alone(tmp_path: Path) -> None:
+def test_the_weights_of_the_example_depend_on_the_seed_alone(
+    tmp_path: Path, fork_python: Callable[..., Run]
+) -> None:
     """Equal under one profile, also without workers; another seed, or no profile, gives others."""
-    one = _train(tmp_path, "+repro=debug-strict")
-    two = _train(tmp_path, "+repro=debug-strict", "num_workers=0")
-    other = _train(tmp_path, "+repro=debug-strict", "repro.seed=8")
-    free = [_train(tmp_path)["weights"] for _ in range(2)]
+
+    def train(*words: str) -> dict[str, str]:
+        return _told(fork_python(DIGITS, *words, env=IN_FORCE_FROM_THE_START))
+
+    one = _told(_typed(tmp_path))
+    two = train(*WORDS, "num_workers=0")
+    other = train(*WORDS, "repro.seed=8")
+    free = [train("epochs=2")["weights"] for _ in range(2)]
 
     assert one == two
     assert one["weights"] != other["weights"]

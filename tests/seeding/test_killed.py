@@ -2,11 +2,7 @@
 
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,100 +10,109 @@ import pytest
 pytestmark = pytest.mark.slow
 
 DIGITS = Path(__file__).parent.parent.parent / "examples" / "digits.py"
-HIDDEN = ("CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED", "PYTEST_VERSION")
-LONGEST = 900  # seconds that a run may take on a busy machine
+IN_FORCE_FROM_THE_START = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONHASHSEED": "0"}
+"""What the profile would start the run anew for."""
+
+EPOCH, EPOCHS = 22, 3
+"""Batches of an epoch, and how many epochs a run has."""
+
+KILLED = """
+import os, runpy, signal, sys, threading, time
+from pathlib import Path
+
+example, whom, step, kept = sys.argv.pop(1), sys.argv.pop(1), int(sys.argv.pop(1)), sys.argv[-1]
+checkpoints = Path(kept.removeprefix("checkpoint="))
+
+def workers():
+    lists = Path("/proc/self/task").glob("*/children")
+    return [int(word) for path in lists for word in path.read_text().split()]
+
+def kill():
+    while not any(checkpoints.glob(f"step-{step:09}/rank-0-of-1.pt")):
+        time.sleep(0.001)
+    victims = workers() if whom == "a worker" else [os.getpid()]
+    print(len(victims), victims[0], flush=True)
+    os.kill(victims[0], signal.SIGKILL)
+
+threading.Thread(target=kill, daemon=True).start()
+sys.path.insert(0, os.path.dirname(example))
+runpy.run_path(example, run_name="__main__")
+"""
+"""The example, killed by a thread of its own: wherever training is once a step is kept."""
 
 
-def _command(checkpoints: Path) -> list[str]:
-    words = ["+repro=debug-strict", "epochs=3", "batch_size=16", "checkpoint_every=1"]
-    return [sys.executable, str(DIGITS), *words, f"checkpoint={checkpoints}"]
+class Runs:
+    """Runs of the example in forks, which keep their checkpoints in one folder."""
 
+    def __init__(self, fork: Callable[..., int], folder: Path) -> None:
+        self.fork = fork
+        self.folder = folder
+        self.kept = folder / "kept"
 
-@contextmanager
-def _started(checkpoints: Path) -> Iterator[subprocess.Popen[str]]:
-    """Start the example, which keeps its checkpoints in `checkpoints`; end it with the block."""
-    process = subprocess.Popen(
-        _command(checkpoints),
-        cwd=checkpoints.parent,
-        env={name: value for name, value in os.environ.items() if name not in HIDDEN},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.communicate()
+    def _run(self, *program: object) -> tuple[int, str, str]:
+        """Return the status of a run, what it printed, and what it said on standard error."""
+        streams = [self.folder / name for name in ("in", "out", "err")]
+        for path in streams:
+            path.write_text("")
+        words = [
+            *("+repro=debug-strict", f"epochs={EPOCHS}", "batch_size=64", "checkpoint_every=1"),
+            f"checkpoint={self.kept}",
+        ]
+        environment = {k: v for k, v in os.environ.items() if k != "PYTEST_VERSION"}
+        environment |= IN_FORCE_FROM_THE_START
+        status = self.fork([*program, *words], environment, self.folder, streams)
+        return status, streams[1].read_text(), streams[2].read_text()
 
+    def killed(self, whom: str, step: int) -> tuple[int, str, str]:
+        """Kill `whom` of a run once it has kept `step`."""
+        return self._run("-c", KILLED, DIGITS, whom, step)
 
-def _finished(checkpoints: Path) -> str:
-    """Run the example to its end, from where the checkpoints say; return what it printed."""
-    with _started(checkpoints) as process:
-        printed, errors = process.communicate(timeout=LONGEST)
-    assert process.returncode == 0, errors
-    return printed
+    def finished(self) -> str:
+        """Run the example to its end, from where the checkpoints say; return what it printed."""
+        status, printed, errors = self._run(DIGITS)
+        assert status == 0, errors
+        return printed
 
-
-def _steps(checkpoints: Path) -> int:
-    """Return the latest step that is whole in `checkpoints`, 0 where there is none."""
-    files = checkpoints.glob("step-*/rank-0-of-1.pt")
-    return max((int(path.parent.name.removeprefix("step-")) for path in files), default=0)
-
-
-def _wait_for(step: int, checkpoints: Path, process: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + LONGEST
-    while _steps(checkpoints) < step:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def _workers(process: subprocess.Popen[str]) -> list[int]:
-    """Return the ids of the processes that `process` has started and that are alive."""
-    found: list[int] = []
-    for path in Path(f"/proc/{process.pid}/task").glob("*/children"):
-        with suppress(OSError):  # the thread has ended meanwhile
-            found += map(int, path.read_text(encoding="ascii").split())
-    return found
+    def steps(self) -> int:
+        """Return the latest step that is whole, 0 where there is none."""
+        files = self.kept.glob("step-*/rank-0-of-1.pt")
+        return max((int(path.parent.name.removeprefix("step-")) for path in files), default=0)
 
 
 @pytest.fixture(scope="module")
-def peaceful(tmp_path_factory: pytest.TempPathFactory) -> str:
+def peaceful(fork: Callable[..., int], tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the example prints when nobody disturbs it."""
-    return _finished(tmp_path_factory.mktemp("peaceful") / "kept")
+    return Runs(fork, tmp_path_factory.mktemp("peaceful")).finished()
 
 
-@pytest.mark.parametrize("steps", [[1, 120], [86]])
+@pytest.fixture
+def runs(fork: Callable[..., int], tmp_path: Path) -> Runs:
+    """Runs of the example in a folder of the test."""
+    return Runs(fork, tmp_path)
+
+
+@pytest.mark.parametrize("steps", [[1, EPOCH + 9], [EPOCH + 1]])
 def test_a_run_whose_main_process_is_killed_ends_with_the_same_weights(
-    tmp_path: Path, peaceful: str, steps: list[int]
+    runs: Runs, peaceful: str, steps: list[int]
 ) -> None:
     """SIGKILL after whatever steps, in whatever epochs, changes nothing of the end."""
-    checkpoints = tmp_path / "kept"
     for step in steps:
-        with _started(checkpoints) as process:
-            _wait_for(step, checkpoints, process)
-            process.kill()
-            process.communicate()
-        assert process.returncode == -signal.SIGKILL
-        assert step <= _steps(checkpoints) < 3 * 85
+        status, _, errors = runs.killed("itself", step)
 
-    assert _finished(checkpoints) == peaceful
+        assert status == -signal.SIGKILL, errors
+        assert step <= runs.steps() < EPOCHS * EPOCH
+
+    assert runs.finished() == peaceful
 
 
 def test_a_run_whose_worker_is_killed_stops_and_ends_with_the_same_weights(
-    tmp_path: Path, peaceful: str
+    runs: Runs, peaceful: str
 ) -> None:
     """SIGKILL of a loader's worker stops the run with an error; resumed, it ends as ever."""
-    checkpoints = tmp_path / "kept"
-    with _started(checkpoints) as process:
-        _wait_for(20, checkpoints, process)
-        workers = _workers(process)
-        os.kill(workers[0], signal.SIGKILL)
-        _, errors = process.communicate(timeout=LONGEST)
+    status, printed, errors = runs.killed("a worker", 5)
+    workers, killed = printed.split()
 
-    assert len(workers) == 2
-    assert process.returncode > 0
-    assert f"DataLoader worker (pid {workers[0]}" in errors
-    assert _finished(checkpoints) == peaceful
+    assert workers == "2"
+    assert status > 0
+    assert f"DataLoader worker (pid {killed}" in errors
+    assert runs.finished() == peaceful
