@@ -5,7 +5,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+import torch
 
+import torchrepro
 from torchrepro.trace.format import UNINITIALISED
 from torchrepro.verdict.comparison import compare
 from torchrepro.verdict.render import headline
@@ -223,6 +225,19 @@ def test_an_op_more_stands_where_it_ran_though_its_neighbour_moved() -> None:
 
     assert (found.kind, found.op) == (Kind.ONLY_ONE, "aten::exp")
     assert found.what == "only B has it; A goes on with aten::relu"
+
+
+def test_a_meta_tensor_of_one_run_is_an_op_more(tmp_path: Path) -> None:
+    """A meta tensor has no bytes: that one run made one does not put it on another device."""
+    for run in ("left", "right"):
+        with torchrepro.record(tmp_path / run):
+            if run == "left":
+                torch.zeros(3, device="meta")
+            torch.ones(3).sin()
+    first = compare(tmp_path / "left", tmp_path / "right").first
+
+    assert first is not None
+    assert (first.kind, first.op) == (Kind.ONLY_ONE, "aten::zeros")
 
 
 def test_parameters_that_differ_although_no_op_does() -> None:

@@ -120,11 +120,12 @@ class Records:
 
     @property
     def algorithms(self) -> tuple[frozenset[str], frozenset[str]]:
-        """How the fingerprints of each run were taken."""
+        """How the fingerprints of each run were taken; a meta tensor has no bytes to take one of."""
         left, right = (
             frozenset[str]().union(
                 *(reader.algorithms(site.outputs) for site in reader.trace.sites.values())
             )
+            - {"meta"}
             for reader in self.readers
         )
         return left, right
