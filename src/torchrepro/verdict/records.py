@@ -120,7 +120,7 @@ class Records:
 
     @property
     def algorithms(self) -> tuple[frozenset[str], frozenset[str]]:
-        """How the fingerprints of each run were taken; a meta tensor has no bytes to take one of."""
+        """How the fingerprints of each run were taken. A meta tensor has no bytes, and so none."""
         left, right = (
             frozenset[str]().union(
                 *(reader.algorithms(site.outputs) for site in reader.trace.sites.values())
