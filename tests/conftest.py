@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     others by turning in circles, as OpenMP has it, takes as much of a core again as it computes
     with, and the bits are the same. Benchmarks measure what users have.
     """
-    if config.option.markexpr != "benchmark":
+    if "benchmark" not in config.option.markexpr.replace("not benchmark", ""):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     folder = os.environ.get("TEST_REPORTS")
     if folder:

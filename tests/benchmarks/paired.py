@@ -92,7 +92,7 @@ def compare(  # noqa: PLR0913 - what two things are, and how surely they are com
     """Time `plain` and `other` in turn until it is clear on which side of `bound` they compare.
 
     Both return the seconds that they took. After so many seconds, or the last look, it ends as it
-    is; the first look is always taken.
+    is; the first look that can refute a bound is always taken.
     """
     question = Question(lambda took: by(took["other"], took["plain"]), bound)
     timers = {"other": other, "plain": plain}
@@ -115,17 +115,23 @@ def take_turns(
         timed()  # the first call of anything loads and allocates
     end = time.monotonic() + seconds
     rounds: list[Round] = []
+    first = next(look for look in range(LOOKS) if _can_refute(look, error))
     for look in range(LOOKS):
-        while len(rounds) < FIRST_LOOK << look and (look == 0 or time.monotonic() < end):
+        while len(rounds) < FIRST_LOOK << look and (look <= first or time.monotonic() < end):
             rounds.append(_round(timers, backward=bool(len(rounds) % 2)))
         answers = [_answer(rounds, question, error / 2**look) for question in questions]
         decided = all(
             math.isnan(question.bound) or answer.decides(question.bound)
             for question, answer in zip(questions, answers, strict=True)
         )
-        if decided or time.monotonic() >= end:
+        if decided or (look >= first and time.monotonic() >= end):
             break
     return {name: statistics.median(took[name] for took in rounds) for name in timers}, answers
+
+
+def _can_refute(look: int, error: float) -> bool:
+    """Whether there are pairs enough at a look to say anything."""
+    return interval(range(FIRST_LOOK << look), error / 2**look)[0] > -math.inf
 
 
 def require(held: bool, bound: str) -> None:

@@ -90,6 +90,12 @@ def test_what_costs_nothing_is_never_refuted_and_what_costs_a_little_is() -> Non
     assert all(one.refutes(1) for one in slower)
 
 
+@pytest.mark.parametrize("error", [ERROR, 1e-4, NEVER])
+def test_a_bound_can_always_be_refuted(error: float) -> None:
+    """However little time there is, twice the bound is found out."""
+    assert compare(lambda: 1.0, lambda: 2.0, 1.0, seconds=0, error=error).refutes(1.0)
+
+
 def test_what_is_clear_at_once_takes_one_look() -> None:
     """A ratio far from the bound is decided by the fewest pairs, and each comes first in turn."""
     calls: list[str] = []

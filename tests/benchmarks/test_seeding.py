@@ -137,7 +137,7 @@ def test_an_automatically_seeded_loader_takes_at_most_1_02_times_a_plain_one(wor
     photos = Photos()
     plain, seeded = (partial(_epoch, photos, seeding, workers) for seeding in ("none", "auto"))
     # 16 pairs at least: where loading varies by some percent 8 of them may all come out above.
-    seen = compare(plain, seeded, 1.02, seconds=40, error=1e-4)
+    seen = compare(plain, seeded, 1.02, seconds=12, error=1e-4)
     each = (seen.other - seen.plain) / (len(photos) / BATCH)
     rows = [
         (f"{len(photos)} photos, plain", f"{seen.plain * 1e3:.0f} ms"),

@@ -25,7 +25,7 @@ torchrepro.Checkpoint.save = saves_and_is_killed
 sys.path.insert(0, os.path.dirname(EXAMPLE))
 runpy.run_path(EXAMPLE, run_name="__main__")
 """
-"""The example, one of whose ranks is killed in the midst of training."""
+"""The example, one of whose ranks is killed right after it has saved a step."""
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])

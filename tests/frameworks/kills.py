@@ -124,6 +124,8 @@ def random_steps(program_steps: int, first: int, number: int) -> tuple[int, ...]
 
 
 def _main() -> None:
+    plans = [Plan(**{**each, "kills": tuple(each["kills"])}) for each in json.load(sys.stdin)]
+    signal.alarm(TIMEOUT * sum(2 * len(plan.kills) + 1 for plan in plans))
     sys.path[:0] = [str(HERE.parent / "policies"), str(Path(sys.argv[1]).parent)]
     from known_layers import let_torchvision_be_imported
 
@@ -139,8 +141,6 @@ def _main() -> None:
     import torchrepro.applier  # noqa: F401
 
     gc.freeze()
-    plans = [Plan(**{**each, "kills": tuple(each["kills"])}) for each in json.load(sys.stdin)]
-    signal.alarm(TIMEOUT * sum(2 * len(plan.kills) + 1 for plan in plans))
     folder = Path(sys.argv[2])
     found = [asdict(_carried_out(program, folder / str(n), plan)) for n, plan in enumerate(plans)]
     print(json.dumps(found), flush=True)

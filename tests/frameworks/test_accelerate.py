@@ -301,6 +301,28 @@ def test_a_run_goes_on_from_any_batch(config: dict[str, Any], save_at: int, tmp_
     assert before + after == whole
 
 
+@pytest.mark.parametrize("batch_size", [4, 5])
+@pytest.mark.parametrize("config", [{}, {"use_stateful_dataloader": True}], ids=str)
+def test_another_batch_size_within_an_epoch_is_said(
+    config: dict[str, Any], batch_size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A loader that goes on within an epoch says where its batches are of another size."""
+    for size, saves in ((4, True), (batch_size, False)):
+        with torchrepro.apply("debug-strict"):
+            loading = accelerate.utils.DataLoaderConfiguration(**config)
+            accelerator = accelerate.Accelerator(dataloader_config=loading)
+            loader = accelerator.prepare(DataLoader(Augmented(), batch_size=size))
+            if not saves:
+                accelerator.load_state(str(tmp_path))
+            for _ in loader:
+                if saves:
+                    accelerator.save_state(str(tmp_path))
+                    break
+
+    said = capsys.readouterr().err
+    assert said.count("with batch_size=4 and goes on with batch_size=5") == (batch_size == 5)
+
+
 def _files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 

@@ -52,12 +52,12 @@ def _line(program: str, *, last: bool = False) -> str:
 
 
 def test_drift_at_exit_ends_with_status_1_after_every_exit_handler(
-    execute_forked: Callable[..., Any],
+    execute: Callable[..., Any],
 ) -> None:
     """Under `error` a program that drifts after its last step fails, and still cleans up."""
     early = "import atexit\natexit.register(print, 'registered early')\n"
     program = early + APPLIED.format(mode="error") + LATE.format(status=0)
-    done = execute_forked(program)
+    done = execute(program)
 
     assert done.returncode == 1
     assert done.stdout.splitlines()[-2:] == ["registered late", "registered early"]
@@ -67,17 +67,17 @@ def test_drift_at_exit_ends_with_status_1_after_every_exit_handler(
     assert "Traceback" not in done.stderr
 
 
-def test_a_warning_at_exit_changes_no_status(execute_forked: Callable[..., Any]) -> None:
+def test_a_warning_at_exit_changes_no_status(execute: Callable[..., Any]) -> None:
     """Under `warn` the drift is said, and the program ends as it would have."""
-    done = execute_forked(APPLIED.format(mode="warn") + LATE.format(status=5))
+    done = execute(APPLIED.format(mode="warn") + LATE.format(status=5))
 
     assert done.returncode == 5
     assert f"torchrepro: drift: {SAID} was false, is true (after step 1)" in done.stderr
 
 
-def test_an_error_that_nobody_catches_is_said_once(execute_forked: Callable[..., Any]) -> None:
+def test_an_error_that_nobody_catches_is_said_once(execute: Callable[..., Any]) -> None:
     """An uncaught DriftError ends the program with status 1, and is not said again at exit."""
-    done = execute_forked(APPLIED.format(mode="error") + "train(flip_at=1)\n")
+    done = execute(APPLIED.format(mode="error") + "train(flip_at=1)\n")
 
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1] == "step 1"

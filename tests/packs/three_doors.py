@@ -104,11 +104,8 @@ def ask(door, name):
 
 
 def least_time(door, name, seconds):
-    """Return the least time that an answer takes: what else a machine does only adds to it."""
-    for _ in range(4):
-        if seconds > LONG:
-            seconds = min(seconds, ask(door, name)["seconds"])
-    return seconds
+    """Return the least time of two answers: what else a machine does only adds to it."""
+    return seconds if seconds <= LONG else min(seconds, ask(door, name)["seconds"])
 
 
 def main(requests, answers):

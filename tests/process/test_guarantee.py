@@ -1,4 +1,4 @@
-"""The manifest and the last line say what was held to the end, in real processes."""
+"""The manifest and the last line say what was held to the end, in jobs and runs."""
 
 import json
 

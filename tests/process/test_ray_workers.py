@@ -136,7 +136,7 @@ DEAF = {
 def cluster():
     """The address of a Ray that was started before any driver, under no profile."""
     ray = Path(sys.executable).with_name("ray")
-    # Ports that nobody has: another Ray may be started by a neighbour of these tests.
+    # Ports that nobody has: another Ray may start at the same time.
     start = ("start", "--head", "--block", "--port=0", "--node-ip-address=127.0.0.1")
     own = ("--min-worker-port=0", "--max-worker-port=0")
     small = ("--num-cpus=3", "--include-dashboard=false", "--disable-usage-stats")

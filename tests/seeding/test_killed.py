@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,6 +43,14 @@ runpy.run_path(example, run_name="__main__")
 """The example, killed by a thread of its own: wherever training is once a step is kept."""
 
 
+def words(kept: Path) -> list[str]:
+    """Return what the example is told, which keeps its checkpoints in this folder."""
+    return [
+        *("+repro=debug-strict", f"epochs={EPOCHS}", "batch_size=64", "checkpoint_every=1"),
+        f"checkpoint={kept}",
+    ]
+
+
 class Runs:
     """Runs of the example in forks, which keep their checkpoints in one folder."""
 
@@ -54,13 +64,9 @@ class Runs:
         streams = [self.folder / name for name in ("in", "out", "err")]
         for path in streams:
             path.write_text("")
-        words = [
-            *("+repro=debug-strict", f"epochs={EPOCHS}", "batch_size=64", "checkpoint_every=1"),
-            f"checkpoint={self.kept}",
-        ]
         environment = {k: v for k, v in os.environ.items() if k != "PYTEST_VERSION"}
         environment |= IN_FORCE_FROM_THE_START
-        status = self.fork([*program, *words], environment, self.folder, streams)
+        status = self.fork([*program, *words(self.kept)], environment, self.folder, streams)
         return status, streams[1].read_text(), streams[2].read_text()
 
     def killed(self, whom: str, step: int) -> tuple[int, str, str]:
@@ -80,9 +86,21 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def peaceful(fork: Callable[..., int], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the example prints when nobody disturbs it."""
-    return Runs(fork, tmp_path_factory.mktemp("peaceful")).finished()
+def peaceful(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the example prints when a user types it and nobody disturbs it."""
+    folder = tmp_path_factory.mktemp("peaceful")
+    hidden = {"PYTEST_VERSION", *IN_FORCE_FROM_THE_START}
+    done = subprocess.run(
+        [sys.executable, str(DIGITS), *words(folder / "kept")],
+        cwd=folder,
+        env={name: value for name, value in os.environ.items() if name not in hidden},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Loaders and threads: who seeds what while several of them load."""
 
+import gc
 import sys
 import threading
 import warnings
@@ -89,9 +90,9 @@ def test_a_loader_in_another_thread_loads_as_without_a_profile() -> None:
 
 def test_a_loader_in_another_thread_is_told_once() -> None:
     """One iteration outside the main thread warns once, with a `UserWarning` that says why."""
+    gc.collect()  # what other tests left behind warns as it goes
     with torchrepro.apply(AUTO), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        warnings.simplefilter("ignore", ResourceWarning)  # of what other tests left behind
         _in_threads(lambda: _epoch(_shuffled()))
 
     assert [warning.category for warning in warned] == [UserWarning]

@@ -39,7 +39,11 @@ if TYPE_CHECKING:
 
 STEPS = 3
 SOON = 2.0
-"""Seconds of a processor."""
+"""Seconds."""
+
+TRIES = 3
+"""Answers of which the quickest counts: what else a machine does only adds to them."""
+
 FILE = "rank0.sqlite"
 TABLES = (*SEALED[FORMAT], *DETAILS, "part", "sequence", "seal")
 
@@ -359,12 +363,14 @@ def test_a_hostile_trace_is_refused_at_once(
     path = _copy(pair[1], tmp_path / "hostile")
     HOSTILE[what](path)
     torchrepro.compare(*pair)  # imports
-    began = time.process_time()
-    status, out, err = command("compare", pair[0], path.parent)
-    took = time.process_time() - began
+    took = []
+    while len(took) < TRIES and min(took, default=SOON) >= SOON:
+        began = time.perf_counter()
+        status, out, err = command("compare", pair[0], path.parent)
+        took.append(time.perf_counter() - began)
 
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert took < SOON
+        assert (status, out, err.count("\n")) == (2, "", 1)
+    assert min(took) < SOON
 
 
 def test_a_trace_without_digests_is_read_with_a_note(

@@ -24,6 +24,7 @@ from torchrepro.trace.reader import read_run
 from .conftest import Net, Recorder, seen, train
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 ODD = {
@@ -188,6 +189,30 @@ def test_a_recording_leaves_no_break_in_a_compiled_graph(recorded: Recorder) -> 
     trace = recorded(lambda: compiled(torch.ones(2, 4)), level="module")
 
     assert "module" in {one.op for one in seen(trace)}
+
+
+LEFT_OUT = """
+import torch
+import torch._dynamo.trace_rules as rules
+import torchrepro
+from torchrepro.trace import op_mode
+
+build = getattr(rules, "_recompile_re", None)
+assert not rules.check_file(op_mode.__file__).skipped
+with torchrepro.record("run"):
+    torch.ones(2)
+assert rules.check_file(op_mode.__file__).skipped
+assert getattr(rules, "_recompile_re", None) is build
+"""
+
+
+def test_our_own_code_is_left_out_of_compilation(
+    fork_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """Once anything is recorded torch.compile skips torchrepro's code, and torch is as it was."""
+    done = fork_python("-c", LEFT_OUT)
+
+    assert done.returncode == 0, done.stderr
 
 
 def test_functions_that_are_watched_leave_no_break_in_a_compiled_graph(recorded: Recorder) -> None:

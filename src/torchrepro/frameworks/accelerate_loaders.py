@@ -70,7 +70,6 @@ def _saved(loader: Any) -> dict[str, Any]:
     return {
         "name": loading.name,
         "next_epoch": loading.next_epoch,
-        "batch_size": loading.batch_size if loading.is_iterated else None,
         "at_last_batch": at_last,
         "iteration": iteration,
     }
@@ -93,7 +92,6 @@ def take_up_loaders(
             loading = loading_of(base)
             if loading is not None and loading.name == one["name"]:
                 loading.go_to(Place(one["next_epoch"], 0))
-                loading.interrupted_batch_size = one.get("batch_size")
                 if one["at_last_batch"]:
                     _at_last_batch[loading] = one["next_epoch"], generators
 
