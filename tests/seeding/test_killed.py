@@ -2,18 +2,14 @@
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+from ..typed_example import DIGITS, IN_FORCE_FROM_THE_START, typed
 
-DIGITS = Path(__file__).parent.parent.parent / "examples" / "digits.py"
-IN_FORCE_FROM_THE_START = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONHASHSEED": "0"}
-"""What the profile would start the run anew for."""
+pytestmark = pytest.mark.slow
 
 EPOCH, EPOCHS = 22, 3
 """Batches of an epoch, and how many epochs a run has."""
@@ -89,16 +85,7 @@ class Runs:
 def peaceful(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the example prints when a user types it and nobody disturbs it."""
     folder = tmp_path_factory.mktemp("peaceful")
-    hidden = {"PYTEST_VERSION", *IN_FORCE_FROM_THE_START}
-    done = subprocess.run(
-        [sys.executable, str(DIGITS), *words(folder / "kept")],
-        cwd=folder,
-        env={name: value for name, value in os.environ.items() if name not in hidden},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = typed(folder, *words(folder / "kept"))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
