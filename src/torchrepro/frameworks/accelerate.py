@@ -31,6 +31,7 @@ from torchrepro.frameworks.run_state import (
 )
 from torchrepro.frameworks.switches import Switch, say_switches
 from torchrepro.messages import Problem, shown
+from torchrepro.seeding.loader_places import ended
 from torchrepro.seeding.state import write_whole
 
 if TYPE_CHECKING:
@@ -140,7 +141,8 @@ class _Hooks:
         if in_force() is None:
             return
         here = ranks()
-        state = state_of_rank() | {"loaders": saved_loaders(_prepared(self.accelerator))}
+        iterations = saved_loaders(_prepared(self.accelerator))
+        state = state_of_rank() | {"iterations": iterations, "ended": ended()}
         entry = checkpoint_entry([state]) | here._asdict()
         write_whole(Path(folder, _FILE.format(here.rank)), json.dumps(entry).encode())
 
@@ -156,8 +158,8 @@ class _Hooks:
             return
         state = own_state(entry, where)
         if state is not None and put_back(state, where):
-            prepared, generators = _prepared(self.accelerator), generators_of(state)
-            take_up_loaders(prepared, state["loaders"], generators)
+            at_end = [(place, generators_of(state)) for place in state["ended"]]
+            take_up_loaders(_prepared(self.accelerator), state["iterations"], at_end)
             begin_interrupted_epochs(state)
 
 

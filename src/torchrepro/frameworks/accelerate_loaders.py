@@ -1,8 +1,7 @@
 """accelerate's loaders: one without the first batches of an epoch goes on in that epoch.
 
 accelerate, and with it the Hugging Face Trainer, resumes an epoch with `skip_first_batches`, which
-returns another loader. It is the same loader for us: its next iteration is the next epoch, or the
-interrupted one, and begins where the skipped batches end, without loading them.
+returns another loader. The epoch of that one counts as one of the loader that it was made from.
 """
 
 from __future__ import annotations
@@ -12,27 +11,17 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 from torchrepro.frameworks.hooking import MissingHookError, in_force, wrap, wrap_everywhere
-from torchrepro.seeding.loader import (
-    LateStart,
-    Place,
-    bind_loader,
-    loaders,
-    loading_of,
-    samplers_within,
-)
-from torchrepro.seeding.loader_places import known_loading, stand_for
+from torchrepro.seeding.loader_places import is_at_end, kind_of, know, reads_items, take_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from types import ModuleType
     from weakref import ReferenceType
 
-    from torchrepro.seeding.loader import Loading
+_ended: list[tuple[Mapping[str, Any], Callable[[], None]]] = []
+"""Places of loaders whose program was saved at the last batch of an epoch.
 
-_at_last_batch: WeakKeyDictionary[Loading, tuple[int, Callable[[], None]]] = WeakKeyDictionary()
-"""What seeds loaders whose program was saved at the last batch of an epoch.
-
-With the epoch after, and with what puts the generators where they were.
+Each with what puts the generators where they were.
 """
 
 _stood_for: WeakKeyDictionary[Any, ReferenceType[Any]] = WeakKeyDictionary()
@@ -46,7 +35,6 @@ def hook_loaders(module: ModuleType) -> ExitStack:
     """
     with ExitStack() as undo:
         wrap_everywhere(undo, module, "skip_first_batches", _skipping)
-        wrap_everywhere(undo, module, "prepare_data_loader", _preparing)
         mixin = getattr(module, "DataLoaderStateMixin", None)
         if mixin is None:
             raise MissingHookError("DataLoaderStateMixin")
@@ -54,46 +42,29 @@ def hook_loaders(module: ModuleType) -> ExitStack:
         return undo.pop_all()
 
 
-def saved_loaders(prepared: list[Any]) -> list[dict[str, Any]]:
-    """Return how far the loaders that an Accelerator has `prepared` have come, in their order."""
+def saved_loaders(prepared: list[Any]) -> list[int | None]:
+    """Return which epoch each loader that an Accelerator has `prepared` counts; None for none."""
     return [_saved(loader) for loader in prepared]
 
 
-def _saved(loader: Any) -> dict[str, Any]:
+def _saved(loader: Any) -> int | None:
     iteration = getattr(loader, "iteration", None)
-    loading = known_loading(base_loader(loader))
-    if loading is None:  # it has not begun: in the resumed run it gets its name in its turn as well
-        return {"name": None, "iteration": iteration}
-    at_last = loading.is_at_last_batch
-    if iteration is not None:
-        iteration += at_last  # accelerate counts it when the program asks for one more
-    return {
-        "name": loading.name,
-        "next_epoch": loading.next_epoch,
-        "at_last_batch": at_last,
-        "iteration": iteration,
-    }
+    # accelerate counts it when the program asks for one more batch than there are
+    return None if iteration is None else iteration + is_at_end(base_loader(loader))
 
 
 def take_up_loaders(
-    prepared: list[Any], saved: list[dict[str, Any]], generators: Callable[[], None]
+    prepared: list[Any], iterations: list[int | None], ended: list[tuple[Any, Callable[[], None]]]
 ) -> None:
-    """Have the loaders that an Accelerator has `prepared` go on as those that were `saved`.
+    """Have the loaders that an Accelerator has `prepared` count on from the saved `iterations`.
 
-    `generators` puts the generators where they were. A program that was at the last batch of an
-    epoch may skip all of that epoch; what it draws until then does not count.
+    `ended` are places at which a program has to skip all of an epoch, with what puts the generators
+    back then.
     """
-    for loader, one in zip(prepared, saved, strict=False):
-        if one["iteration"] is not None and hasattr(loader, "iteration"):
-            loader.iteration = one["iteration"]
-        if one["name"] is not None:
-            base = base_loader(loader)
-            bind_loader(base, one["name"])
-            loading = loading_of(base)
-            if loading is not None and loading.name == one["name"]:
-                loading.go_to(Place(one["next_epoch"], 0))
-                if one["at_last_batch"]:
-                    _at_last_batch[loading] = one["next_epoch"], generators
+    for loader, iteration in zip(prepared, iterations, strict=False):
+        if iteration is not None and hasattr(loader, "iteration"):
+            loader.iteration = iteration
+    _ended[:] = ended
 
 
 def base_loader(loader: Any) -> Any:
@@ -120,34 +91,19 @@ def _batches_at_once(loader: Any) -> int:
     where it has a sampler to skip in.
     """
     dispatched = type(loader).__name__ == "DataLoaderDispatcher" and not loader.split_batches
-    return loader.state.num_processes if dispatched and _has_batches(loader) else 1
-
-
-def _has_batches(loader: Any) -> bool:
-    from torch.utils.data import IterableDataset
-
-    return not isinstance(loader.dataset, IterableDataset)
+    return loader.state.num_processes if dispatched and not reads_items(loader) else 1
 
 
 def _go_on(loader: Any, skipped: Any, number: int) -> None:
-    """Have `skipped` be the same loader as `loader`, without its first `number` batches."""
+    """Have the epoch of `skipped` be one of `loader`, without its first `number` batches."""
     base, other = base_loader(loader), base_loader(skipped)
-    late = None  # what has no samples to leave out is read and dropped, which accelerate does
-    if _has_batches(other):
-        late = LateStart(number, _sampler(base))
-    loading = stand_for(base, other, late)
-    if loading is None:
-        return
-    epoch, generators = _at_last_batch.get(loading, (None, None))
-    if generators is not None and epoch == loading.next_epoch and _leaves_nothing(base, number):
-        loading.next_epoch -= 1
-        loading.before_first_batch.append(generators)
+    know(base)
+    ended = [each for each in _ended if each[0]["kind"] == kind_of(base)]
+    if ended and _leaves_nothing(base, number):
+        _ended.remove(ended[0])
+        take_up(other, *ended[0])
     elif hasattr(loader, "iteration"):
         _share_iteration(loader, skipped)
-
-
-def _sampler(base: Any) -> Any:
-    return base.sampler if base.batch_sampler is None else base.batch_sampler
 
 
 def _leaves_nothing(base: Any, number: int) -> bool:
@@ -175,27 +131,3 @@ def _ending(original: Any) -> Any:
         return original(self)
 
     return end
-
-
-def _preparing(original: Any) -> Any:
-    def prepare_data_loader(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        bare = [] if in_force() is None else _without_generator(dataloader)
-        for part in bare:
-            loaders.adopted.add(part)  # a StatefulDataLoader begins an epoch as it is made
-        prepared = original(dataloader, *args, **kwargs)
-        for part in bare:
-            if part.generator is None:
-                loaders.adopted.discard(part)
-        return prepared
-
-    return prepare_data_loader
-
-
-def _without_generator(loader: Any) -> list[Any]:
-    """Return the samplers of `loader` that may have a generator of their own and have none.
-
-    accelerate gives one to them where it shares batches out among processes.
-    """
-    tops = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
-    parts = [part for top in tops for part in samplers_within(top)]
-    return [part for part in parts if hasattr(part, "generator") and part.generator is None]

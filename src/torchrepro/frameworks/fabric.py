@@ -22,7 +22,6 @@ from torchrepro.frameworks.run_state import (
     put_back,
     state_of_rank,
 )
-from torchrepro.seeding.loader_places import count_on
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -99,6 +98,6 @@ def _go_on(entry: Any, where: str, loaders: list[Any]) -> None:
     if state is None or not put_back(state, where):
         return
     begin_interrupted_epochs(state)
-    for loader, saved in list(loaders):
-        go_on(loader, saved, state)
-        count_on(loader)
+    for loader, saved in loaders:
+        if not saved["over"]:
+            go_on(loader, saved, state)

@@ -8,14 +8,13 @@ again only where it is asked to, so the callback reads it by itself.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from torchrepro.console import say_once
-from torchrepro.frameworks.accelerate_loaders import base_loader
 from torchrepro.frameworks.hooking import MissingHookError, in_force, wrap
 from torchrepro.frameworks.run_state import (
     KEY,
@@ -30,8 +29,6 @@ from torchrepro.frameworks.run_state import (
     state_of_rank,
 )
 from torchrepro.frameworks.switches import Switch, say_switches
-from torchrepro.seeding.loader import bind_loader
-from torchrepro.seeding.loader_places import hand_on, known_loading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -59,7 +56,25 @@ def hook_trainer(module: ModuleType) -> ExitStack:
     with ExitStack() as undo:
         defaults.append(callback)
         undo.callback(_take_out, defaults, callback)
+        with suppress(MissingHookError):  # without it, streams are read again in the first step
+            wrap(undo, module.Trainer, "_load_rng_state", _loading_generators)
         return undo.pop_all()
+
+
+def _loading_generators(original: Any) -> Any:
+    """Leave the generators where a run of ours has put them.
+
+    The Trainer loads its own once more after it has read the batches of a step, which for a stream
+    come from them.
+    """
+
+    def _load_rng_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        attending = _in_charge[0][1]() if _in_charge else None
+        if in_force() is not None and attending is not None and attending.has_gone_on:
+            return None
+        return original(self, *args, **kwargs)
+
+    return _load_rng_state
 
 
 def _take_out(defaults: list[Any], callback: type) -> None:
@@ -141,11 +156,12 @@ class RunState:
 
     def __init__(self) -> None:
         self._attends = False
-        self._loader: Any = None
         self._saves = False
         self._all_ranks: list[dict[str, Any]] = []
         self._pending: Callable[[], None] | None = None
         self._within_step = False
+        self.has_gone_on = False
+        """Whether this training goes on from a checkpoint with the generators in it."""
 
     def state(self) -> dict[str, Any]:
         """Return what the Trainer writes with a checkpoint; it asks for it on rank 0 alone."""
@@ -169,22 +185,15 @@ class RunState:
                 "goes on from it is not the uninterrupted one"
             )
         others: list[Any] = [*self._all_ranks[1:]] or [None] * (size - 1)
-        return [self._state_of_rank(), *others]
+        return [state_of_rank(), *others]
 
-    def _state_of_rank(self) -> dict[str, Any]:
-        loading = None if self._loader is None else known_loading(self._loader)
-        return {**state_of_rank(), "train_loader": None if loading is None else loading.name}
-
-    def on_train_begin(
-        self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Go on from the checkpoint that the Trainer has read its own state from, if any."""
         # Saving, the Trainer looks it up, and the state of a checkpoint without us lacks it.
         state.stateful_callbacks.setdefault(type(self).__name__, {})
         self._attends = _takes_charge(self, control)
-        self._loader = base_loader(train_dataloader)
         self._saves, self._all_ranks, self._pending = False, [], None
-        self._within_step = False
+        self._within_step, self.has_gone_on = False, False
         if not self._attends or in_force() is None:
             return
         if state.is_world_process_zero:
@@ -200,8 +209,7 @@ class RunState:
         state = own_state(entry, where)
         if state is None or not put_back(state, where):
             return
-        if state["train_loader"] is not None and self._loader is not None:
-            bind_loader(self._loader, state["train_loader"])
+        self.has_gone_on = True
         begin_interrupted_epochs(state)
         self._pending = generators_of(state)
 
@@ -241,24 +249,16 @@ class RunState:
         if_better = asked.should_evaluate and args.save_strategy == "best"
         self._saves = asked.should_save or if_better
         if self._saves:
-            self._all_ranks = of_all_ranks(self._state_of_rank())
+            self._all_ranks = of_all_ranks(state_of_rank())
 
-    def on_evaluate(self, *_: Any, eval_dataloader: Any = None, **__: Any) -> None:
-        """Keep the place of a loader of which the next evaluation makes another one.
-
-        Where a checkpoint follows, all ranks are asked again: an evaluation draws numbers.
-        """
-        hand_on(base_loader(eval_dataloader))
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        """Ask all ranks again where a checkpoint follows: an evaluation draws numbers."""
         if self._saves:
-            self._all_ranks = of_all_ranks(self._state_of_rank())
-
-    def on_predict(self, *_: Any, eval_dataloader: Any = None, **__: Any) -> None:
-        """Keep the place of a loader of which the next prediction makes another one."""
-        hand_on(base_loader(eval_dataloader))
+            self._all_ranks = of_all_ranks(state_of_rank())
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Attend no longer."""
-        self._attends, self._saves, self._loader = False, False, None
+        self._attends, self._saves = False, False
 
 
 def _takes_charge(callback: RunState, control: Any) -> bool:

@@ -30,11 +30,10 @@ from torchrepro.frameworks.run_state import (
     state_of_rank,
 )
 from torchrepro.frameworks.switches import Switch, say_switches
-from torchrepro.seeding.loader_hook import NAME
-from torchrepro.seeding.loader_places import await_first_batch
+from torchrepro.seeding.loader_places import await_loaders, begin_late
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from types import ModuleType
 
 FRAMEWORK = "lightning"
@@ -139,22 +138,21 @@ class TrainerHooks:
                 self._go_on(trainer, checkpoint, state, where)
 
     def _go_on(self, trainer: Any, checkpoint: Any, state: Any, where: str) -> None:
-        for name in _with_a_state_of_their_own(checkpoint):
-            await_first_batch(name, generators_of(state))
+        keeping = [each for each in state["interrupted"] if each["keeps_place"]]
+        await_loaders(keeping, generators_of(state))
         _put_in(checkpoint, state)
         if not _goes_on_exactly(trainer):
             say(f"{where}: Lightning may begin another epoch here; from 2.5.3 on it does not")
-        if not _is_within_an_epoch(state):  # else a loader does it, before its first batch
+        if not keeping and not any(saved is not None for _, saved in state["loaders"]):
+            # Its loaders begin the next epoch too soon here: before the program's hooks are called.
             self._pending = generators_of(state)
+            begin_late(self.on_train_epoch_start)
 
     def on_train_epoch_start(self, *_: Any) -> None:
         """Put the generators back once more: what a start-up draws does not count."""
         if self._pending is not None:
             self._pending()
             self._pending = None
-
-    # Lightning leaves out the start of an epoch after a checkpoint of the last batch before it.
-    on_train_batch_start = on_train_epoch_start
 
 
 @cache
@@ -211,29 +209,16 @@ def _taken_out(checkpoint: Any, trainer: Any) -> list[Any]:
     others = [state for state in states if not _has(state, KEY)]
     if others:
         fit[_LOADERS] = others
-    for saved in filter(None, ours.values()):
-        if saved["batches"] and _epoch_is_over(trainer):
-            saved["epoch"], saved["batches"] = saved["epoch"] + 1, 0
-            saved["samplers"] = [epoch + 1 for epoch in saved["samplers"]]
-            saved.pop("given_seed", None)  # it is that of the epoch which is over
-        elif saved["batches"]:
-            saved["batches"] -= _fetched_ahead(trainer)
+    for number, saved in ours.items():
+        if saved is not None and (saved["over"] or _epoch_is_over(trainer)):
+            ours[number] = None
+        elif saved is not None:
+            saved["done"] = saved["batches"] - _fetched_ahead(trainer)
     return [[number, saved] for number, saved in ours.items()]
 
 
 def _has(state: Any, key: str) -> bool:
     return isinstance(state, Mapping) and key in state  # a program's loader may have any state
-
-
-def _with_a_state_of_their_own(checkpoint: Any) -> Iterator[str]:
-    """Yield the names of the loaders that Lightning resumes by a state of torchdata's."""
-    for state in checkpoint["loops"]["fit_loop"]["state_dict"].get(_LOADERS, ()):
-        if _has(state, NAME):
-            yield state[NAME]
-
-
-def _is_within_an_epoch(state: Any) -> bool:
-    return any(saved is not None and saved["batches"] for _, saved in state["loaders"])
 
 
 def _put_in(checkpoint: Any, state: Any) -> None:

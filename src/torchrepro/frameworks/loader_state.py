@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.frameworks.hooking import MissingHookError
 from torchrepro.frameworks.run_state import KEY, generators_of
-from torchrepro.seeding.loader_places import saved_place, take_up
+from torchrepro.seeding.loader_places import place_of, take_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -46,25 +46,25 @@ def _take_away(owner: Any) -> None:
 
 
 def _state_dict(loader: Any) -> dict[str, Any]:
-    return {KEY: saved_place(loader)}
+    return {KEY: place_of(loader)}
 
 
 def _load_state_dict(loader: Any, state: Mapping[str, Any]) -> None:
     saved = state.get(KEY)
-    if saved is None:
-        return
-    _taken_up.append((loader, saved))
-    go_on(loader, saved, state.get("run"))
+    if saved is not None and "run" in state:
+        go_on(loader, saved, state["run"])
+    elif saved is not None:
+        _taken_up.append((loader, saved))
 
 
 _METHODS = {"state_dict": _state_dict, "load_state_dict": _load_state_dict}
 
 
-def go_on(loader: Any, saved: Mapping[str, Any], run: Mapping[str, Any] | None) -> None:
-    """Have `loader` go on where it was `saved`, with the generators of the state `run`, if any."""
-    loading = take_up(loader, saved)
-    if loading is not None and saved["batches"] and run is not None:
-        loading.before_first_batch.append(generators_of(run))
+def go_on(loader: Any, saved: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+    """Have `loader` go on after the batches of `saved`, with the generators of the state `run`."""
+    take_up(
+        loader, saved, generators_of(run), saved["done"] if "done" in saved else saved["batches"]
+    )
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torchrepro.console import say
 from torchrepro.errors import SeedingError
 from torchrepro.frameworks.hooking import in_force
-from torchrepro.seeding.loader_places import begin_again, interrupted
+from torchrepro.seeding.loader_places import await_loaders, await_resting, interrupted, resting
 from torchrepro.seeding.ranks import World, process_group
 from torchrepro.seeding.state import rng_state, run_begins, set_generators, set_rng_state
 
@@ -29,7 +29,7 @@ FORMAT = 1
 
 def state_of_rank() -> dict[str, Any]:
     """Return the state of this rank: its generators, and the loaders that it is iterating."""
-    return {"rng": rng_state(), "interrupted": interrupted()}
+    return {"rng": rng_state(), "interrupted": interrupted(), "resting": resting()}
 
 
 def ranks() -> World:
@@ -115,6 +115,7 @@ def put_back(state: Mapping[str, Any], where: str) -> bool:
     except SeedingError as error:
         say_not_resumed(where, str(error))
         return False
+    await_resting(state["resting"])
     run_begins(resumed=True)
     return True
 
@@ -125,8 +126,8 @@ def generators_of(state: Mapping[str, Any]) -> Callable[[], None]:
 
 
 def begin_interrupted_epochs(state: Mapping[str, Any]) -> None:
-    """Have the loaders that were being iterated begin their epoch again, at its first batch.
+    """Have the loaders that were being iterated take up their epoch, once each is iterated.
 
     What the program draws until then does not count: the generators are put back once more.
     """
-    begin_again(state["interrupted"], generators_of(state))
+    await_loaders(state["interrupted"], generators_of(state))

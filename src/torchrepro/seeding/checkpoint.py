@@ -7,23 +7,16 @@ import re
 import shutil
 import warnings
 from contextlib import suppress
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zipfile import BadZipFile, ZipFile
 
-from torchrepro.console import say_once
 from torchrepro.errors import SeedingError
 from torchrepro.messages import Problem, shown, some
-from torchrepro.seeding import streams
-from torchrepro.seeding.loader import bind_loader, loading_of, set_epochs
-from torchrepro.seeding.loader_hook import (
-    advice,
-    knows_epochs,
-    seeds_loaders,
-    set_epoch,
-    yields_items,
-)
+from torchrepro.seeding.loader import named_loading_of, set_epochs
+from torchrepro.seeding.loader_hook import tell_epoch
+from torchrepro.seeding.loader_places import Delivery, Resumption, await_resting, resting
 from torchrepro.seeding.ranks import world
 from torchrepro.seeding.state import rng_state, run_begins, set_rng_state, write_whole
 from torchrepro.seeding.streams import whole
@@ -31,8 +24,6 @@ from torchrepro.seeding.streams import whole
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Iterator
-
-    from torchrepro.seeding.loader import Loading
 
 FORMAT = 1
 _KEPT = 2  # a rank may have written a step that another had not when the run was killed
@@ -67,9 +58,10 @@ class Checkpoint:
     `SeedingError` for a damaged checkpoint, one of another world size, or one of other parts;
     `steps` and `batches` raise it for a checkpoint that the other loop has saved.
 
-    Without a profile it keeps and loads the same. An interrupted epoch then goes on only where its
-    loader was made with `dataloader_kwargs` from the same seed of torch. Any other is begun again
-    at its first batch, which a note says once.
+    An interrupted epoch begins from the generators as they stood when it began: the global ones,
+    and those of its loader and samplers. Its batches that are done are passed over, and all
+    generators are put where they stood at the save. So it needs no profile, and a loader may have a
+    generator, sampler or `worker_init_fn` of its own.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, **parts: Any) -> None:
@@ -88,11 +80,13 @@ class Checkpoint:
         self._counted = False  # whether `batch` or `step` says how far the program has come
         self._loop = ""  # the last that counted, before the first one that of the checkpoint
         self._first_save = True
-        self._loader = ""
-        self._loader_seed: int | None = None
-        self._loading: Loading | None = None
-        self._began_with: list[tuple[int | None, int | None]] = []  # until a loader goes on
-        self._own_seed: int | None = None  # the program's when the checkpoint was loaded
+        self._delivery: Delivery | None = None
+        self._place: dict[str, Any] | None = None
+        """Of the interrupted epoch, until a loader takes it up."""
+
+        self._root: int | None = None
+        """The seed of the loader that has a name: the program's own where no profile gives one."""
+
         self._rng: dict[str, Any] | None = None
         self._check_parts()
         step = None if self.folder is None else _latest(self.folder)
@@ -106,6 +100,8 @@ class Checkpoint:
         try:
             while self.epoch < whole("count", count):
                 self._counted = False
+                if self._waits_for(_LOOP_OF_BATCHES) and not self.batch:
+                    self._restore_generators()
                 yield self.epoch
                 self.epoch, self.batch, self._whole_epoch = self.epoch + 1, 0, False
             self._counted = True
@@ -140,53 +136,36 @@ class Checkpoint:
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of the present epoch that are not done yet.
 
-        Tells the loader and its samplers which epoch it is. Batches that are done are not loaded
-        again, except from an `IterableDataset`, which names no samples. They count into `batch`,
-        by which a program that takes only some batches of an epoch knows when to stop. Raises
-        `SeedingError` for a loader that torchrepro does not seed, or whose sampler draws from a
-        generator of its own: such a loader would load other batches than before. Without a profile
-        the epoch of a loader that is not seeded is begun again.
+        Tells the loader and its samplers which epoch it is. Under `dataloader.seeding: auto`, and
+        for a loader made with `dataloader_kwargs`, batches that are done are not loaded again,
+        except from an `IterableDataset`, which names no samples. They count into `batch`, by which
+        a program that takes only some batches of an epoch knows when to stop.
         """
         if self._waits_for(_LOOP_OF_STEPS):
             raise self._of_another_loop(_LOOP_OF_BATCHES)
         self._loop = _LOOP_OF_BATCHES
-        if self.folder is not None:
-            loading = loading_of(loader)
-            if loading is not None or seeds_loaders():
-                _check_loader(loader)
-            if self.batch and not self._goes_on(loading):
-                say_once(
-                    f"Checkpoint: epoch {self.epoch} is begun again: without a profile its batches "
-                    "are only known for a loader made with torchrepro.dataloader_kwargs, from the "
-                    "same torch.manual_seed"
-                )
-                self.batch = 0
-            self._loader_seed = None if loading is None else loading.root
-            if self._rng is not None and self._loader:
-                bind_loader(loader, self._loader)
-            self._loading = loading_of(loader)
-            self._loader = "" if self._loading is None else self._loading.name
-        reread = yields_items(loader)
-        if knows_epochs(loader):
-            set_epoch(loader, self.epoch, start=0 if reread else self.batch)
-        self._go_on_in_epoch()
-        batches = islice(loader, self.batch if reread else 0, None)
+        named = named_loading_of(loader)
+        if named is not None:
+            named.root = named.root if self._root is None else self._root
+            self._root = named.root
+            named.go_to(self.epoch, 0)
+        tell_epoch(loader, self.epoch)
+        resumption = self._resumption()
+        if resumption is None:
+            self._restore_generators()
+        delivery = self._delivery = Delivery(loader, partial(iter, loader), resumption)
         self._counted = True
-        self._restore_generators()
-        for batch in batches:
+        for batch in delivery:
             self.batch, self.step = self.batch + 1, self.step + 1
             yield batch
         self._whole_epoch = True
 
-    def _go_on_in_epoch(self) -> None:
-        """Have the epoch go on as it began: with the seed that the program had given then.
-
-        An epoch that had not begun yet has another seed if the program has given one since.
-        """
-        reseeded = streams.current_plan().own_seed() != self._own_seed
-        if self._loading is not None and self._began_with and (self.batch or not reseeded):
-            self._loading.go_on_with(*self._began_with[0])
-        self._began_with.clear()
+    def _resumption(self) -> Resumption | None:
+        """Return the interrupted epoch, where the present one is that."""
+        place, self._place = self._place, None
+        if not self.batch or place is None:
+            return None
+        return Resumption(place, self._restore_generators, self.batch)
 
     def _waits_for(self, loop: str) -> bool:
         """Whether only `loop` can take up the checkpoint, which nothing has taken up yet."""
@@ -205,10 +184,6 @@ class Checkpoint:
         if self._rng is not None:
             set_rng_state(self._rng)
             self._rng = None
-
-    def _goes_on(self, loading: Loading | None) -> bool:
-        """Whether the loader of the interrupted epoch loads the batches that are left of it."""
-        return seeds_loaders() or (loading is not None and loading.root == self._loader_seed)
 
     def save(self, every: int = 1) -> None:
         """Write a checkpoint, if the number of batches or steps done is a multiple of `every`.
@@ -245,10 +220,9 @@ class Checkpoint:
                 "batch": 0 if self._whole_epoch else self.batch,
                 "step": self.step,
                 "loop": self._loop,
-                "loader": self._loader,
-                "loader_seed": self._loader_seed,
-                "given_seed": self._seed_to_go_on_with(),
-                "batch_size": self._batch_size_to_go_on_with(),
+                "place": self._place_to_go_on_at(),
+                "root": self._root,
+                "resting": resting(),
                 "rng": rng_state(),
                 "parts": states,
             },
@@ -264,17 +238,9 @@ class Checkpoint:
             raise
         _delete_old_steps(self.folder)
 
-    def _seed_to_go_on_with(self) -> int | None:
-        """Return the seed of the program with which the interrupted or the next epoch begins."""
-        if self._loading is None:
-            return None
-        return self._loading.given_now() if self._whole_epoch else self._loading.given_seed
-
-    def _batch_size_to_go_on_with(self) -> int | None:
-        """Return the batch size of the interrupted epoch; the next one may have any."""
-        if self._loading is None or self._whole_epoch:
-            return None
-        return self._loading.batch_size
+    def _place_to_go_on_at(self) -> dict[str, Any] | None:
+        within = self.batch and not self._whole_epoch
+        return self._delivery.place() if within and self._delivery is not None else None
 
     def _check_parts(self) -> None:
         for name, part in self.parts.items():
@@ -292,7 +258,9 @@ class Checkpoint:
         try:
             saved = _read(path)
             rng, parts = saved["rng"], saved["parts"]
-            place = saved["epoch"], saved["batch"], saved["step"], saved["loader"]
+            done = saved["epoch"], saved["batch"], saved["step"]
+            loop, place, root = saved["loop"], saved["place"], saved["root"]
+            rested = saved["resting"]
         except Exception as error:
             raise SeedingError(
                 Problem(
@@ -312,32 +280,10 @@ class Checkpoint:
             )
         for name, part in self.parts.items():
             part.load_state_dict(parts[name])
-        self.epoch, self.batch, self.step, self._loader = place
-        self._loop = saved.get("loop", "")  # until 0.2.0 a checkpoint did not say
-        self._loader_seed = saved.get("loader_seed")  # 0.2.0 only saved under a profile
-        batch_size = saved.get("batch_size")  # 0.2.0 did not say
-        self._began_with = [(saved["given_seed"], batch_size)] if "given_seed" in saved else []
-        self._own_seed = streams.current_plan().own_seed()
-        self._rng = rng
-        set_epochs(rng["loaders"])  # a loader has to know which one it was
-
-
-def _check_loader(loader: Any) -> None:
-    """Raise `SeedingError` for a loader whose epochs cannot be taken up in their middle."""
-    import torch
-
-    todo = advice(loader)
-    if loading_of(loader) is None:
-        what = "this loader is not seeded, so an epoch cannot be resumed in the middle"
-        raise SeedingError(Problem(what, todo=todo))
-    parts = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
-    for part in (*parts, getattr(parts[1], "sampler", None)):
-        own = getattr(part, "generator", None)
-        torchdata = type(part).__module__.startswith("torchdata")
-        if isinstance(own, torch.Generator) and own is not loader.generator and not torchdata:
-            what = "draws from a generator of its own, so its order cannot be resumed"
-            todo = "make the sampler without a generator: the loader's seeding then reaches it"
-            raise SeedingError(Problem(what, key=type(part).__name__, todo=todo))
+        self.epoch, self.batch, self.step = done
+        self._loop, self._place, self._root, self._rng = loop, place, root, rng
+        await_resting(rested)
+        set_epochs(rng["loaders"])  # a loader has to know which epoch comes next
 
 
 def _check_state(name: str, state: Any) -> None:

@@ -6,42 +6,58 @@ An iteration starts with ``DataLoader.__iter__``, which is wrapped while anythin
 from __future__ import annotations
 
 import sys
+import threading
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-from weakref import finalize
+from weakref import WeakKeyDictionary, finalize
 
 from torchrepro.callers import program_place
-from torchrepro.console import say, say_once
+from torchrepro.console import say_once
 from torchrepro.errors import SeedingError
 from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.imports import AfterImport, named
 from torchrepro.messages import Problem, shown
 from torchrepro.seeding import streams
 from torchrepro.seeding.loader import (
-    ExplicitLoading,
+    FollowingLoading,
     Loading,
-    SeededSampler,
-    author_seeds,
-    bind_loader,
+    NamedLoading,
+    NamedSampler,
+    author_seeds_workers,
     first_epoch,
-    has_own_worker_init,
+    following_sampler,
+    is_kept,
     loaders,
-    loading_of,
+    loading_of_iteration,
+    name_loader,
+    named_loading_of,
     samplers_within,
     set_automatic,
+)
+from torchrepro.seeding.loader_places import (
+    Delivery,
+    batch_size,
+    delivery_of,
+    given_from,
+    parts_with_epochs,
+    reads_items,
+    say_other_batch_size,
 )
 from torchrepro.seeding.loader_worker import (
     draw_from,
     is_loading,
     isolated_draws,
-    seeded_readers,
+    isolated_reader,
+    reader_in_program,
+    reader_of_epoch,
+    readers_made_by,
+    stream_of,
     worker_stream,
 )
-from torchrepro.seeding.ranks import world
-from torchrepro.seeding.streams import checked_name, whole
+from torchrepro.seeding.streams import Stream, checked_name, whole
 from torchrepro.seeding.worker_seeders import worker_seeder
 
 if TYPE_CHECKING:
@@ -56,11 +72,8 @@ LOADERS = {
 }
 """Module -> class and the methods of it that are wrapped, none of which calls another's."""
 
-EPOCH, NAME = "torchrepro_epoch", "torchrepro_name"
-"""Keys of a StatefulDataLoader's state under which its epoch and its name are kept."""
-
-GIVEN_SEED, BATCH_SIZE = "torchrepro_given_seed", "torchrepro_batch_size"
-"""Keys under which these of a `Loading` are kept, of an epoch in progress."""
+KEY = "torchrepro"
+"""Key of a StatefulDataLoader's state under which is kept what its samples draw from."""
 
 _forced: list[int] = []  # the number of workers of every loader, where a profile says so
 _handed_on: dict[str, Any] = {}  # what a worker that is started afresh puts in force first
@@ -68,6 +81,8 @@ _wrapped: dict[tuple[type, str], tuple[Callable[..., Any], Callable[..., Any]]] 
 _unsettled: list[bool] = []  # one entry for every time that the state has changed
 _starting = fork_safe_lock()  # torch's maker of readers is one for all threads
 _being_started: list[Any] = []
+_saved_streams: WeakKeyDictionary[Any, Mapping[str, Any]] = WeakKeyDictionary()
+"""Loaders of torchdata that go on within an epoch, each with what its samples draw from."""
 
 
 class SeedingPolicy:
@@ -145,7 +160,7 @@ def dataloader_kwargs(
 
     checked_name(name)
     first = first_epoch(name) if epoch is None else epoch
-    loading = ExplicitLoading(name, first, worker_init_fn)
+    loading = NamedLoading(name, first, worker_init_fn)
     loaders.explicit.add(loading)
     finalize(loading, _settle)
     _settle()
@@ -165,31 +180,47 @@ def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
     batch, which a note says once.
     """
     number, left_out = whole("epoch", epoch), whole("start", start)
-    loading = loading_of(loader)
+    loading = named_loading_of(loader)
+    if loading is None and loaders.automatic and _can_be_named(loader):
+        loading = name_loader(loader)
     if loading is None and not seeds_loaders():
         if left_out:
             say_once(f"set_epoch: nothing seeds this loader, so it begins anew: {advice(loader)}")
-        for part in _parts_with_epochs(loader):
-            part.set_epoch(number)
+        tell_epoch(loader, number)
         return
-    if left_out and (loading is None or yields_items(loader)):
+    if left_out and (loading is None or reads_items(loader)):
         why = "an IterableDataset" if loading is not None else "a loader that is not seeded here"
         raise SeedingError(
             Problem(f"batches of {why} cannot be skipped", key="start", found=shown(start))
         )
-    if not knows_epochs(loader):
+    if loading is None and not parts_with_epochs(loader):
         raise SeedingError(
             Problem("nothing in this loader knows epochs", found=shown(loader), todo=advice(loader))
         )
     if loading is not None:
-        loading.next_epoch, loading.next_start = number, left_out
-    for part in _parts_with_epochs(loader):
-        part.set_epoch(number)
+        loading.go_to(number, left_out)
+    tell_epoch(loader, number)
+
+
+def tell_epoch(loader: Any, epoch: int) -> None:
+    """Call `set_epoch` of the samplers and of the dataset of `loader`, where they have one."""
+    for part in parts_with_epochs(loader):
+        part.set_epoch(epoch)
+
+
+def _can_be_named(loader: Any) -> bool:
+    """Whether epochs of `loader` can be named: its author has decided neither order nor workers."""
+    return (
+        is_kept(loader)
+        and loader.generator is None
+        and not author_seeds_workers(loader)
+        and getattr(loader, "_iterator", None) is None
+    )
 
 
 def advice(loader: Any) -> str:
     """Return what makes torchrepro seed `loader`."""
-    if author_seeds(loader):
+    if getattr(loader, "generator", None) is not None or author_seeds_workers(loader):
         return (
             "it has a generator or worker_init_fn of its own: give it "
             "torchrepro.dataloader_kwargs(name) instead"
@@ -203,29 +234,6 @@ def advice(loader: Any) -> str:
 def seeds_loaders() -> bool:
     """Whether a profile is in force under which a loader could have been seeded."""
     return loaders.automatic or streams.current_plan().seed is not None
-
-
-def knows_epochs(loader: Any) -> bool:
-    """Whether `set_epoch` changes anything in `loader`."""
-    return loading_of(loader) is not None or bool(_parts_with_epochs(loader))
-
-
-def yields_items(loader: Any) -> bool:
-    """Whether `loader` reads an `IterableDataset`, which names no samples."""
-    from torch.utils.data import IterableDataset
-
-    return isinstance(getattr(loader, "dataset", None), IterableDataset)
-
-
-def _parts_with_epochs(loader: Any) -> list[Any]:
-    """Return the samplers and the dataset of `loader` that have a `set_epoch` of their own."""
-    parts = (
-        *samplers_within(getattr(loader, "sampler", None)),
-        *samplers_within(getattr(loader, "batch_sampler", None)),
-        getattr(loader, "dataset", None),
-    )
-    own = {id(part): part for part in parts if callable(getattr(part, "set_epoch", None))}
-    return list(own.values())
 
 
 def _settle() -> None:
@@ -275,17 +283,25 @@ def _wrapped_iter(original: Callable[..., Any]) -> Callable[..., Any]:
     def __iter__(loader: Any) -> Any:  # noqa: N807 - it stands for that method
         if any(other is loader for other in _being_started):
             return original(loader)  # a wrapper of an earlier profile, inside somebody's own
-        loading = loading_of(loader)
-        # torchdata has started one where a state was asked for before the first batch.
-        started = getattr(loader, "_initial_iter_for_state_dict", False)
-        iterator = original(loader) if started else _start(original, loader, loading)
-        if loaders.automatic and loader.num_workers:
-            _note_seeding_of_workers(loader, loading)
-        if loading is None:
-            return iterator
-        return loading.deliver(iterator, dropped=loading.start if yields_items(loader) else 0)
+        delivery = delivery_of(loader)
+        if delivery is None and _is_followed(loader):
+            return Delivery(loader, partial(iter, loader))
+        if getattr(loader, "_initial_iter_for_state_dict", False):
+            # torchdata has started one where a state was asked for before the first batch.
+            if delivery is not None:
+                delivery.loading = loaders.register.loadings.get(loader)
+            return original(loader)
+        return _start(original, loader, delivery)
 
     return __iter__
+
+
+def _is_followed(loader: Any) -> bool:
+    """Whether somebody may ask how far the program has come with `loader`."""
+    if not is_kept(loader) or is_loading():
+        return False
+    in_main = threading.current_thread() is threading.main_thread()
+    return (loaders.automatic and in_main) or named_loading_of(loader) is not None
 
 
 def _note_seeding_of_workers(loader: Any, loading: Loading | None) -> None:
@@ -295,13 +311,13 @@ def _note_seeding_of_workers(loader: Any, loading: Loading | None) -> None:
     seeder = worker_seeder(loader.worker_init_fn)
     where = program_place(sys._getframe())  # noqa: SLF001 - documented; `inspect` takes 100 times as long
     if loading is not None and seeder is not None:
-        names_none = yields_items(loader)
+        names_none = reads_items(loader)
         loaders.register.notes[f"{seeder} at {where}"] = (
             f"numbers in data loading {'depend on' if names_none else 'are the same for any'} "
             f"num_workers: loader at {where} is seeded by torchrepro instead of by {seeder}"
             f"{', but reads an IterableDataset' if names_none else ''}"
         )
-    elif loading is None and has_own_worker_init(loader):
+    elif loading is None and author_seeds_workers(loader):
         loaders.register.notes[f"worker_init_fn at {where}"] = (
             f"numbers in data loading depend on num_workers: loader at {where} has a "
             "worker_init_fn of its own"
@@ -312,32 +328,39 @@ def _wrapped_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def state_dict(loader: Any) -> Any:
         started = loader._iterator is not None  # noqa: SLF001 - it starts an iteration otherwise
-        loading = loading_of(loader)
-        state = original(loader) if started else _start(original, loader, loading)
+        state = original(loader) if started else _start(original, loader, None)
+        loading = loaders.register.loadings.get(loader) or named_loading_of(loader)
         if loading is None:
             return state
         finished = loader._iterator._finished  # noqa: SLF001 - torchdata keeps it nowhere else
-        state = {**state, NAME: loading.name}
-        if finished:
-            return {**state, EPOCH: loading.next_epoch}
-        within = {GIVEN_SEED: loading.given_seed, BATCH_SIZE: loading.batch_size}
-        return {**state, EPOCH: loading.next_epoch - 1, **within}
+        return {**state, KEY: _state_of(loading, loader, finished=finished)}
 
     return state_dict
+
+
+def _state_of(loading: Loading, loader: Any, *, finished: bool) -> dict[str, Any]:
+    if isinstance(loading, NamedLoading):
+        epoch = loading.next_epoch - (not finished)
+        given_seed = None if finished else loading.given_seed
+        return {"epoch": epoch, "given_seed": given_seed, "within": not finished}
+    if finished or loading.stream is None:
+        return {}
+    given = [seed.hex() for seed in loading.given]
+    return {"stream": loading.stream.key.hex(), "given": given, "batch_size": batch_size(loader)}
 
 
 def _wrapped_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def load_state_dict(loader: Any, state_dict: Mapping[str, Any]) -> Any:
-        ours = (EPOCH, NAME, GIVEN_SEED, BATCH_SIZE)
-        own = {key: value for key, value in state_dict.items() if key not in ours}
-        if NAME in state_dict:  # what 0.2.0 saved has none
-            bind_loader(loader, state_dict[NAME])
-        loading = loading_of(loader)
-        if loading is not None and EPOCH in state_dict:
-            loading.next_epoch = state_dict[EPOCH]
-            if GIVEN_SEED in state_dict:
-                loading.go_on_with(state_dict[GIVEN_SEED], state_dict.get(BATCH_SIZE))
+        own = {key: value for key, value in state_dict.items() if key != KEY}
+        saved = state_dict.get(KEY)
+        named = named_loading_of(loader)
+        if saved and named is not None and "epoch" in saved:
+            named.go_to(saved["epoch"], 0)
+            if saved["within"]:
+                named.go_on_with(saved["given_seed"])
+        if saved and "stream" in saved:
+            _saved_streams[loader] = saved
         return original(loader, own)
 
     return load_state_dict
@@ -350,22 +373,41 @@ _WRAPPERS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 }
 
 
-def _start(original: Callable[[Any], Any], loader: Any, loading: Loading | None) -> Any:
-    """Call `original`, which starts an iteration of `loader`, as the profile and `loading` say."""
+def _start(original: Callable[[Any], Any], loader: Any, delivery: Delivery | None) -> Any:
+    """Call `original`, which starts an iteration of `loader`, as the profile says."""
     prepared = bool(_handed_on) and _starts_workers_afresh(loader)
-    if loading is None and not _forced and not prepared:
-        return original(loader)
     with _starting, ExitStack() as until_begun:
         _being_started.append(loader)
         until_begun.callback(_being_started.pop)
         if _forced:
             until_begun.enter_context(_with(loader, num_workers=_forced[-1], timeout=0))
+        loading = loading_of_iteration(loader)
         if loading is not None:
-            until_begun.enter_context(_begun(loader, loading))
+            until_begun.enter_context(_begun(loader, loading, delivery))
+        if loaders.automatic and loader.num_workers:
+            _note_seeding_of_workers(loader, loading)
         if prepared:
             first = _PreparedWorker(dict(_handed_on), loader.worker_init_fn)
             until_begun.enter_context(_with(loader, worker_init_fn=first))
-        return original(loader)
+        begun = original(loader)
+    if isinstance(loading, FollowingLoading) and loading.stream is None:
+        loading.stream = stream_of(_base_seed_of(begun, loader))
+    return begun
+
+
+def _base_seed_of(begun: Any, loader: Any) -> int:
+    """Return the number that torch has drawn for the iteration of `loader` that has just begun.
+
+    Private (``_base_seed``), because torch shows it to workers alone. Where it is gone, seeding a
+    loader raises.
+    """
+    iterator = begun if hasattr(begun, "_base_seed") else getattr(loader, "_iterator", None)
+    seed = getattr(iterator, "_base_seed", None)
+    if seed is None:
+        raise SeedingError(
+            Problem("this torch draws the base seed of a loader in a way torchrepro does not know")
+        )
+    return int(seed)
 
 
 def _starts_workers_afresh(loader: Any) -> bool:
@@ -389,55 +431,65 @@ class _PreparedWorker:
 
 
 @contextmanager
-def _begun(loader: Any, loading: Loading) -> Iterator[None]:
+def _begun(loader: Any, loading: Loading, delivery: Delivery | None) -> Iterator[None]:
     """Begin an epoch of `loader`: what it builds within the block is seeded."""
-    late = loaders.late.get(loader)
-    loading.begin(0 if late is None else late.start)
-    _note_batch_size(loader, loading)
-    _tell_samplers(loader, loading)
-    sampler = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    skip = 0 if delivery is None or reads_items(loader) else delivery.skip
+    if isinstance(loading, NamedLoading):
+        loading.begin()
+    loading.start = loading.start or skip
+    if delivery is not None:
+        delivery.seeded_by(loading)
+        loading.given = delivery.saved_given or loading.given
+    by_name = isinstance(loading, NamedLoading)
+    with _begun_by_name(loader, loading) if by_name else _begun_by_torch(loader, loading):
+        yield
+
+
+@contextmanager
+def _begun_by_torch(loader: Any, loading: Any) -> Iterator[None]:
+    """Have torch draw the order and the base seed as ever, and samples draw from these."""
+    saved = _saved_streams.pop(loader, None)
+    if saved is not None:
+        loading.stream = Stream("data", bytes.fromhex(saved["stream"]))
+        loading.given = given_from(saved["given"])
+        say_other_batch_size(loader, saved["batch_size"])
+    own = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    sampler = following_sampler(getattr(loader, own), loading, loader.generator)
+
+    def make_reader(by_index: bool, make: Callable[[], Any]) -> Any:  # noqa: FBT001 - torch's kind
+        if by_index:
+            return isolated_reader(make())
+        return reader_in_program(lambda: loading.stream or stream_of(0), make)
+
+    with (
+        _with(loader, worker_init_fn=loading, **{own: sampler}),
+        # A worker that is forked here must find torch's own readers.
+        nullcontext() if loader.num_workers else readers_made_by(make_reader),
+    ):
+        yield
+
+
+@contextmanager
+def _begun_by_name(loader: Any, loading: Any) -> Iterator[None]:
+    """Have order and samples draw from the streams of the epoch, and nothing else move."""
+    own = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    epoch: Any = loading.stream
+
+    def make_reader(by_index: bool, make: Callable[[], Any]) -> Any:  # noqa: FBT001 - torch's kind
+        return isolated_reader(make()) if by_index else reader_of_epoch(epoch, make)
+
     with isolated_draws():
         # In the main process an IterableDataset is read as by the only worker of a loader.
-        draw_from(worker_stream(loading.stream, 0))
-        generator = loader.generator
-        if isinstance(loading, ExplicitLoading):
-            generator = _generator_in(loader, getattr(loader, sampler))
+        draw_from(worker_stream(epoch, 0))
+        generator = _generator_in(loader, getattr(loader, own))
+        if generator is not None:
             loading.start_order(generator)
-        seeded = SeededSampler(getattr(loader, sampler), loading, generator, late)
+        sampler = NamedSampler(getattr(loader, own), loading, generator)
         with (
-            _with(loader, worker_init_fn=loading, **{sampler: seeded}),
-            # A worker that is forked here must find torch's own readers.
-            nullcontext() if loader.num_workers else seeded_readers(loading.stream),
+            _with(loader, worker_init_fn=loading, **{own: sampler}),
+            nullcontext() if loader.num_workers else readers_made_by(make_reader),
         ):
             yield
-
-
-def _note_batch_size(loader: Any, loading: Loading) -> None:
-    """Note how large the batches of an epoch are, and say where they were others before it went on.
-
-    A run that was interrupted counts its batches: others hold other samples.
-    """
-    then, loading.interrupted_batch_size = loading.interrupted_batch_size, None
-    sizes = (getattr(part, "batch_size", None) for part in samplers_within(loader.batch_sampler))
-    # A sampler of the program's own may have anything under that name.
-    now = loading.batch_size = next((size for size in sizes if type(size) is int), None)
-    if then is not None and now is not None and then != now and world().rank == 0:
-        say(
-            f"loader {loading.name}: epoch {loading.epoch} was interrupted with batch_size={then} "
-            f"and goes on with batch_size={now}, so its batches hold other samples than those of "
-            f"the uninterrupted run; resume with batch_size={then} to go on exactly"
-        )
-
-
-def _tell_samplers(loader: Any, loading: Loading) -> None:
-    """Note which epoch the samplers of `loader` count, after telling them where it is resumed."""
-    counting = [
-        part for part in _parts_with_epochs(loader) if isinstance(getattr(part, "epoch", None), int)
-    ]
-    if loading.told_epochs is not None:
-        for part, epoch in zip(counting, loading.told_epochs(loading), strict=False):
-            part.set_epoch(epoch)
-    loading.sampler_epochs = tuple(part.epoch for part in counting)
 
 
 def _generator_in(loader: Any, sampler: Any) -> Any:
@@ -445,8 +497,8 @@ def _generator_in(loader: Any, sampler: Any) -> Any:
 
     A loader that was made of it may keep it in a sampler alone: accelerate's dispatcher does.
     """
-    parts = (loader, *samplers_within(sampler))
-    return next(part.generator for part in parts if getattr(part, "generator", None) is not None)
+    parts = (getattr(part, "generator", None) for part in (loader, *samplers_within(sampler)))
+    return next((own for own in parts if own is not None), None)
 
 
 @contextmanager

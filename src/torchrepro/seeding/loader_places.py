@@ -1,174 +1,456 @@
-"""Where the seeded loaders of a run are, and how another run goes on there."""
+"""How far a program has come with a loader, and how another run goes on there.
+
+An epoch is taken up as its program would: the generators are put where they stood as the epoch
+began, the iteration starts, the batches that are done are passed over, and the generators are put
+where they stood when the epoch was interrupted.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
 
+from torchrepro.console import say
+from torchrepro.seeding.generators import KINDS, Slot, host_slots
 from torchrepro.seeding.loader import (
-    ExplicitLoading,
-    Loading,
-    Place,
-    bind_loader,
+    NamedLoading,
     is_kept,
-    loaders,
-    loading_of,
+    kind_of_dataset,
+    named_loading_of,
+    samplers_within,
+    unskipped,
 )
+from torchrepro.seeding.loader_worker import Given
+from torchrepro.seeding.ranks import world
+from torchrepro.seeding.state import decoded, encoded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from torchrepro.seeding.loader import LateStart
-
-
-@dataclass(frozen=True, slots=True)
-class SameEpochs:
-    """Tells samplers the epochs that were saved, in the epoch that was interrupted.
-
-    For a framework that tells them every later epoch by itself.
-    """
-
-    epoch: int
-    saved: tuple[int, ...]
-
-    def __call__(self, loading: Loading) -> tuple[int, ...]:
-        return self.saved if loading.epoch == self.epoch else ()
+    from torchrepro.seeding.loader import Loading
 
 
-@dataclass(frozen=True, slots=True)
-class CountedEpochs(SameEpochs):
-    """Tells samplers the epochs that were saved, and counts on from there.
+@dataclass(slots=True)
+class Resumption:
+    """An interrupted epoch that the next iteration of a loader takes up."""
 
-    For a framework that begins to count at 0 again when a run is resumed.
-    """
+    place: Mapping[str, Any]
+    put_back: Callable[[], None]
+    """Puts every generator where it stood when the epoch was interrupted."""
 
-    def __call__(self, loading: Loading) -> tuple[int, ...]:
-        return tuple(epoch + loading.epoch - self.epoch for epoch in self.saved)
+    skip: int = 0
+    """Batches that are passed over here; a program may pass over those that are done itself."""
 
+    found_epochs: list[int] = field(default_factory=list)
+    """What the samplers that count epochs had been told, as the epoch was taken up."""
 
-def saved_place(loader: Any) -> dict[str, Any] | None:
-    """Return the place of `loader` as plain JSON values.
+    iterations: int = 0
+    """How many have begun since."""
 
-    None where it is not seeded, and before its first iteration: to ask gives it no name.
-    """
-    loading = known_loading(loader)
-    return None if loading is None else _saved(loading)
+    def begin(self, loader: Any) -> None:
+        """Put `loader` where it stood as the epoch began."""
+        put_states(loader, self.place["start"])
+        named, then = named_loading_of(loader), self.place["named"]
+        if named is not None and then is not None:
+            named.go_to(then["epoch"], 0)
+            named.go_on_with(then["given_seed"])
+        say_other_batch_size(loader, self.place["batch_size"])
 
+    def tell_epochs(self, loader: Any) -> None:
+        """Have the samplers of `loader` count the epochs of the uninterrupted run.
 
-def _saved(loading: Loading) -> dict[str, Any]:
-    place = loading.place
-    samplers = [epoch + place.epoch - loading.epoch for epoch in loading.sampler_epochs]
-    saved = {"name": loading.name, **place._asdict(), "samplers": samplers}
-    if not loading.is_iterated:
-        return saved
-    return {**saved, "given_seed": loading.given_seed, "batch_size": loading.batch_size}
-
-
-def take_up(loader: Any, saved: Mapping[str, Any]) -> Loading | None:
-    """Have `loader` go on where `saved_place` found it, and return what seeds it.
-
-    None where nothing does: it then begins an epoch of its own.
-    """
-    bind_loader(loader, saved["name"])
-    loading = loading_of(loader)
-    if loading is not None:
-        loading.go_to(Place(saved["epoch"], saved["batches"]))
-        _go_on_in_epoch(loading, saved)
-        loading.told_epochs = SameEpochs(saved["epoch"], tuple(saved["samplers"]))
-    return loading
+        Whoever tells them has begun at 0 again, or they count by themselves from where they were.
+        """
+        counting = counting_parts(loader)
+        if not self.iterations:
+            self.found_epochs = [part.epoch for part in counting]
+        told = zip(counting, self.found_epochs, self.place["samplers"], strict=False)
+        for part, found, saved in told:
+            if part.epoch == found + self.iterations:
+                part.set_epoch(saved + self.iterations)
+        self.iterations += 1
 
 
-def known_loading(loader: Any) -> Loading | None:
-    """Return what seeds `loader`, as `loading_of` does; None before its first iteration as well.
+_awaited: list[Resumption] = []
+"""Interrupted epochs that wait for a loader of their kind."""
 
-    To ask for it does not give a loader its name, which depends on the order of first iterations.
-    """
-    own = getattr(loader, "worker_init_fn", None)
-    return own if isinstance(own, Loading) else _registered(loader)
+_resting: list[Mapping[str, Any]] = []
+"""What `resting` found in the run that goes on here, until a loader of the kind begins an epoch."""
 
+_known: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""Loaders with generators of their own, in the order in which they first began an epoch."""
 
-def _registered(loader: Any) -> Loading | None:
-    """Return what seeds `loader` by the profile; None for what is no loader of torch as well."""
-    return loaders.register.loadings.get(loader) if is_kept(loader) else None
+_late: list[Callable[[], None]] = []
+_waiting: list[Delivery] = []
+"""Those that begin with the first batch that is asked for, in the order in which they were made."""
 
+_taken_up: WeakKeyDictionary[Any, Resumption] = WeakKeyDictionary()
+"""Loaders with the epoch that they take up next, or took up last."""
 
-def count_on(loader: Any) -> None:
-    """Have the samplers of `loader`, which was taken up, count later epochs from there as well."""
-    loading = loading_of(loader)
-    if loading is not None and isinstance(loading.told_epochs, SameEpochs):
-        loading.told_epochs = CountedEpochs(loading.told_epochs.epoch, loading.told_epochs.saved)
-
-
-def stand_for(loader: Any, other: Any, late: LateStart | None) -> Loading | None:
-    """Have `other` iterate the epochs of `loader` in its place, each with a `late` start, if any.
-
-    Returns what seeds both; None where nothing seeds `loader`.
-    """
-    loading = loading_of(loader)
-    if loading is None:
-        return None
-    if not isinstance(loading, ExplicitLoading):  # that one is the other's `worker_init_fn` as well
-        loaders.register.loadings[other] = loading
-    if late is not None:
-        loaders.late[other] = late
-    return loading
+_deliveries: WeakSet[Delivery] = WeakSet()
+_beginning: list[Delivery] = []
+_NOWHERE: Mapping[str, Any] = {"batches": 0, "first": None, "last": None}
+_begun = iter(range(2**63))
 
 
-def hand_on(loader: Any) -> None:
-    """Have the next loader that appears over a dataset alike go on where `loader` is.
+class Delivery:
+    """The iterator of one epoch of a loader, which knows how far the program has come."""
 
-    For one that is not iterated again. One with workers that live on is, and keeps its place.
-    """
-    if getattr(loader, "_iterator", None) is not None:
-        return
-    loading = _registered(loader)
-    if loading is not None:
-        del loaders.register.loadings[loader]
-        loaders.register.resumed[loading.name] = loading.next_epoch
+    def __init__(
+        self,
+        loader: Any,
+        start: Callable[[], Iterator[Any]],
+        resumption: Resumption | None = None,
+    ) -> None:
+        """Begin the iteration of `loader` that `start` returns, and that takes up an epoch, if any.
+
+        By default it takes up what waits for `loader`.
+        """
+        self.loader, self._start = loader, start
+        self._is_read_ahead = resumption is None  # by a framework, of which nobody knows how far
+        self._resumption = resumption or _next_resumption(loader)
+        self.skip = 0 if self._resumption is None else self._resumption.skip
+        """Batches that are passed over before the first one that the program gets."""
+
+        self.loading: Loading | None = None
+        self.number = next(_begun)
+        self.is_over = False
+        self._iterator: Any = None
+        self._first: Mapping[str, Any] | None = None
+        self._last: Mapping[str, Any] | None = None
+        if _late:
+            _waiting.append(self)
+        else:
+            self._begin()
+
+    def _begin(self) -> None:
+        loader, resumption = self.loader, self._resumption
+        know(loader)
+        _put_rested(loader)
+        if resumption is not None:
+            resumption.begin(loader)
+        taken = _taken_up.get(loader) if is_kept(loader) else None
+        if taken is not None:
+            taken.tell_epochs(loader)
+        self.epochs = [part.epoch for part in counting_parts(loader)]
+        self.batches = unskipped(_top_sampler(loader))[1]
+        """Those of the epoch that the program has got; those left out by a sampler count."""
+
+        self.states = read_states(loader)
+        """Of the generators, as the epoch began."""
+
+        _beginning.append(self)
+        try:
+            self._iterator = self._start()
+        finally:
+            _beginning.pop()
+        self.batches += getattr(self._iterator, "_num_yielded", 0)  # torchdata's go on themselves
+        self._reads_here = not getattr(self._iterator, "_num_workers", 0)
+        _deliveries.add(self)
+
+    def seeded_by(self, loading: Loading) -> None:
+        """Note what seeds the samples: its requests may leave out the batches to pass over."""
+        self.loading = loading
+        self.batches += loading.start
+        self.skip = max(self.skip - loading.start, 0)
+
+    @property
+    def saved_given(self) -> Given | None:
+        """The seeds with which the epoch began that is taken up here, if one is."""
+        saved = None if self._resumption is None else self._resumption.place["given"]
+        return None if saved is None else given_from(saved)
+
+    def __iter__(self) -> Delivery:
+        return self
+
+    def __next__(self) -> Any:
+        if self._iterator is None:
+            _begin_waiting()
+        while self.skip:
+            self.skip -= 1
+            self._next()
+        return self._next()
+
+    def _next(self) -> Any:
+        resumption = self._resumption
+        if self._reads_here:
+            self._before_reading(resumption)
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            self.is_over = True
+            self._gone_on(resumption)
+            raise
+        self.batches += 1
+        if resumption is not None and self.batches >= resumption.place["batches"]:
+            self._gone_on(resumption)
+        return batch
+
+    def _before_reading(self, resumption: Resumption | None) -> None:
+        """Note, or put, where the generators stand before a batch is read in this process.
+
+        A sampler first draws as the first batch is asked for. What no stream seeds draws from the
+        program's generators, whose numbers a training draws as well: in a resumed run those of a
+        batch that was read ahead are the numbers of then.
+        """
+        draws_on = self._is_read_ahead and (self.loading is None or reads_items(self.loader))
+        then: Mapping[str, Any] = _NOWHERE if resumption is None else resumption.place
+        left = then["batches"] - self.batches
+        if self._first is None:
+            if then["first"] is not None:
+                put_states(self.loader, then["first"])
+            self._first = read_states(self.loader)
+        elif draws_on and left == 1 and then["last"] is not None:
+            put_states(self.loader, then["last"])
+        if left <= 0 and reads_items(self.loader):  # no order is still to be drawn
+            self._gone_on(resumption)
+        if draws_on:
+            self._last = read_states(self.loader)
+
+    def _gone_on(self, resumption: Resumption | None) -> None:
+        if resumption is not None and self._resumption is not None:
+            self._resumption = None
+            resumption.put_back()
+
+    def place(self) -> dict[str, Any]:
+        """Return how far the program has come, as plain JSON values."""
+        named = self.loading if isinstance(self.loading, NamedLoading) else None
+        return {
+            "kind": kind_of(self.loader),
+            "number": self.number,
+            "batches": self.batches,
+            "batch_size": batch_size(self.loader),
+            "samplers": self.epochs,
+            "named": named and {"epoch": named.epoch, "given_seed": named.given_seed},
+            "given": None if self.loading is None else [s.hex() for s in self.loading.given],
+            "keeps_place": hasattr(self.loader, "next_iter_state"),
+            "start": encoded_states(self.states),
+            "first": encoded_states(self._first),
+            "last": encoded_states(self._last),
+            "over": self.is_over,
+        }
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_iterator", "_start") or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(name)  # asked for before there is an iterator, by `copy` for one
+        if self._iterator is None:
+            _begin_waiting()
+        return getattr(self._iterator, name)
+
+    def __getstate__(self) -> object:
+        self._iterator.__getstate__()  # torch's raises: it is neither copied nor pickled
+        return super().__getstate__()
+
+
+def _begin_waiting() -> None:
+    """Begin the iterations that wait for their first batch to be asked for."""
+    for put_back in _late:
+        put_back()
+    _late.clear()
+    while _waiting:
+        _waiting.pop(0)._begin()  # noqa: SLF001 - the same module
+
+
+def delivery_of(loader: Any) -> Delivery | None:
+    """Return the iteration of `loader` that is just being begun, or None."""
+    return next((each for each in _beginning if each.loader is loader), None)
 
 
 def interrupted() -> list[dict[str, Any]]:
-    """Return the places of the loaders that the program is in the middle of."""
-    # A loader that stands for another one has its seeding.
-    seeded = dict.fromkeys((*loaders.register.loadings.values(), *loaders.explicit))
-    return [_saved(each) for each in seeded if each.is_iterated]
+    """Return the places of the loaders that the program is in the middle of, first begun first."""
+    return [each.place() for each in _alive() if not each.is_over]
 
 
-def begin_again(places: list[dict[str, Any]], before_first_batch: Callable[[], None]) -> None:
-    """Have each loader of `interrupted` begin its epoch again, at its first batch.
+def ended() -> list[dict[str, Any]]:
+    """Return the places of the loaders at their end that somebody has batches left of."""
+    return [each.place() for each in _alive() if each.is_over]
 
-    `before_first_batch` is called before that. A loader that does not exist yet begins so when its
-    turn comes. Later epochs of its samplers are counted from there.
+
+def is_at_end(loader: Any) -> bool:
+    """Whether `loader` is at its end, and somebody has batches left of it."""
+    return any(each.loader is loader and each.is_over for each in _alive())
+
+
+def _alive() -> list[Delivery]:
+    return sorted(_deliveries, key=lambda each: each.number)
+
+
+def place_of(loader: Any) -> dict[str, Any] | None:
+    """Return how far the program has come in the latest iteration of `loader` that is alive."""
+    own = [each for each in _alive() if each.loader is loader]
+    return own[-1].place() if own else None
+
+
+def know(loader: Any) -> None:
+    """Have `resting` tell of `loader`, if it or a sampler of it holds a generator."""
+    if is_kept(loader) and loader not in _known and _own_slots(loader):
+        _known[loader] = next(_begun)
+
+
+def resting() -> list[dict[str, Any]]:
+    """Return the own generators of the loaders that the program is not in the middle of."""
+    busy = [each.loader for each in _deliveries if not each.is_over]
+    known = sorted(_known.items(), key=lambda item: item[1])
+    return [
+        {"kind": kind_of(loader), "own": encoded_states(_read(_own_slots(loader)))}
+        for loader, _ in known
+        if all(loader is not other for other in busy)
+    ]
+
+
+def await_resting(saved: Sequence[Mapping[str, Any]]) -> None:
+    """Put the generators of each loader in `saved` where they stood, once it begins an epoch."""
+    _resting[:] = saved
+
+
+def _put_rested(loader: Any) -> None:
+    kind = kind_of(loader) if _resting else ""
+    rested = next((each for each in _resting if each["kind"] == kind), None)
+    if rested is not None:
+        _resting.remove(rested)
+        put_states(loader, rested["own"])
+
+
+def begin_late(put_back: Callable[[], None]) -> None:
+    """Have the loaders that are iterated next begin as the first batch is asked for.
+
+    `put_back` is called before. For a framework that begins an epoch earlier as a run is resumed.
     """
-    register = loaders.register
-    present = {each.name: each for each in (*register.loadings.values(), *loaders.explicit)}
-    for saved in places:
-        name, epoch = saved["name"], saved["epoch"]
-        begin = partial(_begin_again, saved=saved, before_first_batch=before_first_batch)
-        if name in present:
-            present[name].go_to(Place(epoch, 0))
-            begin(present[name])
-        else:
-            (register.named if name in register.named else register.resumed)[name] = epoch
-            register.awaited[name] = begin
+    _late[:] = [put_back]
 
 
-def await_first_batch(name: str, before_first_batch: Callable[[], None]) -> None:
-    """Call `before_first_batch` before the first batch of the loader `name`, once it appears."""
-    loaders.register.awaited[name] = lambda loading: loading.before_first_batch.append(
-        before_first_batch
+def await_loaders(places: list[dict[str, Any]], put_back: Callable[[], None]) -> None:
+    """Have the next loader of the kind of each of `places` take it up.
+
+    The program passes over the batches that are done. `put_back` puts every generator where it
+    stood when the run was interrupted.
+    """
+    _awaited[:] = [Resumption(place, put_back) for place in places]
+
+
+def take_up(
+    loader: Any, place: Mapping[str, Any], put_back: Callable[[], None], skip: int = 0
+) -> None:
+    """Have the next iteration of `loader` take up `place`, and pass over `skip` batches."""
+    _awaited[:] = [each for each in _awaited if each.place["number"] != place["number"]]
+    _taken_up[loader] = Resumption(place, put_back, skip)
+
+
+def forget_places() -> None:
+    """Have no loader go on anywhere: the profile under which a run went on is taken back."""
+    _awaited.clear()
+    _resting.clear()
+    _late.clear()
+    _taken_up.clear()
+
+
+def _next_resumption(loader: Any) -> Resumption | None:
+    """Return what the iteration of `loader` that begins now takes up, or None."""
+    own = _taken_up.get(loader) if is_kept(loader) else None
+    if own is not None and not own.iterations:
+        return own
+    kind = kind_of(loader) if _awaited else ""
+    for resumption in _awaited:
+        if resumption.place["kind"] == kind:
+            _awaited.remove(resumption)
+            _taken_up[loader] = resumption
+            return resumption
+    return None
+
+
+def kind_of(loader: Any) -> str:
+    """Return what a loader and its counterpart in a resumed run have in common."""
+    *_, sampler = None, *samplers_within(_top_sampler(loader))
+    return f"{kind_of_dataset(getattr(loader, 'dataset', loader))} {type(sampler).__name__}"
+
+
+def _top_sampler(loader: Any) -> Any:
+    batches = getattr(loader, "batch_sampler", None)
+    return getattr(loader, "sampler", None) if batches is None else batches
+
+
+def given_from(saved: list[str]) -> Given:
+    """Return the seeds of the program that were saved as hexadecimal text."""
+    return Given(*map(bytes.fromhex, saved))
+
+
+def say_other_batch_size(loader: Any, then: int | None) -> None:
+    """Say that an epoch of `loader` goes on with batches of another size than `then`."""
+    now = batch_size(loader)
+    if then is None or now is None or then == now or world().rank:
+        return
+    say(
+        f"the loader over {kind_of_dataset(loader.dataset)}: its epoch was interrupted with "
+        f"batch_size={then} and goes on with batch_size={now}, so its batches hold other samples "
+        f"than those of the uninterrupted run; resume with batch_size={then} to go on exactly"
     )
 
 
-def _begin_again(
-    loading: Loading, saved: Mapping[str, Any], before_first_batch: Callable[[], None]
-) -> None:
-    _go_on_in_epoch(loading, saved)
-    loading.told_epochs = CountedEpochs(saved["epoch"], tuple(saved["samplers"]))
-    loading.before_first_batch.append(before_first_batch)
+def batch_size(loader: Any) -> int | None:
+    """Return how many samples a batch of `loader` has; None where its sampler does not say."""
+    parts = samplers_within(getattr(loader, "batch_sampler", None))
+    sizes = (getattr(part, "batch_size", None) for part in parts)
+    # A sampler of the program's own may have anything under that name.
+    return next((size for size in sizes if type(size) is int), None)
 
 
-def _go_on_in_epoch(loading: Loading, saved: Mapping[str, Any]) -> None:
-    if "given_seed" in saved:  # the epoch had begun
-        loading.go_on_with(saved["given_seed"], saved.get("batch_size"))
+def parts_with_epochs(loader: Any) -> list[Any]:
+    """Return the samplers and the dataset of `loader` that have a `set_epoch` of their own."""
+    parts = (*_samplers(loader), getattr(loader, "dataset", None))
+    own = {id(part): part for part in parts if callable(getattr(part, "set_epoch", None))}
+    return list(own.values())
+
+
+def counting_parts(loader: Any) -> list[Any]:
+    """Return those that say which epoch they were told, or count it themselves."""
+    return [p for p in parts_with_epochs(loader) if isinstance(getattr(p, "epoch", None), int)]
+
+
+def _samplers(loader: Any) -> list[Any]:
+    tops = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
+    return [part for top in tops for part in samplers_within(top)]
+
+
+def reads_items(loader: Any) -> bool:
+    """Whether `loader` reads an `IterableDataset`, which names no samples."""
+    from torch.utils.data import IterableDataset
+
+    return isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+
+def _own_slots(loader: Any) -> dict[str, Slot]:
+    """Return the generators that `loader` and its samplers hold."""
+    slots: dict[str, Slot] = {}
+    known: list[Any] = []
+    for part in (loader, *_samplers(loader)):
+        for name, own in getattr(part, "__dict__", {}).items():
+            kind = next((kind for kind in KINDS if kind.is_one(own)), None)
+            if kind is not None and all(own is not other for other in known):
+                known.append(own)
+                slots[f"{len(known)} {name}"] = kind.slot(own)
+    return slots
+
+
+def _read(slots: Mapping[str, Slot]) -> Mapping[str, Any]:
+    return {name: slot.read() for name, slot in slots.items()}
+
+
+def read_states(loader: Any) -> Mapping[str, Any]:
+    """Return where the generators stand that the order of `loader` may come from."""
+    return _read({**host_slots(), **_own_slots(loader)})
+
+
+def put_states(loader: Any, states: Mapping[str, Any]) -> None:
+    """Put the generators of `loader` where `states`, as they were saved, says."""
+    slots = {**host_slots(), **_own_slots(loader)}
+    for name in states.keys() & slots.keys():
+        slots[name].write(decoded(states[name]))
+
+
+def encoded_states(states: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return `states` as plain JSON values."""
+    return None if states is None else {name: encoded(state) for name, state in states.items()}

@@ -1,9 +1,8 @@
-"""Seeding in the process that loads data: every sample, or every batch, from its own stream.
+"""Seeding in the process that loads data: every sample from a stream of its own.
 
-A request for a batch carries the stream of its loader and epoch, so a worker needs to know nothing
+A request for a batch says which stream its samples are parts of, so a worker needs to know nothing
 else. What is loaded draws numbers by what it is: not by which process loads it, nor by what was
-loaded before. An `IterableDataset` names no samples: there a worker draws from one stream per
-epoch.
+loaded before. An `IterableDataset` names no samples: a worker draws on from one stream per epoch.
 """
 
 from __future__ import annotations
@@ -14,13 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import index as as_index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.errors import SeedingError
 from torchrepro.messages import Problem, shown
-from torchrepro.seeding.generators import host_states, seed_host
+from torchrepro.seeding.generators import host_states, seed_sample
 from torchrepro.seeding.streams import (
     current_plan,
+    derive,
     keep_program_seed,
     present_worker,
     put_program_seed,
@@ -34,6 +34,19 @@ if TYPE_CHECKING:
     import numpy as np
 
     from torchrepro.seeding.streams import Stream
+
+
+class Given(NamedTuple):
+    """The seeds that the program itself has given to `random` and numpy, which samples depend on.
+
+    Torch's reaches them by the base seed. A seed that was not given is empty.
+    """
+
+    python: bytes = b""
+    numpy: bytes = b""
+
+
+_NONE_GIVEN = Given()
 
 
 class _Draw:
@@ -99,11 +112,28 @@ def is_loading() -> bool:
     return _here.draw is not None
 
 
-def draw_from(stream: Stream) -> None:
-    """Start the host's generators and `sample_rng` from `stream`."""
+def draw_from(stream: Stream, given: Given = _NONE_GIVEN) -> None:
+    """Start the host's generators and `sample_rng` from `stream` and the `given` seeds."""
     _here.draw = _Draw(stream)
     keep_program_seed()
-    seed_host(stream)
+    seed_sample(stream, *given)
+
+
+def stream_of(base_seed: int) -> Stream:
+    """Return what the samples of an epoch are parts of, for which torch has drawn `base_seed`."""
+    return derive("data", base_seed, kind="data")
+
+
+def _stream_of_worker() -> Stream:
+    """Return what the samples of the epoch are parts of with which this worker was started.
+
+    torch starts worker `id` of an epoch with the seed `base seed + id`
+    (https://docs.pytorch.org/docs/stable/data.html#randomness-in-multi-process-data-loading).
+    """
+    from torch.utils.data import get_worker_info
+
+    info: Any = get_worker_info()
+    return stream_of(info.seed - info.id)
 
 
 def worker_stream(stream: Stream, worker: int) -> Stream:
@@ -175,58 +205,50 @@ def label(index: Any) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchRequest:
-    """What a sampler asks for, all of it drawing from one part of a stream."""
+class Request:
+    """What a sampler asks for; every sample of it draws from a part of a stream of its own.
 
-    stream: Stream
-    number: int
-    """The batch's number in its epoch."""
+    `collate_fn`, and a dataset that reads whole batches, draw from the batch's part.
+    """
+
+    stream: Stream | None
+    """None for that of the epoch with which the worker was started."""
 
     index: Any
     again: Mapping[bytes, int]
     """How often the epoch has had a sample of the batch before, by label."""
 
-    def fetch(self, reader: Any, fetch: Callable[[Any], Any]) -> Any:
-        """Load the batch through `fetch`, the own method of torch's `reader`."""
-        self.draw()
-        return fetch(self.index)
-
-    def draw(self) -> None:
-        """Start the generators from the batch's part of the stream."""
-        draw_from(self.stream.part(b"batch/%d" % self.number))
-
-
-class SampleRequest(BatchRequest):
-    """What a sampler asks for, every sample drawing from a part of its own.
-
-    `collate_fn`, and a dataset that reads whole batches, draw from the batch's part.
-    """
-
-    __slots__ = ()
+    given: Given
 
     def fetch(self, reader: Any, fetch: Callable[[Any], Any]) -> Any:
         """Load the batch through `fetch`, the own method of torch's `reader`, sample by sample."""
+        stream = self.stream or _stream_of_worker()
         dataset, collate = reader.dataset, reader.collate_fn
         view = _SeededBatches if _reads_batches(dataset) else _SeededSamples
-        reader.dataset = view(dataset, self)
-        reader.collate_fn = partial(self._collate, collate)
+        reader.dataset = view(dataset, self, stream)
+        reader.collate_fn = partial(self._collate, stream, collate)
         try:
             return fetch(self.index)
         finally:
             reader.dataset, reader.collate_fn = dataset, collate
 
-    def _collate(self, collate: Callable[[Any], Any], samples: Any) -> Any:
-        self.draw()
+    def draw(self, stream: Stream) -> None:
+        """Start the generators from the batch's part of `stream`."""
+        times = b",".join(b"%d" % self.again[name] for name in sorted(self.again))
+        draw_from(stream.part(b"batch/" + times + b"/" + label(self.index)), self.given)
+
+    def _collate(self, stream: Stream, collate: Callable[[Any], Any], samples: Any) -> Any:
+        self.draw(stream)
         return collate(samples)
 
 
 class _SeededSamples:
     """A dataset every sample of which starts from a stream of its own."""
 
-    __slots__ = ("_again", "_dataset", "_request")
+    __slots__ = ("_again", "_dataset", "_request", "_stream")
 
-    def __init__(self, dataset: Any, request: BatchRequest) -> None:
-        self._dataset, self._request = dataset, request
+    def __init__(self, dataset: Any, request: Request, stream: Stream) -> None:
+        self._dataset, self._request, self._stream = dataset, request, stream
         self._again = dict(request.again)
 
     def __getitem__(self, index: Any) -> Any:
@@ -234,7 +256,7 @@ class _SeededSamples:
         times = self._again.get(name, 0)
         if name in self._again:
             self._again[name] = times + 1
-        draw_from(self._request.stream.part(b"sample/%d/" % times + name))
+        draw_from(self._stream.part(b"sample/%d/" % times + name), self._request.given)
         return self._dataset[index]
 
 
@@ -242,7 +264,7 @@ class _SeededBatches(_SeededSamples):
     """A dataset that reads whole batches; each batch starts from a stream of its own."""
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
-        self._request.draw()
+        self._request.draw(self._stream)
         return self._dataset.__getitems__(indices)
 
 
@@ -255,14 +277,15 @@ def _reads_batches(dataset: Any) -> bool:
     return bool(getattr(dataset, "__getitems__", None))
 
 
-def seed_readers_of_worker(worker: int, begun: Stream) -> None:
+def seed_readers_of_worker(worker: int, begun: Stream | None, given: Given) -> None:
     """Have this process, data-loading worker number `worker`, seed whatever it reads.
 
-    `begun` is the epoch's stream, from which its generators have just been started.
+    `begun` is the epoch's stream; None for that of the epoch with which the worker was started.
     """
     kinds = _dataset_kinds()
     original = kinds.create_fetcher
-    # Only the first reader is made right after the worker was seeded. A worker that lives on makes
+    begun = begun or _stream_of_worker()
+    # Only the first reader is made right after the worker was started. A worker that lives on makes
     # another for every epoch.
     streams_begun = [begun]
 
@@ -273,30 +296,63 @@ def seed_readers_of_worker(worker: int, begun: Stream) -> None:
         return _ItemReader(make, worker, streams_begun.pop() if streams_begun else None)
 
     kinds.create_fetcher = staticmethod(create_fetcher)
+    draw_from(worker_stream(begun, worker), given)
 
 
 @contextmanager
-def seeded_readers(begun: Stream) -> Iterator[None]:
-    """Seed the readers that are made within the block, which read in the main process.
-
-    They leave the program's own generators where they are.
-    """
+def readers_made_by(make: Callable[[bool, Callable[[], Any]], Any]) -> Iterator[None]:
+    """Have ``make(reads samples by index, original)`` make the readers of torch in the block."""
     kinds = _dataset_kinds()
     original = kinds.create_fetcher
 
     def create_fetcher(kind: int, *rest: Any) -> Any:
-        if kind == kinds.Map:
-            return _fetching_within(isolated_draws, _seeded_map(original(kind, *rest)))
-        draw_from(worker_stream(begun, 0))  # torch has drawn from it since the epoch began
-        reader = _ItemReader(partial(original, kind, *rest), 0, begun)
-        position = Position()
-        return _fetching_within(lambda: position, reader)
+        return make(kind == kinds.Map, partial(original, kind, *rest))
 
     kinds.create_fetcher = staticmethod(create_fetcher)
     try:
         yield
     finally:
         kinds.create_fetcher = staticmethod(original)
+
+
+def isolated_reader(reader: Any) -> Any:
+    """Have `reader`, torch's of a map-style dataset, draw as its requests say, and move nothing.
+
+    For the main process, where the program's own generators stay where they are.
+    """
+    return _fetching_within(isolated_draws, _seeded_map(reader))
+
+
+def reader_of_epoch(stream: Stream, make: Callable[[], Any]) -> Any:
+    """Return a reader of an `IterableDataset` that draws from `stream` in the main process.
+
+    It leaves the program's own generators where they are.
+    """
+    draw_from(worker_stream(stream, 0))  # torch has drawn from it since the epoch began
+    reader = _ItemReader(make, 0, stream)
+    position = Position()
+    return _fetching_within(lambda: position, reader)
+
+
+def reader_in_program(rng: Callable[[], Stream], make: Callable[[], Any]) -> Any:
+    """Return a reader of an `IterableDataset` that draws from the program's own generators.
+
+    `sample_rng` draws from the stream that `rng` returns.
+    """
+    draws: list[_Draw] = []
+
+    @contextmanager
+    def reading() -> Iterator[None]:
+        if not draws:
+            draws.append(_Draw(worker_stream(rng(), 0)))
+        before, _here.draw = _here.draw, draws[0]
+        try:
+            yield
+        finally:
+            _here.draw = before
+
+    reader = make()
+    return _fetching_within(reading, reader)
 
 
 def _dataset_kinds() -> Any:
@@ -320,7 +376,7 @@ def _seeded_map(reader: Any) -> Any:
     original = reader.fetch
 
     def fetch(request: Any) -> Any:
-        if isinstance(request, BatchRequest):
+        if isinstance(request, Request):
             return request.fetch(reader, original)
         return original(request)
 
@@ -355,12 +411,13 @@ class _ItemReader:
 
     def fetch(self, request: Any) -> Any:
         """Load what `request` asks for, as torch's reader does."""
-        if not isinstance(request, BatchRequest):
+        if not isinstance(request, Request):
             return self._made().fetch(request)
-        if self._begun != request.stream:
+        stream = request.stream or _stream_of_worker()
+        if self._begun != stream:
             late = self._reader is not None
-            vars(self)["_begun"] = request.stream
-            draw_from(worker_stream(request.stream, self._worker))
+            vars(self)["_begun"] = stream
+            draw_from(worker_stream(stream, self._worker), request.given)
             if late:  # somebody looked at it before the epoch was known
                 self._reader.dataset_iter = iter(self._reader.dataset)
         return self._made().fetch(request.index)

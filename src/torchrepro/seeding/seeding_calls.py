@@ -11,6 +11,7 @@ from torchrepro.callers import package, program_place
 from torchrepro.messages import shown
 from torchrepro.policies.policy import count
 from torchrepro.seeding.call_listeners import is_listening, listen, stop_listening
+from torchrepro.seeding.loader_worker import Given, is_loading, label
 from torchrepro.seeding.program_seed import LEFT_TO_CHANCE, note_not_given
 from torchrepro.seeding.worker_notes import say_in_first_worker
 
@@ -62,6 +63,8 @@ class SeedingCall:
 
 
 _calls: dict[tuple[str, str], SeedingCall] = {}
+_given: dict[str, bytes] = {}
+"""What the program has last given to a function, as bytes that are the same in every process."""
 
 
 class SeedingCalls:
@@ -77,15 +80,18 @@ class SeedingCalls:
 
     def write(self, value: Any) -> None:
         _calls.clear()
+        _given.clear()
         note_calls_of_new_modules()
 
     def save(self) -> Any:
-        return is_listening(_note), dict(_calls)
+        return is_listening(_note), dict(_calls), dict(_given)
 
     def restore(self, saved: Any) -> None:
-        listened, calls = saved
+        listened, calls, given = saved
         _calls.clear()
         _calls.update(calls)
+        _given.clear()
+        _given.update(given)
         if not listened:
             stop_listening(_note)
 
@@ -115,6 +121,11 @@ def given_by_program() -> frozenset[str]:
     return frozenset(call.function for call in _calls.values() if call.value not in of_chance)
 
 
+def given_to_host() -> Given:
+    """Return what the program has last seeded `random` and numpy with under the present seed."""
+    return Given(_given.get("random.seed", b""), _given.get("numpy.random.seed", b""))
+
+
 def _note(
     function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
 ) -> None:
@@ -133,6 +144,9 @@ def _note(
         if call.times == 1:
             text = f"seeded by the program itself, in workers: {call}"
             say_in_first_worker(f"{function} at {where}", text)
+    if not is_loading():  # what a sample seeds is its own affair, and gone with it
+        values = [value for value in (*args, *kwargs.values()) if value is not None]
+        _given[function] = label(values) if values else b""
 
 
 def _outside_dynamo(frame: FrameType) -> FrameType:

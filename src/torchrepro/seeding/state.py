@@ -31,8 +31,8 @@ def rng_state() -> dict[str, Any]:
     """Return a snapshot of every generator as plain JSON values.
 
     It holds Python's, numpy's legacy and torch's CPU generator, every device of every accelerator
-    in use, the registered generators, how far the loaders seeded by the profile have come, the
-    seed plan, the world size and rank, and a checksum. It can go into a JSON file or into
+    in use, the registered generators, how far the loaders made with `dataloader_kwargs` have come,
+    the seed plan, the world size and rank, and a checksum. It can go into a JSON file or into
     ``torch.save``. Changes nothing; imports torch.
     """
     slots = all_slots()
@@ -42,7 +42,7 @@ def rng_state() -> dict[str, Any]:
         "seed_plan": streams.current_plan().to_json(),
         "devices": _device_names(),
         "kinds": {name: kind.name for name, (kind, _) in registered().items()},
-        "generators": {name: _encoded(slot.read()) for name, slot in slots.items()},
+        "generators": {name: encoded(slot.read()) for name, slot in slots.items()},
         "loaders": loader.epochs(),
     }
     return {**state, "checksum": _checksum(state)}
@@ -70,7 +70,7 @@ def set_generators(snapshot: Mapping[str, Any]) -> None:
     before = States(slots.values())
     try:
         for name, slot in slots.items():
-            slot.write(_decoded(snapshot["generators"][name]))
+            slot.write(decoded(snapshot["generators"][name]))
     except BaseException as error:
         try:
             before.put_back()
@@ -115,8 +115,8 @@ def is_resumed() -> bool:
     return _resumed
 
 
-def _encoded(value: Any) -> Any:
-    """Return the state of a generator as JSON values that `_decoded` turns back exactly."""
+def encoded(value: Any) -> Any:
+    """Return the state of a generator as JSON values that `decoded` turns back exactly."""
     import numpy as np
     import torch
 
@@ -127,13 +127,14 @@ def _encoded(value: Any) -> Any:
         content = b64encode(plain.tobytes()).decode()
         return {"array": content, "dtype": plain.dtype.str, "shape": list(plain.shape)}
     if isinstance(value, tuple | list):
-        return {type(value).__name__: [_encoded(part) for part in value]}
+        return {type(value).__name__: [encoded(part) for part in value]}
     if isinstance(value, dict):
-        return {"dict": {key: _encoded(part) for key, part in value.items()}}
+        return {"dict": {key: encoded(part) for key, part in value.items()}}
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _decoded(value: Any) -> Any:
+def decoded(value: Any) -> Any:
+    """Return the state of a generator that `encoded` has turned into JSON values."""
     import numpy as np
     import torch
 
@@ -146,8 +147,8 @@ def _decoded(value: Any) -> Any:
         return flat.reshape(value["shape"]).copy()
     for kind in (tuple, list):
         if kind.__name__ in value:
-            return kind(_decoded(part) for part in value[kind.__name__])
-    return {key: _decoded(part) for key, part in value["dict"].items()}
+            return kind(decoded(part) for part in value[kind.__name__])
+    return {key: decoded(part) for key, part in value["dict"].items()}
 
 
 def _loaded(state: Any) -> dict[str, Any]:
