@@ -6,7 +6,7 @@ import re
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
-from training import Augmented, network, weights
+from training import loader_of, network, weights
 
 STEPS = 18
 EVERY = 4
@@ -15,27 +15,40 @@ ACCUMULATED = 2
 """Batches for a step; two processes take half as many, and then one is a step."""
 
 
-def train(folder, workers, after_step, **loading):
+def train(
+    folder,
+    workers,
+    after_step,
+    every=EVERY,
+    data="augmented",
+    generator=None,
+    dropout=0.5,
+    **loading,
+):
     world = int(os.environ.get("WORLD_SIZE", "1"))
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=ACCUMULATED // world,
         dataloader_config=DataLoaderConfiguration(**loading),
     )
-    loader, validation = (
-        torch.utils.data.DataLoader(Augmented(), batch_size=4, shuffle=shuffle, num_workers=workers)
-        for shuffle in (True, False)
-    )
-    model = network()
+    loader = loader_of(data, generator, shuffle=True, num_workers=workers)
+    validation = loader_of("still" if data == "still" else "augmented", num_workers=workers)
+    model = network(dropout)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     model, optimizer, validation, loader = accelerator.prepare(model, optimizer, validation, loader)
     step, last = 0, _last(folder)
     if last is not None:
         accelerator.load_state(last)
         step = int(last.name.removeprefix("step_"))
-    first, done = divmod(step * ACCUMULATED // world, len(loader))
+    # Where the last batch of an epoch is done, its validation is still to come.
+    first, done = divmod(max(step * ACCUMULATED // world - 1, 0), len(loader))
+    done += bool(step)
     for epoch in range(first, EPOCHS):
         batches = accelerator.skip_first_batches(loader, done) if epoch == first else loader
+        if loading.get("use_stateful_dataloader"):
+            batches = loader  # which goes on by itself
+        elif epoch == first and done == len(loader) and loading.get("dispatch_batches"):
+            batches = ()  # of which accelerate cannot skip all
         for batch in batches:
             with accelerator.accumulate(model):
                 accelerator.backward(model(batch).square().mean())
@@ -43,7 +56,7 @@ def train(folder, workers, after_step, **loading):
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
                 step += 1
-                if step % EVERY == 0:
+                if step % every == 0:
                     accelerator.save_state(folder / f"step_{step}")
                     accelerator.wait_for_everyone()
                 after_step(step)

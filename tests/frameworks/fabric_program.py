@@ -4,7 +4,7 @@ import os
 
 import torch
 from lightning.fabric import Fabric
-from training import Augmented, network, weights
+from training import loader_of, network, weights
 
 STEPS = 18
 EVERY = 5
@@ -12,13 +12,11 @@ ACCUMULATED = 2
 """Batches for a step; two processes take half as many, and then one is a step."""
 
 
-def train(folder, workers, after_step):
+def train(folder, workers, after_step, every=EVERY, **loading):
     world = int(os.environ.get("WORLD_SIZE", "1"))
     fabric = Fabric(accelerator="cpu", devices=world, strategy="ddp" if world > 1 else "auto")
     fabric.launch()
-    loader = torch.utils.data.DataLoader(
-        Augmented(), batch_size=4, shuffle=True, num_workers=workers
-    )
+    loader = loader_of(shuffle=True, num_workers=workers, **loading)
     model = network()
     model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.01))
     loader = fabric.setup_dataloaders(loader)
@@ -39,7 +37,7 @@ def train(folder, workers, after_step):
                 optimizer.step()
                 optimizer.zero_grad()
                 state |= {"epoch": epoch, "batches": number, "step": state["step"] + 1}
-                if state["step"] % EVERY == 0:
+                if state["step"] % every == 0:
                     fabric.save(path, state)
                 after_step(state["step"])
         state["batches"] = 0

@@ -4,7 +4,7 @@ import logging
 import os
 
 import torch
-from training import Augmented, network, weights
+from training import DATA, Augmented, network, weights
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -39,16 +39,17 @@ def collated(rows):
     return {"x": torch.stack(rows)}
 
 
-def train(folder, workers, after_step):
+def train(folder, workers, after_step, every=EVERY, data="augmented"):
     world = int(os.environ.get("WORLD_SIZE", "1"))
     resumed_from = get_last_checkpoint(folder)
     arguments = TrainingArguments(
         str(folder),
         num_train_epochs=3,
+        max_steps=STEPS if data == "stream" else -1,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=ACCUMULATED // world,
         learning_rate=0.01,
-        save_steps=EVERY,
+        save_steps=every,
         eval_strategy="steps",
         eval_steps=3,
         dataloader_num_workers=workers,
@@ -64,7 +65,7 @@ def train(folder, workers, after_step):
         model,
         arguments,
         collated,
-        Augmented(),
+        DATA[data](),
         Augmented(),
         callbacks=[AfterStep(after_step)],
     )

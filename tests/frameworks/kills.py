@@ -18,9 +18,9 @@ import signal
 import subprocess
 import sys
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,6 +47,8 @@ class Plan:
     """None for the program as it is, whose author has seeded it by hand."""
 
     world: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    """What `train` of the program is called with besides."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,10 @@ class _Run:
             if step == self.kill_at and rank == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        weights, resumed_from = self.program.train(self.folder, self.plan.workers, after_step)
+        plan = self.plan
+        weights, resumed_from = self.program.train(
+            self.folder, plan.workers, after_step, **plan.options
+        )
         if rank == 0:
             digest = hashlib.sha256(weights).hexdigest()
             answer = {"weights": digest, "resumed_from": resumed_from and str(resumed_from)}

@@ -7,7 +7,7 @@ import warnings
 import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from training import Augmented, network, weights
+from training import loader_of, network, weights
 
 STEPS = 18
 EVERY = 5
@@ -41,15 +41,17 @@ class AfterStep(lightning.Callback):
         self.after_step(trainer.global_step)
 
 
-def train(folder, workers, after_step):
-    loader, validation = (
-        torch.utils.data.DataLoader(Augmented(), batch_size=4, shuffle=shuffle, num_workers=workers)
-        for shuffle in (True, False)
-    )
+def train(folder, workers, after_step, every=EVERY, stateful=False, validates=True, **loading):
+    if stateful:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        loading["kind"] = StatefulDataLoader
+    loader = loader_of(shuffle=True, num_workers=workers, **loading)
+    validation = loader_of(num_workers=workers) if validates else None
     world = int(os.environ.get("WORLD_SIZE", "1"))
     model, last = Model(), folder / "last.ckpt"
     resumed_from = last if last.exists() else None
-    saving = ModelCheckpoint(folder, every_n_train_steps=EVERY, save_last=True)
+    saving = ModelCheckpoint(folder, every_n_train_steps=every, save_last=True)
     trainer = lightning.Trainer(
         max_epochs=3,
         accelerator="cpu",

@@ -22,6 +22,27 @@ SHARED = ("lightning", "fabric", "accelerate", "accelerate_dispatched")
 """Those that take `WORLD_SIZE` processes as a launcher starts them."""
 
 
+VARIANTS = {
+    "lightning, own generator": ("lightning", {"generator": 3}),
+    # Lightning leaves out the validation of an epoch whose last batch is done as it resumes.
+    "lightning, saved at the last batch": ("lightning", {"every": 6, "validates": False}),
+    "lightning, stream": ("lightning", {"data": "stream"}),
+    "lightning, stream with a length": ("lightning", {"data": "counted"}),
+    "lightning, stateful": ("lightning", {"stateful": True}),
+    "fabric, own generator": ("fabric", {"generator": 3}),
+    "fabric, saved at the last batch": ("fabric", {"every": 6, "generator": 3}),
+    "fabric, stream": ("fabric", {"data": "stream"}),
+    "accelerate, own generator": ("accelerate", {"generator": 3}),
+    "accelerate, saved at the last batch": ("accelerate", {"every": 6, "generator": 3}),
+    "accelerate, seedable": ("accelerate", {"use_seedable_sampler": True}),
+    "accelerate, stateful": ("accelerate", {"use_stateful_dataloader": True}),
+    "huggingface, stream": ("huggingface", {"data": "stream"}),
+    "huggingface, stream with a length": ("huggingface", {"data": "counted"}),
+    "huggingface, saved at the last batch": ("huggingface", {"every": 6}),
+}
+"""Other ways in which these programs are written: the program, and what it is called with."""
+
+
 def _program(name: str) -> Path:
     return HERE / f"{name}_program.py"
 
@@ -38,6 +59,22 @@ def test_a_killed_run_goes_on_as_the_uninterrupted_one(
     (resumed,) = outcome.resumed
     assert (resumed.killed, resumed.resumed_from is not None) == (9, True)
     assert resumed.equal, (plan, resumed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("profile", ["debug-strict", "npu-align", "seed-only", "train-fast"])
+@pytest.mark.parametrize("program", ["lightning", "fabric", "accelerate", "huggingface"])
+def test_variants_of_a_program_go_on_as_well(program: str, profile: str, tmp_path: Path) -> None:
+    """Killed in its second epoch, each variant is the uninterrupted run, with 0 and 2 workers."""
+    variants = {name: options for name, (own, options) in VARIANTS.items() if own == program}
+    named = [(name, workers) for name in variants for workers in (0, 2)]
+    plans = [Plan(workers, (11,), profile, options=variants[name]) for name, workers in named]
+
+    found = outcomes(_program(program), tmp_path, plans)
+
+    resumed = [outcome.resumed[0] for outcome in found]
+    assert all((each.killed, each.resumed_from is not None) == (9, True) for each in resumed)
+    assert [case for case, each in zip(named, resumed, strict=True) if not each.equal] == []
 
 
 @pytest.mark.slow

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ITEMS, WIDTH = 48, 8
 
@@ -21,10 +25,52 @@ class Augmented(torch.utils.data.Dataset):
         return torch.full((WIDTH,), index / ITEMS) + noise
 
 
-def network() -> torch.nn.Module:
+class Still(Augmented):
+    """The same rows; the noise of each is its own."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((WIDTH,), index / ITEMS + random.Random(index).random())
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """The rows one after another, shared out among workers; `torch` adds noise to each."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = torch.utils.data.get_worker_info()
+        first, step = (info.id, info.num_workers) if info else (0, 1)
+        for index in range(first, ITEMS, step):
+            yield torch.full((WIDTH,), index / ITEMS) + torch.randn(WIDTH) * 0.1
+
+
+class Counted(Stream):
+    """A stream that has a length."""
+
+    def __len__(self) -> int:
+        return ITEMS
+
+
+DATA = {"augmented": Augmented, "still": Still, "stream": Stream, "counted": Counted}
+
+
+def loader_of(
+    data: str = "augmented",
+    generator: int | None = None,
+    kind: type = torch.utils.data.DataLoader,
+    **options: Any,
+) -> Any:
+    """Return a loader over one of `DATA`, with a generator of its author's that has this seed."""
+    dataset = DATA[data]()
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        options.pop("shuffle", None)
+    if generator is not None:
+        options["generator"] = torch.Generator().manual_seed(generator)
+    return kind(dataset, batch_size=4, **options)
+
+
+def network(dropout: float = 0.5) -> torch.nn.Module:
     """Return a network with dropout."""
     return torch.nn.Sequential(
-        torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(), torch.nn.Linear(WIDTH, 1)
+        torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(dropout), torch.nn.Linear(WIDTH, 1)
     )
 
 

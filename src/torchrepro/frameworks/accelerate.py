@@ -22,7 +22,6 @@ from torchrepro.frameworks.loggers import log_profile
 from torchrepro.frameworks.run_state import (
     begin_interrupted_epochs,
     checkpoint_entry,
-    generators_of,
     own_state,
     put_back,
     ranks,
@@ -31,7 +30,6 @@ from torchrepro.frameworks.run_state import (
 )
 from torchrepro.frameworks.switches import Switch, say_switches
 from torchrepro.messages import Problem, shown
-from torchrepro.seeding.loader_places import ended
 from torchrepro.seeding.state import write_whole
 
 if TYPE_CHECKING:
@@ -142,7 +140,7 @@ class _Hooks:
             return
         here = ranks()
         iterations = saved_loaders(_prepared(self.accelerator))
-        state = state_of_rank() | {"iterations": iterations, "ended": ended()}
+        state = state_of_rank() | {"iterations": iterations}
         entry = checkpoint_entry([state]) | here._asdict()
         write_whole(Path(folder, _FILE.format(here.rank)), json.dumps(entry).encode())
 
@@ -158,8 +156,7 @@ class _Hooks:
             return
         state = own_state(entry, where)
         if state is not None and put_back(state, where):
-            at_end = [(place, generators_of(state)) for place in state["ended"]]
-            take_up_loaders(_prepared(self.accelerator), state["iterations"], at_end)
+            take_up_loaders(_prepared(self.accelerator), state["iterations"])
             begin_interrupted_epochs(state)
 
 

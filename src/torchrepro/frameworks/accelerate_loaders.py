@@ -11,18 +11,11 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 from torchrepro.frameworks.hooking import MissingHookError, in_force, wrap, wrap_everywhere
-from torchrepro.seeding.loader_places import is_at_end, kind_of, know, reads_items, take_up
+from torchrepro.seeding.loader_places import batches_of_pass, is_at_end, reads_items, skip_batches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
     from types import ModuleType
     from weakref import ReferenceType
-
-_ended: list[tuple[Mapping[str, Any], Callable[[], None]]] = []
-"""Places of loaders whose program was saved at the last batch of an epoch.
-
-Each with what puts the generators where they were.
-"""
 
 _stood_for: WeakKeyDictionary[Any, ReferenceType[Any]] = WeakKeyDictionary()
 """Loaders without first batches, each with the one that it was made from."""
@@ -53,18 +46,11 @@ def _saved(loader: Any) -> int | None:
     return None if iteration is None else iteration + is_at_end(base_loader(loader))
 
 
-def take_up_loaders(
-    prepared: list[Any], iterations: list[int | None], ended: list[tuple[Any, Callable[[], None]]]
-) -> None:
-    """Have the loaders that an Accelerator has `prepared` count on from the saved `iterations`.
-
-    `ended` are places at which a program has to skip all of an epoch, with what puts the generators
-    back then.
-    """
+def take_up_loaders(prepared: list[Any], iterations: list[int | None]) -> None:
+    """Have the loaders that an Accelerator has `prepared` count on from the saved `iterations`."""
     for loader, iteration in zip(prepared, iterations, strict=False):
         if iteration is not None and hasattr(loader, "iteration"):
             loader.iteration = iteration
-    _ended[:] = ended
 
 
 def base_loader(loader: Any) -> Any:
@@ -77,8 +63,11 @@ def _skipping(original: Any) -> Any:
         if in_force() is None:
             return original(dataloader, num_batches)
         number = num_batches * _batches_at_once(dataloader)
+        number = batches_of_pass(base_loader(dataloader), number)
         skipped = original(dataloader, number)
-        _go_on(dataloader, skipped, number)
+        leaves_nothing = skip_batches(base_loader(dataloader), base_loader(skipped), number)
+        if not leaves_nothing and hasattr(dataloader, "iteration"):
+            _share_iteration(dataloader, skipped)
         return skipped
 
     return skip_first_batches
@@ -92,25 +81,6 @@ def _batches_at_once(loader: Any) -> int:
     """
     dispatched = type(loader).__name__ == "DataLoaderDispatcher" and not loader.split_batches
     return loader.state.num_processes if dispatched and not reads_items(loader) else 1
-
-
-def _go_on(loader: Any, skipped: Any, number: int) -> None:
-    """Have the epoch of `skipped` be one of `loader`, without its first `number` batches."""
-    base, other = base_loader(loader), base_loader(skipped)
-    know(base)
-    ended = [each for each in _ended if each[0]["kind"] == kind_of(base)]
-    if ended and _leaves_nothing(base, number):
-        _ended.remove(ended[0])
-        take_up(other, *ended[0])
-    elif hasattr(loader, "iteration"):
-        _share_iteration(loader, skipped)
-
-
-def _leaves_nothing(base: Any, number: int) -> bool:
-    try:
-        return 0 < len(base) <= number
-    except TypeError:  # an IterableDataset without a length
-        return False
 
 
 def _share_iteration(loader: Any, skipped: Any) -> None:

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, cast
 from torchrepro.console import say
 from torchrepro.errors import SeedingError
 from torchrepro.frameworks.hooking import in_force
-from torchrepro.seeding.loader_places import await_loaders, await_resting, interrupted, resting
+from torchrepro.seeding.loader_places import (
+    await_loaders,
+    await_resting,
+    ended,
+    interrupted,
+    resting,
+)
 from torchrepro.seeding.ranks import World, process_group
 from torchrepro.seeding.state import rng_state, run_begins, set_generators, set_rng_state
 
@@ -29,7 +35,12 @@ FORMAT = 1
 
 def state_of_rank() -> dict[str, Any]:
     """Return the state of this rank: its generators, and the loaders that it is iterating."""
-    return {"rng": rng_state(), "interrupted": interrupted(), "resting": resting()}
+    return {
+        "rng": rng_state(),
+        "interrupted": interrupted(),
+        "ended": ended(),
+        "resting": resting(),
+    }
 
 
 def ranks() -> World:
@@ -130,4 +141,4 @@ def begin_interrupted_epochs(state: Mapping[str, Any]) -> None:
 
     What the program draws until then does not count: the generators are put back once more.
     """
-    await_loaders(state["interrupted"], generators_of(state))
+    await_loaders(state["interrupted"], generators_of(state), state["ended"])

@@ -72,7 +72,7 @@ LOADERS = {
 }
 """Module -> class and the methods of it that are wrapped, none of which calls another's."""
 
-KEY = "torchrepro"
+KEY = "torchrepro_data"
 """Key of a StatefulDataLoader's state under which is kept what its samples draw from."""
 
 _forced: list[int] = []  # the number of workers of every loader, where a profile says so
@@ -286,14 +286,22 @@ def _wrapped_iter(original: Callable[..., Any]) -> Callable[..., Any]:
         delivery = delivery_of(loader)
         if delivery is None and _is_followed(loader):
             return Delivery(loader, partial(iter, loader))
-        if getattr(loader, "_initial_iter_for_state_dict", False):
-            # torchdata has started one where a state was asked for before the first batch.
+        if _is_begun(loader):
             if delivery is not None:
                 delivery.loading = loaders.register.loadings.get(loader)
             return original(loader)
         return _start(original, loader, delivery)
 
     return __iter__
+
+
+def _is_begun(loader: Any) -> bool:
+    """Whether torchdata has begun the iteration, as a state was asked for before the first batch.
+
+    It does not go on with one that was loaded at its end.
+    """
+    is_begun = getattr(loader, "_initial_iter_for_state_dict", False)
+    return is_begun and not loader._iterator._finished  # noqa: SLF001 - it is kept nowhere else
 
 
 def _is_followed(loader: Any) -> bool:
@@ -361,7 +369,12 @@ def _wrapped_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]
                 named.go_on_with(saved["given_seed"])
         if saved and "stream" in saved:
             _saved_streams[loader] = saved
-        return original(loader, own)
+        loaded = original(loader, own)
+        if own.get("_iterator_finished"):
+            # torchdata first makes the finished iterator again, and draws a base seed for it.
+            with isolated_draws():
+                loader.state_dict()
+        return loaded
 
     return load_state_dict
 
@@ -459,7 +472,7 @@ def _begun_by_torch(loader: Any, loading: Any) -> Iterator[None]:
     def make_reader(by_index: bool, make: Callable[[], Any]) -> Any:  # noqa: FBT001 - torch's kind
         if by_index:
             return isolated_reader(make())
-        return reader_in_program(lambda: loading.stream or stream_of(0), make)
+        return reader_in_program(lambda: loading.stream, make)
 
     with (
         _with(loader, worker_init_fn=loading, **{own: sampler}),

@@ -75,6 +75,9 @@ class Resumption:
 _awaited: list[Resumption] = []
 """Interrupted epochs that wait for a loader of their kind."""
 
+_ended: list[Resumption] = []
+"""Epochs whose program was saved at their last batch: who skips all of one takes it up."""
+
 _resting: list[Mapping[str, Any]] = []
 """What `resting` found in the run that goes on here, until a loader of the kind begins an epoch."""
 
@@ -323,13 +326,46 @@ def begin_late(put_back: Callable[[], None]) -> None:
     _late[:] = [put_back]
 
 
-def await_loaders(places: list[dict[str, Any]], put_back: Callable[[], None]) -> None:
+def await_loaders(
+    places: Sequence[Mapping[str, Any]],
+    put_back: Callable[[], None],
+    at_end: Sequence[Mapping[str, Any]] = (),
+) -> None:
     """Have the next loader of the kind of each of `places` take it up.
 
     The program passes over the batches that are done. `put_back` puts every generator where it
-    stood when the run was interrupted.
+    stood when the run was interrupted. Places `at_end` are for `skip_batches`.
     """
     _awaited[:] = [Resumption(place, put_back) for place in places]
+    _ended[:] = [Resumption(place, put_back) for place in at_end]
+
+
+def skip_batches(loader: Any, other: Any, number: int) -> bool:
+    """Have `other` stand for `loader` without the first `number` batches of its epoch.
+
+    Returns whether that leaves nothing of an epoch that had come to its end.
+    """
+    kind = kind_of(loader)
+    know(loader)
+    for resumption in _ended:
+        if resumption.place["kind"] == kind and number >= resumption.place["batches"]:
+            _ended.remove(resumption)
+            _taken_up[other] = resumption
+            return True
+    return False
+
+
+def batches_of_pass(loader: Any, number: int) -> int:
+    """Return how many batches are to be skipped, where `number` counts those of all passes.
+
+    A framework cannot know where a stream without a length began again. It reads one batch ahead.
+    """
+    kind = kind_of(loader)
+    places = (each.place for each in _awaited if each.place["kind"] == kind)
+    place = next(places, None)
+    if place is None or not reads_items(loader) or number < place["batches"]:
+        return number
+    return int(place["batches"]) - 1
 
 
 def take_up(
@@ -343,6 +379,7 @@ def take_up(
 def forget_places() -> None:
     """Have no loader go on anywhere: the profile under which a run went on is taken back."""
     _awaited.clear()
+    _ended.clear()
     _resting.clear()
     _late.clear()
     _taken_up.clear()

@@ -334,24 +334,27 @@ def reader_of_epoch(stream: Stream, make: Callable[[], Any]) -> Any:
     return _fetching_within(lambda: position, reader)
 
 
-def reader_in_program(rng: Callable[[], Stream], make: Callable[[], Any]) -> Any:
+def reader_in_program(rng: Callable[[], Stream | None], make: Callable[[], Any]) -> Any:
     """Return a reader of an `IterableDataset` that draws from the program's own generators.
 
-    `sample_rng` draws from the stream that `rng` returns.
+    `sample_rng` draws from the stream that `rng` returns, once there is one.
     """
     draws: list[_Draw] = []
 
     @contextmanager
     def reading() -> Iterator[None]:
-        if not draws:
-            draws.append(_Draw(worker_stream(rng(), 0)))
-        before, _here.draw = _here.draw, draws[0]
+        stream = rng()
+        if not draws and stream is not None:
+            draws.append(_Draw(worker_stream(stream, 0)))
+        before, _here.draw = _here.draw, draws[0] if draws else None
         try:
             yield
         finally:
             _here.draw = before
 
     reader = make()
+    original = reader.fetch
+    reader.fetch = lambda asked: original(asked.index if isinstance(asked, Request) else asked)
     return _fetching_within(reading, reader)
 
 

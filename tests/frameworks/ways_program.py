@@ -1,0 +1,377 @@
+"""Ways to train and resume that are exact in plain Python: each one a row, by its name.
+
+The author seeds everything and saves what he needs. Nothing here names torchrepro.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils import data
+from training import weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ITEMS, WIDTH, BATCH, EPOCHS, EVERY = 24, 4, 4, 3, 4
+STEPS = ITEMS // BATCH * EPOCHS
+SEED = 11
+
+
+def seed_everything(seed: int = SEED) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def row(index: int, noise: float = 0.0) -> torch.Tensor:
+    return torch.linspace(0.1, 1, WIDTH) * (index + 1) / ITEMS + noise
+
+
+class Plain(data.Dataset):
+    """Draws nothing."""
+
+    def __len__(self):
+        return ITEMS
+
+    def __getitem__(self, index):
+        return row(index)
+
+
+class TorchNoise(Plain):
+    def __getitem__(self, index):
+        return row(index) + torch.randn(WIDTH) * 0.1
+
+
+class HostNoise(Plain):
+    def __getitem__(self, index):
+        return row(index, random.random() + float(np.random.rand()))
+
+
+class AllNoise(Plain):
+    def __getitem__(self, index):
+        return row(index, random.random() + float(np.random.rand())) + torch.randn(WIDTH) * 0.1
+
+
+class OwnNoise(Plain):
+    """Draws from a generator of its own for each sample."""
+
+    def __getitem__(self, index):
+        return row(index, random.Random(index).random())
+
+
+class Batched(TorchNoise):
+    """Reads whole batches."""
+
+    def __getitems__(self, indices):
+        noise = torch.randn(len(indices), WIDTH)
+        return [row(index) + noise[number] for number, index in enumerate(indices)]
+
+
+class Stream(data.IterableDataset):
+    def __iter__(self):
+        info = data.get_worker_info()
+        first, step = (info.id, info.num_workers) if info else (0, 1)
+        for index in range(first, ITEMS, step):
+            yield self.item(index)
+
+    def item(self, index):
+        return row(index)
+
+
+class NoisyStream(Stream):
+    def item(self, index):
+        return row(index) + torch.randn(WIDTH) * 0.1
+
+
+class DrawingSampler(data.Sampler):
+    """Draws its order from numpy as an epoch begins."""
+
+    def __init__(self, rng=None):
+        self.rng = rng or np.random
+
+    def __len__(self):
+        return ITEMS
+
+    def __iter__(self):
+        return iter(self.rng.permutation(ITEMS).tolist())
+
+
+class Skipping(data.Sampler):
+    """Begins where it is told, so that nothing has to be loaded again."""
+
+    def __init__(self):
+        self.start, self.epoch = 0, 0
+
+    def __len__(self):
+        return ITEMS - self.start
+
+    def __iter__(self):
+        order = torch.randperm(ITEMS, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        start, self.start = self.start, 0
+        return iter(order[start:])
+
+
+def drawing_collate(rows):
+    return torch.stack(rows) + torch.randn(())
+
+
+def author_init(worker):
+    np.random.seed(torch.initial_seed() % 2**32 + worker)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a loop of its author's own loads, draws, saves and goes on."""
+
+    dataset: type = TorchNoise
+    options: dict[str, Any] = field(default_factory=lambda: {"shuffle": True})
+    sampler: Callable[[], Any] | None = None
+    generator: int | None = None
+    """The seed of a generator that the loader is given."""
+
+    at_start: bool = True
+    """Whether the generators are saved as they were when the epoch began."""
+
+    at_step: bool = True
+    """Whether they are saved as they are after the step."""
+
+    host: bool = False
+    """Whether those of `random` and numpy are saved as well."""
+
+    dropout: float = 0.5
+    skip: str = "pass over"
+    split: bool = False
+    stateful: bool = False
+    whole_epochs: bool = False
+    """Whether a checkpoint is written at the end of an epoch only."""
+
+    sets_epoch: bool = False
+    own_states: bool = False
+    """Whether the generator of the loader or sampler is saved as the epoch began."""
+
+    only: int | None = None
+    """The one number of workers with which it is exact in plain Python."""
+
+
+def _rng(host):
+    states = {"torch": torch.get_rng_state()}
+    if host:
+        states |= {"python": random.getstate(), "numpy": np.random.get_state()}
+    return states
+
+
+def _put(states):
+    torch.set_rng_state(states["torch"])
+    if "python" in states:
+        random.setstate(states["python"])
+        np.random.set_state(states["numpy"])
+
+
+def _loader(way, workers):
+    dataset = way.dataset()
+    if way.split:
+        own = torch.Generator().manual_seed(5)
+        dataset, _ = data.random_split(dataset, [ITEMS - 4, 4], generator=own)
+    options = dict(way.options)
+    if way.sampler is not None:
+        options = {"sampler": way.sampler(), **options}
+        options.pop("shuffle", None)
+    if issubclass(way.dataset, data.IterableDataset):
+        options.pop("shuffle", None)
+    if not workers:
+        options.pop("persistent_workers", None)
+        options.pop("multiprocessing_context", None)
+    if way.generator is not None:
+        options["generator"] = torch.Generator().manual_seed(way.generator)
+    kind = data.DataLoader
+    if way.stateful:
+        from torchdata.stateful_dataloader import StatefulDataLoader as kind
+    if "batch_sampler" in options:
+        options["batch_sampler"] = options["batch_sampler"]()
+    else:
+        options["batch_size"] = BATCH
+    return kind(dataset, num_workers=workers, **options)
+
+
+def _own(loader):
+    parts = (loader, loader.sampler)
+    found = [getattr(part, "generator", None) or getattr(part, "rng", None) for part in parts]
+    return [each for each in found if isinstance(each, torch.Generator | np.random.Generator)]
+
+
+def _read_own(loader):
+    return [
+        g.get_state() if isinstance(g, torch.Generator) else g.bit_generator.state
+        for g in _own(loader)
+    ]
+
+
+def _put_own(loader, states):
+    for own, state in zip(_own(loader), states, strict=True):
+        if isinstance(own, torch.Generator):
+            own.set_state(state)
+        else:
+            own.bit_generator.state = state
+
+
+def loop(way, folder, workers, after_step):
+    """Train by the way that its author has chosen; go on from `folder` if it was interrupted."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    seed_everything()
+    if world > 1:
+        torch.distributed.init_process_group("gloo")
+    model = torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(way.dropout), torch.nn.Linear(WIDTH, 1)
+    )
+    net = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    loader = _loader(way, workers)
+    path, saved = folder / f"own-{rank}.pt", None
+    if path.exists():
+        saved = torch.load(path, weights_only=False)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    resumed_from = None if saved is None else saved["step"]
+    step = resumed_from or 0
+    for epoch in range(0 if saved is None else saved["epoch"], EPOCHS):
+        going_on, saved = saved, None  # for the epoch that was interrupted alone
+        done = 0 if going_on is None else going_on["done"]
+        if way.sets_epoch:
+            loader.sampler.set_epoch(epoch)
+        if isinstance(loader.sampler, Skipping):
+            loader.sampler.epoch, loader.sampler.start = epoch, done * BATCH
+        if going_on is not None and way.at_start:
+            _put(going_on["start"])
+        if going_on is not None and way.own_states:
+            _put_own(loader, going_on["own"])
+        if going_on is not None and way.stateful:
+            loader.load_state_dict(going_on["loader"])
+        start, own = _rng(way.host), _read_own(loader)
+        batches = iter(loader)
+        if way.skip == "pass over":
+            for _ in range(done):
+                next(batches)
+        if going_on is not None and way.at_step and not way.whole_epochs:
+            _put(going_on["now"])
+        for number, batch in enumerate(batches, done):
+            net(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if step % EVERY == 0 and not way.whole_epochs:
+                torch.save(
+                    {
+                        "model": model.state_dict(),
+                        "optimizer": optimizer.state_dict(),
+                        "epoch": epoch,
+                        "done": number + 1,
+                        "step": step,
+                        "start": start,
+                        "own": own,
+                        "now": _rng(way.host),
+                        "loader": loader.state_dict() if way.stateful else None,
+                    },
+                    path,
+                )
+                _meet(world)
+            after_step(step)
+        if way.whole_epochs:
+            torch.save(
+                {
+                    "model": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "epoch": epoch + 1,
+                    "done": 0,
+                    "step": step,
+                    "start": _rng(way.host),
+                    "own": _read_own(loader),
+                },
+                path,
+            )
+    return weights(model), resumed_from
+
+
+def _meet(world):
+    if world > 1:
+        torch.distributed.barrier()
+
+
+def _weighted():
+    return data.WeightedRandomSampler([1.0 + n % 3 for n in range(ITEMS)], ITEMS)
+
+
+def _distributed():
+    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    return data.DistributedSampler(Plain(), world, rank, seed=7)
+
+
+def _own_generator_sampler():
+    return data.RandomSampler(Plain(), generator=torch.Generator().manual_seed(9))
+
+
+def _own_numpy_sampler():
+    return DrawingSampler(np.random.default_rng(4))
+
+
+def _batches():
+    return data.BatchSampler(data.RandomSampler(Plain()), BATCH, drop_last=True)
+
+
+WAYS = {
+    "both": Way(),
+    "both, random and numpy": Way(AllNoise, host=True),
+    "both, collate draws": Way(options={"shuffle": True, "collate_fn": drawing_collate}),
+    "both, whole batches": Way(Batched),
+    "both, in order": Way(options={}),
+    "both, host noise in workers": Way(HostNoise, host=True),
+    "both, batch sampler": Way(options={"batch_sampler": _batches}),
+    "both, weighted": Way(sampler=_weighted),
+    "both, replacement": Way(
+        sampler=lambda: data.RandomSampler(Plain(), replacement=True, num_samples=ITEMS)
+    ),
+    "both, subset": Way(sampler=lambda: data.SubsetRandomSampler(range(4, ITEMS))),
+    "both, split": Way(split=True),
+    "both, distributed sampler": Way(sampler=_distributed, sets_epoch=True),
+    "both, numpy's order": Way(sampler=DrawingSampler, host=True),
+    "both, own generator": Way(generator=3, own_states=True),
+    "both, sampler's generator": Way(sampler=_own_generator_sampler, own_states=True),
+    "both, sampler's numpy": Way(sampler=_own_numpy_sampler, own_states=True),
+    "both, worker_init_fn": Way(
+        HostNoise, options={"shuffle": True, "worker_init_fn": author_init}, host=True
+    ),
+    "step, persistent workers": Way(
+        OwnNoise,
+        options={"persistent_workers": True},
+        sampler=_distributed,
+        sets_epoch=True,
+        at_start=False,
+    ),
+    "both, drop_last": Way(options={"shuffle": True, "drop_last": True}),
+    "both, prefetch": Way(OwnNoise, options={"shuffle": True}, generator=8, own_states=True),
+    "start": Way(at_step=False, dropout=0.0),
+    "start, random and numpy": Way(AllNoise, at_step=False, dropout=0.0, host=True),
+    "step, distributed sampler": Way(Plain, sampler=_distributed, sets_epoch=True, at_start=False),
+    "step, in order": Way(OwnNoise, options={}, at_start=False),
+    "step, skipping sampler": Way(OwnNoise, sampler=Skipping, at_start=False, skip="sampler"),
+    "step, stream": Way(Stream, at_start=False),
+    "both, stream": Way(Stream),
+    "both, noisy stream in workers": Way(NoisyStream, only=2),
+    "epochs": Way(whole_epochs=True),
+    "epochs, random and numpy": Way(AllNoise, whole_epochs=True, host=True),
+    "epochs, own generator": Way(generator=3, own_states=True, whole_epochs=True),
+    "epochs, noisy stream": Way(NoisyStream, whole_epochs=True),
+    "stateful": Way(OwnNoise, stateful=True, at_start=False, skip="itself"),
+    "stateful, both, noise": Way(stateful=True, skip="itself", only=0),
+}
+"""Name -> way. Each is exact with 0 and with 2 workers, unless it says with how many."""
+
+
+def train(folder, workers, after_step, way="both"):
+    return loop(WAYS[way], folder, workers, after_step)
