@@ -216,13 +216,28 @@ class States:
     """The states that some generators had when this was made."""
 
     def __init__(self, slots: Iterable[Slot]) -> None:
-        self._states = [(slot.write, slot.read()) for slot in slots]
+        self._slots = list(slots)
+        self._states = [(slot.write, slot.read()) for slot in self._slots]
+
+    def are_present(self) -> bool:
+        """Whether the generators still have these states."""
+        return all(
+            _plain(slot.read()) == _plain(state)
+            for slot, (_, state) in zip(self._slots, self._states, strict=True)
+        )
 
     def put_back(self) -> None:
         """Make these the states again, of every generator even if one of them raises."""
         with ExitStack() as every_one:
             for write, state in self._states:
                 every_one.callback(write, state)
+
+
+def _plain(state: Any) -> Any:
+    """Return `state` as something that can be compared."""
+    if isinstance(state, dict):
+        return {key: _plain(part) for key, part in state.items()}
+    return state.tolist() if hasattr(state, "tolist") else state
 
 
 def host_states() -> States:

@@ -20,7 +20,7 @@ from torchrepro.errors import SeedingError
 from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.imports import AfterImport, named
 from torchrepro.messages import Problem, shown
-from torchrepro.seeding import streams
+from torchrepro.seeding import own_resumes, streams
 from torchrepro.seeding.loader import (
     FollowingLoading,
     Loading,
@@ -41,6 +41,7 @@ from torchrepro.seeding.loader_places import (
     Delivery,
     batch_size,
     delivery_of,
+    forget_places,
     given_from,
     parts_with_epochs,
     reads_items,
@@ -95,6 +96,9 @@ class SeedingPolicy:
 
     def write(self, value: str) -> None:
         set_automatic(value == "auto")
+        own_resumes.watch(begins=value == "auto")
+        if value != "auto":
+            forget_places()
         _settle()
 
     save = read
@@ -454,12 +458,15 @@ def _begun(loader: Any, loading: Loading, delivery: Delivery | None) -> Iterator
         delivery.seeded_by(loading)
         loading.given = delivery.saved_given or loading.given
     by_name = isinstance(loading, NamedLoading)
-    with _begun_by_name(loader, loading) if by_name else _begun_by_torch(loader, loading):
+    noting = None if delivery is None else partial(setattr, delivery, "samples_draw")
+    with _begun_by_name(loader, loading) if by_name else _begun_by_torch(loader, loading, noting):
         yield
 
 
 @contextmanager
-def _begun_by_torch(loader: Any, loading: Any) -> Iterator[None]:
+def _begun_by_torch(
+    loader: Any, loading: Any, noting: Callable[[bool], None] | None
+) -> Iterator[None]:
     """Have torch draw the order and the base seed as ever, and samples draw from these."""
     saved = _saved_streams.pop(loader, None)
     if saved is not None:
@@ -471,7 +478,7 @@ def _begun_by_torch(loader: Any, loading: Any) -> Iterator[None]:
 
     def make_reader(by_index: bool, make: Callable[[], Any]) -> Any:  # noqa: FBT001 - torch's kind
         if by_index:
-            return isolated_reader(make())
+            return isolated_reader(make(), noting)
         return reader_in_program(lambda: loading.stream, make)
 
     with (

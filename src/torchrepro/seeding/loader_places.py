@@ -119,6 +119,9 @@ class Delivery:
         self.loading: Loading | None = None
         self.number = next(_begun)
         self.is_over = False
+        self.samples_draw = False
+        """Whether the first sample that was read in this process drew random numbers."""
+
         self._iterator: Any = None
         self._first: Mapping[str, Any] | None = None
         self._last: Mapping[str, Any] | None = None
@@ -219,15 +222,16 @@ class Delivery:
     def place(self) -> dict[str, Any]:
         """Return how far the program has come, as plain JSON values."""
         named = self.loading if isinstance(self.loading, NamedLoading) else None
+        keeps_place = hasattr(self.loader, "next_iter_state")  # it is one of torchdata's
         return {
             "kind": kind_of(self.loader),
             "number": self.number,
             "batches": self.batches,
-            "batch_size": batch_size(self.loader),
+            "batch_size": None if keeps_place else batch_size(self.loader),  # its own state says it
             "samplers": self.epochs,
             "named": named and {"epoch": named.epoch, "given_seed": named.given_seed},
             "given": None if self.loading is None else [s.hex() for s in self.loading.given],
-            "keeps_place": hasattr(self.loader, "next_iter_state"),
+            "keeps_place": keeps_place,
             "start": encoded_states(self.states),
             "first": encoded_states(self._first),
             "last": encoded_states(self._last),
@@ -265,26 +269,27 @@ def delivery_of(loader: Any) -> Delivery | None:
 
 def interrupted() -> list[dict[str, Any]]:
     """Return the places of the loaders that the program is in the middle of, first begun first."""
-    return [each.place() for each in _alive() if not each.is_over]
+    return [each.place() for each in deliveries() if not each.is_over]
 
 
 def ended() -> list[dict[str, Any]]:
     """Return the places of the loaders at their end that somebody has batches left of."""
-    return [each.place() for each in _alive() if each.is_over]
+    return [each.place() for each in deliveries() if each.is_over]
 
 
 def is_at_end(loader: Any) -> bool:
     """Whether `loader` is at its end, and somebody has batches left of it."""
-    return any(each.loader is loader and each.is_over for each in _alive())
+    return any(each.loader is loader and each.is_over for each in deliveries())
 
 
-def _alive() -> list[Delivery]:
+def deliveries() -> list[Delivery]:
+    """Return the iterations that somebody holds, first begun first."""
     return sorted(_deliveries, key=lambda each: each.number)
 
 
 def place_of(loader: Any) -> dict[str, Any] | None:
     """Return how far the program has come in the latest iteration of `loader` that is alive."""
-    own = [each for each in _alive() if each.loader is loader]
+    own = [each for each in deliveries() if each.loader is loader]
     return own[-1].place() if own else None
 
 

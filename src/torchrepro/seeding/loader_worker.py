@@ -60,6 +60,7 @@ class _Draw:
 
 
 class _Present(threading.local):
+    first_sample: Callable[[bool], None] | None = None  # is told whether the next one draws
     draw: _Draw | None = None  # None outside of loading
     unseeded: tuple[Any, np.random.Generator] | None = None  # where nothing seeds what is loaded
 
@@ -257,7 +258,13 @@ class _SeededSamples:
         if name in self._again:
             self._again[name] = times + 1
         draw_from(self._stream.part(b"sample/%d/" % times + name), self._request.given)
-        return self._dataset[index]
+        tell, _here.first_sample = _here.first_sample, None
+        if tell is None:
+            return self._dataset[index]
+        before = host_states()
+        sample = self._dataset[index]
+        tell(not before.are_present())
+        return sample
 
 
 class _SeededBatches(_SeededSamples):
@@ -315,11 +322,13 @@ def readers_made_by(make: Callable[[bool, Callable[[], Any]], Any]) -> Iterator[
         kinds.create_fetcher = staticmethod(original)
 
 
-def isolated_reader(reader: Any) -> Any:
+def isolated_reader(reader: Any, tell: Callable[[bool], None] | None = None) -> Any:
     """Have `reader`, torch's of a map-style dataset, draw as its requests say, and move nothing.
 
-    For the main process, where the program's own generators stay where they are.
+    For the main process, where the program's own generators stay where they are. `tell` is told
+    whether its first sample draws.
     """
+    _here.first_sample = tell
     return _fetching_within(isolated_draws, _seeded_map(reader))
 
 
