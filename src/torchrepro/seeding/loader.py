@@ -10,8 +10,6 @@ numpy. A loader made with `dataloader_kwargs` has a name instead: its order and 
 
 from __future__ import annotations
 
-import threading
-import warnings
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -508,17 +506,8 @@ def can_be_seeded(loader: Any) -> bool:
         return False
     if is_loading():
         return False  # a dataset's own loader draws from what its sample draws from
-    if not {"sampler", "batch_sampler"} <= vars(loader).keys():
-        return False  # a class that makes them up has no place where seeding could step in
-    if not loader.num_workers and threading.current_thread() is not threading.main_thread():
-        # Samples are seeded through the global generators, from which other threads draw meanwhile.
-        warnings.warn(
-            "a DataLoader without workers is iterated outside of the main thread: "
-            "dataloader.seeding leaves it as its author made it; give it num_workers=1",
-            stacklevel=5,
-        )
-        return False
-    return True
+    # A class that makes them up has no place where seeding could step in.
+    return bool({"sampler", "batch_sampler"} <= vars(loader).keys())
 
 
 def kind_of_dataset(dataset: Any) -> str:

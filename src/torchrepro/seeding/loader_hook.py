@@ -52,6 +52,7 @@ from torchrepro.seeding.loader_worker import (
     is_loading,
     isolated_draws,
     isolated_reader,
+    reader_in_main_thread,
     reader_in_program,
     reader_of_epoch,
     readers_made_by,
@@ -287,16 +288,20 @@ def _wrapped_iter(original: Callable[..., Any]) -> Callable[..., Any]:
     def __iter__(loader: Any) -> Any:  # noqa: N807 - it stands for that method
         if any(other is loader for other in _being_started):
             return original(loader)  # a wrapper of an earlier profile, inside somebody's own
-        delivery = delivery_of(loader)
-        if delivery is None and _is_followed(loader):
-            return Delivery(loader, partial(iter, loader))
-        if _is_begun(loader):
-            if delivery is not None:
-                delivery.loading = loaders.register.loadings.get(loader)
-            return original(loader)
-        return _start(original, loader, delivery)
+        if delivery_of(loader) is None and _is_followed(loader):
+            return Delivery(loader, partial(_iterate, original, loader))
+        return _iterate(original, loader)
 
     return __iter__
+
+
+def _iterate(original: Callable[[Any], Any], loader: Any) -> Any:
+    delivery = delivery_of(loader)
+    if not _is_begun(loader):
+        return _start(original, loader, delivery)
+    if delivery is not None:
+        delivery.loading = loaders.register.loadings.get(loader)
+    return original(loader)
 
 
 def _is_begun(loader: Any) -> bool:
@@ -399,10 +404,10 @@ def _start(original: Callable[[Any], Any], loader: Any, delivery: Delivery | Non
         if _forced:
             until_begun.enter_context(_with(loader, num_workers=_forced[-1], timeout=0))
         loading = loading_of_iteration(loader)
-        if loading is not None:
-            until_begun.enter_context(_begun(loader, loading, delivery))
         if loaders.automatic and loader.num_workers:
             _note_seeding_of_workers(loader, loading)
+        if loading is not None:
+            until_begun.enter_context(_begun(loader, loading, delivery))
         if prepared:
             first = _PreparedWorker(dict(_handed_on), loader.worker_init_fn)
             until_begun.enter_context(_with(loader, worker_init_fn=first))
@@ -478,7 +483,7 @@ def _begun_by_torch(
 
     def make_reader(by_index: bool, make: Callable[[], Any]) -> Any:  # noqa: FBT001 - torch's kind
         if by_index:
-            return isolated_reader(make(), noting)
+            return reader_in_main_thread(make(), noting)
         return reader_in_program(lambda: loading.stream, make)
 
     with (

@@ -171,29 +171,39 @@ class Delivery:
         return self
 
     def __next__(self) -> Any:
-        if self._iterator is None:
-            _begin_waiting()
+        self._begin_in_turn()
         while self.skip:
             self.skip -= 1
             self._next()
         return self._next()
 
+    def _begin_in_turn(self) -> None:
+        """Begin, after those that were made before and wait for their first batch as well."""
+        if self._iterator is not None:
+            return
+        for put_back in _late:
+            put_back()
+        _late.clear()
+        turn = _waiting.index(self) + 1
+        for waiting in _waiting[:turn]:
+            waiting._begin()  # noqa: SLF001 - the same class
+        del _waiting[:turn]
+
     def _next(self) -> Any:
-        resumption = self._resumption
         if self._reads_here:
-            self._before_reading(resumption)
+            self._before_reading()
         try:
             batch = next(self._iterator)
         except StopIteration:
             self.is_over = True
-            self._gone_on(resumption)
+            self._go_on()
             raise
         self.batches += 1
-        if resumption is not None and self.batches >= resumption.place["batches"]:
-            self._gone_on(resumption)
+        if self._resumption is not None and self.batches >= self._resumption.place["batches"]:
+            self._go_on()
         return batch
 
-    def _before_reading(self, resumption: Resumption | None) -> None:
+    def _before_reading(self) -> None:
         """Note, or put, where the generators stand before a batch is read in this process.
 
         A sampler first draws as the first batch is asked for. What no stream seeds draws from the
@@ -201,7 +211,7 @@ class Delivery:
         batch that was read ahead are the numbers of then.
         """
         draws_on = self._is_read_ahead and (self.loading is None or reads_items(self.loader))
-        then: Mapping[str, Any] = _NOWHERE if resumption is None else resumption.place
+        then = _NOWHERE if self._resumption is None else self._resumption.place
         left = then["batches"] - self.batches
         if self._first is None:
             if then["first"] is not None:
@@ -210,13 +220,14 @@ class Delivery:
         elif draws_on and left == 1 and then["last"] is not None:
             put_states(self.loader, then["last"])
         if left <= 0 and reads_items(self.loader):  # no order is still to be drawn
-            self._gone_on(resumption)
+            self._go_on()
         if draws_on:
             self._last = read_states(self.loader)
 
-    def _gone_on(self, resumption: Resumption | None) -> None:
-        if resumption is not None and self._resumption is not None:
-            self._resumption = None
+    def _go_on(self) -> None:
+        """Put the generators where they stood at the interruption, if this epoch had one."""
+        if self._resumption is not None:
+            resumption, self._resumption = self._resumption, None
             resumption.put_back()
 
     def place(self) -> dict[str, Any]:
@@ -244,22 +255,12 @@ class Delivery:
     def __getattr__(self, name: str) -> Any:
         if name in ("_iterator", "_start") or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(name)  # asked for before there is an iterator, by `copy` for one
-        if self._iterator is None:
-            _begin_waiting()
+        self._begin_in_turn()
         return getattr(self._iterator, name)
 
     def __getstate__(self) -> object:
         self._iterator.__getstate__()  # torch's raises: it is neither copied nor pickled
         return super().__getstate__()
-
-
-def _begin_waiting() -> None:
-    """Begin the iterations that wait for their first batch to be asked for."""
-    for put_back in _late:
-        put_back()
-    _late.clear()
-    while _waiting:
-        _waiting.pop(0)._begin()  # noqa: SLF001 - the same module
 
 
 def delivery_of(loader: Any) -> Delivery | None:
@@ -411,8 +412,10 @@ def kind_of(loader: Any) -> str:
 
 
 def _top_sampler(loader: Any) -> Any:
-    batches = getattr(loader, "batch_sampler", None)
-    return getattr(loader, "sampler", None) if batches is None else batches
+    # Not what a class makes up each time it is asked: that would draw an order.
+    held = getattr(loader, "__dict__", {})
+    batches = held.get("batch_sampler")
+    return held.get("sampler") if batches is None else batches
 
 
 def given_from(saved: list[str]) -> Given:
@@ -434,8 +437,7 @@ def say_other_batch_size(loader: Any, then: int | None) -> None:
 
 def batch_size(loader: Any) -> int | None:
     """Return how many samples a batch of `loader` has; None where its sampler does not say."""
-    parts = samplers_within(getattr(loader, "batch_sampler", None))
-    sizes = (getattr(part, "batch_size", None) for part in parts)
+    sizes = (getattr(part, "batch_size", None) for part in samplers_within(_top_sampler(loader)))
     # A sampler of the program's own may have anything under that name.
     return next((size for size in sizes if type(size) is int), None)
 
@@ -453,7 +455,7 @@ def counting_parts(loader: Any) -> list[Any]:
 
 
 def _samplers(loader: Any) -> list[Any]:
-    tops = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
+    tops = map(getattr(loader, "__dict__", {}).get, ("sampler", "batch_sampler"))
     return [part for top in tops for part in samplers_within(top)]
 
 

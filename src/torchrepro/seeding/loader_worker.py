@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -322,14 +323,36 @@ def readers_made_by(make: Callable[[bool, Callable[[], Any]], Any]) -> Iterator[
         kinds.create_fetcher = staticmethod(original)
 
 
-def isolated_reader(reader: Any, tell: Callable[[bool], None] | None = None) -> Any:
+def isolated_reader(reader: Any) -> Any:
     """Have `reader`, torch's of a map-style dataset, draw as its requests say, and move nothing.
 
-    For the main process, where the program's own generators stay where they are. `tell` is told
-    whether its first sample draws.
+    For the main process, where the program's own generators stay where they are.
     """
-    _here.first_sample = tell
     return _fetching_within(isolated_draws, _seeded_map(reader))
+
+
+def reader_in_main_thread(reader: Any, tell: Callable[[bool], None] | None) -> Any:
+    """Do as `isolated_reader`, and tell `tell` whether the first sample draws.
+
+    A thread beside the main one reads as without a profile: samples are seeded through the global
+    generators, from which the main thread draws meanwhile.
+    """
+    unseeded = reader.fetch
+    seeded = isolated_reader(reader).fetch
+    _here.first_sample = tell
+
+    def fetch(request: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            return seeded(request)
+        warnings.warn(
+            "a DataLoader without workers is read outside of the main thread: dataloader.seeding "
+            "leaves its samples as their author made them; give it num_workers=1",
+            stacklevel=2,
+        )
+        return unseeded(request.index if isinstance(request, Request) else request)
+
+    reader.fetch = fetch
+    return reader
 
 
 def reader_of_epoch(stream: Stream, make: Callable[[], Any]) -> Any:
