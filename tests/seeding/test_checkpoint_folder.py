@@ -205,16 +205,6 @@ def test_a_checkpoint_under_another_seed_is_refused(tmp_path: Path) -> None:
             next(checkpoint.batches(_loader()))
 
 
-def test_a_loader_that_is_not_seeded_is_refused(tmp_path: Path) -> None:
-    """A loader that nothing seeds cannot be resumed in the middle: an error says what to do."""
-    checkpoint = torchrepro.Checkpoint(tmp_path, part=Part())
-    with pytest.raises(torchrepro.SeedingError, match=r"not seeded.*\n.*dataloader_kwargs"):
-        next(checkpoint.batches(DataLoader(range(12))))
-    free = torchrepro.Checkpoint(None, part=Part())
-
-    assert len(list(free.batches(DataLoader(range(12))))) == 12
-
-
 @pytest.mark.parametrize("bad", [-1, True, 1.5, "2", None])
 def test_counts_are_whole_numbers(tmp_path: Path, bad: Any) -> None:
     """What is no whole number of 0 or more counts neither epochs nor steps."""

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 import torchrepro
-from torchrepro.seeding.loader_places import begin_again, interrupted, saved_place, take_up
+from torchrepro.seeding.loader_places import await_loaders, interrupted, place_of, take_up
 
 AUTO = {"seed": 5, "dataloader": {"seeding": "auto"}}
 EPOCHS, PER_EPOCH = 3, 4
@@ -131,10 +131,10 @@ def test_another_batch_size_within_an_epoch_is_said(
 
 
 RESUMED: dict[str, tuple[Any, Any]] = {
-    "a loader's place": (saved_place, take_up),
+    "a loader's place": (place_of, lambda loader, place: take_up(loader, place, lambda: None)),
     "a run's places": (
         lambda _: interrupted(),
-        lambda _, places: begin_again(places, lambda: None),
+        lambda _, places: await_loaders(places, lambda: None),
     ),
 }
 """How frameworks keep the place of a loader, and how they go on from it."""
@@ -164,8 +164,8 @@ def test_frameworks_hear_of_another_batch_size(
         _ = list(loader), list(loader)
 
     said = (
-        "torchrepro: loader Tensor[12]#1: epoch 0 was interrupted with batch_size=3 and goes on "
-        "with batch_size=4, so its batches hold other samples than those of the uninterrupted run; "
+        "torchrepro: the loader over Tensor[12]: its epoch was interrupted with batch_size=3 and "
+        "goes on with batch_size=4, so its batches hold other samples than those of the uninterrupted run; "
         "resume with batch_size=3 to go on exactly\n"
     )
     assert capsys.readouterr().err == (said if batch_size == 4 and rank == 0 else "")
@@ -238,22 +238,6 @@ def test_a_part_without_a_state_is_refused(tmp_path: Path, part: Any, kept: bool
         torchrepro.Checkpoint(tmp_path if kept else None, fine=Best(1), broken=part)
 
     assert _written(tmp_path) == []
-
-
-@pytest.mark.parametrize("seeding", ["auto", "explicit"])
-@pytest.mark.parametrize("place", ["sampler", "batch_sampler"])
-def test_a_sampler_with_a_generator_of_its_own_is_refused(
-    tmp_path: Path, place: str, seeding: str
-) -> None:
-    """A loader whose sampler draws from its own generator is refused before its first batch."""
-    sampler: Any = RandomSampler(range(8), generator=torch.Generator())
-    if place == "batch_sampler":
-        sampler = BatchSampler(sampler, 2, drop_last=False)
-    with torchrepro.apply(AUTO):
-        named = torchrepro.dataloader_kwargs("train") if seeding == "explicit" else {}
-        loader = DataLoader(range(8), **{place: sampler}, **named)
-        with pytest.raises(torchrepro.SeedingError, match="RandomSampler"):
-            next(torchrepro.Checkpoint(tmp_path).batches(loader))
 
 
 def test_a_rank_without_its_others_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

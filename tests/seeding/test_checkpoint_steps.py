@@ -136,14 +136,9 @@ def _steps_then_batches(checkpoint: torchrepro.Checkpoint, count: int) -> None:
 def test_a_checkpoint_of_another_loop_is_refused(
     tmp_path: Path, then: Any, now: Any, other: str
 ) -> None:
-    """Steps are no batches: what one loop saved, the other refuses, unless it does not say."""
+    """Steps are no batches: what one loop saved, the other refuses."""
     with torchrepro.apply("seed-only"):
         then(torchrepro.Checkpoint(tmp_path), 1)
-    saved = sorted(tmp_path.glob("step-*/*.pt"))[-1]
     refused = pytest.raises(torchrepro.SeedingError, match=other) if other else nullcontext()
     with torchrepro.apply("seed-only"), refused:
         now(torchrepro.Checkpoint(tmp_path), 9)
-    if other:
-        torch.save({k: v for k, v in torch.load(saved).items() if k != "loop"}, saved)
-        with torchrepro.apply("seed-only"):
-            now(torchrepro.Checkpoint(tmp_path), 9)

@@ -6,6 +6,7 @@ import random
 import sys
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from inspect import unwrap
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -263,10 +264,15 @@ def seed_sample(source: Stream, python: bytes, numpy: bytes) -> None:
     import numpy as np
     import torch
 
-    _seed_python(source.entropy("python" + python.hex()))
-    words = source.bytes("numpy_legacy" + numpy.hex(), 32)
-    np.random.seed(np.frombuffer(words, "<u4"))
-    torch.default_generator.manual_seed(source.seed64)
+    material = source.bytes("sample", 72)
+    own, words = material[:32], material[32:64]
+    if python:
+        own = source.bytes("python/" + python.hex(), 32)
+    if numpy:
+        words = source.bytes("numpy/" + numpy.hex(), 32)
+    _seed_python(int.from_bytes(own, "little"))
+    unwrap(np.random.seed)(np.frombuffer(words, "<u4"))  # no call of the program, which is recorded
+    torch.default_generator.manual_seed(int.from_bytes(material[64:], "little"))
 
 
 @contextmanager
