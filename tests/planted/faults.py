@@ -15,17 +15,10 @@ Fault = Callable[[bool], Plant]
 """What plants a fault, or with False its healthy twin."""
 
 
-def one_ulp(tensor: torch.Tensor) -> None:
+def one_ulp(tensor: torch.Tensor, place: int = 5) -> None:
     """Move one element to the next float, without an op."""
     flat = tensor.detach().numpy().reshape(-1)
-    flat[5] = np.nextafter(flat[5], np.float32(np.inf))
-
-
-def one_ulp_of_the_smallest(tensor: torch.Tensor) -> None:
-    """Move the element nearest to zero, whose ulp is lost in any sum, to the next float."""
-    flat = tensor.detach().numpy().reshape(-1)
-    nearest = np.abs(flat).argmin()
-    flat[nearest] = np.nextafter(flat[nearest], np.float32(np.inf))
+    flat[place] = np.nextafter(flat[place], np.float32(np.inf))
 
 
 def halved(tensor: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from torchrepro.console import say_once
+from torchrepro.frameworks.accelerate_loaders import base_loader
 from torchrepro.frameworks.hooking import MissingHookError, in_force, wrap
 from torchrepro.frameworks.run_state import (
     KEY,
@@ -29,6 +30,7 @@ from torchrepro.frameworks.run_state import (
     state_of_rank,
 )
 from torchrepro.frameworks.switches import Switch, say_switches
+from torchrepro.seeding.loader_places import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -160,6 +162,9 @@ class RunState:
         self._all_ranks: list[dict[str, Any]] = []
         self._pending: Callable[[], None] | None = None
         self._within_step = False
+        self._kind = ""
+        """Of the loader that is trained on."""
+
         self.has_gone_on = False
         """Whether this training goes on from a checkpoint with the generators in it."""
 
@@ -185,13 +190,22 @@ class RunState:
                 "goes on from it is not the uninterrupted one"
             )
         others: list[Any] = [*self._all_ranks[1:]] or [None] * (size - 1)
-        return [state_of_rank(), *others]
+        return [self._state(), *others]
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def _state(self) -> dict[str, Any]:
+        state = state_of_rank()
+        # Each evaluation has a loader of its own, and with it a generator that was just seeded.
+        state["resting"] = [each for each in state["resting"] if each["kind"] == self._kind]
+        return state
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any
+    ) -> None:
         """Go on from the checkpoint that the Trainer has read its own state from, if any."""
         # Saving, the Trainer looks it up, and the state of a checkpoint without us lacks it.
         state.stateful_callbacks.setdefault(type(self).__name__, {})
         self._attends = _takes_charge(self, control)
+        self._kind = kind_of(base_loader(train_dataloader))
         self._saves, self._all_ranks, self._pending = False, [], None
         self._within_step, self.has_gone_on = False, False
         if not self._attends or in_force() is None:
@@ -249,12 +263,12 @@ class RunState:
         if_better = asked.should_evaluate and args.save_strategy == "best"
         self._saves = asked.should_save or if_better
         if self._saves:
-            self._all_ranks = of_all_ranks(state_of_rank())
+            self._all_ranks = of_all_ranks(self._state())
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
         """Ask all ranks again where a checkpoint follows: an evaluation draws numbers."""
         if self._saves:
-            self._all_ranks = of_all_ranks(state_of_rank())
+            self._all_ranks = of_all_ranks(self._state())
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Attend no longer."""

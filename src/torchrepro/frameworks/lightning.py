@@ -123,6 +123,8 @@ class TrainerHooks:
             with going_on_without(FRAMEWORK, "the state of the run in a checkpoint"):
                 state = state_of_rank()
                 state["loaders"] = _taken_out(checkpoint, trainer)
+                if trainer.reload_dataloaders_every_n_epochs:
+                    state["resting"] = []  # new loaders begin with generators of their own
                 alone = trainer.interrupted and ranks().size > 1
                 states = [state] if alone else of_all_ranks(state)
                 checkpoint[KEY] = checkpoint_entry(states) | ({"alone": True} if alone else {})

@@ -23,7 +23,32 @@ if TYPE_CHECKING:
 Generator = TypeVar("Generator")
 
 DEVICES = ("cuda", "npu", "xpu", "mps")
-_seed_python = random.seed  # as it is before calls of the program are recorded
+# As they are before calls of the program are recorded.
+_seed_python, _read_python, _put_python = random.seed, random.getstate, random.setstate
+
+
+class Given(NamedTuple):
+    """The seeds that the program itself has given to `random` and numpy, which samples depend on.
+
+    Torch's reaches them by the base seed. A seed that was not given is empty.
+    """
+
+    python: bytes = b""
+    numpy: bytes = b""
+
+
+_given = Given()
+
+
+def given_to_host() -> Given:
+    """Return what the program has last seeded `random` and numpy with under the present seed."""
+    return _given
+
+
+def put_given(given: Given) -> None:
+    """Have samples draw as if the program had given these seeds."""
+    global _given  # noqa: PLW0603 - a fact about the process
+    _given = given
 
 
 class Kind(NamedTuple):
@@ -197,8 +222,10 @@ def host_slots() -> dict[str, Slot]:
     import torch
 
     return {
-        "python": Slot(random.getstate, random.setstate),
-        "numpy": Slot(partial(np.random.get_state, legacy=False), np.random.set_state),
+        "python": Slot(_read_python, _put_python),
+        "numpy": Slot(
+            partial(unwrap(np.random.get_state), legacy=False), unwrap(np.random.set_state)
+        ),
         "torch": Slot(torch.default_generator.get_state, torch.default_generator.set_state),
     }
 
@@ -223,7 +250,7 @@ class States:
     def are_present(self) -> bool:
         """Whether the generators still have these states."""
         return all(
-            _plain(slot.read()) == _plain(state)
+            plain_state(slot.read()) == plain_state(state)
             for slot, (_, state) in zip(self._slots, self._states, strict=True)
         )
 
@@ -234,10 +261,10 @@ class States:
                 every_one.callback(write, state)
 
 
-def _plain(state: Any) -> Any:
+def plain_state(state: Any) -> Any:
     """Return `state` as something that can be compared."""
     if isinstance(state, dict):
-        return {key: _plain(part) for key, part in state.items()}
+        return {key: plain_state(part) for key, part in state.items()}
     return state.tolist() if hasattr(state, "tolist") else state
 
 
@@ -283,10 +310,11 @@ def isolated_rng() -> Iterator[None]:
     registered ones; restores after an exception too. Also a decorator. `torch.random.fork_rng`
     covers torch alone.
     """
-    before = States(all_slots().values())
+    before, given = States(all_slots().values()), given_to_host()
     try:
         yield
     finally:
+        put_given(given)
         before.put_back()
 
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from torchrepro.seeding import streams
+from torchrepro.seeding.generators import Given, given_to_host
 from torchrepro.seeding.loader_worker import (
-    Given,
     Position,
     Request,
     draw_from,
@@ -30,7 +30,6 @@ from torchrepro.seeding.loader_worker import (
     worker_stream,
 )
 from torchrepro.seeding.program_seed import seed_left_out, seed_of_loaders, with_given
-from torchrepro.seeding.seeding_calls import given_to_host
 from torchrepro.seeding.streams import Stream, derive, whole
 from torchrepro.seeding.worker_seeders import worker_seeder
 

@@ -370,19 +370,19 @@ def _wrapped_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]
     @wraps(original)
     def load_state_dict(loader: Any, state_dict: Mapping[str, Any]) -> Any:
         own = {key: value for key, value in state_dict.items() if key != KEY}
-        saved = state_dict.get(KEY)
-        named = named_loading_of(loader)
-        if saved and named is not None and "epoch" in saved:
-            named.go_to(saved["epoch"], 0)
-            if saved["within"]:
-                named.go_on_with(saved["given_seed"])
-        if saved and "stream" in saved:
-            _saved_streams[loader] = saved
+        saved = state_dict.get(KEY) or {}
         loaded = original(loader, own)
         if own.get("_iterator_finished"):
             # torchdata first makes the finished iterator again, and draws a base seed for it.
             with isolated_draws():
                 loader.state_dict()
+        named = named_loading_of(loader)
+        if named is not None and "epoch" in saved:
+            named.go_to(saved["epoch"], 0)
+            if saved["within"]:
+                named.go_on_with(saved["given_seed"])
+        if "stream" in saved:
+            _saved_streams[loader] = saved
         return loaded
 
     return load_state_dict

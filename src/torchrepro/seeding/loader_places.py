@@ -7,12 +7,13 @@ where they stood when the epoch was interrupted.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from torchrepro.console import say
-from torchrepro.seeding.generators import KINDS, Slot, host_slots
+from torchrepro.seeding.generators import KINDS, Given, Slot, host_slots
 from torchrepro.seeding.loader import (
     NamedLoading,
     is_kept,
@@ -21,7 +22,6 @@ from torchrepro.seeding.loader import (
     samplers_within,
     unskipped,
 )
-from torchrepro.seeding.loader_worker import Given
 from torchrepro.seeding.ranks import world
 from torchrepro.seeding.state import decoded, encoded
 
@@ -29,6 +29,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torchrepro.seeding.loader import Loading
+
+
+@dataclass(slots=True, eq=False)
+class Known:
+    """A loader with generators of its own, and those that stand for it."""
+
+    kind: str
+    number: int
+    epochs: int = 0
+    """How many it has begun."""
 
 
 @dataclass(slots=True)
@@ -81,8 +91,11 @@ _ended: list[Resumption] = []
 _resting: list[Mapping[str, Any]] = []
 """What `resting` found in the run that goes on here, until a loader of the kind begins an epoch."""
 
-_known: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""Loaders with generators of their own, in the order in which they first began an epoch."""
+_known: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
+"""Loaders with generators of their own."""
+
+_kinds: Counter[str] = Counter()
+"""How many such loaders there were of each kind."""
 
 _late: list[Callable[[], None]] = []
 _waiting: list[Delivery] = []
@@ -132,7 +145,9 @@ class Delivery:
 
     def _begin(self) -> None:
         loader, resumption = self.loader, self._resumption
-        know(loader)
+        known = _know(loader)
+        if known is not None:
+            known.epochs += 1
         _put_rested(loader)
         if resumption is not None:
             resumption.begin(loader)
@@ -294,20 +309,30 @@ def place_of(loader: Any) -> dict[str, Any] | None:
     return own[-1].place() if own else None
 
 
-def know(loader: Any) -> None:
-    """Have `resting` tell of `loader`, if it or a sampler of it holds a generator."""
-    if is_kept(loader) and loader not in _known and _own_slots(loader):
-        _known[loader] = next(_begun)
+def _know(loader: Any) -> Known | None:
+    """Return what is known of `loader`, if it or a sampler of it holds a generator."""
+    if not is_kept(loader) or (loader not in _known and not _own_slots(loader)):
+        return None
+    if loader not in _known:
+        _known[loader] = Known(kind_of(loader), next(_begun))
+        _kinds[_known[loader].kind] += 1
+    return _known[loader]
 
 
 def resting() -> list[dict[str, Any]]:
-    """Return the own generators of the loaders that the program is not in the middle of."""
-    busy = [each.loader for each in _deliveries if not each.is_over]
-    known = sorted(_known.items(), key=lambda item: item[1])
+    """Return the own generators of the loaders that the program is not in the middle of.
+
+    A program that makes a loader for each epoch begins each with generators of its own.
+    """
+    busy = [_known.get(each.loader) for each in _deliveries if not each.is_over]
+    lasting = {
+        known.number: (known, loader)
+        for loader, known in _known.items()
+        if known not in busy and (known.epochs > 1 or _kinds[known.kind] == 1)
+    }
     return [
-        {"kind": kind_of(loader), "own": encoded_states(_read(_own_slots(loader)))}
-        for loader, _ in known
-        if all(loader is not other for other in busy)
+        {"kind": known.kind, "own": encoded_states(_read(_own_slots(loader)))}
+        for _, (known, loader) in sorted(lasting.items())
     ]
 
 
@@ -351,8 +376,9 @@ def skip_batches(loader: Any, other: Any, number: int) -> bool:
 
     Returns whether that leaves nothing of an epoch that had come to its end.
     """
-    kind = kind_of(loader)
-    know(loader)
+    kind, known = kind_of(loader), _know(loader)
+    if known is not None:
+        _known[other] = known
     for resumption in _ended:
         if resumption.place["kind"] == kind and number >= resumption.place["batches"]:
             _ended.remove(resumption)

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import index as as_index
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import SeedingError
 from torchrepro.messages import Problem, shown
-from torchrepro.seeding.generators import host_states, seed_sample
+from torchrepro.seeding.generators import Given, host_states, seed_sample
 from torchrepro.seeding.streams import (
     current_plan,
     derive,
@@ -35,16 +35,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from torchrepro.seeding.streams import Stream
-
-
-class Given(NamedTuple):
-    """The seeds that the program itself has given to `random` and numpy, which samples depend on.
-
-    Torch's reaches them by the base seed. A seed that was not given is empty.
-    """
-
-    python: bytes = b""
-    numpy: bytes = b""
 
 
 _NONE_GIVEN = Given()

@@ -11,7 +11,8 @@ from torchrepro.callers import package, program_place
 from torchrepro.messages import shown
 from torchrepro.policies.policy import count
 from torchrepro.seeding.call_listeners import is_listening, listen, stop_listening
-from torchrepro.seeding.loader_worker import Given, is_loading, label
+from torchrepro.seeding.generators import Given, given_to_host, host_slots, plain_state, put_given
+from torchrepro.seeding.loader_worker import is_loading, label
 from torchrepro.seeding.program_seed import LEFT_TO_CHANCE, note_not_given
 from torchrepro.seeding.worker_notes import say_in_first_worker
 
@@ -35,6 +36,17 @@ FUNCTIONS = (
     ("torch.mps", "manual_seed"),
 )
 """Every function that seeds a global generator: module, name."""
+
+HOST = {"random": "python", "numpy.random": "numpy"}
+"""Module -> its generator, whose seeds samples depend on."""
+
+STATES = (
+    ("random", "getstate"),
+    ("random", "setstate"),
+    ("numpy.random", "get_state"),
+    ("numpy.random", "set_state"),
+)
+"""Every function by which a seed that was given can be taken back."""
 
 DEVICES = ("torch.cuda", "torch.npu", "torch.xpu", "torch.mps")
 """Modules whose functions seed nothing but generators of a device."""
@@ -63,8 +75,8 @@ class SeedingCall:
 
 
 _calls: dict[tuple[str, str], SeedingCall] = {}
-_given: dict[str, bytes] = {}
-"""What the program has last given to a function, as bytes that are the same in every process."""
+_given_at: dict[tuple[str, int], bytes] = {}
+"""What the program had seeded a generator with when it read this state of it."""
 
 
 class SeedingCalls:
@@ -80,20 +92,21 @@ class SeedingCalls:
 
     def write(self, value: Any) -> None:
         _calls.clear()
-        _given.clear()
+        _given_at.clear()
+        put_given(Given())
         note_calls_of_new_modules()
 
     def save(self) -> Any:
-        return is_listening(_note), dict(_calls), dict(_given)
+        return is_listening(_note), dict(_calls), given_to_host()
 
     def restore(self, saved: Any) -> None:
         listened, calls, given = saved
         _calls.clear()
         _calls.update(calls)
-        _given.clear()
-        _given.update(given)
+        put_given(given)
         if not listened:
             stop_listening(_note)
+            stop_listening(_note_state)
 
 
 def seeding_calls() -> tuple[SeedingCall, ...]:
@@ -113,17 +126,14 @@ def note_calls_of_new_modules() -> None:
     """Record seeding calls to libraries that were loaded since as well."""
     for module, name in FUNCTIONS:
         listen(module, name, _note)
+    for module, name in STATES:
+        listen(module, name, _note_state)
 
 
 def given_by_program() -> frozenset[str]:
     """Return the functions to which the program has given a seed; one left to chance is no seed."""
     of_chance = ("", shown(None))
     return frozenset(call.function for call in _calls.values() if call.value not in of_chance)
-
-
-def given_to_host() -> Given:
-    """Return what the program has last seeded `random` and numpy with under the present seed."""
-    return Given(_given.get("random.seed", b""), _given.get("numpy.random.seed", b""))
 
 
 def _note(
@@ -144,9 +154,26 @@ def _note(
         if call.times == 1:
             text = f"seeded by the program itself, in workers: {call}"
             say_in_first_worker(f"{function} at {where}", text)
-    if not is_loading():  # what a sample seeds is its own affair, and gone with it
+    generator = HOST.get(function.rpartition(".")[0])
+    if generator is not None and not is_loading():  # what a sample seeds is gone with it
         values = [value for value in (*args, *kwargs.values()) if value is not None]
-        _given[function] = label(values) if values else b""
+        put_given(given_to_host()._replace(**{generator: label(values) if values else b""}))
+
+
+def _note_state(
+    function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
+) -> None:
+    """Forget a seed that was given where the program puts back a state that it read before."""
+    if package(frame) in _OWN or is_loading():
+        return
+    module, _, name = function.rpartition(".")
+    state = host_slots()[HOST[module]].read()  # what was put is what is there now
+    key = module, hash(state if isinstance(state, tuple) else repr(plain_state(state)))
+    if "get" in name:
+        if len(_given_at) < _MANY:
+            _given_at[key] = getattr(given_to_host(), HOST[module])
+    elif key in _given_at:
+        put_given(given_to_host()._replace(**{HOST[module]: _given_at[key]}))
 
 
 def _outside_dynamo(frame: FrameType) -> FrameType:

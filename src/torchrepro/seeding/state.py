@@ -15,14 +15,22 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.errors import SeedingError
 from torchrepro.messages import Problem, shown, some
 from torchrepro.seeding import loader, streams
-from torchrepro.seeding.generators import States, all_slots, devices_in_use, registered
+from torchrepro.seeding.generators import (
+    Given,
+    States,
+    all_slots,
+    devices_in_use,
+    given_to_host,
+    put_given,
+    registered,
+)
 from torchrepro.seeding.ranks import world
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 FORMAT = 1
-PARTS = ("world", "seed_plan", "devices", "kinds", "generators", "loaders")
+PARTS = ("world", "seed_plan", "devices", "kinds", "generators", "given", "loaders")
 
 _resumed = False
 
@@ -31,9 +39,10 @@ def rng_state() -> dict[str, Any]:
     """Return a snapshot of every generator as plain JSON values.
 
     It holds Python's, numpy's legacy and torch's CPU generator, every device of every accelerator
-    in use, the registered generators, how far the loaders made with `dataloader_kwargs` have come,
-    the seed plan, the world size and rank, and a checksum. It can go into a JSON file or into
-    ``torch.save``. Changes nothing; imports torch.
+    in use, the registered generators, the seeds that the program gave to `random` and numpy, how
+    far the loaders made with `dataloader_kwargs` have come, the seed plan, the world size and rank,
+    and a checksum. It can go into a JSON file or into ``torch.save``. Changes nothing; imports
+    torch.
     """
     slots = all_slots()
     state: dict[str, Any] = {
@@ -43,6 +52,7 @@ def rng_state() -> dict[str, Any]:
         "devices": _device_names(),
         "kinds": {name: kind.name for name, (kind, _) in registered().items()},
         "generators": {name: encoded(slot.read()) for name, slot in slots.items()},
+        "given": {name: seed.hex() for name, seed in given_to_host()._asdict().items()},
         "loaders": loader.epochs(),
     }
     return {**state, "checksum": _checksum(state)}
@@ -79,6 +89,8 @@ def set_generators(snapshot: Mapping[str, Any]) -> None:
                 why = str(error).partition("\n")[0]
                 raise SeedingError(Problem(f"a generator refused its state: {why}")) from error
         raise
+    saved = snapshot["given"]
+    put_given(Given(bytes.fromhex(saved["python"]), bytes.fromhex(saved["numpy"])))
 
 
 def save_rng_state(path: str | os.PathLike[str]) -> None:
