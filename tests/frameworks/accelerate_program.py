@@ -15,25 +15,16 @@ ACCUMULATED = 2
 """Batches for a step; two processes take half as many, and then one is a step."""
 
 
-def train(
-    folder,
-    workers,
-    after_step,
-    every=EVERY,
-    data="augmented",
-    generator=None,
-    dropout=0.5,
-    **loading,
-):
+def train(folder, workers, after_step, every=EVERY, generator=None, **loading):
     world = int(os.environ.get("WORLD_SIZE", "1"))
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=ACCUMULATED // world,
         dataloader_config=DataLoaderConfiguration(**loading),
     )
-    loader = loader_of(data, generator, shuffle=True, num_workers=workers)
-    validation = loader_of("still" if data == "still" else "augmented", num_workers=workers)
-    model = network(dropout)
+    loader = loader_of(generator=generator, shuffle=True, num_workers=workers)
+    validation = loader_of(num_workers=workers)
+    model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     model, optimizer, validation, loader = accelerator.prepare(model, optimizer, validation, loader)
     step, last = 0, _last(folder)

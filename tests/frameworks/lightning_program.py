@@ -41,11 +41,7 @@ class AfterStep(lightning.Callback):
         self.after_step(trainer.global_step)
 
 
-def train(folder, workers, after_step, every=EVERY, stateful=False, validates=True, **loading):
-    if stateful:
-        from torchdata.stateful_dataloader import StatefulDataLoader
-
-        loading["kind"] = StatefulDataLoader
+def train(folder, workers, after_step, every=EVERY, validates=True, **loading):
     loader = loader_of(shuffle=True, num_workers=workers, **loading)
     validation = loader_of(num_workers=workers) if validates else None
     world = int(os.environ.get("WORLD_SIZE", "1"))

@@ -27,7 +27,8 @@ def _ways() -> Any:
     sys.path.insert(0, str(HERE))
     try:
         spec = importlib.util.spec_from_file_location("ways_program", PROGRAM)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules["ways_program"] = module
         spec.loader.exec_module(module)
@@ -75,6 +76,41 @@ def test_every_way_is_exact_under_every_profile(profile: str | None, tmp_path: P
     plans = [plan for way in WAYS for plan in _plans(way, (profile,), (0, 2))]
 
     assert _inexact(plans, tmp_path) == []
+
+
+def _seeds_that_count(
+    profile: str | None, workers: int, tmp_path: Path, **run: Any
+) -> set[tuple[str, str]]:
+    """Return each way with each library whose seed changes what it trains.
+
+    Two runs with the same seeds have to agree.
+    """
+    options = [
+        {"way": way, "other_seed": other}
+        for way in WAYS
+        if WAYS[way].only in (None, workers)
+        for other in (None, None, "python", "numpy", "torch")
+    ]
+    plans = [Plan(workers, (), profile, options=each) for each in options]
+    found = [each.weights for each in outcomes(PROGRAM, tmp_path, plans, **run)]
+    counting = set()
+    for first in range(0, len(options), 5):
+        base, again, *others = found[first : first + 5]
+        assert base == again, options[first]
+        for other, weights in zip(options[first + 2 : first + 5], others, strict=True):
+            if weights != base:
+                counting.add((other["way"], other["other_seed"]))
+    return counting
+
+
+@pytest.mark.slow
+def test_runs_agree_and_seeds_count_as_in_plain_python(tmp_path: Path) -> None:
+    """Two runs of every way agree, and a seed of the program's own changes at least what it did."""
+    plain = _seeds_that_count(None, 0, tmp_path / "plain")
+
+    for profile in PROFILES:
+        assert _seeds_that_count(profile, 0, tmp_path / profile) >= plain
+    assert {library for _, library in plain} == {"python", "numpy", "torch"}
 
 
 @pytest.mark.slow

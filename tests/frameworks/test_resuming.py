@@ -28,7 +28,7 @@ VARIANTS = {
     "lightning, saved at the last batch": ("lightning", {"every": 6, "validates": False}),
     "lightning, stream": ("lightning", {"data": "stream"}),
     "lightning, stream with a length": ("lightning", {"data": "counted"}),
-    "lightning, stateful": ("lightning", {"stateful": True}),
+    "lightning, stateful": ("lightning", {"kind": "torchdata"}),
     "fabric, own generator": ("fabric", {"generator": 3}),
     "fabric, saved at the last batch": ("fabric", {"every": 6, "generator": 3}),
     "fabric, stream": ("fabric", {"data": "stream"}),

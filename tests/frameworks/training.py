@@ -25,13 +25,6 @@ class Augmented(torch.utils.data.Dataset):
         return torch.full((WIDTH,), index / ITEMS) + noise
 
 
-class Still(Augmented):
-    """The same rows; the noise of each is its own."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((WIDTH,), index / ITEMS + random.Random(index).random())
-
-
 class Stream(torch.utils.data.IterableDataset):
     """The rows one after another, shared out among workers; `torch` adds noise to each."""
 
@@ -49,28 +42,35 @@ class Counted(Stream):
         return ITEMS
 
 
-DATA = {"augmented": Augmented, "still": Still, "stream": Stream, "counted": Counted}
+DATA = {"augmented": Augmented, "stream": Stream, "counted": Counted}
 
 
 def loader_of(
     data: str = "augmented",
     generator: int | None = None,
-    kind: type = torch.utils.data.DataLoader,
+    kind: str = "torch",
     **options: Any,
 ) -> Any:
-    """Return a loader over one of `DATA`, with a generator of its author's that has this seed."""
-    dataset = DATA[data]()
+    """Return a loader over one of `DATA`, with a generator of its author's that has this seed.
+
+    It is one of torch or of torchdata.
+    """
+    dataset, loader = DATA[data](), torch.utils.data.DataLoader
+    if kind == "torchdata":
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        loader = StatefulDataLoader
     if isinstance(dataset, torch.utils.data.IterableDataset):
         options.pop("shuffle", None)
     if generator is not None:
         options["generator"] = torch.Generator().manual_seed(generator)
-    return kind(dataset, batch_size=4, **options)
+    return loader(dataset, batch_size=4, **options)
 
 
-def network(dropout: float = 0.5) -> torch.nn.Module:
+def network() -> torch.nn.Module:
     """Return a network with dropout."""
     return torch.nn.Sequential(
-        torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(dropout), torch.nn.Linear(WIDTH, 1)
+        torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(), torch.nn.Linear(WIDTH, 1)
     )
 
 

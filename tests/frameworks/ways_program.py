@@ -23,10 +23,14 @@ STEPS = ITEMS // BATCH * EPOCHS
 SEED = 11
 
 
-def seed_everything(seed: int = SEED) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+def _seeded(library, seed):
+    """Seed one library as programs do, by the name of its function."""
+    if library == "python":
+        random.seed(seed)
+    elif library == "numpy":
+        np.random.seed(seed)
+    else:
+        torch.manual_seed(seed)
 
 
 def row(index: int, noise: float = 0.0) -> torch.Tensor:
@@ -191,7 +195,9 @@ def _loader(way, workers):
         options["generator"] = torch.Generator().manual_seed(way.generator)
     kind = data.DataLoader
     if way.stateful:
-        from torchdata.stateful_dataloader import StatefulDataLoader as kind
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        kind = StatefulDataLoader
     if "batch_sampler" in options:
         options["batch_sampler"] = options["batch_sampler"]()
     else:
@@ -220,11 +226,12 @@ def _put_own(loader, states):
             own.bit_generator.state = state
 
 
-def loop(way, folder, workers, after_step):
+def loop(way, folder, workers, after_step, other_seed):  # noqa: C901, PLR0912 - as a loop of one's own is
     """Train by the way that its author has chosen; go on from `folder` if it was interrupted."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
-    seed_everything()
+    for library in ("python", "numpy", "torch"):
+        _seeded(library, SEED + (library == other_seed))
     if world > 1:
         torch.distributed.init_process_group("gloo")
     model = torch.nn.Sequential(
@@ -373,5 +380,6 @@ WAYS = {
 """Name -> way. Each is exact with 0 and with 2 workers, unless it says with how many."""
 
 
-def train(folder, workers, after_step, way="both"):
-    return loop(WAYS[way], folder, workers, after_step)
+def train(folder, workers, after_step, way="both", other_seed=None):
+    """Train by one of `WAYS`; `other_seed` is the library to which another seed is given."""
+    return loop(WAYS[way], folder, workers, after_step, other_seed)
