@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     import torch
 
 _NOTHING: Mapping[bytes, int] = {}
-_NO_SEEDS = Given()
 _AGAIN = "torchrepro_again"
 """Under this key the state of a sampler's iterator holds how often it has yielded each index."""
 
@@ -53,8 +52,8 @@ class Loading:
     Until then a worker knows it by the seed with which torch started it.
     """
 
-    given = _NO_SEEDS
-    """The program's own seeds that the samples of the present epoch depend on."""
+    given: Given | None = None
+    """The program's own seeds that the samples of the present epoch depend on, if they do."""
 
     start = 0
     """How many batches of the present epoch are left out."""

@@ -360,7 +360,7 @@ def _state_of(loading: Loading, loader: Any, *, finished: bool) -> dict[str, Any
         epoch = loading.next_epoch - (not finished)
         given_seed = None if finished else loading.given_seed
         return {"epoch": epoch, "given_seed": given_seed, "within": not finished}
-    if finished or loading.stream is None:
+    if finished or loading.stream is None or loading.given is None:
         return {}
     given = [seed.hex() for seed in loading.given]
     return {"stream": loading.stream.key.hex(), "given": given, "batch_size": batch_size(loader)}

@@ -248,6 +248,7 @@ class Delivery:
     def place(self) -> dict[str, Any]:
         """Return how far the program has come, as plain JSON values."""
         named = self.loading if isinstance(self.loading, NamedLoading) else None
+        given = None if self.loading is None else self.loading.given
         keeps_place = hasattr(self.loader, "next_iter_state")  # it is one of torchdata's
         return {
             "kind": kind_of(self.loader),
@@ -256,7 +257,7 @@ class Delivery:
             "batch_size": None if keeps_place else batch_size(self.loader),  # its own state says it
             "samplers": self.epochs,
             "named": named and {"epoch": named.epoch, "given_seed": named.given_seed},
-            "given": None if self.loading is None else [s.hex() for s in self.loading.given],
+            "given": given and [seed.hex() for seed in given],
             "keeps_place": keeps_place,
             "start": encoded_states(self.states),
             "first": encoded_states(self._first),

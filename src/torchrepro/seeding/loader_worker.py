@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import SeedingError
 from torchrepro.messages import Problem, shown
-from torchrepro.seeding.generators import Given, host_states, seed_sample
+from torchrepro.seeding.generators import host_states, seed_host, seed_sample
 from torchrepro.seeding.streams import (
     current_plan,
     derive,
@@ -34,10 +34,8 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from torchrepro.seeding.generators import Given
     from torchrepro.seeding.streams import Stream
-
-
-_NONE_GIVEN = Given()
 
 
 class _Draw:
@@ -104,11 +102,14 @@ def is_loading() -> bool:
     return _here.draw is not None
 
 
-def draw_from(stream: Stream, given: Given = _NONE_GIVEN) -> None:
-    """Start the host's generators and `sample_rng` from `stream` and the `given` seeds."""
+def draw_from(stream: Stream, given: Given | None = None) -> None:
+    """Start the host's generators and `sample_rng` from `stream`, and the `given` seeds if any."""
     _here.draw = _Draw(stream)
     keep_program_seed()
-    seed_sample(stream, *given)
+    if given is None:
+        seed_host(stream)
+    else:
+        seed_sample(stream, *given)
 
 
 def stream_of(base_seed: int) -> Stream:
@@ -210,7 +211,8 @@ class Request:
     again: Mapping[bytes, int]
     """How often the epoch has had a sample of the batch before, by label."""
 
-    given: Given
+    given: Given | None
+    """The program's own seeds that samples depend on; None for those of a named loader."""
 
     def fetch(self, reader: Any, fetch: Callable[[Any], Any]) -> Any:
         """Load the batch through `fetch`, the own method of torch's `reader`, sample by sample."""
@@ -275,7 +277,7 @@ def _reads_batches(dataset: Any) -> bool:
     return bool(getattr(dataset, "__getitems__", None))
 
 
-def seed_readers_of_worker(worker: int, begun: Stream | None, given: Given) -> None:
+def seed_readers_of_worker(worker: int, begun: Stream | None, given: Given | None) -> None:
     """Have this process, data-loading worker number `worker`, seed whatever it reads.
 
     `begun` is the epoch's stream; None for that of the epoch with which the worker was started.
@@ -329,16 +331,20 @@ def reader_in_main_thread(reader: Any, tell: Callable[[bool], None] | None) -> A
     """
     unseeded = reader.fetch
     seeded = isolated_reader(reader).fetch
+    warned: list[bool] = []
     _here.first_sample = tell
 
     def fetch(request: Any) -> Any:
         if threading.current_thread() is threading.main_thread():
             return seeded(request)
-        warnings.warn(
-            "a DataLoader without workers is read outside of the main thread: dataloader.seeding "
-            "leaves its samples as their author made them; give it num_workers=1",
-            stacklevel=2,
-        )
+        if not warned:
+            warned.append(True)
+            warnings.warn(
+                "a DataLoader without workers is read outside of the main thread: "
+                "dataloader.seeding leaves its samples as their author made them; give it "
+                "num_workers=1",
+                stacklevel=2,
+            )
         return unseeded(request.index if isinstance(request, Request) else request)
 
     reader.fetch = fetch
