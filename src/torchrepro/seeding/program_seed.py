@@ -1,9 +1,9 @@
-"""The seed that a program gives to torch itself: whether what loaders draw depends on it.
+"""The seed that a program gives to torch itself: whether what named loaders draw depends on it.
 
-Under a profile, loaders draw from the profile's seed. What the program itself last seeded torch
-with, as in ``torch.manual_seed(args.seed)``, joins it: otherwise a sweep over ``--seed`` would load
-the same samples in the same order in every run. Nothing joins it where the program gave no seed,
-gave the profile's own, or left its seed to chance (``torch.seed()``).
+Under a profile, loaders that have a name draw from the profile's seed. What the program itself last
+seeded torch with, as in ``torch.manual_seed(args.seed)``, joins it: otherwise a sweep over
+``--seed`` would load the same samples in the same order in every run. Nothing joins it where the
+program gave no seed, gave the profile's own, or left its seed to chance (``torch.seed()``).
 
 Ranks that share one order of samples must not draw it from different seeds, or some samples are
 loaded twice and others never. With several ranks, a seed joins only if every rank had given the
@@ -58,7 +58,7 @@ def seed_left_out() -> str:
     if ranks == 1 or seed in (None, streams.current_plan().agreed_seed):
         return ""
     return (
-        f"loaders do not depend on the program's own seed {seed}: with {ranks} ranks only one "
+        f"named loaders do not depend on the program's own seed {seed}: with {ranks} ranks only one "
         "that all of them give before init_process_group counts; vary the profile's seed instead"
     )
 
