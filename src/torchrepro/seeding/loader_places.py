@@ -148,8 +148,9 @@ class Delivery:
         known = _know(loader)
         if known is not None:
             known.epochs += 1
-        _put_rested(loader)
-        if resumption is not None:
+        if resumption is None:
+            _put_rested(loader)
+        else:
             resumption.begin(loader)
         taken = _taken_up.get(loader) if is_kept(loader) else None
         if taken is not None:
