@@ -1,4 +1,4 @@
-"""On several ranks a program's own seed reaches its data only where every rank has the same."""
+"""On several ranks a program's own seed reaches a named loader only where all have the same."""
 
 import json
 
@@ -21,7 +21,8 @@ for number, (first, then) in enumerate(json.loads(sys.argv[1])):
         dist.init_process_group("gloo", init_method=place, rank=rank, world_size=2)
         if then is not None:
             torch.manual_seed(then[rank])
-        loader = DataLoader(range(40), batch_size=40, shuffle=True)
+        named = torchrepro.dataloader_kwargs("train")
+        loader = DataLoader(range(40), batch_size=40, shuffle=True, **named)
         answers.append([next(iter(loader)).tolist(), list(applied.report.loading)])
         dist.barrier()
         dist.destroy_process_group()

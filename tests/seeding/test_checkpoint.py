@@ -14,11 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, get_worker_info
 
 import torchrepro
 from torchrepro.verdict.comparison import next_level
 from torchrepro.verdict.value import Setting
+
+from .loaders import AUTO, seed_plainly
 
 SAMPLES, BATCH, EPOCHS = 10, 3, 2
 PER_EPOCH = 4
@@ -73,11 +75,8 @@ class Run:
 
     def train(self, stop: int | None = None) -> Any:
         """Train to the end, or until step `stop` is done; return all that it leaves."""
-        automatic = "auto" if self.seeding == "auto" else "none"
-        with (
-            torchrepro.apply({"seed": 5, "dataloader": {"seeding": automatic}}),
-            suppress(Interrupted),
-        ):
+        seed_plainly(5)
+        with torchrepro.apply(PROFILES[self.seeding]), suppress(Interrupted):
             self._train(stop)
         state = self.model.state_dict(), self.optimizer.state_dict()["state"]
         weights = [*state[0].values(), *(part["momentum_buffer"] for part in state[1].values())]
@@ -111,6 +110,11 @@ class Run:
         options["shuffle"] = None if self.items else True
         if self.seeding == "explicit":
             options |= torchrepro.dataloader_kwargs(name)
+        if self.seeding == "its author":
+            options["generator"] = torch.Generator().manual_seed(3)
+        if self.seeding == "its author" and not self.items:
+            options["sampler"] = RandomSampler(self.dataset, generator=options["generator"])
+            options["shuffle"] = None
         return DataLoader(self.dataset, **options)
 
 
@@ -120,8 +124,12 @@ def _first_optimizer() -> None:
     torch.optim.SGD([torch.zeros(1)])
 
 
+PROFILES: dict[str, Any] = {"explicit": {"seed": 5}, "auto": AUTO, "its author": AUTO, "none": {}}
+"""What seeds the loaders of a run -> its profile. The last is a program in plain Python."""
+
 folders = count()
-SEEDINGS = st.sampled_from(["explicit", "auto"])
+SEEDINGS = st.sampled_from(sorted(PROFILES))
+by_seeding = pytest.mark.parametrize("seeding", PROFILES)
 
 
 def _resumed(run: Run, *stops: int) -> Any:
@@ -164,7 +172,7 @@ def test_workers_load_after_an_interruption_what_they_would_have_loaded(
     assert _resumed(Run(folder, seeding, every, workers=2, items=items), stop) == whole.train()
 
 
-@pytest.mark.parametrize("seeding", ["explicit", "auto"])
+@by_seeding
 @pytest.mark.parametrize("stop", [2, PER_EPOCH, PER_EPOCH + 1])
 def test_a_second_loader_goes_on_as_well(tmp_path: Path, seeding: str, stop: int) -> None:
     """Where epochs end with a validation, it sees after an interruption what it would have seen."""
@@ -177,7 +185,7 @@ def test_a_second_loader_goes_on_as_well(tmp_path: Path, seeding: str, stop: int
     assert EPOCHS - 1 in last_losses
 
 
-@pytest.mark.parametrize("seeding", ["explicit", "auto"])
+@by_seeding
 @pytest.mark.parametrize("stop", [2, PER_EPOCH, PER_EPOCH + 1])
 def test_a_loader_may_be_made_anew_for_every_epoch(tmp_path: Path, seeding: str, stop: int) -> None:
     """A program that makes a loader per epoch resumes to the weights of its uninterrupted run."""
@@ -188,7 +196,7 @@ def test_a_loader_may_be_made_anew_for_every_epoch(tmp_path: Path, seeding: str,
 
 
 @pytest.mark.parametrize("new_loaders", [False, True])
-@pytest.mark.parametrize("seeding", ["explicit", "auto"])
+@by_seeding
 def test_keeping_checkpoints_changes_nothing(
     tmp_path: Path, seeding: str, new_loaders: bool
 ) -> None:
@@ -200,7 +208,11 @@ def test_keeping_checkpoints_changes_nothing(
 
 
 @settings(max_examples=10)
-@given(stop=st.integers(1, STEPS), every=st.integers(1, 4), seeding=SEEDINGS)
+@given(
+    stop=st.integers(1, STEPS),
+    every=st.integers(1, 4),
+    seeding=SEEDINGS.filter(lambda seeding: seeding != "none"),
+)
 def test_batches_that_are_done_are_not_loaded_again(
     tmp_path: Path, stop: int, every: int, seeding: str
 ) -> None:

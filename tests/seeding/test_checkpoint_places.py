@@ -165,8 +165,8 @@ def test_frameworks_hear_of_another_batch_size(
 
     said = (
         "torchrepro: the loader over Tensor[12]: its epoch was interrupted with batch_size=3 and "
-        "goes on with batch_size=4, so its batches hold other samples than those of the uninterrupted run; "
-        "resume with batch_size=3 to go on exactly\n"
+        "goes on with batch_size=4, so its batches hold other samples than those of the "
+        "uninterrupted run; resume with batch_size=3 to go on exactly\n"
     )
     assert capsys.readouterr().err == (said if batch_size == 4 and rank == 0 else "")
 

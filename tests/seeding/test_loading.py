@@ -1,296 +1,436 @@
-"""Loaders made with `dataloader_kwargs`: what a sample draws depends on what it is, alone."""
+"""What samples draw, however their loader is seeded: by torch's protocol, or by its name."""
 
-import copy
-import gc
-import random
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from itertools import product
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    _DatasetKind,
+)
 
 import torchrepro
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-
-Sample = tuple[int, tuple[float, ...]]
-
-
-def draws() -> tuple[float, ...]:
-    """Draw from each generator that a sample may use."""
-    ready = torchrepro.sample_rng().random()
-    return random.random(), np.random.random(), torch.rand(()).item(), ready
-
-
-class Noisy(Dataset[Sample]):
-    """Sample `i` is `i` and what the generators gave; sample `bad` raises."""
-
-    def __init__(self, length: int = 6, bad: int | None = None) -> None:
-        self.length, self.bad = length, bad
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Sample:
-        drawn = draws()
-        if index == self.bad:
-            raise OSError("no such picture")
-        return index, drawn
-
-
-class Initialised(Noisy):
-    """Sample `i` is `i`, the worker that loads it, what its init function left, and its seed."""
-
-    mark = -1
-
-    def __getitem__(self, index: int) -> Any:
-        info = get_worker_info()
-        return index, (info.id, self.mark, info.seed)
-
-
-def leave_a_mark(worker: int) -> None:
-    """Be the init function of a user."""
-    get_worker_info().dataset.mark = worker
-
-
-def collate_noisily(samples: list[Sample]) -> list[Any]:
-    """Collate a batch with an augmentation of its own."""
-    return [*samples, ([index for index, _ in samples], draws())]
-
-
-@pytest.fixture(autouse=True)
-def _profile() -> Iterator[None]:
-    with torchrepro.apply({"seed": 5}):
-        yield
-
-
-def _loader(dataset: Any = None, name: str = "train", epoch: int = 0, **options: Any) -> Any:
-    kwargs = torchrepro.dataloader_kwargs(name, epoch=epoch)
-    defaults = {"batch_size": 2, "shuffle": True, "collate_fn": list}
-    return DataLoader(dataset or Noisy(), **{**defaults, **kwargs, **options})
-
-
-def _epoch(loader: Any) -> list[Any]:
-    return [sample for batch in loader for sample in batch]
-
-
-WORKERS = st.sampled_from([0, 1, 2])
-
-
-@settings(max_examples=12)
-@given(
-    length=st.integers(1, 12),
-    batch=st.integers(1, 5),
-    workers=WORKERS,
-    live_on=st.booleans(),
-    others=st.integers(0, 3),
+from .loaders import (
+    AUTHORS,
+    SAMPLERS,
+    Eager,
+    Failing,
+    Items,
+    Noisy,
+    Rows,
+    all_draws,
+    by_way,
+    drawn,
+    draws,
+    epoch,
+    fails,
+    order,
+    run,
+    some,
 )
-def test_order_and_samples_depend_on_neither_workers_nor_batches(
-    length: int, batch: int, workers: int, live_on: bool, others: int
+
+by_workers = pytest.mark.parametrize("workers", [0, 2])
+
+
+def _own_states(loader: Any) -> list[Any]:
+    """Return where the generators stand that its author gave to a loader or its sampler."""
+    own = (getattr(part, "generator", None) for part in (loader, loader.sampler))
+    return [generator.get_state().tolist() for generator in own if generator is not None]
+
+
+@by_way
+@settings(max_examples=15)
+@given(
+    kind=st.sampled_from([*SAMPLERS, *AUTHORS]),
+    options=st.fixed_dictionaries(
+        {
+            "batch_size": st.integers(1, 5),
+            "num_workers": st.sampled_from([0, 1, 2]),
+            "persistent_workers": st.booleans(),
+        }
+    ),
+)
+def test_epochs_are_the_same_on_any_workers_in_any_batches(
+    way: str, kind: str, options: dict[str, Any], generators: Callable[[], Any]
 ) -> None:
-    """Every epoch is the same, however many workers load it in batches of whatever size."""
-    plain = _loader(Noisy(length), batch_size=1)
-    _ = random.random(), torch.rand(others), np.random.random(others)
-    loader = _loader(
-        Noisy(length),
-        batch_size=batch,
-        num_workers=workers,
-        persistent_workers=live_on and workers > 0,
-    )
+    """Whatever workers load whatever batches, an epoch is one, and so is what it moves."""
+    assume(way == "auto" or kind not in AUTHORS)
+    found = []
+    for each in ({"batch_size": 1}, options):
+        with run(way) as make:
+            loader = make(Noisy(40, all_draws), kind, **each)
+            epochs = [epoch(loader) for _ in range(3)]
+            own = _own_states(loader) if way == "auto" else []
+            found.append([epochs, generators(), own])
 
-    assert [_epoch(plain) for _ in range(2)] == [_epoch(loader) for _ in range(2)]
+    assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_what_is_drawn_to_collate_a_batch_depends_on_the_batch_alone(workers: int) -> None:
+def test_the_shipped_profile_seeds_numpy_in_workers_too() -> None:
+    """Under `seed-only` every sample that two workers load draws other numbers, in every epoch."""
+    with torchrepro.apply("seed-only"):
+        loader = DataLoader(Noisy(), 3, shuffle=True, num_workers=2, collate_fn=list)
+        found = [epoch(loader) for _ in range(2)]
+
+    assert order(found[0]) != order(found[1])
+    for numbers in zip(*drawn(chain(*found)), strict=True):
+        assert len(set(numbers)) == 16
+
+
+@by_way
+def test_loaders_over_one_dataset_draw_other_numbers(way: str) -> None:
+    """Each epoch of each loader draws its own, even if it loads the same in the same order."""
+    dataset = Noisy(draw=all_draws)
+    with run(way) as make:
+        one, two = make(dataset, name="one"), make(dataset, name="two")
+        found = [*chain(epoch(one), epoch(two), epoch(one))]
+
+    assert order(found) == [*range(8)] * 3
+    for numbers in zip(*drawn(found), strict=True):
+        assert len(set(numbers)) == len(found)
+
+
+def _collate(samples: list[Any]) -> list[Any]:
+    return [*samples, (order(samples), all_draws())]
+
+
+@by_way
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_is_drawn_to_collate_a_batch_depends_on_the_batch_alone(
+    way: str, workers: int
+) -> None:
     """Batches draw the same numbers on any number of workers, and each batch and epoch others."""
-    here, there = (_loader(collate_fn=collate_noisily, num_workers=count) for count in (0, workers))
-    first, second = _epoch(here), _epoch(here)
-
-    assert [first, second] == [_epoch(there), _epoch(there)]
-    assert len({drawn for _, drawn in first + second}) == len(first + second)
-
-
-def test_samples_epochs_names_seeds_and_ranks_all_draw_other_numbers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """No generator gives one number twice among samples that differ in any coordinate."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
     found = []
-    for seed, rank, name, epoch in product((5, 6), (0, 1), ("train", "test"), (0, 1)):
-        monkeypatch.setenv("RANK", str(rank))
-        with torchrepro.apply({"seed": seed}):
-            found += [drawn for _, drawn in _epoch(_loader(name=name, epoch=epoch))]
+    for count in (0, workers):
+        with run(way) as make:
+            loader = make(Noisy(draw=all_draws), "shuffle", collate_fn=_collate, num_workers=count)
+            found.append([*epoch(loader), *epoch(loader)])
 
-    assert len(found) == 16 * len(Noisy())
-    for drawn in zip(*found, strict=True):
-        assert len(set(drawn)) == len(found)
-
-
-@pytest.mark.parametrize(("ranks", "agree"), [(None, False), ("distinct", False), ("same", True)])
-def test_ranks_agree_on_the_order_and_on_samples_only_where_wanted(
-    ranks: str | None, agree: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every rank has the order of the others, and their numbers exactly under `ranks: same`."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    found = []
-    with torchrepro.apply({"seed": 5} | ({"ranks": ranks} if ranks else {})):
-        for rank in range(2):
-            monkeypatch.setenv("RANK", str(rank))
-            found.append(_epoch(_loader(num_workers=1)))
-    orders = [[index for index, _ in samples] for samples in found]
-
-    assert orders[0] == orders[1]
-    assert (found[0] == found[1]) == agree
+    assert found[0] == found[1]
+    assert len(set(drawn(found[0]))) == len(found[0])
 
 
-def test_the_order_depends_on_seed_name_and_epoch() -> None:
-    """Another seed, another name or another epoch gives another order."""
-    orders = set()
-    for seed, name, epoch in product((5, 6), ("train", "test"), (0, 1)):
-        with torchrepro.apply({"seed": seed}):
-            samples = _epoch(_loader(Noisy(20), name=name, epoch=epoch))
-        orders.add(tuple(index for index, _ in samples))
-
-    assert len(orders) == 8
-
-
-@settings(max_examples=10)
-@given(epoch=st.integers(0, 3), workers=WORKERS, live_on=st.booleans())
-def test_an_epoch_is_the_same_however_it_is_reached(
-    epoch: int, workers: int, live_on: bool
-) -> None:
-    """Running to an epoch, naming it, going back to it and starting with it give its samples."""
-    options = {"num_workers": workers, "persistent_workers": live_on and workers > 0}
-    running, direct = _loader(**options), _loader(**options)
-    run = [_epoch(running) for _ in range(epoch + 1)][-1]
-    torchrepro.set_epoch(direct, epoch)
-    named = _epoch(direct)
-    torchrepro.set_epoch(running, epoch)
-
-    assert run == named == _epoch(running) == _epoch(_loader(epoch=epoch, **options))
-    assert _epoch(running) == _epoch(direct)
-
-
-def test_what_a_worker_knows_as_its_seed_depends_on_the_epoch_alone() -> None:
-    """`get_worker_info().seed` is one number per epoch and worker, however that was reached."""
-    running, direct = (_loader(Initialised(), num_workers=2) for _ in range(2))
-    run = [_epoch(running) for _ in range(3)]
-    torchrepro.set_epoch(direct, 2)
-
-    assert run[2] == _epoch(direct)
-    assert run[0] != run[1]
-
-
-def _break(loader: Any) -> None:
-    for _ in loader:
-        break
-
-
-def _raise_outside(loader: Any) -> None:
-    with suppress(KeyError):
-        for _ in loader:
-            raise KeyError
-
-
-def _fail(loader: Any) -> None:
-    iterator = iter(loader)
-    with pytest.raises(OSError, match="no such picture"):
-        list(iterator)
-    if loader.num_workers:  # torch waits 5 s for each if it finds them as garbage
-        iterator._shutdown_workers()
-
-
-USES: dict[str, tuple[Callable[[Any], Any], Any]] = {
-    "to its end": (_epoch, Noisy()),
-    "not at all": (iter, Noisy()),
-    "left early": (_break, Noisy()),
-    "left by an error": (_raise_outside, Noisy()),
-    "with a sample that raises": (_fail, Noisy(bad=3)),
+DATASETS: dict[str, Callable[[], Any]] = {
+    "a subset": lambda: Subset(Noisy(20), range(5, 15)),
+    "a subset of a subset": lambda: Subset(Subset(Noisy(30), range(5, 25)), range(3, 12)),
+    "two in a row": lambda: ConcatDataset([Noisy(7), Noisy(5)]),
+    "a subset of two in a row": lambda: Subset(ConcatDataset([Noisy(7), Noisy(5)]), range(3, 11)),
+    "whole batches": lambda: Rows(20),
+    "a subset read in whole batches": lambda: Subset(Rows(20), range(3, 20)),
 }
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@by_way
+@pytest.mark.parametrize("kind", DATASETS)
+def test_whatever_reads_the_samples_they_draw_their_own(way: str, kind: str) -> None:
+    """Wrapped datasets, and those that read whole batches, draw the same on workers."""
+    found = []
+    for count in (0, 2):
+        with run(way) as make:
+            found.append(epoch(make(DATASETS[kind](), shuffle=True, num_workers=count)))
+
+    assert found[0] == found[1]
+    assert len(set(drawn(found[0]))) == len(found[0])
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What names a sample, and says so."""
+
+    number: int
+
+
+class Anonymous:
+    """What names a sample, and is shown by its address."""
+
+
+NAMES = {
+    "texts": ["a", "b", "c"],
+    "tuples": [("a", 1), ("a", 2), ("b", (1, 2))],
+    "numbers of numpy": list(np.arange(3)),
+    "numbers of torch": list(torch.arange(3)),
+    "objects that say what they are": [Picture(1), Picture(2), Picture(3)],
+}
+
+
+@by_way
+@pytest.mark.parametrize("kind", NAMES)
+def test_whatever_names_a_sample_decides_what_it_draws(way: str, kind: str) -> None:
+    """Samples named by texts, tuples or numbers draw the same on workers, and each its own."""
+    found = []
+    for count in (0, 1):
+        with run(way) as make:
+            found.append(drawn(epoch(make(sampler=NAMES[kind], num_workers=count))))
+
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 3
+
+
+@by_way
+def test_one_number_names_one_sample_whatever_type_it_has(way: str) -> None:
+    """The sample 2 draws the same whether it is named by an int, numpy or torch."""
+    found = []
+    for name in (2, np.int64(2), np.uint8(2), torch.tensor(2)):
+        with run(way) as make:
+            found.append(drawn(epoch(make(sampler=[name]))))
+
+    assert found == [found[0]] * 4
+
+
+@by_way
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    "name",
+    [Anonymous(), ("a", Anonymous()), {"id": Anonymous()}],
+    ids=["alone", "in a tuple", "in a dict"],
+)
+def test_a_name_that_is_an_address_is_refused(way: str, name: Any, workers: int) -> None:
+    """What is shown by its address, another in every process, names no sample: an error says so."""
+    refused = pytest.raises(torchrepro.SeedingError, match="text differs between processes")
+    with run(way) as make, refused:
+        list(make(sampler=[name], num_workers=workers))
+
+
+@by_way
+@pytest.mark.parametrize("kind", [np.asarray, torch.as_tensor])
+def test_batches_named_by_arrays_draw_for_all_that_is_in_them(way: str, kind: Any) -> None:
+    """Two long arrays that differ in one number are two batches, and draw other numbers."""
+    one, two = list(range(1500)), list(range(1500))
+    two[700] = 3
+    with run(way) as make:
+        loader = make(Rows(), batch_sampler=[kind(one), kind(two), kind([4])])
+
+        assert len({batch[0][1] for batch in loader}) == 3
+
+
+class Endless:
+    """A sampler that goes through the samples again and again, as training by steps does."""
+
+    def __iter__(self) -> Any:
+        while True:
+            yield from range(5)
+
+
+AGAIN = {
+    "weighted": lambda: WeightedRandomSampler([1.0, 9.0, 1.0, 1.0, 1.0], 60),
+    "with replacement": lambda: RandomSampler(range(5), replacement=True, num_samples=60),
+    "several times over": lambda: RandomSampler(range(5), num_samples=60),
+    "endless": Endless,
+    "listed twice": lambda: SubsetRandomSampler([3, 3, 3, 1] * 15),
+}
+
+
+@by_way
+@pytest.mark.parametrize("kind", AGAIN)
+def test_a_sample_that_comes_again_draws_other_numbers(way: str, kind: str) -> None:
+    """However often an epoch has a sample, it never draws the same twice; the numbers repeat."""
+    found = []
+    for workers in (0, 2):
+        with run(way) as make:
+            loader = make(Noisy(5), sampler=AGAIN[kind](), batch_size=7, num_workers=workers)
+            batches = iter(loader)
+            found.append([sample for _ in range(8) for sample in next(batches)])
+            if workers:
+                batches._shutdown_workers()
+
+    assert found[0] == found[1]
+    assert len(set(drawn(found[0]))) == 56
+
+
+@by_way
+@pytest.mark.parametrize("kind", [Items, Eager])
+def test_workers_that_read_items_repeat_themselves(way: str, kind: Any) -> None:
+    """Two workers of an IterableDataset draw the same in every run, live on or not, never twice."""
+    found = []
+    for live_on in (True, False):
+        with run(way) as make:
+            loader = make(kind(draw=all_draws), num_workers=2, persistent_workers=live_on)
+            found.append([epoch(loader) for _ in range(3)])
+
+    assert found[0] == found[1]
+    assert len(set(drawn(chain(*found[0])))) == 3 * 8
+
+
+class Counted(Items):
+    """Items that say how often their dataset has been begun in this process."""
+
+    begun = 0
+
+    def __iter__(self) -> Any:
+        self.begun += 1
+        return iter([(self.begun, item) for item in range(self.length)])
+
+
+@by_way
+@pytest.mark.parametrize("live_on", [True, False])
+def test_a_dataset_is_begun_once_for_each_epoch(way: str, live_on: bool) -> None:
+    """Seeding asks for an iterator of the dataset exactly as often as torch alone does."""
+    found = []
+    for each in ("plain", way):
+        with run(each) as make:
+            loader = make(Counted(), num_workers=1, persistent_workers=live_on)
+            found.append([epoch(loader) for _ in range(3)])
+
+    assert found[0] == found[1]
+
+
+def _bad(place: int | None = None, kind: Any = Items) -> Callable[[Any], Any]:
+    return lambda draw: kind(8, draw, place)
+
+
+SHUFFLE = {"shuffle": True}
+USES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], dict[str, Any]]] = {
+    "to its end": (epoch, _bad(kind=Noisy), SHUFFLE),
+    "not at all": (iter, _bad(kind=Noisy), SHUFFLE),
+    "left early": (some, _bad(kind=Noisy), SHUFFLE),
+    "with a sample that raises": (fails, _bad(4, Noisy), SHUFFLE),
+    "with a sampler that raises first": (fails, _bad(kind=Noisy), {"sampler": Failing(0)}),
+    "with a sampler that raises": (fails, _bad(kind=Noisy), {"sampler": Failing(6)}),
+    "of items": (epoch, _bad(), {}),
+    "of items, left early": (some, _bad(), {}),
+    "of items, one of which raises": (fails, _bad(3), {}),
+    "of items, the first of which raises": (fails, _bad(0), {}),
+    "of items that cannot be begun": (fails, _bad(-1), {}),
+    "of items begun eagerly": (epoch, _bad(kind=Eager), {}),
+}
+
+
+@by_way
+@by_workers
 @pytest.mark.parametrize("use", USES)
-def test_iterating_moves_no_generator_of_the_program(
-    use: str, workers: int, world: Callable[[], Any]
+def test_an_iteration_moves_what_torch_moves_or_nothing(
+    way: str, use: str, workers: int, generators: Callable[[], Any]
 ) -> None:
-    """However an iteration ends, every global generator is where it was before."""
-    act, dataset = USES[use]
-    loader = _loader(dataset, num_workers=workers)
-    before = world()
-    act(loader)
-    gc.collect()
+    """However it ends, `auto` moves what the plain loader moves, a named loader nothing."""
+    act, dataset, options = USES[use]
+    in_program = not workers and "items" in use  # there it draws on as without a profile
+    with run("plain") as make:
+        before = generators()
+        act(make(dataset(draws if in_program else tuple), num_workers=workers, **options))
+        expected = before if way == "named" else generators()
+    with run(way) as make:
+        loader = make(dataset(draws), num_workers=workers, **options)
+        parts = dict(vars(loader)), _DatasetKind.create_fetcher
+        act(loader)
 
-    assert before == world()
-    with pytest.raises(torchrepro.SeedingError):
-        torchrepro.sample_rng()
+        assert generators() == expected
+        assert parts == (dict(vars(loader)), _DatasetKind.create_fetcher)
+        with pytest.raises(torchrepro.SeedingError, match="no sample is being loaded"):
+            torchrepro.sample_rng()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_goes_on_after_a_sample_that_raised(workers: int) -> None:
+@by_way
+@by_workers
+def test_a_loader_goes_on_after_a_sample_that_raised(way: str, workers: int) -> None:
     """The epoch after one that an error ended is what it is after a whole one."""
-    broken, whole = (_loader(Noisy(bad=bad), num_workers=workers) for bad in (3, None))
-    _fail(broken)
-    broken.dataset.bad = None
-    _epoch(whole)
+    found = []
+    for bad in (4, None):
+        with run(way) as make:
+            loader = make(Noisy(bad=bad), shuffle=True, num_workers=workers)
+            (epoch if bad is None else fails)(loader)
+            loader.dataset.bad = None
+            found.append(epoch(loader))
 
-    assert _epoch(broken) == _epoch(whole)
+    assert found[0] == found[1]
 
 
-def test_the_ready_generator_goes_on_within_a_sample_and_is_nowhere_else() -> None:
-    """Within one sample `sample_rng` goes on; where no sample is loaded it raises."""
+def _twice() -> tuple[Any, ...]:
+    one, two = torchrepro.sample_rng(), torchrepro.sample_rng()
+    return one is two, one.random(), two.random()
 
-    class Twice(Noisy):
-        def __getitem__(self, index: int) -> Any:
-            both = torchrepro.sample_rng(), torchrepro.sample_rng()
-            return index, (both[0] is both[1], both[0].random(), both[1].random())
 
-    found = [drawn for _, drawn in _epoch(_loader(Twice()))]
+@by_way
+@pytest.mark.parametrize("dataset", [Noisy, Items])
+def test_the_ready_generator_goes_on_within_a_sample(way: str, dataset: Any) -> None:
+    """Within one sample `sample_rng` is one generator that goes on."""
+    with run(way) as make:
+        found = drawn(epoch(make(dataset(draw=_twice))))
 
     assert all(same and one != two for same, one, two in found)
     assert len({number for _, *numbers in found for number in numbers}) == 2 * len(found)
-    with pytest.raises(torchrepro.SeedingError, match="no sample is being loaded"):
-        torchrepro.sample_rng()
 
 
+class Nested(Noisy):
+    """Sample `i` is `i` and what a loader of its own gives."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index, epoch(DataLoader(Noisy(), 3, shuffle=True, collate_fn=list))
+
+
+@by_way
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_dataset_may_read_through_a_loader_of_its_own(way: str, workers: int) -> None:
+    """What loaders within samples give depends on no worker, and shifts no later loader."""
+    found = []
+    for dataset, count in ((Nested, 0), (Nested, workers), (Noisy, 0)):
+        with run(way) as make:
+            outer = make(dataset(), name="outer", num_workers=count)
+            found.append([epoch(outer), epoch(make(shuffle=True)), epoch(outer)])
+
+    assert found[0] == found[1]
+    assert found[0][1] == found[2][1]
+
+
+def _kept(make: Any) -> list[Any]:
+    return [make(name=f"{n}", shuffle=True, num_workers=n) for n in (0, 2, 0)]
+
+
+@by_way
+@pytest.mark.parametrize("used", [True, False])
+def test_a_snapshot_brings_back_what_came_after_it(way: str, used: bool) -> None:
+    """In the same run and in another one, before its loaders are used or after, and in JSON."""
+    with run(way) as make:
+        one, two, three = _kept(make)
+        _ = epoch(one), epoch(one), epoch(two)
+        state = json.loads(json.dumps(torchrepro.rng_state()))
+        torchrepro.set_rng_state(state)  # which changes nothing
+        found = [epoch(loader) for loader in (one, two, three, one)]
+        torchrepro.set_rng_state(state)
+        assert found == [epoch(loader) for loader in (one, two, three, one)]
+    with run(way) as make:
+        one, two, three = _kept(make)
+        if used:
+            _ = epoch(one), epoch(three)
+        torchrepro.set_rng_state(state)
+
+        assert found == [epoch(loader) for loader in (one, two, three, one)]
+
+
+def _process() -> int:
+    return os.getpid()
+
+
+@by_way
 @pytest.mark.parametrize("live_on", [True, False])
-def test_an_init_function_of_the_user_runs_in_each_worker(live_on: bool) -> None:
-    """The `worker_init_fn` given to `dataloader_kwargs` runs in every worker with its number."""
-    kwargs = torchrepro.dataloader_kwargs("train", worker_init_fn=leave_a_mark)
-    loader = _loader(Initialised(), num_workers=2, persistent_workers=live_on, **kwargs)
-    found = [place for _ in range(2) for _, place in _epoch(loader)]
+@pytest.mark.parametrize("timeout", [0, 300])
+def test_forced_workers_load_the_same_in_the_main_process(
+    way: str, live_on: bool, timeout: int
+) -> None:
+    """With `num_workers: 0` samples are as in workers, loaded here; the loader's words stay."""
+    options = {"num_workers": 2, "persistent_workers": live_on, "timeout": timeout}
+    found = []
+    for forced in ({}, {"num_workers": 0}):
+        seeding = {"seeding": "auto"} if way == "auto" else {}
+        with run(way, dataloader={**seeding, **forced}) as make:
+            loader, placed = make(shuffle=True, **options), make(Noisy(draw=_process), **options)
+            before = {k: v for k, v in vars(loader).items() if k != "_iterator"}
+            found.append([epoch(loader) for _ in range(2)])
+            here = set(drawn(epoch(placed))) == {os.getpid()}
 
-    assert {worker for worker, *_ in found} == {0, 1}
-    assert all(worker == mark for worker, mark, _ in found)
-
-
-def test_nothing_is_wrapped_once_the_last_loader_is_gone() -> None:
-    """`DataLoader.__iter__` is torch's own again when no loader made this way is alive."""
-    gc.collect()
-    original = DataLoader.__iter__
-    loaders = [_loader(name=name) for name in ("train", "test")]
-    _epoch(loaders[0])
-    assert DataLoader.__iter__ is not original
-    del loaders[0]
-    gc.collect()
-    assert DataLoader.__iter__ is not original
-    loaders.clear()
-    gc.collect()
-
-    assert DataLoader.__iter__ is original
-
-
-def test_a_copy_of_a_loader_loads_what_the_original_loads() -> None:
-    """A deep copy is a loader of its own that goes on where the original is."""
-    loader = _loader()
-    _epoch(loader)
-    copied = copy.deepcopy(loader)
-
-    assert [_epoch(copied) for _ in range(2)] == [_epoch(loader) for _ in range(2)]
+            assert here == bool(forced)
+            assert before == {k: v for k, v in vars(loader).items() if k != "_iterator"}
+    assert found[0] == found[1]

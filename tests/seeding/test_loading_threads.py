@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, Dataset, _DatasetKind
 
 import torchrepro
 
-AUTO = {"seed": 5, "dataloader": {"seeding": "auto"}}
+from .loaders import AUTO, Noisy, draws, epoch, run, seed_plainly
+
 ORIGINAL = _DatasetKind.create_fetcher
 PATIENCE = 300
 
@@ -63,29 +64,34 @@ def _in_threads(*calls: Callable[[], Any]) -> list[Any]:
     return [found[number] for number in range(len(calls))]
 
 
-def _epoch(loader: Any) -> list[list[int]]:
-    return [batch.tolist() for batch in loader]
+def _shuffled(**options: Any) -> Any:
+    return DataLoader(Noisy(20), batch_size=4, shuffle=True, collate_fn=list, **options)
 
 
-def _shuffled() -> Any:
-    return DataLoader(range(20), batch_size=4, shuffle=True)
+@pytest.mark.parametrize("begun", [iter, lambda loader: loader], ids=["begun here", "begun there"])
+def test_a_loader_in_another_thread_loads_as_without_a_profile(begun: Any) -> None:
+    """Without workers, what is read outside the main thread is what it is if nothing is seeded."""
+    found = []
+    for way in ("plain", "auto"):
+        with run(way), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            seed_plainly()
+            batches = begun(_shuffled())
+            found.append([*_in_threads(lambda batches=batches: epoch(batches)), draws()])
+
+    assert found[0] == found[1]
 
 
-def _orders() -> list[list[list[int]]]:
-    loader = _shuffled()
-    return [_epoch(loader) for _ in range(3)]
+def test_a_loader_with_workers_is_seeded_in_any_thread() -> None:
+    """Workers load what they load for the main thread, without a word."""
+    found = []
+    for call in (lambda load: load(), lambda load: _in_threads(load)[0]):
+        with run(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loader = _shuffled(num_workers=1)
+            found.append([call(lambda loader=loader: epoch(loader)), draws()])
 
-
-def test_a_loader_in_another_thread_loads_as_without_a_profile() -> None:
-    """An auto loader iterated outside the main thread draws its order as if nothing seeded it."""
-    torch.manual_seed(3)
-    (plain,) = _in_threads(lambda: _epoch(_shuffled()))
-    with torchrepro.apply(AUTO), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.manual_seed(3)
-        (found,) = _in_threads(lambda: _epoch(_shuffled()))
-
-    assert found == plain
+    assert found[0] == found[1]
 
 
 def test_a_loader_in_another_thread_is_told_once() -> None:
@@ -93,20 +99,20 @@ def test_a_loader_in_another_thread_is_told_once() -> None:
     gc.collect()  # what other tests left behind warns as it goes
     with torchrepro.apply(AUTO), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        _in_threads(lambda: _epoch(_shuffled()))
+        _in_threads(lambda: epoch(_shuffled()))
 
     assert [warning.category for warning in warned] == [UserWarning]
     assert "outside of the main thread" in str(warned[0].message)
-    assert "dataloader_kwargs" in str(warned[0].message)
+    assert "num_workers=1" in str(warned[0].message)
 
 
 def test_a_loader_in_the_main_thread_is_not_told() -> None:
     """Loaders of the main thread, and ones made with `dataloader_kwargs` anywhere, warn of none."""
     with torchrepro.apply(AUTO), warnings.catch_warnings():
         warnings.simplefilter("error")
-        _epoch(_shuffled())
+        epoch(_shuffled())
         named = DataLoader(range(8), **torchrepro.dataloader_kwargs("elsewhere"))
-        _in_threads(lambda: _epoch(named))
+        _in_threads(lambda: epoch(named))
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -116,7 +122,7 @@ def test_what_the_main_thread_draws_never_comes_twice(switching: None, workers: 
 
     def load() -> None:
         while not stop.is_set():
-            _epoch(DataLoader(range(23), batch_size=4, num_workers=workers))
+            epoch(DataLoader(range(23), batch_size=4, num_workers=workers))
 
     with torchrepro.apply(AUTO), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -140,7 +146,7 @@ def test_a_loader_keeps_its_order_while_another_thread_is_in_a_load() -> None:
             if waiting:
                 thread.start()
                 assert gate.entered.wait(PATIENCE)
-            found.append(_orders())
+            found.append([epoch(_shuffled()), epoch(_shuffled())])
             gate.let_go.set()
             if waiting:
                 thread.join(PATIENCE)
@@ -172,7 +178,7 @@ def test_loaders_that_start_at_once_leave_torch_as_it_was(switching: None) -> No
         left = set()
         for _ in range(60):
             together.wait(PATIENCE)
-            _epoch(DataLoader(range(12), batch_size=4, **torchrepro.dataloader_kwargs(name)))
+            epoch(DataLoader(range(12), batch_size=4, **torchrepro.dataloader_kwargs(name)))
             together.wait(PATIENCE)
             left.add(_DatasetKind.create_fetcher is ORIGINAL)
         return left

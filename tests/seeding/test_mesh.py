@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+import torchrepro
+
 NAMES = ("dp", "tp", "pp")
 START = """
 import json, random, sys
@@ -177,3 +179,12 @@ def test_a_mesh_that_says_too_little_is_refused(
 
     assert [word for word in words if word not in refused] == []
     assert unchanged
+
+
+@pytest.mark.parametrize("given", [None, 3, [[0, 1]]])
+@pytest.mark.parametrize("profile", [{}, {"seed": 5}])
+def test_what_is_no_mesh_is_refused(given: Any, profile: Any) -> None:
+    """`use_mesh` of something that is no mesh raises `SeedingError`, under a profile or not."""
+    refused = pytest.raises(torchrepro.SeedingError, match="not a device mesh")
+    with torchrepro.apply(profile), refused:
+        torchrepro.use_mesh(given)

@@ -1,38 +1,26 @@
-"""A program's own `--seed` reaches the data that its loaders load, under a profile and without."""
+"""A program's own `--seed` reaches what its named loaders load, under a profile and without."""
 
 import json
-import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import torchrepro
-from torchrepro.seeding.loader_places import saved_place, take_up
+from torchrepro.seeding.loader_places import place_of, take_up
 from torchrepro.seeding.streams import seed_of_rank
 
-AUTO = {"seed": 5, "dataloader": {"seeding": "auto"}}
+from .loaders import AUTO, Noisy, all_draws, by_way, drawn, epoch, order, run
+
 SEEDS = st.integers(-(2**63), 2**64 - 1)
 NO_SEED = 2**64  # a number that no program can give
-
-
-class Noisy(Dataset[Any]):
-    """Sample `i` is `i` and what the generators gave, of 53 bits: no two are alike by chance."""
-
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, index: int) -> Any:
-        drawn = torch.rand((), dtype=torch.float64).item()
-        return index, random.random(), np.random.random(), drawn
 
 
 class Seeding(Noisy):
@@ -43,82 +31,71 @@ class Seeding(Noisy):
         return super().__getitem__(index)
 
 
-def _automatic(**options: Any) -> Any:
-    return DataLoader(Noisy(), **{"batch_size": 3, "shuffle": True, "collate_fn": list, **options})
+def _loader(**options: Any) -> Any:
+    options = {"batch_size": 3, "shuffle": True, "collate_fn": list, **options}
+    return DataLoader(Noisy(10), **options, **torchrepro.dataloader_kwargs("train"))
 
 
-def _explicit(**options: Any) -> Any:
-    return _automatic(**torchrepro.dataloader_kwargs("train"), **options)
-
-
-LOADERS = {"automatic": _automatic, "explicit": _explicit}
-by_loader = pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
-
-
-def _epoch(loader: Any) -> list[Any]:
-    return list(chain(*loader))
-
-
-def _first_epoch(make: Callable[..., Any], seed: int = NO_SEED, **options: Any) -> list[Any]:
+def _first_epoch(seed: int = NO_SEED, **options: Any) -> list[Any]:
     if seed != NO_SEED:
         torch.manual_seed(seed)
-    return _epoch(make(**options))
+    return epoch(_loader(**options))
 
 
-@pytest.mark.parametrize(
-    ("make", "profile"),
-    [(_automatic, AUTO), (_explicit, AUTO), (_explicit, {})],
-    ids=["automatic", "explicit", "no seed in the profile"],
-)
-@settings(max_examples=6)
+@pytest.mark.parametrize("profile", [AUTO, {}], ids=["a seed", "no seed in the profile"])
+@settings(max_examples=8)
 @given(seeds=st.tuples(SEEDS, SEEDS), workers=st.sampled_from([0, 2]))
 def test_another_seed_of_the_program_loads_other_data(
-    make: Callable[..., Any], profile: Any, seeds: tuple[int, int], workers: int
+    profile: Any, seeds: tuple[int, int], workers: int
 ) -> None:
     """Order and numbers are the same for the same seed, on any number of workers, and only then."""
     found = []
     for seed, count in ((seeds[0], 0), (seeds[0], workers), (seeds[1], 0)):
         with torchrepro.isolated_rng(), torchrepro.apply(profile):
-            found.append(_first_epoch(make, seed, num_workers=count))
-    indices, *numbers = (set(column) for column in zip(*found[0], strict=True))
+            found.append(_first_epoch(seed, num_workers=count))
     same_seed = (seeds[0] - seeds[1]) % 2**64 == 0
+    numbers, others = (
+        [set(column) for column in zip(*drawn(each), strict=True)] for each in (found[0], found[2])
+    )
 
     assert found[0] == found[1]
     assert (found[0] == found[2]) == same_seed
-    assert len(indices) == 10
-    others = (set(column) for column in zip(*found[2], strict=True))
-    assert all(same_seed or not (a & b) for a, b in zip(numbers, list(others)[1:], strict=True))
+    assert all(same_seed or not (a & b) for a, b in zip(numbers, others, strict=True))
 
 
-@by_loader
-def test_the_profiles_own_seed_and_one_of_chance_change_nothing(make: Callable[..., Any]) -> None:
+def test_the_profiles_own_seed_and_one_of_chance_change_nothing() -> None:
     """Whoever gives no seed, the profile's, or one of chance, loads what the profile says."""
     with torchrepro.apply(AUTO):
-        expected = _first_epoch(make)
+        expected = _first_epoch()
     with torchrepro.apply(AUTO):
-        assert _first_epoch(make, 5) == expected
+        assert _first_epoch(5) == expected
     for module in (torch, torch.random):
         with torchrepro.apply(AUTO):
             module.seed()
-            assert _first_epoch(make) == expected
+            assert _first_epoch() == expected
 
 
-def test_the_order_of_a_profile_alone_is_what_it_has_always_been() -> None:
-    """Programs that leave seeding to the profile keep the order that they had."""
+def test_what_a_name_loads_is_what_it_has_always_been() -> None:
+    """Programs that leave seeding to the profile keep the order and the samples that they had."""
     with torchrepro.apply(AUTO):
-        loader = DataLoader(TensorDataset(torch.arange(12)), batch_size=12, shuffle=True)
+        named = torchrepro.dataloader_kwargs("train")
+        loader = DataLoader(TensorDataset(torch.arange(12)), batch_size=12, shuffle=True, **named)
 
-        assert next(iter(loader))[0].tolist() == [8, 5, 10, 1, 0, 3, 6, 2, 7, 11, 4, 9]
+        assert next(iter(loader))[0].tolist() == [10, 0, 9, 6, 8, 5, 2, 1, 4, 7, 11, 3]
+        assert next(iter(loader))[0].tolist() == [11, 10, 4, 9, 2, 3, 7, 1, 8, 6, 0, 5]
+
+    with run("named") as make:
+        assert epoch(make(Noisy(1, all_draws))) == [
+            (0, (0.7619561764454988, 0.7524775560317772, 0.8799879185423599, 0.5537431885783106))
+        ]
 
 
-@by_loader
-def test_a_loader_with_a_seed_of_its_own_is_not_reached(make: Callable[..., Any]) -> None:
+def test_a_loader_with_a_seed_of_its_own_is_not_reached() -> None:
     """A stream that the profile pins stays as it is while a program's seed is swept."""
-    streams = {"train": 3, "Noisy[10]#1": 3}
     found = []
     for seed in (NO_SEED, 1, 2):
-        with torchrepro.apply({**AUTO, "streams": streams}):
-            found.append(_first_epoch(make, seed))
+        with torchrepro.apply({**AUTO, "streams": {"train": 3}}):
+            found.append(_first_epoch(seed))
 
     assert found[0] == found[1] == found[2]
 
@@ -129,7 +106,7 @@ SCOPES: dict[str, Callable[[], Any]] = {
     "isolated_rng": lambda: _seed_within(torchrepro.isolated_rng()),
     "seeded": lambda: _seed_within(torchrepro.seeded("init")),
     "a profile": lambda: _seed_within(torchrepro.apply({"seed": 6})),
-    "samples that seed": lambda: _epoch(DataLoader(Seeding(), collate_fn=list)),
+    "samples that seed": lambda: epoch(DataLoader(Seeding(), collate_fn=list)),
     "a broken off epoch": lambda: next(iter(DataLoader(Seeding(), collate_fn=list))),
     "other draws": lambda: torch.rand(3),
 }
@@ -142,32 +119,30 @@ def _seed_within(scope: Any) -> None:
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-@by_loader
-def test_a_seed_that_is_taken_back_leaves_no_trace(make: Callable[..., Any], scope: str) -> None:
+def test_a_seed_that_is_taken_back_leaves_no_trace(scope: str) -> None:
     """What is seeded within a scope, or while a sample is loaded, ends with it."""
     for seed in (NO_SEED, 1):
         found = []
         for between in (SCOPES["nothing"], SCOPES[scope]):
             with torchrepro.apply(AUTO):
-                loader = make()
+                loader = _loader()
                 if seed != NO_SEED:
                     torch.manual_seed(seed)
-                _epoch(loader)
+                epoch(loader)
                 between()
-                found.append(_epoch(loader))
+                found.append(epoch(loader))
 
         assert found[0] == found[1]
 
 
-@by_loader
-def test_a_seed_of_torchrepros_own_is_not_the_programs(make: Callable[..., Any]) -> None:
+def test_a_seed_of_torchrepros_own_is_not_the_programs() -> None:
     """A loader that is iterated where torchrepro has seeded torch depends on the program's seed."""
     found = []
     for seed in (1, 1, 2):
         with torchrepro.apply(AUTO):
             torch.manual_seed(seed)
             with torchrepro.seeded("init") if len(found) % 2 else nullcontext():
-                found.append(_epoch(make()))
+                found.append(epoch(_loader()))
 
     assert found[0] == found[1] != found[2]
 
@@ -180,80 +155,62 @@ RESEEDED = {
 }
 
 
-def _trained(folder: Path | None, make: Any, reseed: Any, stop: int | None) -> list[Any]:
+def _trained(folder: Path | None, way: str, reseed: Any, stop: int | None) -> list[Any]:
     """Return the batches of three epochs, or of those up to the step `stop`."""
     found: list[Any] = []
-    with torchrepro.apply(AUTO):
+    with run(way) as make:
         torch.manual_seed(3)
-        loader = make()
+        loader = make(Noisy(10), shuffle=True)
         checkpoint = torchrepro.Checkpoint(folder)
-        for epoch in checkpoint.epochs(3):
-            reseed(epoch, "before")
+        for number in checkpoint.epochs(3):
+            reseed(number, "before")
             for batch in checkpoint.batches(loader):
                 found.append(batch)
                 if checkpoint.batch == 2:
-                    reseed(epoch, "within")
+                    reseed(number, "within")
                 checkpoint.save()
                 if checkpoint.step == stop:
                     return found
-            reseed(epoch, "after")
+            reseed(number, "after")
             checkpoint.save()
     return found
 
 
 @pytest.mark.parametrize("reseed", RESEEDED)
-@by_loader
+@by_way
 def test_a_resumed_run_loads_what_the_uninterrupted_one_loads(
-    make: Callable[..., Any], reseed: str, tmp_path: Path
+    way: str, reseed: str, tmp_path: Path
 ) -> None:
     """Wherever it stopped, and whenever the program seeds torch, an epoch goes on as it began."""
-    whole = _trained(None, make, RESEEDED[reseed], None)
+    whole = _trained(None, way, RESEEDED[reseed], None)
     for stop in (2, 4, 5, 7):
         folder = tmp_path / str(stop)
-        begun = _trained(folder, make, RESEEDED[reseed], stop)
+        begun = _trained(folder, way, RESEEDED[reseed], stop)
 
-        assert whole == begun + _trained(folder, make, RESEEDED[reseed], None)
+        assert whole == begun + _trained(folder, way, RESEEDED[reseed], None)
 
 
-@by_loader
 @pytest.mark.parametrize("done", [2, 4])
-def test_a_place_holds_the_seed_that_the_program_had_given(
-    make: Callable[..., Any], done: int
-) -> None:
+def test_a_place_holds_the_seed_that_the_program_had_given(done: int) -> None:
     """An epoch goes on as it began, whatever the program seeds torch with after its beginning."""
     with torchrepro.apply(AUTO):
         torch.manual_seed(1)
-        batches = iter(loader := make())
+        batches = iter(loader := _loader())
         _ = list(islice(batches, done))
         torch.manual_seed(2)
-        place = json.loads(json.dumps(saved_place(loader)))
-        expected = [*batches, *loader]
+        place = json.loads(json.dumps(place_of(loader)))
+        expected = list(chain(batches, loader))
     with torchrepro.apply(AUTO):
         torch.manual_seed(2)
-        resumed = make()
-        take_up(resumed, place)
+        resumed = _loader()
+        take_up(resumed, place, lambda: torch.manual_seed(2), skip=done)
 
-        assert expected == [*resumed, *resumed]
-
-
-@by_loader
-def test_a_checkpoint_from_before_is_loaded(make: Callable[..., Any], tmp_path: Path) -> None:
-    """A checkpoint without the program's seed, as 0.2.0 wrote it, is gone on from."""
-    reseed = RESEEDED["once"]
-    whole = _trained(None, make, reseed, None)
-    begun = _trained(tmp_path, make, reseed, 2)
-    for path in tmp_path.rglob("*.pt"):
-        saved = torch.load(path, weights_only=True)
-        del saved["given_seed"]
-        torch.save(saved, path)
-
-    assert whole == begun + _trained(tmp_path, make, reseed, None)
+        assert expected == list(chain(resumed, resumed))
 
 
-@by_loader
 @pytest.mark.parametrize("world", ["2", "1"])
 def test_ranks_share_one_order_whatever_each_is_seeded_with(
-    make: Callable[..., Any], world: str, monkeypatch: pytest.MonkeyPatch
+    world: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`manual_seed(seed + rank)` on several ranks leaves the order alone; the report says so."""
     found, said = [], []
@@ -261,9 +218,8 @@ def test_ranks_share_one_order_whatever_each_is_seeded_with(
         monkeypatch.setenv("WORLD_SIZE", world)
         monkeypatch.setenv("RANK", rank if world == "2" else "0")
         with torchrepro.apply(AUTO) as applied:
-            samples = _first_epoch(make, 3 + int(rank))
+            found.append(order(_first_epoch(3 + int(rank))))
             said.append("\n".join(applied.report.loading))
-        found.append([index for index, *_ in samples])
 
     assert (found[0] == found[1]) == (world == "2")
     for rank, text in enumerate(said):
@@ -276,6 +232,6 @@ def test_ranks_with_seeds_of_their_own_have_given_none(monkeypatch: pytest.Monke
     monkeypatch.setenv("WORLD_SIZE", "4")
     with torchrepro.apply({**AUTO, "ranks": "distinct"}) as applied:
         assert torch.initial_seed() == seed_of_rank(5, 3)
-        _first_epoch(_automatic)
+        _first_epoch()
 
         assert applied.report.loading == ()

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader
 
 import torchrepro
 from torchrepro.seeding.worker_seeders import WORKER_SEEDERS, worker_seeder
 
-AUTO = {"seed": 5, "dataloader": {"seeding": "auto"}}
+from .loaders import AUTO, Items, Noisy
+
 LAYERS = Path(__file__).parents[1] / "policies"  # known_layers.py lets torchvision be imported
 HEAD = f"""
 import hashlib, json, random, sys, warnings
@@ -146,23 +147,6 @@ def test_0_and_2_workers_give_the_same_weights(
     assert none[1] == []
     assert len(two[1]) == bool(function)
     assert all("are the same for any num_workers" in line and function in line for line in two[1])
-
-
-class Noisy(Dataset[Any]):
-    """Samples that torch's generator gives."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Any:
-        return index, torch.rand(()).item()
-
-
-class Items(IterableDataset[Any]):
-    """Eight such samples, which have no index."""
-
-    def __iter__(self) -> Any:
-        return (torch.rand(()).item() for _ in range(8))
 
 
 def _seeds(worker: int, **_: Any) -> None:

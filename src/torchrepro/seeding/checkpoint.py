@@ -90,6 +90,7 @@ class Checkpoint:
         self._rng: dict[str, Any] | None = None
         self._check_parts()
         step = None if self.folder is None else _latest(self.folder)
+        await_resting(())
         if self.folder is not None and step is not None:
             self._load(_file(self.folder, step))
         run_begins(resumed=step is not None)

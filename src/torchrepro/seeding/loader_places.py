@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, finalize
 
 from torchrepro.console import say
 from torchrepro.seeding.generators import KINDS, Given, Slot, host_slots
@@ -94,8 +94,8 @@ _resting: list[Mapping[str, Any]] = []
 _known: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
 """Loaders with generators of their own."""
 
-_kinds: Counter[str] = Counter()
-"""How many such loaders there were of each kind."""
+_lived_for_one: Counter[str] = Counter()
+"""How many such loaders of each kind were gone after one epoch."""
 
 _late: list[Callable[[], None]] = []
 _waiting: list[Delivery] = []
@@ -316,9 +316,13 @@ def _know(loader: Any) -> Known | None:
     if not is_kept(loader) or (loader not in _known and not _own_slots(loader)):
         return None
     if loader not in _known:
-        _known[loader] = Known(kind_of(loader), next(_begun))
-        _kinds[_known[loader].kind] += 1
+        known = _known[loader] = Known(kind_of(loader), next(_begun))
+        finalize(loader, _note_end, known)
     return _known[loader]
+
+
+def _note_end(known: Known) -> None:
+    _lived_for_one[known.kind] += known.epochs == 1
 
 
 def resting() -> list[dict[str, Any]]:
@@ -330,7 +334,7 @@ def resting() -> list[dict[str, Any]]:
     lasting = {
         known.number: (known, loader)
         for loader, known in _known.items()
-        if known not in busy and (known.epochs > 1 or _kinds[known.kind] == 1)
+        if known not in busy and (known.epochs > 1 or not _lived_for_one[known.kind])
     }
     return [
         {"kind": known.kind, "own": encoded_states(_read(_own_slots(loader)))}
@@ -339,8 +343,12 @@ def resting() -> list[dict[str, Any]]:
 
 
 def await_resting(saved: Sequence[Mapping[str, Any]]) -> None:
-    """Put the generators of each loader in `saved` where they stood, once it begins an epoch."""
+    """Put the generators of each loader in `saved` where they stood, once it begins an epoch.
+
+    A run begins: what loaders did before it does not count.
+    """
     _resting[:] = saved
+    _lived_for_one.clear()
 
 
 def _put_rested(loader: Any) -> None:
@@ -415,6 +423,7 @@ def forget_places() -> None:
     _awaited.clear()
     _ended.clear()
     _resting.clear()
+    _lived_for_one.clear()
     _late.clear()
     _taken_up.clear()
 

@@ -58,8 +58,9 @@ def seed_left_out() -> str:
     if ranks == 1 or seed in (None, streams.current_plan().agreed_seed):
         return ""
     return (
-        f"named loaders do not depend on the program's own seed {seed}: with {ranks} ranks only one "
-        "that all of them give before init_process_group counts; vary the profile's seed instead"
+        f"named loaders do not depend on the program's own seed {seed}: with {ranks} ranks only "
+        "one that all of them give before init_process_group counts; vary the profile's seed "
+        "instead"
     )
 
 

@@ -1,0 +1,350 @@
+"""Loaders made with `dataloader_kwargs`: their epochs depend on (seed, name, epoch) alone."""
+
+import copy
+import random
+from collections.abc import Callable
+from itertools import chain, product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    TensorDataset,
+    get_worker_info,
+)
+from torch.utils.data.datapipes.iter import IterableWrapper
+
+import torchrepro
+
+from .loaders import (
+    LENGTH,
+    SAMPLERS,
+    Eager,
+    Items,
+    Noisy,
+    all_draws,
+    drawn,
+    draws,
+    epoch,
+    order,
+    run,
+)
+
+Place = Callable[[int], None]
+by_dataset = pytest.mark.parametrize("dataset", [Noisy, Items])
+
+
+@pytest.fixture
+def be(monkeypatch: pytest.MonkeyPatch) -> Place:
+    """Return the function that makes this process be a rank of two."""
+
+    def be(rank: int) -> None:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+
+    return be
+
+
+def _named(dataset: Any = None, choice: str = "", seed: int = 5, **options: Any) -> list[Any]:
+    """Return an epoch of a loader of a run of its own."""
+    with run("named", seed=seed) as make:
+        return epoch(make(dataset, choice, **options))
+
+
+def _noisily(loader: Any, noise: int = 3) -> list[Any]:
+    """Return the batches of `loader` to a program that draws numbers of its own meanwhile."""
+    found = []
+    for batch in loader:
+        _ = random.random(), np.random.random(noise), torch.rand(noise)
+        found.append(batch)
+    return found
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_an_epoch_is_the_same_beside_other_draws_and_by_its_number(kind: str) -> None:
+    """Every sampler draws what belongs to the epoch, and in the next epoch another order."""
+    with run("named") as make:
+        one, beside, told = (make(Noisy(LENGTH, all_draws), kind) for _ in range(3))
+        first, second = list(one), list(one)
+        torchrepro.set_epoch(told, 1)
+
+        assert [first, second] == [_noisily(beside), _noisily(beside)]
+        assert second == list(told)
+    assert order(chain(*first)) != order(chain(*second))
+
+
+@pytest.mark.parametrize("kind", [*SAMPLERS, "items", "items begun eagerly"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loaders_that_run_at_one_time_do_not_disturb_each_other(kind: str, workers: int) -> None:
+    """Two loaders, or two iterations of one, give interleaved what they give one by one."""
+    own = {"items": Items(LENGTH), "items begun eagerly": Eager(LENGTH)}
+
+    def loaders(make: Any) -> Any:
+        chosen = (own[kind],) if kind in own else (None, kind)
+        return [make(*chosen, name=name, num_workers=workers) for name in ("train", "test")]
+
+    with run("named") as make:
+        one, two = loaders(make)
+        apart = [list(loader) for loader in (one, two, one, one)]
+        one, two = loaders(make)
+        together: list[Any] = []
+        for pair in ((one, two), (one, one)):
+            mixed = [(*both, draws())[:2] for both in zip(*pair, strict=False)]
+            together += map(list, zip(*mixed, strict=True))
+
+    assert min(map(len, together)) >= 10
+    for whole, found in zip(apart, together, strict=True):
+        assert found == whole[: len(found)]
+
+
+@by_dataset
+@settings(max_examples=10)
+@given(
+    number=st.integers(0, 3),
+    options=st.fixed_dictionaries(
+        {"num_workers": st.sampled_from([0, 1, 2]), "persistent_workers": st.booleans()}
+    ),
+)
+def test_an_epoch_is_the_same_however_it_is_reached(
+    dataset: Any, number: int, options: dict[str, Any]
+) -> None:
+    """Running to an epoch, naming it, going back to it and starting with it give its samples."""
+    with run("named") as make:
+        options["shuffle"] = dataset is Noisy or None
+        running, direct = (make(dataset(draw=all_draws), **options) for _ in range(2))
+        reached = [epoch(running) for _ in range(number + 1)][-1]
+        torchrepro.set_epoch(direct, number)
+        named = epoch(direct)
+        torchrepro.set_epoch(running, number)
+        begun = make(dataset(draw=all_draws), epoch=number, **options)
+
+        assert reached == named == epoch(running) == epoch(begun)
+        assert epoch(running) == epoch(direct)
+
+
+@pytest.mark.parametrize("kind", [Items, Eager])
+@settings(max_examples=8)
+@given(batch=st.integers(1, 4), live_on=st.booleans())
+def test_one_worker_reads_of_items_what_the_main_process_reads(
+    kind: Any, batch: int, live_on: bool
+) -> None:
+    """Items and what they draw are the same without workers and on one, in any batches."""
+    with run("named") as make:
+        here = make(kind(draw=all_draws), batch_size=1)
+        found = [epoch(here) for _ in range(3)]
+        options = {"num_workers": 1, "persistent_workers": live_on, "batch_size": batch}
+        there = make(kind(draw=all_draws), **options)
+        torch.rand(3)
+
+        assert found == [epoch(there) for _ in range(3)]
+
+
+@by_dataset
+def test_samples_epochs_names_seeds_and_ranks_all_draw_other_numbers(
+    dataset: Any, be: Place
+) -> None:
+    """No generator gives one number twice among samples that differ in any coordinate."""
+    found = []
+    for seed, rank, name, number in product((5, 6), (0, 1), ("train", "test"), (0, 1)):
+        be(rank)
+        samples = _named(dataset(draw=all_draws), seed=seed, name=name, epoch=number)
+        found += drawn(samples)
+
+    assert len(found) == 16 * 8
+    for numbers in zip(*found, strict=True):
+        assert len(set(numbers)) == len(found)
+
+
+def test_the_order_depends_on_seed_name_and_epoch() -> None:
+    """Another seed, another name or another epoch gives another order; no worker has a say."""
+    coordinates = product((5, 6), ("train", "test"), (0, 1))
+    orders = [
+        order(_named(Noisy(20), "shuffle", seed=seed, name=name, epoch=number))
+        for seed, name, number in coordinates
+    ]
+
+    assert len(set(map(tuple, orders))) == 8
+    assert order(_named(Noisy(20))) == list(range(20))
+
+
+@pytest.mark.parametrize(("ranks", "agree"), [(None, False), ("distinct", False), ("same", True)])
+def test_ranks_agree_on_the_order_and_on_samples_only_where_wanted(
+    ranks: str | None, agree: bool, be: Place
+) -> None:
+    """Every rank has the order of the others, and their numbers exactly under `ranks: same`."""
+    found = []
+    with run("named", **({"ranks": ranks} if ranks else {})) as make:
+        for rank in range(2):
+            be(rank)
+            found.append(epoch(make(shuffle=True, num_workers=1)))
+
+    assert order(found[0]) == order(found[1])
+    assert (found[0] == found[1]) == agree
+
+
+def test_a_rank_that_is_known_late_counts_from_the_next_epoch(be: Place) -> None:
+    """A loader named before its rank was known draws as that rank from the next epoch on."""
+    alone = [_named(epoch=0), _named(epoch=1)]
+    with run("named") as make:
+        loader = make()
+        late = [epoch(loader)]
+        be(1)
+        late.append(epoch(loader))
+
+    assert late == [alone[0], _named(epoch=1)]
+    assert late[1] != alone[1]
+
+
+def _worker() -> Any:
+    info = get_worker_info()
+    return info.id, info.seed, getattr(info.dataset, "mark", None)
+
+
+def _leave_a_mark(worker: int) -> None:
+    get_worker_info().dataset.mark = worker
+
+
+def test_what_a_worker_knows_as_its_seed_depends_on_the_epoch_alone() -> None:
+    """`get_worker_info().seed` is one number per epoch and worker, however that was reached."""
+    with run("named") as make:
+        running, direct = (make(Noisy(draw=_worker), num_workers=2) for _ in range(2))
+        reached = [epoch(running) for _ in range(3)]
+        torchrepro.set_epoch(direct, 2)
+
+        assert reached[2] == epoch(direct)
+    assert reached[0] != reached[1]
+
+
+@pytest.mark.parametrize("live_on", [True, False])
+def test_an_init_function_of_the_user_runs_in_each_worker(live_on: bool) -> None:
+    """The `worker_init_fn` given to `dataloader_kwargs` runs in every worker with its number."""
+    with run("named"):
+        named = torchrepro.dataloader_kwargs("train", worker_init_fn=_leave_a_mark)
+        options = {"num_workers": 2, "persistent_workers": live_on, "collate_fn": list}
+        loader = DataLoader(Noisy(draw=_worker), 2, **options, **named)
+        found = drawn([*epoch(loader), *epoch(loader)])
+
+    assert {worker for worker, _, _ in found} == {0, 1}
+    assert all(worker == mark for worker, _, mark in found)
+
+
+def test_a_copy_of_a_loader_loads_what_the_original_loads() -> None:
+    """A deep copy is a loader of its own that goes on where the original is."""
+    with run("named") as make:
+        loader = make(shuffle=True)
+        epoch(loader)
+        copied = copy.deepcopy(loader)
+
+        assert [epoch(copied) for _ in range(2)] == [epoch(loader) for _ in range(2)]
+
+
+def test_a_dataset_that_draws_nothing_comes_in_the_seeded_order() -> None:
+    """Tensors come shuffled by (seed, name, epoch), whole in every epoch, collated as ever."""
+    tensors = TensorDataset(torch.arange(20), torch.arange(20) * 2)
+    orders = []
+    with run("named"):
+        for workers in (0, 2):
+            kwargs = torchrepro.dataloader_kwargs("train")
+            loader = DataLoader(tensors, 4, shuffle=True, num_workers=workers, **kwargs)
+            orders.append([torch.cat([x for x, _ in loader]).tolist() for _ in range(2)])
+    (first, second), again = orders
+
+    assert [first, second] == again
+    assert first != second
+    assert sorted(first) == sorted(second) == list(range(20))
+
+
+def test_a_pipe_shuffles_by_its_epoch_however_that_is_reached() -> None:
+    """A pipe's own shuffling depends on (seed, name, epoch), as the order of samples does."""
+    with run("named") as make:
+        running, direct = (make(IterableWrapper(range(20)).shuffle()) for _ in range(2))
+        reached = [epoch(running) for _ in range(3)]
+        torchrepro.set_epoch(direct, 2)
+
+        assert reached[2] == epoch(direct)
+    assert len(set(map(tuple, reached))) == 3
+
+
+@settings(max_examples=10)
+@given(
+    kind=st.sampled_from(sorted(SAMPLERS)),
+    number=st.integers(0, 2),
+    start=st.integers(0, 15),
+    workers=st.sampled_from([0, 2]),
+)
+def test_batches_that_are_left_out_change_no_other(
+    kind: str, number: int, start: int, workers: int
+) -> None:
+    """`set_epoch(loader, e, start=n)` gives all but the first n batches, then whole epochs."""
+    with run("named") as make:
+        whole, cut = make(None, kind), make(None, kind, num_workers=workers)
+        epochs = [list(whole) for _ in range(number + 2)]
+        torchrepro.set_epoch(cut, number, start=start)
+
+        assert list(cut) == epochs[number][start:]
+        assert list(cut) == epochs[number + 1]
+
+
+def test_batches_of_items_cannot_be_left_out() -> None:
+    """Items have no names, so none is left out unread: `set_epoch` raises and changes nothing."""
+    with run("named") as make:
+        loader = make(Items())
+        with pytest.raises(torchrepro.SeedingError, match="cannot be skipped"):
+            torchrepro.set_epoch(loader, 4, start=1)
+
+        assert epoch(loader) == _named(Items())
+
+
+@pytest.mark.parametrize("bad", [-1, True, 1.5, "2"])
+def test_an_epoch_is_a_whole_number(bad: Any) -> None:
+    """What is no whole number of 0 or more is no epoch and no number of batches to leave out."""
+    with run("named") as make:
+        loader = make()
+        for attempt in (
+            lambda: torchrepro.set_epoch(loader, bad),
+            lambda: torchrepro.set_epoch(loader, 0, start=bad),
+            lambda: torchrepro.dataloader_kwargs("train", epoch=bad),
+        ):
+            with pytest.raises(torchrepro.SeedingError):
+                attempt()
+
+        assert epoch(loader) == _named()
+
+
+@pytest.mark.parametrize("given", [[1], None, "loader", 3])
+@pytest.mark.parametrize("way", ["plain", "auto"])
+def test_what_is_no_loader_has_no_epoch(given: Any, way: str) -> None:
+    """`set_epoch` of something that is no loader raises `SeedingError`."""
+    with run(way), pytest.raises(torchrepro.SeedingError):
+        torchrepro.set_epoch(given, 1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_distributed_sampler_hears_the_epoch(rank: int) -> None:
+    """`set_epoch` reaches a DistributedSampler, inside a batch sampler too."""
+    plain, *samplers = (DistributedSampler(range(LENGTH), 2, rank) for _ in range(3))
+    with run("named") as make:
+        batches = BatchSampler(samplers[1], 4, drop_last=False)
+        loaders = make(Noisy(40), sampler=samplers[0]), make(Noisy(40), batch_sampler=batches)
+        for number, loader in product((1, 2, 0), loaders):
+            torchrepro.set_epoch(loader, number)
+            plain.set_epoch(number)
+
+            assert order(epoch(loader)) == list(plain)
+
+
+def test_epochs_reach_a_loader_that_is_not_seeded_through_its_sampler_alone() -> None:
+    """Where only a sampler knows epochs it hears them; where nothing does, `set_epoch` raises."""
+    sampler = DistributedSampler(range(8), 2, 0)
+    with run("plain") as make:
+        torchrepro.set_epoch(make(sampler=sampler), 3)
+
+        assert sampler.epoch == 3
+        with pytest.raises(torchrepro.SeedingError, match="nothing in this loader knows epochs"):
+            torchrepro.set_epoch(make(shuffle=True), 3)

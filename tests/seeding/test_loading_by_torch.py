@@ -1,0 +1,415 @@
+"""`dataloader.seeding: auto` follows torch's own protocol, as its author's program would."""
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
+
+import torchrepro
+
+from .loaders import (
+    AUTHORS,
+    SAMPLERS,
+    Items,
+    Noisy,
+    WanderingBatches,
+    all_draws,
+    drawn,
+    draws,
+    epoch,
+    order,
+    run,
+    seed_plainly,
+    some,
+)
+
+WORKERS = st.sampled_from([0, 2])
+by_workers = pytest.mark.parametrize("workers", [0, 2])
+
+
+class Unhashable(DataLoader):
+    """A loader that equals others, and so has no hash."""
+
+    __hash__ = None  # what Python gives a class with __eq__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unhashable)
+
+
+class Batched(DataLoader):
+    """A loader that makes up its batches whenever it is asked for them."""
+
+    @property
+    def batch_sampler(self) -> Any:
+        return [torch.randperm(6).tolist() for _ in range(2)]
+
+    @batch_sampler.setter
+    def batch_sampler(self, given: Any) -> None:
+        """Take no notice of torch's own."""
+
+
+def _interleaved(loaders: list[Any]) -> list[Any]:
+    pairs = zip_longest(*loaders, fillvalue=())
+    return [order(batch) for batches in pairs for batch in batches]
+
+
+STEPS: dict[str, Callable[[Any, Any], Any]] = {
+    "an epoch": lambda one, _: order(epoch(one)),
+    "an epoch of the other": lambda _, other: order(epoch(other)),
+    "two batches": lambda one, _: [order(batch) for batch in some(one)],
+    "no batch": lambda one, _: iter(one) and None,
+    "both at one time": lambda *both: _interleaved([*both]),
+    "one at one time": lambda one, _: _interleaved([one, one]),
+    "draws": lambda *_: draws(),
+    "a seed": lambda *_: seed_plainly(7),
+    "the next epoch": lambda *both: [
+        each.sampler.set_epoch(each.sampler.epoch + 1)
+        for each in both
+        if isinstance(each.sampler, DistributedSampler)
+    ],
+}
+
+
+@settings(max_examples=60)
+@given(
+    kinds=st.tuples(*[st.sampled_from([*SAMPLERS, *AUTHORS])] * 2),
+    program=st.lists(st.sampled_from([*STEPS]), max_size=6),
+)
+def test_a_program_has_the_orders_and_the_generators_of_plain_python(
+    kinds: tuple[str, str], program: list[str], generators: Callable[[], Any]
+) -> None:
+    """Whatever a program does with two loaders, their orders are torch's own, and so are draws."""
+    found = []
+    for way, draw in (("plain", tuple), ("auto", all_draws)):
+        with run(way) as make:
+            loaders = [make(Noisy(40, draw), kind) for kind in kinds]
+            orders = [STEPS[step](*loaders) for step in program]
+            found.append([orders, {**generators(), "plan": None}])
+
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", [*SAMPLERS, *AUTHORS])
+@pytest.mark.parametrize("live_on", [True, False])
+def test_workers_have_the_order_and_the_generators_of_plain_python(
+    kind: str, live_on: bool, generators: Callable[[], Any]
+) -> None:
+    """On workers that live on or not, epochs have the order that torch gives without workers."""
+    found = []
+    for way, workers in (("plain", 0), ("auto", 1)):
+        with run(way) as make:
+            options = {"num_workers": workers, "persistent_workers": live_on}
+            loader = make(Noisy(40, tuple), kind, **options)
+            found.append([order(epoch(loader)) for _ in range(3)])
+            found[-1] += [{**generators(), "plan": None}]
+
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", [Unhashable, Batched])
+def test_a_loader_that_cannot_be_seeded_is_left_alone(kind: type[Any]) -> None:
+    """A loader without a hash, or with batches of its own making, loads as without a profile."""
+    found = []
+    for way in ("plain", "auto"):
+        with run(way) as make:
+            found.append([epoch(make(kind=kind)), draws()])
+
+    assert found[0] == found[1]
+
+
+@by_workers
+@pytest.mark.parametrize("kind", ["shuffle", "generator"])
+def test_a_worker_init_fn_of_the_author_leaves_the_loader_alone(kind: str, workers: int) -> None:
+    """Whoever gave a `worker_init_fn` gets what torch makes of it, and of the loader."""
+    found = []
+    for way in ("plain", "auto"):
+        with run(way) as make:
+            loader = make(None, kind, num_workers=workers, worker_init_fn=random.seed)
+            found.append([epoch(loader), epoch(loader), draws()])
+
+    assert found[0] == found[1]
+
+
+@by_workers
+@pytest.mark.parametrize("kind", AUTHORS)
+def test_a_loader_with_a_generator_of_its_author_draws_from_it(kind: str, workers: int) -> None:
+    """Its samples depend on that generator: the same beside other draws where it decides alone."""
+    found = []
+    for seed in (1, 1, 2):
+        with run() as make:
+            torch.manual_seed(3 if kind == "distributed" else seed)
+            random.random(), np.random.random(len(found))
+            loader = make(Noisy(40, all_draws), kind, num_workers=workers)
+            if loader.generator is None:
+                torch.manual_seed(seed)
+            found.append([epoch(loader), epoch(loader)])
+
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+    assert (found[0] == found[2]) == (loader.generator is not None)
+
+
+PYTHON_SEEDS = st.one_of(st.integers(0), st.text(), st.binary(), st.floats(allow_nan=False))
+NUMPY_SEEDS = st.one_of(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 99), min_size=1))
+TORCH_SEEDS = st.integers(-(2**63), 2**64 - 1)
+
+
+def _columns(seeds: tuple[Any, ...], dataset: Any, workers: int) -> list[list[Any]]:
+    """Return the order of an epoch, then what its samples drew from each generator."""
+    with run() as make:
+        for give, seed in zip((random.seed, np.random.seed, torch.manual_seed), seeds, strict=True):
+            give(seed)
+        found = epoch(make(dataset(draw=all_draws), num_workers=workers))
+        shuffled = order(epoch(make(shuffle=True)))
+    return [shuffled, *map(list, zip(*drawn(found), strict=True))]
+
+
+@settings(max_examples=25)
+@given(
+    seeds=st.tuples(PYTHON_SEEDS, NUMPY_SEEDS, TORCH_SEEDS),
+    others=st.tuples(PYTHON_SEEDS, NUMPY_SEEDS, TORCH_SEEDS),
+    workers=st.sampled_from([0, 0, 0, 1]),
+)
+def test_each_seed_of_the_program_changes_what_it_is_the_seed_of(
+    seeds: tuple[Any, ...], others: tuple[Any, ...], workers: int
+) -> None:
+    """`random.seed` and numpy's change what is drawn there; torch's order and all draws."""
+    first = _columns(seeds, Noisy, 0)
+    assert _columns(seeds, Noisy, workers) == first
+
+    for place, changes in enumerate(({1}, {2}, {0, 1, 2, 3, 4})):
+        if seeds[place] != others[place]:
+            varied = (*seeds[:place], others[place], *seeds[place + 1 :])
+            second = _columns(varied, Noisy, workers)
+            same = [one == two for one, two in zip(first, second, strict=True)]
+            assert same == [column not in changes for column in range(5)]
+
+
+def test_seeds_of_the_program_reach_items_in_workers() -> None:
+    """What workers read of an IterableDataset depends on each seed that the program gives."""
+    given_seeds = [(1, 1, 1), (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)]
+    found = [str(_columns(seeds, Items, 2)[1:]) for seeds in given_seeds]
+
+    assert found[0] == found[1]
+    assert len(set(found)) == 4
+
+
+def test_what_was_seeded_before_the_profile_counts_for_nothing() -> None:
+    """A program that leaves seeding to the profile has its orders and samples, in every run."""
+    found = []
+    for seed in (1, 2):
+        seed_plainly(seed)
+        with run() as make:
+            loader = make(shuffle=True)
+            found.append([epoch(loader), epoch(loader)])
+    with run() as make:
+        torch.manual_seed(5)  # the profile's own
+        assert epoch(make(shuffle=True)) == found[0][0]
+
+    assert found[0] == found[1]
+
+
+@contextmanager
+def _put_back() -> Any:
+    """Put the generators back after the block as plain programs do."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
+SCOPES: dict[str, Callable[[], Any]] = {
+    "states put back": _put_back,
+    "isolated_rng": torchrepro.isolated_rng,
+    "seeded": lambda: torchrepro.seeded("init"),
+    "a profile": lambda: torchrepro.apply({"seed": 6}),
+    "the same profile": run,
+}
+
+
+@by_workers
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_seed_that_is_taken_back_leaves_no_trace(scope: str, workers: int) -> None:
+    """What is seeded within a scope that puts the generators back decides no later sample."""
+    found = []
+    for evaluates in (False, True):
+        with run() as make:
+            seed_plainly(1)
+            loader = make(shuffle=True, num_workers=workers)
+            epoch(loader)
+            if evaluates:
+                with SCOPES[scope]():
+                    seed_plainly(9)
+                    epoch(make(shuffle=True))
+            found.append(epoch(loader))
+
+    assert found[0] == found[1]
+
+
+@by_workers
+@pytest.mark.parametrize("live_on", [True, False])
+def test_torchs_generator_put_back_repeats_the_epoch(workers: int, live_on: bool) -> None:
+    """Whoever saves torch's generator before an epoch and puts it back has that epoch again."""
+    with run() as make:
+        loader = make(shuffle=True, num_workers=workers, persistent_workers=live_on)
+        states, epochs = [], []
+        for _ in range(3):
+            states.append(torch.get_rng_state())
+            epochs.append(epoch(loader))
+            _ = some(make()), draws()
+        for number in (1, 0, 2):
+            torch.set_rng_state(states[number])
+            assert epoch(loader) == epochs[number]
+            _ = some(loader), draws()
+    with run() as make:
+        loader = make(shuffle=True)
+        torch.set_rng_state(states[1])
+
+        assert epoch(loader) == epochs[1]
+
+
+def test_items_in_the_main_process_draw_on_as_in_plain_python(
+    generators: Callable[[], Any],
+) -> None:
+    """Without workers an IterableDataset draws from the program's generators, and moves them."""
+    found = []
+    for way in ("plain", "auto"):
+        with run(way) as make:
+            loader = make(Items())
+            found.append([epoch(loader), draws(), some(loader), epoch(loader)])
+            found[-1] += [{**generators(), "plan": None}]
+
+    assert found[0] == found[1]
+
+
+@by_workers
+def test_the_ready_generator_works_in_items(workers: int) -> None:
+    """`sample_rng` works in an IterableDataset, never gives a number twice, and repeats itself."""
+    found = []
+    for _ in range(2):
+        with run() as make:
+            loader = make(Items(draw=_ready), num_workers=workers)
+            found.append([drawn(epoch(loader)) for _ in range(2)])
+
+    assert found[0] == found[1]
+    assert len({number for numbers in found[0] for number in numbers}) == 16
+
+
+def _ready() -> float:
+    return torchrepro.sample_rng().random()
+
+
+def _seed_of_worker() -> Any:
+    return get_worker_info().seed
+
+
+def test_what_a_worker_knows_as_its_seed_is_torchs_own() -> None:
+    """`get_worker_info().seed` is what it is without a profile."""
+    found = []
+    for way in ("plain", "auto"):
+        with run(way) as make:
+            loader = make(Noisy(draw=_seed_of_worker), num_workers=2)
+            found.append([epoch(loader), epoch(loader)])
+
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_pipe_shuffles_as_in_plain_python(workers: int) -> None:
+    """A pipe's own shuffling depends on torch's generator, as torch has it."""
+    found = []
+    for way in ("plain", "auto"):
+        with run(way) as make:
+            loader = make(IterableWrapper(range(20)).shuffle(), num_workers=workers)
+            found.append([epoch(loader), epoch(loader), torch.rand(1).item()])
+
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+
+
+@pytest.mark.parametrize("batch_size", [np.array([1, 3]), [1, 3], torch.tensor([1.0, 3.0]), "3"])
+def test_a_batch_sampler_may_call_anything_its_batch_size(batch_size: Any) -> None:
+    """What a sampler of the program's own has under the name `batch_size` disturbs no epoch."""
+    found = []
+    for named in (True, False):
+        sampler = WanderingBatches()
+        if named:
+            sampler.batch_size = batch_size
+        with run() as make:
+            found.append(epoch(make(Noisy(40), batch_sampler=sampler)))
+
+    assert found[0] == found[1]
+
+
+@by_workers
+@pytest.mark.parametrize("live_on", [True, False])
+def test_an_epoch_that_is_named_depends_on_its_number_alone(workers: int, live_on: bool) -> None:
+    """After `set_epoch` nothing but the epoch, the seed and the dataset decides what is loaded."""
+    found = []
+    for before, options in ((0, {}), (2, {"num_workers": workers, "persistent_workers": live_on})):
+        with run() as make:
+            loader = make(Noisy(draw=all_draws), shuffle=True, **options)
+            torchrepro.set_epoch(loader, 0)
+            _ = [epoch(loader) for _ in range(before)], torch.rand(before)
+            torchrepro.set_epoch(loader, 2)
+            found.append([epoch(loader), epoch(loader)])
+            torchrepro.set_epoch(loader, 2, start=1)
+            found[-1] += [epoch(loader)]
+
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+    assert found[0][2] == found[0][0][3:]
+
+
+@pytest.mark.parametrize("options", [{"generator": torch.Generator()}, {"worker_init_fn": print}])
+def test_an_epoch_of_an_author_cannot_be_named(options: dict[str, Any]) -> None:
+    """`set_epoch` raises for a loader whose author decided the order or the workers himself."""
+    with (
+        run() as make,
+        pytest.raises(torchrepro.SeedingError, match=r"nothing.*knows epochs[\s\S]*of its own"),
+    ):
+        torchrepro.set_epoch(make(shuffle=True, **options), 3)
+
+
+PROGRAM = """
+import json, sys
+import torchrepro
+if sys.argv[3] == "profile":
+    torchrepro.apply("seed-only")
+sys.path.insert(0, sys.argv[1])
+from torch.utils.data import DataLoader
+from loaders import Noisy, epoch
+if __name__ == "__main__":
+    loader = DataLoader(Noisy(), 2, shuffle=True, num_workers=int(sys.argv[2]), collate_fn=list)
+    print(json.dumps([epoch(loader) for _ in range(2)]))
+"""
+
+
+@pytest.mark.slow
+def test_processes_load_the_same_under_a_profile_and_not_without(tmp_path: Path) -> None:
+    """A program whose author did nothing loads the same in every process under a profile."""
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM, encoding="utf-8")
+    found = []
+    for words in (("2", "profile"), ("2", "profile"), ("0", "profile"), ("2", "-"), ("2", "-")):
+        command = [sys.executable, str(script), str(Path(__file__).parent), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+        found.append(json.loads(done.stdout))
+    *seeded, free, free_too = found
+
+    assert seeded == [seeded[0]] * 3
+    assert free != free_too
