@@ -159,6 +159,9 @@ class Way:
     own_states: bool = False
     """Whether the generator of the loader or sampler is saved as the epoch began."""
 
+    seeds_once: bool = False
+    """Whether a run that goes on puts the generators back instead of seeding them."""
+
     only: int | None = None
     """The one number of workers with which it is exact in plain Python."""
 
@@ -230,8 +233,10 @@ def loop(way, folder, workers, after_step, other_seed):  # noqa: C901, PLR0912 -
     """Train by the way that its author has chosen; go on from `folder` if it was interrupted."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
-    for library in ("python", "numpy", "torch"):
-        _seeded(library, SEED + (library == other_seed))
+    path = folder / f"own-{rank}.pt"
+    if not (way.seeds_once and path.exists()):
+        for library in ("python", "numpy", "torch"):
+            _seeded(library, SEED + (library == other_seed))
     if world > 1:
         torch.distributed.init_process_group("gloo")
     model = torch.nn.Sequential(
@@ -240,7 +245,7 @@ def loop(way, folder, workers, after_step, other_seed):  # noqa: C901, PLR0912 -
     net = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     loader = _loader(way, workers)
-    path, saved = folder / f"own-{rank}.pt", None
+    saved = None
     if path.exists():
         saved = torch.load(path, weights_only=False)
         model.load_state_dict(saved["model"])
@@ -336,6 +341,8 @@ WAYS = {
     "both, random and numpy": Way(AllNoise, host=True),
     "both, collate draws": Way(options={"shuffle": True, "collate_fn": drawing_collate}),
     "both, whole batches": Way(Batched),
+    "both, seeded once": Way(AllNoise, host=True, seeds_once=True),
+    "epochs, seeded once": Way(AllNoise, host=True, whole_epochs=True, seeds_once=True),
     "both, in order": Way(options={}),
     "both, host noise in workers": Way(HostNoise, host=True),
     "both, batch sampler": Way(options={"batch_sampler": _batches}),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.callers import package, program_place
@@ -12,8 +14,9 @@ from torchrepro.messages import shown
 from torchrepro.policies.policy import count
 from torchrepro.seeding.call_listeners import is_listening, listen, stop_listening
 from torchrepro.seeding.generators import Given, given_to_host, host_slots, plain_state, put_given
-from torchrepro.seeding.loader_worker import is_loading, label
+from torchrepro.seeding.loader_worker import is_loading
 from torchrepro.seeding.program_seed import LEFT_TO_CHANCE, note_not_given
+from torchrepro.seeding.streams import WORDS, current_plan, seed_of_rank
 from torchrepro.seeding.worker_notes import say_in_first_worker
 
 if TYPE_CHECKING:
@@ -156,24 +159,72 @@ def _note(
             say_in_first_worker(f"{function} at {where}", text)
     generator = HOST.get(function.rpartition(".")[0])
     if generator is not None and not is_loading():  # what a sample seeds is gone with it
-        values = [value for value in (*args, *kwargs.values()) if value is not None]
-        put_given(given_to_host()._replace(**{generator: label(values) if values else b""}))
+        of_chance = all(value is None for value in (*args, *kwargs.values()))
+        _put(generator, b"" if of_chance else _name_of(generator, host_slots()[generator].read()))
 
 
 def _note_state(
     function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
 ) -> None:
-    """Forget a seed that was given where the program puts back a state that it read before."""
+    """Go back to the seed that had been given where the program puts back a state.
+
+    It is known for a state that this process has read, and for one from which nothing was drawn
+    since it was seeded. Any other leaves it.
+    """
     if package(frame) in _OWN or is_loading():
         return
     module, _, name = function.rpartition(".")
-    state = host_slots()[HOST[module]].read()  # what was put is what is there now
-    key = module, hash(state if isinstance(state, tuple) else repr(plain_state(state)))
+    generator = HOST[module]
+    state = host_slots()[generator].read()  # what was put is what is there now
+    key = module, hash(repr(plain_state(state)))
     if "get" in name:
-        if len(_given_at) < _MANY:
-            _given_at[key] = getattr(given_to_host(), HOST[module])
+        while len(_given_at) >= _MANY:
+            del _given_at[next(iter(_given_at))]
+        _given_at[key] = getattr(given_to_host(), generator)
     elif key in _given_at:
-        put_given(given_to_host()._replace(**{HOST[module]: _given_at[key]}))
+        _put(generator, _given_at[key])
+    elif _is_fresh(generator, state):
+        _put(generator, _name_of(generator, state))
+
+
+def _put(generator: str, seed: bytes) -> None:
+    put_given(given_to_host()._replace(**{generator: seed}))
+
+
+def _name_of(generator: str, state: Any) -> bytes:
+    """Return bytes for the seed that has just given `generator` this state.
+
+    They are the same in every process, and empty for the seed of the profile.
+    """
+    plan, text = current_plan(), repr(plain_state(state))
+    if plan.seed is not None:
+        own = seed_of_rank(plan.seed, plan.started_as) if plan.ranks_differ else plan.seed
+        if text == repr(plain_state(_seeded_with(generator, own))):
+            return b""
+    return blake2b(text.encode(), digest_size=16).digest()
+
+
+def _seeded_with(generator: str, seed: int) -> Any:
+    if generator == "python":
+        return Random(seed).getstate()  # noqa: S311 - compared only
+    state: Any = sys.modules["numpy"].random.RandomState(seed).get_state(legacy=False)
+    return state
+
+
+def _is_fresh(generator: str, state: Any) -> bool:
+    """Whether nothing was drawn from a Mersenne Twister with this state since it was seeded.
+
+    Seeded from an array, as Python does, its first word has the top bit alone; seeded from a
+    number, as numpy does, each word follows from the one before
+    (http://www.math.sci.hiroshima-u.ac.jp/m-mat/MT/MT2002/CODES/mt19937ar.c).
+    """
+    if generator == "python":
+        first, second, position = state[1][0], state[1][1], state[1][WORDS]
+    else:
+        words = state["state"]["key"]
+        first, second, position = int(words[0]), int(words[1]), state["state"]["pos"]
+    following = (1812433253 * (first ^ (first >> 30)) + 1) % 2**32
+    return bool(position == WORDS and (first == 1 << 31 or second == following))
 
 
 def _outside_dynamo(frame: FrameType) -> FrameType:
