@@ -413,3 +413,38 @@ def test_processes_load_the_same_under_a_profile_and_not_without(tmp_path: Path)
 
     assert seeded == [seeded[0]] * 3
     assert free != free_too
+
+
+class Thing:
+    """An index whose text has an address."""
+
+
+@by_workers
+@pytest.mark.parametrize(
+    "kind", [list, tuple, np.array, torch.tensor], ids=lambda kind: kind.__name__
+)
+def test_samples_that_come_again_draw_anew_in_batches_of_any_kind(kind: Any, workers: int) -> None:
+    """Within a batch and in a later one a sample draws other numbers each time it comes."""
+    batches = [kind([1, 1, 2]), kind([2, 1, 1])]
+    with torchrepro.apply("seed-only"):
+        loader = DataLoader(Noisy(4), batch_sampler=batches, num_workers=workers, collate_fn=list)
+        found = [str(drawn) for batch in loader for _, drawn in batch]
+
+    assert len(set(found)) == 6
+
+
+def test_indices_of_any_class_are_taken() -> None:
+    """What plain Python loads is loaded, and draws: objects without a text of their own."""
+
+    class Of(Noisy):
+        def __getitem__(self, index: Any) -> Any:
+            return draws()
+
+    things = [Thing() for _ in range(4)]
+    found = []
+    for _ in range(2):
+        with torchrepro.apply("seed-only"):
+            found.append(list(DataLoader(Of(4), sampler=things, batch_size=None, collate_fn=tuple)))
+
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 4

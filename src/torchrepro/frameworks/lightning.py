@@ -148,7 +148,7 @@ class TrainerHooks:
         if not keeping and not any(saved is not None for _, saved in state["loaders"]):
             # Its loaders begin the next epoch too soon here: before the program's hooks are called.
             self._pending = generators_of(state)
-            begin_late(self.on_train_epoch_start)
+            begin_late(self.on_train_epoch_start, together=len(state["loaders"]))
 
     def on_train_epoch_start(self, *_: Any) -> None:
         """Put the generators back once more: what a start-up draws does not count."""

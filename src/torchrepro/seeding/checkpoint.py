@@ -16,7 +16,15 @@ from torchrepro.errors import SeedingError
 from torchrepro.messages import Problem, shown, some
 from torchrepro.seeding.loader import named_loading_of, set_epochs
 from torchrepro.seeding.loader_hook import tell_epoch
-from torchrepro.seeding.loader_places import Delivery, Resumption, await_resting, resting
+from torchrepro.seeding.loader_places import (
+    Delivery,
+    Resumption,
+    await_resting,
+    encoded_states,
+    put_states,
+    read_states,
+    resting,
+)
 from torchrepro.seeding.ranks import world
 from torchrepro.seeding.state import rng_state, run_begins, set_rng_state, write_whole
 from torchrepro.seeding.streams import whole
@@ -84,6 +92,9 @@ class Checkpoint:
         self._place: dict[str, Any] | None = None
         """Of the interrupted epoch, until a loader takes it up."""
 
+        self._begun: dict[str, Any] | None = None
+        """Where the generators of the host stood as `epochs` began the present epoch."""
+
         self._root: int | None = None
         """The seed of the loader that has a name: the program's own where no profile gives one."""
 
@@ -101,13 +112,21 @@ class Checkpoint:
         try:
             while self.epoch < whole("count", count):
                 self._counted = False
-                if self._waits_for(_LOOP_OF_BATCHES) and not self.batch:
-                    self._restore_generators()
+                self._begin_epoch()
                 yield self.epoch
                 self.epoch, self.batch, self._whole_epoch = self.epoch + 1, 0, False
             self._counted = True
         finally:
             self._within_epochs = False
+
+    def _begin_epoch(self) -> None:
+        """Have the generators stand where they stood as the uninterrupted run began the epoch."""
+        if self._waits_for(_LOOP_OF_BATCHES) and not self.batch:
+            self._restore_generators()
+        elif self._waits_for(_LOOP_OF_BATCHES) and self._begun is not None:
+            put_states(None, self._begun)
+        if self.folder is not None:
+            self._begun = encoded_states(read_states(None))
 
     def steps(self, count: int) -> Iterator[int]:
         """Yield the numbers, from 0, of the steps that are left of `count`: a loop without loaders.
@@ -223,6 +242,7 @@ class Checkpoint:
                 "loop": self._loop,
                 "place": self._place_to_go_on_at(),
                 "root": self._root,
+                "begun": self._begun,
                 "resting": resting(),
                 "rng": rng_state(),
                 "parts": states,
@@ -261,7 +281,7 @@ class Checkpoint:
             rng, parts = saved["rng"], saved["parts"]
             done = saved["epoch"], saved["batch"], saved["step"]
             loop, place, root = saved["loop"], saved["place"], saved["root"]
-            rested = saved["resting"]
+            rested, begun = saved["resting"], saved["begun"]
         except Exception as error:
             raise SeedingError(
                 Problem(
@@ -283,6 +303,7 @@ class Checkpoint:
             part.load_state_dict(parts[name])
         self.epoch, self.batch, self.step = done
         self._loop, self._place, self._root, self._rng = loop, place, root, rng
+        self._begun = begun
         await_resting(rested)
         set_epochs(rng["loaders"])  # a loader has to know which epoch comes next
 

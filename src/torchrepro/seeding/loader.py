@@ -170,13 +170,15 @@ class NamedLoading(Loading):
         self.order, self.stream = (with_given(each, self.given_seed) for each in (order, stream))
 
 
-class FollowingSampler:
+class StandingSampler:
     """Stands for a loader's sampler: yields what it yields, as requests for seeded samples."""
 
     def __init__(
-        self, sampler: Any, loading: FollowingLoading, generator: torch.Generator | None
+        self, sampler: Any, loading: Any, generator: torch.Generator | None, yields: str
     ) -> None:
         self.sampler, self.loading, self.generator = sampler, loading, generator
+        self.yields = yields
+        """What the indices are that it yields: of `samples` or of `batches`."""
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -185,10 +187,21 @@ class FollowingSampler:
         if not self.loading.active:  # undone, while workers that live on still use this sampler
             return iter(self.sampler)
         inner, skipped = unskipped(self.sampler)
+        repeats = Repeats(self.yields) if _may_repeat(inner) else None
+        return self._requests(inner, skipped, repeats)
+
+    def _requests(self, inner: Any, skipped: int, repeats: Repeats | None) -> Iterator[Any]:
+        raise NotImplementedError
+
+
+class FollowingSampler(StandingSampler):
+    """The same where the order is the sampler's own."""
+
+    def _requests(self, inner: Any, skipped: int, repeats: Repeats | None) -> Iterator[Any]:
         indices = iter(inner)
         self.loading.order_begins(self.generator)
         kind = _StatefulRequests if _has_state(indices) else _Requests
-        return kind(indices, self.loading, skipped, Repeats() if _may_repeat(inner) else None)
+        return kind(indices, self.loading, skipped, repeats)
 
 
 class StatefulFollowingSampler(FollowingSampler):
@@ -201,12 +214,19 @@ class StatefulFollowingSampler(FollowingSampler):
         self.sampler.load_state_dict(state)
 
 
-def following_sampler(
-    sampler: Any, loading: FollowingLoading, generator: torch.Generator | None
-) -> FollowingSampler:
-    """Return what stands for `sampler` in an iteration that `loading` seeds."""
-    kind = StatefulFollowingSampler if _has_state(sampler) else FollowingSampler
-    return kind(sampler, loading, generator)
+def standing_for(loader: Any, loading: Loading, generator: Any) -> dict[str, StandingSampler]:
+    """Return what stands for the sampler of `loader` in an iteration that `loading` seeds.
+
+    By the name of the attribute that holds it.
+    """
+    holder, yields = "batch_sampler", "batches"
+    if loader.batch_sampler is None:
+        holder, yields = "sampler", "samples"
+    sampler = getattr(loader, holder)
+    kind: type[StandingSampler] = NamedSampler
+    if not isinstance(loading, NamedLoading):
+        kind = StatefulFollowingSampler if _has_state(sampler) else FollowingSampler
+    return {holder: kind(sampler, loading, generator, yields)}
 
 
 class _Requests:
@@ -264,28 +284,15 @@ def unskipped(sampler: Any) -> tuple[Any, int]:
     return sampler, 0
 
 
-class NamedSampler:
-    """A sampler that draws from its own place in the generators and asks for seeded samples."""
+class NamedSampler(StandingSampler):
+    """The same where the order is drawn from its own place in the generators."""
 
-    def __init__(
-        self, sampler: Any, loading: NamedLoading, generator: torch.Generator | None
-    ) -> None:
-        self.sampler, self.loading = sampler, loading
-        self.generators = [] if generator is None else [generator]
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __iter__(self) -> Iterator[Any]:
-        if not self.loading.active:  # undone, while workers that live on still use this sampler
-            return iter(self.sampler)
-        inner, skipped = unskipped(self.sampler)
-        repeats = Repeats() if _may_repeat(inner) else None
+    def _requests(self, inner: Any, skipped: int, repeats: Repeats | None) -> Iterator[Any]:
         indices = self._indices(inner, self.loading.order)
         return _Requests(indices, _Begun(self.loading), skipped, repeats)
 
     def _indices(self, sampler: Any, order: Stream) -> Iterator[Any]:
-        own = OrderPlace(self.generators, order)
+        own = OrderPlace([] if self.generator is None else [self.generator], order)
         with isolated_draws():
             draw_from(order)
             with own:
@@ -330,15 +337,16 @@ class OrderPlace:
 class Repeats:
     """Counts the samples of an epoch, so that one which comes again draws other numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, yields: str) -> None:
         self.so_far: Counter[bytes] = Counter()
+        self._yields = yields
 
     def of(self, index: Any) -> Mapping[bytes, int]:
         """Return how often the epoch has had each sample of the batch `index` before.
 
         Samples that come for the first time, and once, are left out.
         """
-        names = [label(part) for part in index] if isinstance(index, list) else [label(index)]
+        names = [label(part) for part in index] if self._yields == "batches" else [label(index)]
         within = Counter(names)
         again = {
             name: self.so_far[name]

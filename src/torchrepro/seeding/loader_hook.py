@@ -25,10 +25,8 @@ from torchrepro.seeding.loader import (
     FollowingLoading,
     Loading,
     NamedLoading,
-    NamedSampler,
     author_seeds_workers,
     first_epoch,
-    following_sampler,
     is_kept,
     loaders,
     loading_of_iteration,
@@ -36,6 +34,7 @@ from torchrepro.seeding.loader import (
     named_loading_of,
     samplers_within,
     set_automatic,
+    standing_for,
 )
 from torchrepro.seeding.loader_places import (
     Delivery,
@@ -478,8 +477,7 @@ def _begun_by_torch(
         loading.stream = Stream("data", bytes.fromhex(saved["stream"]))
         loading.given = given_from(saved["given"])
         say_other_batch_size(loader, saved["batch_size"])
-    own = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    sampler = following_sampler(getattr(loader, own), loading, loader.generator)
+    standing = standing_for(loader, loading, loader.generator)
 
     def make_reader(by_index: bool, make: Callable[[], Any]) -> Any:  # noqa: FBT001 - torch's kind
         if by_index:
@@ -487,7 +485,7 @@ def _begun_by_torch(
         return reader_in_program(lambda: loading.stream, make)
 
     with (
-        _with(loader, worker_init_fn=loading, **{own: sampler}),
+        _with(loader, worker_init_fn=loading, **standing),
         # A worker that is forked here must find torch's own readers.
         nullcontext() if loader.num_workers else readers_made_by(make_reader),
     ):
@@ -497,7 +495,6 @@ def _begun_by_torch(
 @contextmanager
 def _begun_by_name(loader: Any, loading: Any) -> Iterator[None]:
     """Have order and samples draw from the streams of the epoch, and nothing else move."""
-    own = "sampler" if loader.batch_sampler is None else "batch_sampler"
     epoch: Any = loading.stream
 
     def make_reader(by_index: bool, make: Callable[[], Any]) -> Any:  # noqa: FBT001 - torch's kind
@@ -506,12 +503,11 @@ def _begun_by_name(loader: Any, loading: Any) -> Iterator[None]:
     with isolated_draws():
         # In the main process an IterableDataset is read as by the only worker of a loader.
         draw_from(worker_stream(epoch, 0))
-        generator = _generator_in(loader, getattr(loader, own))
+        generator = _generator_in(loader, loader.batch_sampler or loader.sampler)
         if generator is not None:
             loading.start_order(generator)
-        sampler = NamedSampler(getattr(loader, own), loading, generator)
         with (
-            _with(loader, worker_init_fn=loading, **{own: sampler}),
+            _with(loader, worker_init_fn=loading, **standing_for(loader, loading, generator)),
             nullcontext() if loader.num_workers else readers_made_by(make_reader),
         ):
             yield

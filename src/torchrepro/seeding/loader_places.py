@@ -97,7 +97,7 @@ _known: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
 _lived_for_one: Counter[str] = Counter()
 """How many such loaders of each kind were gone after one epoch."""
 
-_late: list[Callable[[], None]] = []
+_late: list[tuple[Callable[[], None], int]] = []
 _waiting: list[Delivery] = []
 """Those that begin with the first batch that is asked for, in the order in which they were made."""
 
@@ -197,10 +197,11 @@ class Delivery:
         """Begin, after those that were made before and wait for their first batch as well."""
         if self._iterator is not None:
             return
-        for put_back in _late:
-            put_back()
-        _late.clear()
         turn = _waiting.index(self) + 1
+        for put_back, together in _late:
+            put_back()
+            turn = max(turn, together)
+        _late.clear()
         for waiting in _waiting[:turn]:
             waiting._begin()  # noqa: SLF001 - the same class
         del _waiting[:turn]
@@ -267,7 +268,7 @@ class Delivery:
         }
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return len(self.loader if self._iterator is None else self._iterator)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_iterator", "_start") or (name.startswith("__") and name.endswith("__")):
@@ -359,12 +360,13 @@ def _put_rested(loader: Any) -> None:
         put_states(loader, rested["own"])
 
 
-def begin_late(put_back: Callable[[], None]) -> None:
+def begin_late(put_back: Callable[[], None], together: int) -> None:
     """Have the loaders that are iterated next begin as the first batch is asked for.
 
-    `put_back` is called before. For a framework that begins an epoch earlier as a run is resumed.
+    `put_back` is called before, and as many as are read `together` begin at once. For a framework
+    that begins an epoch earlier as a run is resumed.
     """
-    _late[:] = [put_back]
+    _late[:] = [(put_back, together)]
 
 
 def await_loaders(

@@ -8,6 +8,7 @@ draw from that generator. Here they draw from another base seed than in the unin
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.callers import package
@@ -20,16 +21,21 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import FrameType
 
+    from torchrepro.seeding.loader_places import Delivery
+
 _READ, _PUT = "get_rng_state", "set_rng_state"
-_last_read: list[int] = []
-_last_put: list[int] = []
-"""How many iterations had begun when the program last read, or put, the state of the generator."""
+_MANY = 1000
+_states_read: dict[int, None] = {}
+"""Digests of the states of torch's generator that the program has read in this process."""
+
+_states_put: list[bool] = []
+"""One entry for each state that it has put back without having read it here: it was saved."""
 
 
 def watch(*, begins: bool) -> None:
     """Hear of the program's reading and putting of torch's generator from now on, or no more."""
-    _last_read.clear()
-    _last_put.clear()
+    _states_read.clear()
+    _states_put.clear()
     if not begins:
         stop_listening(_note)
         return
@@ -43,20 +49,23 @@ def _note(
 ) -> None:
     if package(frame) in ("torch", "torchrepro"):
         return  # `fork_rng` and checkpointed layers put back what they have read
-    running = [each for each in deliveries() if not each.is_over]
-    number = running[-1].number if running else -1
+    state = hash(sys.modules["torch"].default_generator.get_state().numpy().tobytes())
     if function.endswith(_READ):
-        _last_read[:] = [number]
-        return
-    began_from_it = bool(_last_put)
-    _last_put[:] = [number]
-    late = [each for each in running if each.batches and each.samples_draw]
-    if not late or began_from_it or _last_read[-1:] == [number]:
-        return
-    delivery = late[-1]
-    if isinstance(delivery.loading, FollowingLoading):
+        while len(_states_read) >= _MANY:
+            del _states_read[next(iter(_states_read))]
+        _states_read[state] = None
+    elif state not in _states_read:
+        if len(_states_put) <= 1:
+            _states_put.append(True)
+        _tell_of_late(deliveries())
+
+
+def _tell_of_late(begun: list[Delivery]) -> None:
+    """Say it where a saved state is put back in the middle of an epoch, and was not before it."""
+    late = [each for each in begun if each.batches and each.samples_draw and not each.is_over]
+    if len(_states_put) == 1 and late and isinstance(late[-1].loading, FollowingLoading):
         say_once(
-            f"the program put torch's generator back after {delivery.batches} batches of an epoch. "
+            f"the program put torch's generator back after {late[-1].batches} batches of an epoch. "
             "Samples draw from a base seed that torch draws as an epoch begins, so they may not be "
             "those of the uninterrupted run: save torch.get_rng_state() before the epoch as well, "
             "and put it back there (or: dataloader.seeding=none)"
