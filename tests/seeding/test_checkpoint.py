@@ -306,3 +306,13 @@ def test_only_the_two_latest_steps_are_kept_and_nothing_else(
         expected
     )
     assert len(list(folder.glob("*"))) == len(written)
+
+
+def test_two_loaders_at_once_are_refused(tmp_path: Path) -> None:
+    """Which batches are done would not be known: `batches` says so, and takes the next loader."""
+    checkpoint = torchrepro.Checkpoint(tmp_path)
+    for _ in checkpoint.epochs(1):
+        with pytest.raises(torchrepro.SeedingError, match="one loader at a time"):
+            list(zip(checkpoint.batches([1, 2]), checkpoint.batches([3, 4]), strict=True))
+
+        assert list(checkpoint.batches([5, 6])) == [5, 6]

@@ -86,6 +86,7 @@ class Checkpoint:
         self._whole_epoch = False
         self._within_epochs = False
         self._counted = False  # whether `batch` or `step` says how far the program has come
+        self._counts_batches = False
         self._loop = ""  # the last that counted, before the first one that of the checkpoint
         self._first_save = True
         self._delivery: Delivery | None = None
@@ -159,8 +160,17 @@ class Checkpoint:
         Tells the loader and its samplers which epoch it is. Under `dataloader.seeding: auto`, and
         for a loader made with `dataloader_kwargs`, batches that are done are not loaded again,
         except from an `IterableDataset`, which names no samples. They count into `batch`, by which
-        a program that takes only some batches of an epoch knows when to stop.
+        a program that takes only some batches of an epoch knows when to stop. Raises `SeedingError`
+        while the batches of another loader are counted.
         """
+        if self._counts_batches:
+            raise SeedingError(
+                Problem(
+                    "counts the batches of one loader at a time",
+                    key="checkpoint.batches",
+                    todo="iterate the other loader by itself, or make one loader of both",
+                )
+            )
         if self._waits_for(_LOOP_OF_STEPS):
             raise self._of_another_loop(_LOOP_OF_BATCHES)
         self._loop = _LOOP_OF_BATCHES
@@ -174,10 +184,13 @@ class Checkpoint:
         if resumption is None:
             self._restore_generators()
         delivery = self._delivery = Delivery(loader, partial(iter, loader), resumption)
-        self._counted = True
-        for batch in delivery:
-            self.batch, self.step = self.batch + 1, self.step + 1
-            yield batch
+        self._counted = self._counts_batches = True
+        try:
+            for batch in delivery:
+                self.batch, self.step = self.batch + 1, self.step + 1
+                yield batch
+        finally:
+            self._counts_batches = False
         self._whole_epoch = True
 
     def _resumption(self) -> Resumption | None:
