@@ -503,7 +503,8 @@ def _begun_by_name(loader: Any, loading: Any) -> Iterator[None]:
     with isolated_draws():
         # In the main process an IterableDataset is read as by the only worker of a loader.
         draw_from(worker_stream(epoch, 0))
-        generator = _generator_in(loader, loader.batch_sampler or loader.sampler)
+        within = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        generator = _generator_in(loader, within)
         if generator is not None:
             loading.start_order(generator)
         with (

@@ -108,6 +108,7 @@ _deliveries: WeakSet[Delivery] = WeakSet()
 _beginning: list[Delivery] = []
 _NOWHERE: Mapping[str, Any] = {"batches": 0, "first": None, "last": None}
 _begun = iter(range(2**63))
+_first_of_run = -1
 
 
 class Delivery:
@@ -323,7 +324,8 @@ def _know(loader: Any) -> Known | None:
 
 
 def _note_end(known: Known) -> None:
-    _lived_for_one[known.kind] += known.epochs == 1
+    if known.number > _first_of_run:
+        _lived_for_one[known.kind] += known.epochs == 1
 
 
 def resting() -> list[dict[str, Any]]:
@@ -348,6 +350,8 @@ def await_resting(saved: Sequence[Mapping[str, Any]]) -> None:
 
     A run begins: what loaders did before it does not count.
     """
+    global _first_of_run  # noqa: PLW0603 - a fact about the process
+    _first_of_run = next(_begun)
     _resting[:] = saved
     _lived_for_one.clear()
 
