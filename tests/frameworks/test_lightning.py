@@ -119,10 +119,10 @@ def test_hooks_are_gone_after_the_profile() -> None:
 def test_loggers_get_the_manifest(tmp_path: Path) -> None:
     """The loggers of a Trainer and of a Fabric hold the manifest of the profile in force."""
     code = f"""{START}
-import lightning, lightning_program as program
+import lightning, lightning_program as program, training
 from lightning.fabric.loggers import CSVLogger as FabricLogger
 from lightning.pytorch.loggers import CSVLogger
-loader = torch.utils.data.DataLoader(program.Augmented(), batch_size=8)
+loader = torch.utils.data.DataLoader(training.Augmented(), batch_size=8)
 lightning.Trainer(max_steps=1, accelerator="cpu", logger=CSVLogger(sys.argv[1], "trainer"),
                   enable_checkpointing=False).fit(program.Model(), loader)
 fabric = lightning.Fabric(accelerator="cpu", loggers=FabricLogger(sys.argv[1], "fabric"))
@@ -140,7 +140,7 @@ fabric.setup(torch.nn.Linear(2, 2))
 UNUSUAL = f"""{START}
 import pickle, warnings, torchrepro
 warnings.filterwarnings("ignore")
-import lightning, lightning_program as program
+import lightning, lightning_program as program, training
 from lightning.pytorch.loggers.logger import Logger
 
 class Bare(Logger):
@@ -156,7 +156,7 @@ class Own:
     def load_state_dict(self, state): assert state == 7
 
 torchrepro.apply("debug-strict")
-loader = Own(torch.utils.data.DataLoader(program.Augmented(), batch_size=8))
+loader = Own(torch.utils.data.DataLoader(training.Augmented(), batch_size=8))
 trainer = lightning.Trainer(max_steps=1, accelerator="cpu", logger=Bare(),
                             default_root_dir=sys.argv[1])
 assert [pickle.loads(pickle.dumps(each)) for each in trainer.callbacks if "RunState" in str(each)]

@@ -16,7 +16,11 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from torchrepro.errors import SeedingError
-from torchrepro.frameworks.accelerate_loaders import saved_loaders, take_up_loaders
+from torchrepro.frameworks.accelerate_loaders import (
+    places_at_end,
+    saved_loaders,
+    take_up_loaders,
+)
 from torchrepro.frameworks.hooking import MissingHookError, in_force, wrap, wrap_everywhere
 from torchrepro.frameworks.loggers import log_profile
 from torchrepro.frameworks.run_state import (
@@ -139,8 +143,10 @@ class _Hooks:
         if in_force() is None:
             return
         here = ranks()
-        iterations = saved_loaders(_prepared(self.accelerator))
-        state = state_of_rank() | {"iterations": iterations}
+        prepared, state = _prepared(self.accelerator), state_of_rank()
+        state["iterations"] = saved_loaders(prepared)
+        done = places_at_end(prepared)
+        state["interrupted"] = [p for p in state["interrupted"] if p["number"] not in done]
         entry = checkpoint_entry([state]) | here._asdict()
         write_whole(Path(folder, _FILE.format(here.rank)), json.dumps(entry).encode())
 

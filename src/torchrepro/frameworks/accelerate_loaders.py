@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 from torchrepro.frameworks.hooking import MissingHookError, in_force, wrap, wrap_everywhere
-from torchrepro.seeding.loader_places import batches_of_pass, is_at_end, reads_items, skip_batches
+from torchrepro.seeding.loader_places import (
+    batches_of_pass,
+    is_at_end,
+    place_of,
+    reads_items,
+    skip_batches,
+)
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -44,6 +50,16 @@ def _saved(loader: Any) -> int | None:
     iteration = getattr(loader, "iteration", None)
     # accelerate counts it when the program asks for one more batch than there are
     return None if iteration is None else iteration + is_at_end(base_loader(loader))
+
+
+def places_at_end(prepared: list[Any]) -> set[int]:
+    """Return the numbers of the places of loaders of which accelerate knows that they are done.
+
+    A rank to which another one sends its batches has none from which it could be seen.
+    """
+    done = [loader for loader in prepared if getattr(loader, "end_of_dataloader", False)]
+    places = (place_of(base_loader(loader)) for loader in done)
+    return {place["number"] for place in places if place is not None}
 
 
 def take_up_loaders(prepared: list[Any], iterations: list[int | None]) -> None:

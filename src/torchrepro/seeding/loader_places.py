@@ -171,6 +171,8 @@ class Delivery:
         self.batches += getattr(self._iterator, "_num_yielded", 0)  # torchdata's go on themselves
         self._reads_here = not getattr(self._iterator, "_num_workers", 0)
         _deliveries.add(self)
+        if resumption is not None and not resumption.place["batches"]:
+            self._go_on()  # a rank to which another one sends its batches gets none here
 
     def seeded_by(self, loading: Loading) -> None:
         """Note what seeds the samples: its requests may leave out the batches to pass over."""
