@@ -244,21 +244,17 @@ class States:
     """The states that some generators had when this was made."""
 
     def __init__(self, slots: Iterable[Slot]) -> None:
-        self._slots = list(slots)
-        self._states = [(slot.write, slot.read()) for slot in self._slots]
+        self._states = [(slot, slot.read()) for slot in slots]
 
     def are_present(self) -> bool:
         """Whether the generators still have these states."""
-        return all(
-            plain_state(slot.read()) == plain_state(state)
-            for slot, (_, state) in zip(self._slots, self._states, strict=True)
-        )
+        return all(plain_state(slot.read()) == plain_state(state) for slot, state in self._states)
 
     def put_back(self) -> None:
         """Make these the states again, of every generator even if one of them raises."""
         with ExitStack() as every_one:
-            for write, state in self._states:
-                every_one.callback(write, state)
+            for slot, state in self._states:
+                every_one.callback(slot.write, state)
 
 
 def plain_state(state: Any) -> Any:

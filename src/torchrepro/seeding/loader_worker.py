@@ -230,6 +230,11 @@ class Request:
         return collate(samples)
 
 
+def _index_in(request: Any) -> Any:
+    """Return what a sampler has yielded, of which a `Request` may have been made."""
+    return request.index if isinstance(request, Request) else request
+
+
 class _SeededSamples:
     """A dataset every sample of which starts from a stream of its own."""
 
@@ -339,7 +344,7 @@ def reader_in_main_thread(reader: Any, tell: Callable[[bool], None] | None) -> A
                 "num_workers=1",
                 stacklevel=2,
             )
-        return unseeded(request.index if isinstance(request, Request) else request)
+        return unseeded(_index_in(request))
 
     reader.fetch = fetch
     return reader
@@ -376,7 +381,7 @@ def reader_in_program(rng: Callable[[], Stream | None], make: Callable[[], Any])
 
     reader = make()
     original = reader.fetch
-    reader.fetch = lambda asked: original(asked.index if isinstance(asked, Request) else asked)
+    reader.fetch = lambda request: original(_index_in(request))
     return _fetching_within(reading, reader)
 
 
