@@ -167,6 +167,16 @@ NUMPY_SEEDS = st.one_of(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 99), 
 TORCH_SEEDS = st.integers(-(2**63), 2**64 - 1)
 
 
+def _states(seeds: tuple[Any, ...]) -> list[str]:
+    """Return the state of each generator once it was seeded; "" and b"" seed Python's alike."""
+    legacy = np.random.RandomState(seeds[1]).get_state(legacy=False)
+    return [
+        str(random.Random(seeds[0]).getstate()),
+        str(legacy["state"]["key"].tolist()),
+        str(torch.Generator().manual_seed(seeds[2]).get_state().tolist()),
+    ]
+
+
 def _columns(seeds: tuple[Any, ...], dataset: Any, workers: int) -> list[list[Any]]:
     """Return the order of an epoch, then what its samples drew from each generator."""
     with run() as make:
@@ -190,8 +200,9 @@ def test_each_seed_of_the_program_changes_what_it_is_the_seed_of(
     first = _columns(seeds, Noisy, 0)
     assert _columns(seeds, Noisy, workers) == first
 
+    differ = [one != two for one, two in zip(_states(seeds), _states(others), strict=True)]
     for place, changes in enumerate(({1}, {2}, {0, 1, 2, 3, 4})):
-        if seeds[place] != others[place]:
+        if differ[place]:
             varied = (*seeds[:place], others[place], *seeds[place + 1 :])
             second = _columns(varied, Noisy, workers)
             same = [one == two for one, two in zip(first, second, strict=True)]
