@@ -15,7 +15,6 @@ NOT_DECLARED = {  # what src imports all the same, and why that is safe
     "sitecustomize": "the module of that name further on the path, if there is any",
     "torchrepro": "the package itself",
     "transformers": "only for a callback of its Trainer, which the program has imported or named",
-    "triton": "only where torch has compiled with it",
 }
 
 

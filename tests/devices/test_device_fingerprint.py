@@ -69,4 +69,4 @@ def test_one_that_is_asked_for_twice_is_the_same(on_npu: OnNpu) -> None:
 def test_they_are_fetched_in_one_copy(on_npu: OnNpu) -> None:
     """Until they are fetched nothing goes to the host, and then all of them at once."""
     assert on_npu(copies, 20) == (0, 1)
-    assert on_npu(copies, 3000) == (0, 1)  # more than one batch of them
+    assert on_npu(copies, 3000) == (0, 1)

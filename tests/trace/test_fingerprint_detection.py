@@ -8,11 +8,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from torchrepro.trace.device_batch import Alone
 from torchrepro.trace.device_fingerprint import (
     Pending,
-    Slot,
-    Waiting,
     device_fingerprint,
     fetch,
 )
@@ -263,14 +260,10 @@ def narrow(tensor: torch.Tensor) -> bytes | None:
     """Return what a device would compute that multiplies 32 bits."""
     with unobserved():
         memory = memory_of(tensor)
-        slots = [_slot(sums(pieces(part), NARROW)) for part in memory.parts]
-    pending = Pending(kind=memory.kind, slots=slots)
+        found = [sums(pieces(part), NARROW) for part in memory.parts]
+    pending = Pending(kind=memory.kind, sums=found)
     fetch([pending])
     return pending.bytes
-
-
-def _slot(found: torch.Tensor) -> Slot:
-    return Waiting(Alone(found), found.device), 0
 
 
 WAYS = (fingerprint, on_device, narrow)

@@ -82,19 +82,6 @@ def pieces(part: Any) -> Iterator[Any]:
         yield from _copies(part if lazy else _as_integers(part))
 
 
-def copyable(part: Any) -> Any:
-    """Return a tensor whose elements in order are the value of a part, and can be copied."""
-    return _as_integers(_copy(part) if _is_lazy(part) else part)
-
-
-def contiguous_strides(shape: Sequence[int]) -> list[int]:
-    """Return the strides of a contiguous tensor."""
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 1, 0, -1):
-        strides[dim - 1] = strides[dim] * shape[dim]
-    return strides
-
-
 def order_of_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
     """Return the dimensions, slowest first, of a tensor without gaps; None for one with gaps."""
     order = sorted(range(len(shape)), key=lambda dim: (shape[dim] != 1, -strides[dim], dim))
