@@ -4,10 +4,11 @@ import gc
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hypothesis import HealthCheck, settings
 
 from torchrepro.cli import main
 from torchrepro.knobs.catalogue import CATALOGUE
-from torchrepro.knobs.knob import MissingState
+from torchrepro.knobs.knob import Knob, MissingState
 from torchrepro.manifest.contents import RECORDED
 
 settings.register_profile(
@@ -76,23 +77,38 @@ def pytest_collection_finish() -> None:
 
 def read_world() -> dict[str, Any]:
     """Read every piece of state that a profile could have touched, as plain comparable values."""
+    kind, keys, *rest = np.random.get_state()
+    return {
+        **_read_knobs(knob for knob in CATALOGUE if knob not in FLAGS),
+        **_flags_and_variables(),
+        "random": random.getstate(),
+        "numpy": (kind, keys.tolist(), rest),
+        "torch": torch.get_rng_state().tolist(),
+    }
+
+
+def _read_knobs(knobs: Iterable[Knob]) -> dict[str, Any]:
     state: dict[str, Any] = {}
-    for knob in CATALOGUE:
+    for knob in knobs:
         try:
             state[knob.name] = knob.access.read()
         except MissingState as missing:
             # An option that inductor lacks is known to be missing once inductor is loaded.
             unset = os.environ.get(knob.variable) if knob.variable else f"missing: {missing}"
             state[knob.name] = unset
+    return state
+
+
+FLAGS = [knob for knob in CATALOGUE if not knob.name.startswith("seed.")]
+
+
+def _flags_and_variables() -> dict[str, Any]:
+    state = _read_knobs(FLAGS)
     for name, read in _other_names().items():
         try:
             state[name] = read()
         except RuntimeError:
             state[name] = "raises"
-    kind, keys, *rest = np.random.get_state()
-    state["random"] = random.getstate()
-    state["numpy"] = (kind, keys.tolist(), rest)
-    state["torch"] = torch.get_rng_state().tolist()
     state["environ"] = {k: v for k, v in os.environ.items() if not k.startswith(NOT_OURS)}
     return state
 
@@ -225,6 +241,17 @@ def answer(command: Callable[..., tuple[Any, str, str]]) -> Callable[..., tuple[
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _children_take_signals() -> None:
+    """Let signals that are ignored here, as under `nohup` or `&`, reach what the tests start.
+
+    A program inherits that a signal is ignored, and gets the default of one that has a handler.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _device_in_use() -> None:
     """Use an accelerator once, where there is one: first use settles what it leaves open."""
     if torch.accelerator.is_available():
@@ -237,9 +264,3 @@ def _leaves_no_trace() -> Iterator[None]:
     before = _flags_and_variables()
     yield
     assert before == _flags_and_variables()
-
-
-def _flags_and_variables() -> dict[str, Any]:
-    generators = ("random", "numpy", "torch")
-    world = read_world()
-    return {k: v for k, v in world.items() if k not in generators and not k.startswith("seed.")}
