@@ -185,7 +185,7 @@ def prepare(
         todo = f"`torchrepro run --lock {name} -- COMMAND` holds a run to it"
         raise ProfileError(Problem("a lock, which no run has left", str(path), todo=todo))
     resolved = _profile_of_then(path, contents)
-    started = started_in(path, contents) or _unknown_start(name, path, command)
+    started = started_in(path, contents)
     folder = Path(started.folder)
     if command and not folder.is_dir():  # as on another machine
         started = replace(started, folder=str(Path.cwd()))
@@ -252,23 +252,11 @@ def _profile_of_then(path: Path, contents: Mapping[str, Any]) -> ResolvedProfile
     valid = validate(compose_document(document)).resolved
     try:
         origins = {str(k): Origin.from_json(each) for k, each in contents["origins"].items()}
-        asked = tuple(map(str, contents.get("started", {}).get("asked", ())))
+        asked = tuple(map(str, contents["started"]["asked"]))
     except (TypeError, KeyError, AttributeError):
         problem = Problem("damaged: not what is written there", str(path), "origins or started")
         raise ProfileError(problem) from None
     return ResolvedProfile(valid.values, origins, asked)
-
-
-def _unknown_start(name: str, path: Path, command: Sequence[str]) -> Started:
-    if not command:
-        raise ProfileError(
-            Problem(
-                "an older torchrepro wrote it, which did not note how the run was started",
-                str(path),
-                todo=f"give the command, in its folder: torchrepro rerun {name} -- COMMAND",
-            )
-        )
-    return Started(RUN, str(Path.cwd()), ())
 
 
 def _folder_of_run(path: Path, started: Started) -> Path:

@@ -88,11 +88,11 @@ def _answers(folder, text):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"lock": 2, "manifest": 2, "profile": {}}', "a lock of a newer format"),
-        ('{"lock": 1, "manifest": 9, "profile": {}}', "a manifest of a newer format"),
-        ('{"lock": "x", "manifest": 2, "profile": {}}', "not the number of a format"),
-        ('{"manifest": 2, "profile": {}}', "a manifest, not a lock"),
-        ('{"lock": 1, "manifest": 2, "profile": {}}', "damaged: these parts are missing"),
+        ('{"lock": 2, "manifest": 1, "profile": {}}', "a lock of another format"),
+        ('{"lock": 1, "manifest": 9, "profile": {}}', "a manifest of another format"),
+        ('{"lock": "x", "manifest": 1, "profile": {}}', "a lock of another format"),
+        ('{"manifest": 1, "profile": {}}', "a manifest, not a lock"),
+        ('{"lock": 1, "manifest": 1, "profile": {}}', "damaged: these parts are missing"),
         ('{"seed": 1}', "neither a manifest nor a lock"),
         ("[" * 100000, "any.lock"),
         ('{"profile": ' + '{"a": ' * 200 + "1" + "}" * 201, "nested too deep"),
@@ -102,13 +102,12 @@ def _answers(folder, text):
     ],
 )
 def test_why_a_file_is_refused_is_said(command, tmp_path, text, words):
-    """check ends with 2 and says what is wrong with the file; a newer format, to upgrade."""
+    """check ends with 2 and says what is wrong with the file."""
     path = _written(tmp_path, text)
     status, out, err = command("check", path)
 
     assert (status, out) == (2, "")
     assert words in err
-    assert "upgrade torchrepro" in err or "newer" not in words
     assert len(err) < 400
 
 

@@ -128,21 +128,6 @@ def test_versions_and_hardware_of_runs_differ_by_meaning(five, answer, edit, tmp
     }
 
 
-def test_a_manifest_of_the_first_format_is_read(five, answer, tmp_path):
-    """A file of an earlier version is compared in what it holds."""
-    contents = json.loads((five / "out/.hydra/repro.json").read_text(encoding="utf-8"))
-    kept = ("profile", "digest", "report", "streams", "seeding_calls", "environment")
-    old = {"manifest": 1, **{key: contents[key] for key in kept}}
-    old |= {"versions": {"python": contents["versions"]["python"], "torch": "2.5.0"}}
-    old |= {"machine": {"system": "Linux"}, "devices": {"cuda_build": None}}
-    path = tmp_path / "old.json"
-    path.write_text(json.dumps(old), encoding="utf-8")
-    _, found = answer("diff", path, "out")
-
-    assert [row["key"] for row in found["differences"]] == ["torch"]
-    assert str(path) in {row["side"] for row in found["not_compared"]}
-
-
 def test_a_folder_with_one_manifest_is_read_and_one_with_several_is_refused(
     five, command, tmp_path
 ):

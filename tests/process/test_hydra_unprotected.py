@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 from hydra.experimental import callbacks
-from omegaconf import OmegaConf
 
 BY_PICKLE = hasattr(callbacks, "PickleJobInfoCallback")  # Hydra 1.3; 1.4 reads the job's folder
 PICKLED = """
@@ -64,20 +61,6 @@ def test_a_job_that_is_run_again_is_under_its_profile(little):
 
     assert first.tasks == second.tasks == ["task True 7"], second.stderr
     assert (refused.returncode, refused.tasks) == (3, [])
-
-
-@pytest.mark.skipif(not BY_PICKLE, reason="Hydra 1.4 reads no pickle")
-def test_a_pickle_without_its_profile_is_refused(little, tmp_path):
-    """The pickle of an older torchrepro, whose job had a profile, is stopped with what to do."""
-    little("+repro=seed-only", "hydra.run.dir=out", config=PICKLED)
-    path = tmp_path / "out/.hydra/config.pickle"
-    config = pickle.loads(path.read_bytes())
-    del OmegaConf.get_cache(config.hydra)["torchrepro"]
-    path.write_bytes(pickle.dumps(config))
-    again = little("--experimental-rerun", path, config=PICKLED)
-
-    assert (again.returncode, again.tasks) == (3, [])
-    assert "torchrepro rerun" in again.stderr
 
 
 @pytest.mark.skipif(not BY_PICKLE, reason="Hydra 1.4 reads no pickle")

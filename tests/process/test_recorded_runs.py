@@ -123,17 +123,6 @@ def test_verify_runs_and_compares(run: Callable[..., Ended], browser: Path, tmp_
     assert (tmp_path / "shown").read_text(encoding="utf-8") == page.as_uri()
 
 
-def test_the_old_name_of_an_option_is_told_and_hidden(run: Callable[..., Ended]) -> None:
-    """`--climb` is `--escalate`, which alone is in the help."""
-    told = run("verify", "./plain.yaml", "--climb", "--", "no-such").stderr
-    helped = run("verify", "--help").stdout
-
-    assert "torchrepro: --climb is called --escalate now" in told
-    assert "no such command" in told
-    assert "--escalate" in helped
-    assert "--climb" not in helped
-
-
 def test_verify_without_a_profile_says_what_it_certifies(
     run: Callable[..., Ended], tmp_path: Path
 ) -> None:

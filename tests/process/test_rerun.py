@@ -140,7 +140,7 @@ def earlier(clean_process, tmp_path, monkeypatch):
 
 DANGEROUS = {"env_extra": {"LD_PRELOAD": "x"}}
 BAD = {
-    "a newer format": ({"manifest": 99}, "newer format"),
+    "another format": ({"manifest": 99}, "another format"),
     "edited": ({"profile": {"seed": 3}}, "digest"),
     "a profile that may run code": (
         {"profile": DANGEROUS, "digest": ResolvedProfile.of(DANGEROUS).digest},
@@ -153,7 +153,7 @@ BAD = {
     "a program of stdin": ({"started": {"command": ["python", "-"]}}, "standard input"),
     "a notebook": ({"started": {"command": []}}, "interactive"),
     "one of several": ({"started": {"launcher": "Slurm"}}, "-- torchrun ... train.py --lr 1"),
-    "an older one": ({"started": None}, "older torchrepro"),
+    "one that does not say how": ({"started": None}, "damaged"),
     "a lock": ({"lock": 1}, "parts are missing"),
 }
 

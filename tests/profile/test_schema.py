@@ -418,7 +418,7 @@ def test_a_newer_schema_is_refused_with_what_to_upgrade(write, refusal):
 
 @pytest.mark.parametrize("schema", [0, -1, "true", "one", 1.5])
 def test_what_is_no_version_of_a_schema_is_refused_with_the_legal_one(refusal, schema):
-    """An older, negative or meaningless version is judged like any other value, beside the rest."""
+    """A negative or meaningless version is judged like any other value, beside the rest."""
     said = refusal(f"schema: {schema}\nsede: 1\n")
 
     assert f"bad.yaml:1: schema = {schema}: not the version of a schema" in said

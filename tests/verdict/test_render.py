@@ -291,7 +291,7 @@ def test_the_json_is_valid_and_has_the_documented_keys() -> None:
     assert found["first"]["kind"] == "equal inputs, unequal outputs"
     assert found["compared"]["ops"] == 11436
     assert found["advice"]["setting"] == "backends.cpu.num_threads=1"
-    assert found["next_rung"]["name"] == "deterministic kernels"
+    assert found["next_level"]["name"] == "deterministic kernels"
     assert found["map"]
     assert all(cell["differing"] for cell in found["map"])
     assert verdict_json(equal())["first"] is None
@@ -303,7 +303,7 @@ def test_no_number_breaks_the_json(losses: list[tuple[int, float, float | None]]
     verdict = equal(losses=tuple(losses))
     text = json.dumps(verdict.to_json(), allow_nan=False)
 
-    assert verdict_json(verdict) == {**verdict.to_json(), "next_rung": None}
+    assert verdict_json(verdict) == {**verdict.to_json(), "next_level": None}
     for (_, left, _), (_, again, _) in zip(losses, json.loads(text)["losses"], strict=True):
         assert again == (left if math.isfinite(left) else str(left))
 

@@ -95,7 +95,7 @@ def test_a_program_that_nobody_seeds_is_not_the_same_and_escalation_starts_at_th
 
     assert not found.same
     assert "debug-strict" in answer["advice"]["promise"]
-    assert answer["climb"]["equal_on"] == answer["climb"]["tried"][0]["name"] == "seeds"
+    assert answer["escalation"]["equal_on"] == answer["escalation"]["tried"][0]["name"] == "seeds"
 
 
 @pytest.mark.slow

@@ -232,7 +232,7 @@ def test_escalation_starts_from_what_a_guarantee_leaves_open(training, tmp_path)
 def test_where_no_level_helps_that_is_said(training, verified):
     """A command whose runs diverge on every level has none named, and each was tried."""
     found = verified(training(ANOTHER_EACH_TIME), escalate=True, closer=False)
-    answer = verification_json(found)["climb"]
+    answer = verification_json(found)["escalation"]
 
     assert found.equal_on is None
     assert answer["equal_on"] is None

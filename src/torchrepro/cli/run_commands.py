@@ -392,7 +392,6 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
     escalate: Annotated[  # noqa: FBT002
         bool, typer.Option("--escalate", help="Find the settings that make diverging runs equal.")
     ] = False,
-    climb: Annotated[bool, typer.Option("--climb", hidden=True)] = False,  # noqa: FBT002
     no_closer: Annotated[  # noqa: FBT002
         bool, typer.Option("--no-closer", help="Do not record a divergence again in detail.")
     ] = False,
@@ -427,8 +426,6 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
 
     command = _given_command(context, f"verify {profile}".rstrip())
     _check_page(report)
-    if climb:
-        say("--climb is called --escalate now; the next version has the new name alone")
     if profile:
         resolved = resolved_profile(profile, overrides)  # refuses a wrong one at once
         if verbosity() is Verbosity.VERBOSE:
@@ -442,7 +439,7 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
             overrides=overrides or (),
             runs=runs,
             stress=EVERYTHING if stress else (),
-            escalate=escalate or climb,
+            escalate=escalate,
             closer=not no_closer,
             folder=folder,
             level=level.value,

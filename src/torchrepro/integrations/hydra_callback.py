@@ -31,7 +31,6 @@ from torchrepro.console import note, say
 from torchrepro.errors import ApplyError, DriftError, TorchreproError
 from torchrepro.integrations.hydra_config import (
     CALLBACK,
-    GROUP,
     lines_on_changed_files,
     note_on_the_apps_own,
     resolved_profile,
@@ -102,30 +101,6 @@ def _is_rerun_option(word: str) -> bool:
 _REFUSED_STATUS = 3
 
 
-def _refuse_pickle_without_profile() -> None:
-    """End a rerun of Hydra 1.3 whose pickle has a job that asked for a profile, and no profile.
-
-    Versions up to 0.1 wrote such a pickle. Reading it imports this module, because it names our
-    callback, and then Hydra hands the config to `HydraConfig.set_config`. Where Hydra composes
-    anew, it has loaded our plugin, and the callback is called.
-    """
-    hand_over = HydraConfig.set_config
-
-    def checked(self: HydraConfig, config: DictConfig) -> None:
-        HydraConfig.set_config = hand_over  # type: ignore[method-assign]  # the task's own again
-        composed = f"{__package__}.hydra" in sys.modules
-        if not composed and _ENTRY not in OmegaConf.get_cache(config.hydra) and _asks(config):
-            say(
-                "the pickle holds no profile, as an older torchrepro wrote it, and its job had "
-                "one: this run would not be protected\n"
-                "    to do: start it by `torchrepro rerun DIR`, DIR being the job's output folder"
-            )
-            raise SystemExit(_REFUSED_STATUS)
-        hand_over(self, config)
-
-    HydraConfig.set_config = checked  # type: ignore[method-assign,assignment]
-
-
 def _refuse_rerun_without_profile() -> None:
     """Raise `ApplyError` for a rerun of Hydra 1.4 whose job had the profile of `torchrepro run`.
 
@@ -140,15 +115,6 @@ def _refuse_rerun_without_profile() -> None:
                 f"the job in {folder} was under a profile of `torchrepro run`, and this run is "
                 f"under none\n    to do: torchrepro rerun {folder}"
             )
-
-
-def _asks(config: DictConfig) -> bool:
-    added = any(str(text).startswith(f"+{GROUP}") for text in config.hydra.overrides.task)
-    return added or GROUP in (config.hydra.runtime.get("choices") or {})
-
-
-if _is_rerun():
-    _refuse_pickle_without_profile()
 
 
 @dataclass

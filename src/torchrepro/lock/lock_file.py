@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.errors import ProfileError
 from torchrepro.imports import import_torch
 from torchrepro.manifest.contents import (
-    KINDS,
+    FORMAT,
     as_text,
     common_contents,
     read_contents,
@@ -121,7 +121,7 @@ def write_lock(path: Path, profile: str, overrides: Sequence[str]) -> Report:
     its = common_contents(resolved, plan.report)
     for row in its["report"]["knobs"]:
         del row["before"]  # the state of this process, such as a random seed
-    text = as_text({"lock": KINDS["lock"], "named": named, **its})
+    text = as_text({"lock": FORMAT, "named": named, **its})
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

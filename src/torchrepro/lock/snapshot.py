@@ -131,12 +131,6 @@ def _state(outcome: Any, after: Any, absent: Any) -> Any:
     return after if is_set(outcome, after, absent) else str(outcome)
 
 
-def _guarantee(report: Any) -> Section | None:
-    """Return the guarantee held; older files only have the requested one, as a text."""
-    its = _pairs(report)["guarantee"]
-    return None if isinstance(its, str) else {"held": str(its["held"])}
-
-
 def _packs(origins: Any) -> Section:
     """Return the version of each package that the values come from, or once came from."""
     found: dict[str, set[str]] = {}
@@ -169,7 +163,7 @@ def _source(value: Any) -> Section | None:
 READERS: Mapping[str, tuple[str, Callable[[Any], Section | None]]] = {
     "profile": ("profile", lambda value: flatten(_pairs(value))),
     "packs": ("origins", _packs),
-    "guarantee": ("report", _guarantee),
+    "guarantee": ("report", lambda report: {"held": str(report["guarantee"]["held"])}),
     "knobs": ("report", _knobs),
     ABSENT_HARDWARE: ("report", _absent_hardware),
     "seeding calls": ("seeding_calls", _seeding_calls),

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from torchrepro.report import Report
 
 
-FORMAT = 2
-KINDS: Mapping[str, int] = {"lock": 1, "manifest": FORMAT}
-"""The kinds of such a file, named by the key that holds its format, and the newest format."""
+FORMAT = 1
+KINDS = ("lock", "manifest")
+"""The kinds of such a file, named by the key that holds its format."""
 
 FILE = "repro.json"
 """The name of a manifest's file, wherever it is kept."""
@@ -131,7 +131,7 @@ class DamagedError(ProfileError):
 def read_contents(path: Path) -> tuple[str, dict[str, Any]]:
     """Return the kind of the file, ``lock`` or ``manifest``, and its contents.
 
-    Raises `ProfileError` for a file that is neither, or of a newer format.
+    Raises `ProfileError` for a file that is neither, or of another format.
     """
     contents = _json(path)
     kind = next((kind for kind in KINDS if kind in contents), "")
@@ -143,22 +143,15 @@ def read_contents(path: Path) -> tuple[str, dict[str, Any]]:
                 todo=_NAME_ONE,
             )
         )
-    for key, newest in KINDS.items():
-        found, legal = contents.get(key, newest), f"1 to {newest}"
-        if type(found) is not int or found < 1:
-            raise ProfileError(
-                Problem("not the number of a format", str(path), key, str(found)[:80], legal=legal)
-            )
-        if found > newest:
-            raise ProfileError(
-                Problem(
-                    f"a {key} of a newer format",
-                    str(path),
-                    key,
-                    str(found),
-                    legal=legal,
-                    todo="upgrade torchrepro",
-                )
+    for key in KINDS:
+        if contents.get(key, FORMAT) != FORMAT:
+            raise ProfileError.about(
+                f"a {key} of another format",
+                str(path),
+                key,
+                str(contents[key])[:80],
+                legal=str(FORMAT),
+                todo="read it with the torchrepro that wrote it",
             )
     return kind, contents
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torchrepro.errors import ProfileError
 from torchrepro.messages import Problem
@@ -28,8 +28,8 @@ COMMAND = "TORCHREPRO_COMMAND"
 
 _RECORD = "TORCHREPRO_RECORD"  # as torchrepro.trace.request writes it, which builds on this
 
-RUN, HYDRA, CODE = "run", "hydra", "code"
-WAYS = (RUN, HYDRA, CODE)
+Way = Literal["run", "hydra", "code"]
+RUN, HYDRA, CODE = get_args(Way)
 """How a profile came into force: `torchrepro run`, a Hydra app's `+repro=`, `torchrepro.apply`."""
 
 
@@ -46,7 +46,7 @@ class HydraJob:
     """The number of the job in its sweep."""
     subdir: str
     """The folder in the run's output folder that holds the manifest."""
-    choice: str = ""
+    choice: str
     """The profile that the app's config chose, by its name there; empty if it chose none."""
 
 
@@ -54,21 +54,21 @@ class HydraJob:
 class Started:
     """How a run was started."""
 
-    by: str
+    by: Way
     folder: str
     """The working directory."""
     command: tuple[str, ...]
     """The command line, with `(hidden)` for what may be secret; empty if there is none."""
-    launcher: str = ""
+    launcher: str
     """What started the process, perhaps as one of several, if its command line is not known."""
-    ranked: bool = False
+    ranked: bool
     """Whether a launcher started the process; its variables are none of the command's own."""
-    asked: tuple[str, ...] = ()
+    asked: tuple[str, ...]
     """The profile's name or path, and the overrides of it; empty where it came as values."""
-    in_app: bool = False
+    in_app: bool
     """Whether the config of a Hydra app has values of the profile, besides those asked for."""
-    hydra: HydraJob | None = None
-    recording: Mapping[str, Any] = field(default_factory=dict)
+    hydra: HydraJob | None
+    recording: dict[str, Any]
     """What `torchrepro run --record` was asked for."""
 
     def to_json(self) -> dict[str, Any]:
@@ -162,58 +162,18 @@ def _recording() -> dict[str, Any]:
     return dict(json.loads(text)) if text else {}
 
 
-def started_in(path: Path, contents: Mapping[str, Any]) -> Started | None:
-    """Return how the run of the manifest `path` was started; None in one of an older version.
+def started_in(path: Path, contents: Mapping[str, Any]) -> Started:
+    """Return how the run of the manifest `path` was started.
 
     Raises `ProfileError` for a damaged one.
     """
-    if "started" not in contents:
-        return None
-    its = contents["started"]
+    from pydantic import TypeAdapter, ValidationError  # a run starts without it
+
     try:
-        job = its["hydra"]
-        found = Started(
-            _one_of(its["by"], WAYS),
-            _text(its["folder"]),
-            _texts(its["command"]),
-            _text(its["launcher"]),
-            bool(its.get("ranked")),
-            _texts(its["asked"]),
-            bool(its["in_app"]),
-            None if job is None else _job_in(job),
-            dict(its["recording"]),
-        )
-    except (TypeError, ValueError, KeyError, AttributeError):
+        return TypeAdapter(Started).validate_python(contents.get("started"))
+    except ValidationError:
         problem = Problem("damaged: it does not say how the run was started", str(path), "started")
         raise ProfileError(problem) from None
-    return found
-
-
-def _job_in(its: Mapping[str, Any]) -> HydraJob:
-    number = its["number"]
-    if number is not None and type(number) is not int:
-        raise TypeError(number)
-    task, own, subdir = _texts(its["task"]), _texts(its["own"]), _text(its["subdir"])
-    choice = _text(its.get("choice", ""))
-    return HydraJob(task, own, bool(its["sweep"]), number, subdir, choice)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(value)
-    return value
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list):
-        raise TypeError(value)
-    return tuple(map(_text, value))
-
-
-def _one_of(value: Any, legal: Sequence[str]) -> str:
-    if value not in legal:
-        raise ValueError(value)
-    return str(value)
 
 
 def hidden_in(words: Sequence[str]) -> list[str]:

@@ -59,8 +59,7 @@ class ResolvedProfile:
         """Return what `to_json` wrote."""
         origins = {k: Origin.from_json(each) for k, each in content["origins"].items()}
         values = _without_null(content["values"])
-        asked = tuple(content.get("asked", ()))  # versions up to 0.2 did not write it
-        return cls(MappingProxyType(values), MappingProxyType(origins), asked)
+        return cls(MappingProxyType(values), MappingProxyType(origins), tuple(content["asked"]))
 
     @property
     def name(self) -> str:

@@ -123,7 +123,7 @@ def _runs(verdict: Verdict) -> str:
 
 def verdict_json(verdict: Verdict, level: EscalationLevel | None = None) -> dict[str, Any]:
     """Return a verdict as plain JSON values, with what to try next, if that is known."""
-    return {**verdict.to_json(), "next_rung": level and level_json(level)}
+    return {**verdict.to_json(), "next_level": level and level_json(level)}
 
 
 def level_json(level: EscalationLevel) -> dict[str, Any]:

@@ -276,7 +276,7 @@ def verification_json(found: Verification) -> dict[str, Any]:
             "culprits": list(stressed.culprits),
             "what": stressed.what,
         },
-        "climb": None
+        "escalation": None
         if trials is None
         else {
             "equal_on": equal_on and equal_on.name,

@@ -55,7 +55,6 @@ def verify(  # noqa: PLR0913 - each is an option of the command
     runs: int = FEWEST,
     stress: Sequence[str] = (),
     escalate: bool = False,
-    climb: bool = False,
     closer: bool = True,
     folder: str | os.PathLike[str] = "",
     level: str = "op",
@@ -71,10 +70,10 @@ def verify(  # noqa: PLR0913 - each is an option of the command
     means the same bits; `rtol` and `atol`, or the guarantee `aligned`, ask for the same numbers
     within a tolerance. Every run after the first is perturbed by the perturbations that `stress`
     names (`perturbations.EVERYTHING` are all). If runs diverge, two more record the divergence in
-    detail unless `closer` is false, and `escalate` tries stricter settings level by level (`climb`
-    is its old name). Recordings go into `folder`, which is new or empty; without one into a
-    temporary folder that stays only if runs diverge. `say` takes the progress as text, and
-    `meanwhile` what is going on at the moment, such as the number of steps so far. Raises
+    detail unless `closer` is false, and `escalate` tries stricter settings level by level.
+    Recordings go into `folder`, which is new or empty; without one into a temporary folder that
+    stays only if runs diverge. `say` takes the progress as text, and `meanwhile` what is going on
+    at the moment, such as the number of steps so far. Raises
     `ProfileError` for a wrong request, `ApplyError` where the profile cannot be put in force,
     `TraceError` if the command fails in all runs or nothing is recorded of it, and
     `runner.Interrupted` if a signal ends it.
@@ -93,7 +92,7 @@ def verify(  # noqa: PLR0913 - each is an option of the command
         runner = Runner(tuple(command), place, request, tolerance, say, meanwhile)
         line = command_line(profile, resolved, overrides, command)
         verifier = _Verifier(runner, resolved, plan, line)
-        found = verifier.verification(runs, closer=closer, escalate=escalate or climb)
+        found = verifier.verification(runs, closer=closer, escalate=escalate)
         if found.same and not folder:
             shutil.rmtree(place, ignore_errors=True)
             return found
