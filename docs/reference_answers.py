@@ -23,10 +23,8 @@ from reference_markdown import attribute_docs, code, prose
 import torchrepro
 from torchrepro.cli import main
 from torchrepro.cli.command_table import ROWS
-from torchrepro.selftest.machine import machine_facts
-from torchrepro.selftest.promises import PROMISES
-from torchrepro.selftest.self_test import SelfTest
-from torchrepro.selftest.trials import Result, Row, Trial
+from torchrepro.selftest.attempts import PROMISES
+from torchrepro.selftest.runner import Result, Row, SelfTest, machine_facts
 from torchrepro.verdict.diagnosis import EscalationLevel
 from torchrepro.verification.result import (
     EscalationTrial,
@@ -63,8 +61,8 @@ _CLASSES: Mapping[str, Mapping[str, str]] = {
     "rerun": {"": "torchrepro.rerun:Rerun"},
     "compare": _VERDICT,
     "selftest": {
-        "": "torchrepro.selftest.self_test:SelfTest",
-        "rows[]": "torchrepro.selftest.trials:Row",
+        "": "torchrepro.selftest.runner:SelfTest",
+        "rows[]": "torchrepro.selftest.runner:Row",
     },
     "verify": {
         **_VERDICT,
@@ -160,8 +158,8 @@ def _documents(folder: Path) -> dict[str, list[Any]]:
         _asked("compare", [left, loose, "--rtol", "1", "--atol", "1"]),
     ]
     found["verify"] = [_verification(folder, bare=True), _verification(folder, bare=False)]
-    tried = (Row(Trial(PROMISES[0].name, "cpu"), Result.HELD),)
-    found["selftest"] = [SelfTest("", "", machine_facts(), PROMISES, tried, 1.0).to_json()]
+    tried = (Row(PROMISES[0].name, "cpu", "", Result.HELD),)
+    found["selftest"] = [SelfTest("", "", machine_facts(), tried, 1.0).to_json()]
     found[LOCK] = [json.loads((folder / LOCK).read_text(encoding="utf-8"))]
     return found
 

@@ -15,10 +15,9 @@ import pytest
 
 from torchrepro import apply
 from torchrepro.knobs.catalogue import CATALOGUE
-from torchrepro.selftest import tester
-from torchrepro.selftest.attempts import NotHereError, knob_holds
-from torchrepro.selftest.promises import PROMISES, promises_by_name
-from torchrepro.selftest.trials import DEVICES, Result, Trial
+from torchrepro.selftest import runner
+from torchrepro.selftest.attempts import DEVICES, PROMISES, NotHereError, knob_holds
+from torchrepro.selftest.runner import Result, trials
 
 PLANTED = Path(__file__).with_name("planted")
 SIMULATED = Path(__file__).parents[1] / "devices"
@@ -32,18 +31,18 @@ pytestmark = pytest.mark.usefixtures("clean_process")
 def plant(monkeypatch, tmp_path):
     """Have the processes of a self-test start with these faults, and files in a folder of ours."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tester.tempfile, "tempdir", None)  # where the variable is noticed
+    monkeypatch.setattr(runner.tempfile, "tempdir", None)  # where the variable is noticed
 
     def plant(*faults, promises=()):
         monkeypatch.setenv("PLANTED", ",".join(faults))
         monkeypatch.setenv("PYTHONPATH", os.path.relpath(PLANTED))
         monkeypatch.setenv("API_TOKEN", TOKEN)
         if promises:
-            rows = tuple(promises_by_name()[name] for name in promises)
-            monkeypatch.setattr(tester, "PROMISES", rows)
+            rows = tuple(row for row in PROMISES if row.name in promises)
+            monkeypatch.setattr(runner, "PROMISES", rows)
 
     yield plant
-    tester.tempfile.tempdir = None
+    runner.tempfile.tempdir = None
 
 
 VARIABLES = ("OMP_NUM_THREADS", "OMP_DYNAMIC")
@@ -58,17 +57,15 @@ def by_trial(document):
 
 def test_a_row_for_every_promise_and_device():
     """Each promise has a trial for each of its devices, and each knob one on its own."""
-    trials = [trial for promise in PROMISES for trial in promise.trials()]
-    knobs = [trial.knob for trial in trials if trial.knob]
-    others = {(trial.promise, trial.device) for trial in trials if not trial.knob}
+    all_trials = [*trials()]
+    knobs = [trial.knob for trial in all_trials if trial.knob]
+    others = {(trial.promise.name, trial.device) for trial in all_trials if not trial.knob}
 
-    assert len(set(trials)) == len(trials)
+    assert len(set(all_trials)) == len(all_trials)
     assert knobs == [knob.name for knob in CATALOGUE]
-    assert others == {
-        (row.name, its) for row in PROMISES if not row.of_each_knob for its in row.devices
-    }
+    assert others == {(row.name, device) for row in PROMISES for device in row.devices}
     assert ("host random numbers", "cpu") not in others, "it would be compared with itself"
-    assert {trial.device for trial in trials} == set(DEVICES)
+    assert {trial.device for trial in all_trials} == set(DEVICES)
 
 
 def test_planted_faults_are_found_and_named(plant, answer):
@@ -118,21 +115,19 @@ def test_a_failure_tells_no_secret_and_the_next_promise_starts_anew(plant, answe
     assert rows["fallback", "cpu"]["result"] == "held"
 
 
-def test_a_knob_with_nothing_new_to_write_is_not_held(tmp_path):
+def test_a_knob_with_nothing_new_to_write_is_not_held():
     """Where a knob has its only legal value already nothing is written, and nothing proved."""
-    trial = Trial("knob", "cpu", "dataloader.num_workers")
-
     with apply({"dataloader": {"num_workers": 0}}), pytest.raises(NotHereError, match="has 0"):
-        knob_holds(trial, tmp_path)
+        knob_holds("dataloader.num_workers")
 
 
 def test_what_libraries_write_goes_into_the_temporary_folder(tmp_path):
     """Every cache and log is in a folder that exists there, and none of them is a knob."""
-    environment = tester.environment_below(tmp_path)
+    environment = runner.environment_below(tmp_path)
 
-    assert all(Path(environment[name]).parent == tmp_path for name in tester.CACHES)
-    assert all(Path(environment[name]).is_dir() for name in tester.CACHES)
-    assert not {knob.variable for knob in CATALOGUE} & {*tester.CACHES}
+    assert all(Path(environment[name]).parent == tmp_path for name in runner.CACHES)
+    assert all(Path(environment[name]).is_dir() for name in runner.CACHES)
+    assert not {knob.variable for knob in CATALOGUE} & {*runner.CACHES}
 
 
 def test_it_ends_when_it_is_asked_to(plant, tmp_path):
@@ -159,9 +154,9 @@ INTERRUPTED = """
 import sys
 from torchrepro.cli import main
 from torchrepro.cli.progress import Progress
-from torchrepro.selftest import promises, tester
+from torchrepro.selftest import runner
 
-tester.PROMISES = (promises.promises_by_name()["dropout"],)
+runner.PROMISES = [row for row in runner.PROMISES if row.name == "dropout"]
 Progress.for_now = lambda self, text: print(text.partition(": ")[2], flush=True)
 main(["selftest"])
 """
@@ -199,7 +194,7 @@ def test_every_promise_is_held_here_and_on_an_accelerator(plant, answer, tmp_pat
     began, began_at = used(), time.monotonic()
     status, document = answer("selftest")
     results = {name: row["result"] for name, row in by_trial(document).items()}
-    npu = {row.name: results[row.name, "npu"] for row in PROMISES if not row.of_each_knob}
+    npu = {row.name: results[row.name, "npu"] for row in PROMISES if row.devices}
 
     assert used() - began < 120
     assert time.monotonic() - began_at < 900

@@ -1,7 +1,7 @@
-"""Tries a promise in this process: returns if it is held, raises if it is not.
+"""Tries each promise in this process: an attempt returns if it is held, and raises if it is not.
 
-Runs in a process of the self-test (see `child`), which starts without torch: variables are tried
-before torch is imported, as a program would set them.
+Runs in a child of the self-test, which starts without torch: variables are tried before torch is
+imported, as a program would set them.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import json
 import os
 import subprocess
 import sys
-from functools import cache
+import tempfile
+from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.applier import apply
@@ -23,24 +25,24 @@ from torchrepro.profile.load import resolve
 from torchrepro.report import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Mapping
+
+    import torch
 
     from torchrepro.knobs.knob import Knob
     from torchrepro.report import Row
-    from torchrepro.selftest.trials import Trial
 
-    Tensors = Mapping[str, Callable[[str], Any]]
+CPU = "cpu"
+ACCELERATORS = ("cuda", "npu", "mps", "xpu")
+DEVICES = (CPU, *ACCELERATORS)
 
-P = 0.5
-"""The share of elements that dropout drops."""
-
-CLOSE = 1e-3
-"""How far apart two results may be in which no element was dropped."""
-
+_P = 0.5  # the share of elements that dropout drops
+_CLOSE = 1e-3  # results that differ by less have lost no element
 _DETERMINISTIC = {"torch": {"deterministic_algorithms": "error"}}
-_OP = "torchrepro_selftest::scaled"
+_NAMESPACE = "torchrepro_selftest"
+_STEPS, _BATCH = 4, 16
 _FAULTY_STEP = 1
+_ENVIRONMENT = "the environment"
 
 
 class NotHeldError(Exception):
@@ -55,12 +57,17 @@ class NotHereError(Exception):
     """There is nothing here to try the promise on; the text says why."""
 
 
-def knob_holds(trial: Trial, folder: Path) -> None:
+def _expect(holds: object, expected: str, found: str) -> None:
+    if not holds:
+        raise NotHeldError(expected, found)
+
+
+def knob_holds(name: str) -> None:
     """Write legal values of a knob until one is new to it; each is read back and undone.
 
     Raises `NotHereError` if none could be written that was not there before.
     """
-    knob = knobs_by_name()[trial.knob]
+    knob = knobs_by_name()[name]
     if knob.door == "interpreter":
         _reaches_a_new_process(knob)
         return
@@ -71,43 +78,51 @@ def knob_holds(trial: Trial, folder: Path) -> None:
         row = _written_and_undone(knob, value)
         if row.outcome is Outcome.APPLIED:
             return
-        if row.outcome not in (Outcome.UNCHANGED, Outcome.UNSUPPORTED):
-            expected = f"{shown(value)} is written and reads back"
-            raise NotHeldError(expected, f"{row.outcome}: {row.why}")
+        skipped = row.outcome in (Outcome.UNCHANGED, Outcome.UNSUPPORTED)
+        _expect(skipped, f"{shown(value)} is written and reads back", f"{row.outcome}: {row.why}")
         rows.append(row)
     refused = [row.why for row in rows if row.outcome is Outcome.UNSUPPORTED]
-    raise NotHereError(refused[0] if refused else f"it has {_values(rows)} here, nothing is new")
+    values = " and ".join(dict.fromkeys(shown(row.after) for row in rows))
+    raise NotHereError(refused[0] if refused else f"it has {values} here, nothing is new")
 
 
 def _written_and_undone(knob: Knob, value: Any) -> Row:
     before = _state(knob)
     with apply(_asking_for(knob, value)) as applied:
         row = applied.report[knob.name]
-        if row.outcome is Outcome.APPLIED and not knob.holds(value):
-            raise NotHeldError(f"{shown(value)} reads back", f"reads {shown(knob.access.read())}")
+        if row.outcome is Outcome.APPLIED:
+            read = f"reads {shown(knob.access.read())}"
+            _expect(knob.holds(value), f"{shown(value)} reads back", read)
     after = _state(knob)
-    _same_variables(knob, before.pop(_VARIABLES), after.pop(_VARIABLES))
+    _same_variables(knob, before.pop(_ENVIRONMENT), after.pop(_ENVIRONMENT))
     for name in before:
-        if before[name] != after[name]:
-            expected = f"{name} back at {shown(before[name])} after the undo"
-            raise NotHeldError(expected, shown(after[name]))
+        back = f"{name} back at {shown(before[name])} after the undo"
+        _expect(before[name] == after[name], back, shown(after[name]))
     return row
 
 
-def _values(rows: Sequence[Row]) -> str:
-    return " and ".join(dict.fromkeys(shown(row.after) for row in rows))
+def _state(knob: Knob) -> dict[str, Any]:
+    """Return what the undo has to put back, by what it is called."""
+    state: dict[str, Any] = {_ENVIRONMENT: dict(os.environ)}
+    if knob.variable:  # torch is not to be imported yet
+        return state
+    from torchrepro.seeding.state import rng_state
+
+    try:
+        state[knob.name] = knob.access.read()
+    except MissingState as missing:
+        state[knob.name] = str(missing)
+    return {**state, "the generators": rng_state()}
 
 
 def _same_variables(knob: Knob, before: Mapping[str, str], after: Mapping[str, str]) -> None:
     """Raise if a variable is not what it was; other values than the knob's own may be secret."""
+    own = knob.variable
+    back = f"{own} back at {shown(before.get(own))} after the undo"
+    _expect(before.get(own) == after.get(own), back, shown(after.get(own)))
     names = sorted({*before, *after})
     changed = [name for name in names if before.get(name) != after.get(name)]
-    own = knob.variable
-    if own in changed:
-        expected = f"{own} back at {shown(before.get(own))} after the undo"
-        raise NotHeldError(expected, shown(after.get(own)))
-    if changed:
-        raise NotHeldError("every variable as it was, after the undo", f"changed: {some(changed)}")
+    _expect(not changed, "every variable as it was, after the undo", f"changed: {some(changed)}")
 
 
 def _asking_for(knob: Knob, value: Any) -> dict[str, Any]:
@@ -124,23 +139,6 @@ def _asking_for(knob: Knob, value: Any) -> dict[str, Any]:
             section = section.setdefault(part, {})
         section[last] = its
     return profile
-
-
-_VARIABLES = "the environment"
-
-
-def _state(knob: Knob) -> dict[str, Any]:
-    """Return what the undo has to put back, by what it is called."""
-    state: dict[str, Any] = {_VARIABLES: dict(os.environ)}
-    if knob.variable:  # torch is not to be imported yet
-        return state
-    from torchrepro.seeding.state import rng_state
-
-    try:
-        state[knob.name] = knob.access.read()
-    except MissingState as missing:
-        state[knob.name] = str(missing)
-    return {**state, "the generators": rng_state()}
 
 
 _LOOK = """
@@ -162,174 +160,153 @@ def _reaches_a_new_process(knob: Knob) -> None:
             [program, *command[1:]], env=environment, capture_output=True, text=True, check=False
         )
         expected = f"{knob.variable}={value} in a process that starts under it"
-        if done.returncode:
-            raise NotHeldError(expected, done.stderr.strip().rpartition("\n")[2])
+        _expect(not done.returncode, expected, done.stderr.strip().rpartition("\n")[2])
         text, (in_effect, words) = json.loads(done.stdout)
-        if text != value or in_effect is False:
-            raise NotHeldError(expected, words or f"{knob.variable}={text}")
+        reached = text == value and in_effect is not False
+        _expect(reached, expected, words or f"{knob.variable}={text}")
     _same_variables(knob, before, os.environ)
 
 
-def dropout_is_zeroed(trial: Trial, folder: Path) -> None:
+def dropout_is_zeroed(device: str) -> None:
     """Call what drops elements before, under and after the policy."""
-    before = _dropping(trial.device)
-    with apply({"dropout": "zero"}):
-        under = _dropping(trial.device)
-    after = _dropping(trial.device)
-    if under:
-        raise NotHeldError("no element is dropped under the policy", f"dropped in {_some(under)}")
-    if before != list(_LAYERS):
-        raise NotHeldError(
-            "elements are dropped without the policy", f"dropped only in {_some(before)}"
-        )
-    if after != before:
-        raise NotHeldError("elements are dropped again after it", f"dropped in {_some(after)}")
+    import torch
+    from torch import nn
 
-
-def _dropping(device: str) -> list[str]:
-    """Return the names of the layers that drop elements."""
-    return [
-        name for name, layer in _LAYERS.items() if not _close(layer(P, device), layer(0.0, device))
-    ]
-
-
-def _close(left: Any, right: Any) -> bool:
-    return bool((left - right).abs().max().item() < CLOSE)
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names) or "nothing"
-
-
-def _torch() -> Any:
-    return import_module("torch")
-
-
-def _ones(device: str) -> Any:
-    return _torch().ones(16, 16, device=device)
-
-
-def _attention(p: float, device: str) -> Any:
-    torch = _torch()
+    ones = torch.ones(16, 16, device=device)
     query = torch.linspace(-1, 1, 2 * 16 * 8).reshape(1, 2, 16, 8).to(device)
-    return torch.nn.functional.scaled_dot_product_attention(query, query, query, dropout_p=p)
+
+    def recurrent(p: float) -> torch.Tensor:
+        torch.manual_seed(0)
+        layer = nn.LSTM(8, 8, num_layers=2, dropout=p).to(device)
+        result: torch.Tensor = layer(torch.linspace(-1, 1, 64).reshape(4, 2, 8).to(device))[0]
+        return result.detach()
+
+    layers: dict[str, Callable[[float], torch.Tensor]] = {
+        "nn.Dropout": lambda p: nn.Dropout(p)(ones),
+        "functional.dropout": lambda p: nn.functional.dropout(ones, p),
+        "attention": lambda p: nn.functional.scaled_dot_product_attention(
+            query, query, query, dropout_p=p
+        ),
+        "LSTM": recurrent,
+    }
+
+    def dropping() -> str:
+        found = [
+            name
+            for name, layer in layers.items()
+            if (layer(_P) - layer(0.0)).abs().max().item() >= _CLOSE
+        ]
+        return ", ".join(found) or "nothing"
+
+    before, all_drop = dropping(), ", ".join(layers)
+    with apply({"dropout": "zero"}):
+        under = dropping()
+    after = dropping()
+    dropped = "elements are dropped"
+    _expect(under == "nothing", "no element is dropped under the policy", f"dropped in {under}")
+    _expect(before == all_drop, f"{dropped} without the policy", f"dropped only in {before}")
+    _expect(after == all_drop, f"{dropped} again after it", f"dropped in {after}")
 
 
-def _recurrent(p: float, device: str) -> Any:
-    torch = _torch()
-    torch.manual_seed(0)
-    layer = torch.nn.LSTM(8, 8, num_layers=2, dropout=p).to(device)
-    return layer(torch.linspace(-1, 1, 64).reshape(4, 2, 8).to(device))[0].detach()
-
-
-_LAYERS: Mapping[str, Callable[[float, str], Any]] = {
-    "nn.Dropout": lambda p, device: _torch().nn.Dropout(p)(_ones(device)),
-    "functional.dropout": lambda p, device: _torch().nn.functional.dropout(_ones(device), p),
-    "attention": _attention,
-    "LSTM": _recurrent,
-}
-"""What drops a share `p` of elements on a device: its result."""
-
-
-def host_draws(trial: Trial, folder: Path) -> None:
+def host_draws(device: str) -> None:
     """Draw from one seed on the CPU, and on the device before, under and after the policy."""
-    expected, before = _drawn("cpu"), _drawn(trial.device)
+    import torch
+
+    draws: dict[str, Callable[[str], torch.Tensor]] = {
+        "rand": lambda on: torch.rand(8, device=on),
+        "randn": lambda on: torch.randn(8, device=on),
+        "randint": lambda on: torch.randint(1000, (8,), device=on),
+        "randperm": lambda on: torch.randperm(8, device=on),
+        "normal_": lambda on: torch.empty(8, device=on).normal_(),
+        "dropout": lambda on: torch.nn.functional.dropout(torch.ones(16, 16, device=on), _P),
+    }
+
+    def drawn(on: str) -> dict[str, Any]:
+        found = {}
+        for name, draw in draws.items():
+            torch.manual_seed(7)
+            found[name] = draw(on).cpu().tolist()
+        return found
+
+    expected, before = drawn(CPU), drawn(device)
     with apply({"device": {"rng": "host"}}):
-        under = _drawn(trial.device)
-    other = [name for name in expected if under[name] != expected[name]]
-    if other:
-        raise NotHeldError("the numbers of the CPU", f"other numbers from {_some(other)}")
-    if _drawn(trial.device) != before:
-        raise NotHeldError("the device's own numbers after the undo", "other numbers")
+        under = drawn(device)
+    other = ", ".join(name for name in expected if under[name] != expected[name])
+    _expect(not other, "the numbers of the CPU", f"other numbers from {other}")
+    own = "the device's own numbers after the undo"
+    _expect(drawn(device) == before, own, "other numbers")
 
 
-_DRAWS: Tensors = {
-    "rand": lambda device: _torch().rand(8, device=device),
-    "randn": lambda device: _torch().randn(8, device=device),
-    "randint": lambda device: _torch().randint(1000, (8,), device=device),
-    "randperm": lambda device: _torch().randperm(8, device=device),
-    "normal_": lambda device: _torch().empty(8, device=device).normal_(),
-    "dropout": lambda device: _torch().nn.functional.dropout(_ones(device), P),
-}
-
-
-def _drawn(device: str) -> dict[str, Any]:
-    torch = _torch()
-    found = {}
-    for name, draw in _DRAWS.items():
-        torch.manual_seed(7)
-        found[name] = draw(device).cpu().tolist()
-    return found
-
-
-def fallback_goes_on(trial: Trial, folder: Path) -> None:
+def fallback_goes_on(device: str) -> None:
     """Call an op that torch refuses on this device, with and without the policy."""
+    import torch
+
+    places, values = torch.tensor([0, 0, 3]).to(device), torch.tensor([1.0, 2.0, 5.0]).to(device)
+    pooled = torch.arange(4.0).reshape(1, 1, 2, 2).to(device)
+    origins = torch.tensor([0, 2, 8, 10]).reshape(1, 1, 2, 2).to(device)
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "aten::put_": lambda: torch.zeros(4, device=device).put_(places, values),
+        "aten::max_unpool2d": lambda: torch.nn.functional.max_unpool2d(pooled, origins, [2, 2]),
+    }
+
+    def refusal(name: str) -> str:
+        try:
+            calls[name]()
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+        return ""
+
     with apply({"backends": _DETERMINISTIC}):
-        refused = [name for name in _REFUSED if _refusal(name, trial.device)]
+        refused = [name for name in calls if refusal(name)]
     if not refused:
-        raise NotHereError(f"torch refuses none of {_some(list(_REFUSED))} on this device")
+        raise NotHereError(f"torch refuses none of {', '.join(calls)} on this device")
     name = refused[0]
     with apply({"backends": _DETERMINISTIC, "device": {"fallback": "cpu"}}) as applied:
-        why = _refusal(name, trial.device)
-        if why:
-            raise NotHeldError(f"{name} goes on", why)
-        results = [_REFUSED[name](trial.device).cpu().tolist() for _ in range(2)]
+        why = refusal(name)
+        _expect(not why, f"{name} goes on", why)
+        results = [calls[name]().cpu().tolist() for _ in range(2)]
         counted = [effect for effect in applied.report.effects if effect.subject == name]
-    if results[0] != results[1]:
-        raise NotHeldError(f"{name} gives the same twice", shown(results))
-    if not counted:
-        raise NotHeldError(f"the report counts the calls of {name}", "no calls")
+    _expect(results[0] == results[1], f"{name} gives the same twice", shown(results))
+    _expect(counted, f"the report counts the calls of {name}", "no calls")
     with apply({"backends": _DETERMINISTIC}):
-        if not _refusal(name, trial.device):
-            raise NotHeldError(f"torch refuses {name} again after the undo", "it runs")
+        _expect(refusal(name), f"torch refuses {name} again after the undo", "it runs")
 
 
-def _put(device: str) -> Any:
-    torch = _torch()
-    places, values = torch.tensor([0, 0, 3]), torch.tensor([1.0, 2.0, 5.0])
-    return torch.zeros(4, device=device).put_(places.to(device), values.to(device))
-
-
-def _unpooled(device: str) -> Any:
-    torch = _torch()
-    pooled = torch.arange(4.0).reshape(1, 1, 2, 2).to(device)
-    places = torch.tensor([0, 2, 8, 10]).reshape(1, 1, 2, 2).to(device)
-    return torch.nn.functional.max_unpool2d(pooled, places, 2)
-
-
-_REFUSED: Tensors = {"aten::put_": _put, "aten::max_unpool2d": _unpooled}
-"""Ops that torch refuses to run as deterministic ones, on most devices."""
-
-
-def _refusal(name: str, device: str) -> str:
-    """Return how torch refuses an op, or an empty string."""
-    try:
-        _REFUSED[name](device)
-    except RuntimeError as error:
-        return str(error).partition("\n")[0]
-    return ""
-
-
-def one_bit_is_told(trial: Trial, folder: Path) -> None:
+def one_bit_is_told(device: str) -> None:
     """Record a program twice, and once with one value changed by one ulp in one op."""
+    import torch
+
+    from torchrepro.trace.recorder import end_step, record
     from torchrepro.verdict.comparison import compare
 
-    first, second, faulty = (folder / name for name in ("first", "second", "faulty"))
-    _record(trial.device, first, fault=False)
-    _record(trial.device, second, fault=False)
-    _record(trial.device, faulty, fault=True)
-    same = compare(first, second)
-    if not same.same:
-        raise NotHeldError("two recordings of the same are the same", _place(same))
-    found = compare(first, faulty)
-    expected = f"they diverge at step {_FAULTY_STEP} in {_OP}"
-    if found.same or found.first is None:
-        raise NotHeldError(expected, "the same")
-    if (found.first.step, found.first.op.rpartition(".")[0] or found.first.op) != (
-        _FAULTY_STEP,
-        _OP,
-    ):
-        raise NotHeldError(expected, _place(found))
+    is_faulty = False
+
+    def doubled(value: torch.Tensor) -> torch.Tensor:
+        result = value.cpu() * 2
+        if is_faulty:
+            result[5] = torch.nextafter(result[5], torch.tensor(float("inf")))
+        return result.to(value.device)
+
+    name = f"scaled_on_{device}"
+    library: Any = import_module("torch.library").Library(_NAMESPACE, "FRAGMENT")
+    library.define(f"{name}(Tensor value) -> Tensor")
+    library.impl(name, doubled, "CompositeExplicitAutograd")
+    scaled = getattr(getattr(torch.ops, _NAMESPACE), name)
+    runs = [Path(tempfile.mkdtemp()) / name for name in ("first", "second", "faulty")]
+    for run in runs:
+        with record(run):
+            value = torch.linspace(-1, 1, 64).to(device)
+            for step in range(3):
+                is_faulty = run.name == "faulty" and step == _FAULTY_STEP
+                value = (scaled(value).tanh() + value).sin()
+                end_step()
+    same, found = compare(runs[0], runs[1]), compare(runs[0], runs[2])
+    _expect(same.same, "two recordings of the same are the same", _place(same))
+    first = found.first
+    where = first and (first.step, first.op.removesuffix(".default"))
+    fault = _FAULTY_STEP, f"{_NAMESPACE}::{name}"
+    expected = "they diverge at step {} in {}".format(*fault)
+    _expect(where == fault, expected, "the same" if found.same else _place(found))
 
 
 def _place(verdict: Any) -> str:
@@ -339,48 +316,79 @@ def _place(verdict: Any) -> str:
     return f"they diverge at step {first.step} in {first.op or first.kind}"
 
 
-def _record(device: str, folder: Path, *, fault: bool) -> None:
-    from torchrepro.trace.recorder import end_step, record
-
-    torch, scaled = _torch(), _scaled()
-    with record(folder):
-        value = torch.linspace(-1, 1, 64).to(device)
-        for step in range(3):
-            faults.append(fault and step == _FAULTY_STEP)
-            value = (scaled(value).tanh() + value).sin()
-            end_step()
-
-
-faults: list[bool] = []
-"""Whether the op that can be faulty was, at each call; the last entry is for the next call."""
-
-
-@cache
-def _scaled() -> Any:
-    """Return an op of our own that doubles a tensor, and is off by one ulp where it is faulty."""
-    torch = _torch()
-
-    def scaled(value: Any) -> Any:
-        doubled = value.cpu() * 2
-        if faults[-1]:
-            doubled[5] = torch.nextafter(doubled[5], torch.tensor(float("inf")))
-        return doubled.to(value.device)
-
-    library = torch.library.Library(_OP.partition("::")[0], "DEF")
-    library.define("scaled(Tensor value) -> Tensor")
-    library.impl("scaled", scaled, "CompositeExplicitAutograd")
-    _kept.append(library)
-    return torch.ops.torchrepro_selftest.scaled
-
-
-_kept: list[Any] = []  # an op is there as long as its library is
-
-
-def two_runs_are_the_same(trial: Trial, folder: Path) -> None:
+def two_runs_are_the_same(device: str) -> None:
     """Verify a small training on the device under the strictest profile."""
     from torchrepro.verification.verifier import verify
 
-    command = [sys.executable, "-m", "torchrepro.selftest.training", trial.device]
-    found = verify("debug-strict", command, closer=False, folder=folder / "runs")
-    if not found.same:
-        raise NotHeldError("the same bits in both runs", _place(found.verdict))
+    program = f"from {__name__} import train; train({device!r})"
+    folder = Path(tempfile.mkdtemp()) / "runs"
+    command = [sys.executable, "-c", program]
+    found = verify("debug-strict", command, closer=False, folder=folder)
+    _expect(found.same, "the same bits in both runs", _place(found.verdict))
+
+
+def train(device: str) -> None:
+    """Train a convolution, dropout and a linear layer on random images."""
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    count = _STEPS * _BATCH
+    images = TensorDataset(torch.randn(count, 1, 8, 8), torch.randint(4, (count,)))
+    model = nn.Sequential(
+        *(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten()),
+        *(nn.Dropout(0.2), nn.Linear(4 * 6 * 6, 4)),
+    ).to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for image, label in DataLoader(images, batch_size=_BATCH, shuffle=True):
+        loss = nn.functional.cross_entropy(model(image.to(device)), label.to(device))
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """A promise, tried once for each of its devices."""
+
+    name: str
+    sentence: str
+    """What holds, in words."""
+
+    attempt: Callable[[str], None]
+    """Tries it on a device, or for a knob."""
+
+    devices: tuple[str, ...] = DEVICES
+    """Empty if it is tried for every knob instead, on the device that the knob belongs to."""
+
+    many: str = ""
+    """The sentence for several knobs at once, with a place for how many."""
+
+    limit: float = 60.0
+    """Seconds after which an attempt counts as failed."""
+
+
+PROMISES = (
+    Promise(
+        "knob",
+        "a setting is written, reads back, and is put back as it was",
+        knob_holds,
+        devices=(),
+        many="written, read back, and put back as it was: {}",
+    ),
+    Promise("dropout", "`dropout: zero` lets every element through", dropout_is_zeroed),
+    Promise(
+        "host random numbers",
+        "`device.rng: host` draws what the CPU draws",
+        host_draws,
+        devices=ACCELERATORS,  # the CPU draws what the CPU draws
+    ),
+    Promise("fallback", "`device.fallback: cpu` goes on where torch refuses", fallback_goes_on),
+    Promise("one bit", "two recordings tell one bit, and the op it is in", one_bit_is_told),
+    Promise(
+        "the same twice",
+        "two runs under debug-strict are the same",
+        two_runs_are_the_same,
+        limit=180.0,
+    ),
+)
