@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro.cli import main
-from torchrepro.new_pack.pack_writer import LEGAL, LONGEST, RESERVED, VERSION, write_pack
+from torchrepro.scaffold import LEGAL, LONGEST, RESERVED, VERSION, write_pack
 
 NAMES = st.from_regex(LEGAL, fullmatch=True).filter(
     lambda name: len(name) <= LONGEST and name not in RESERVED
@@ -31,11 +31,11 @@ NAMES = st.from_regex(LEGAL, fullmatch=True).filter(
 def installed(pack):
     """Have the pack found as an installed one is: by the metadata beside its package."""
     source = pack.folder / "src"
-    metadata = source / f"{pack.name.module}-{VERSION}.dist-info"
+    metadata = source / f"{pack.module}-{VERSION}.dist-info"
     metadata.mkdir()
-    about = f"Metadata-Version: 2.1\nName: {pack.name.distribution}\nVersion: {VERSION}\n"
+    about = f"Metadata-Version: 2.1\nName: {pack.distribution}\nVersion: {VERSION}\n"
     (metadata / "METADATA").write_text(about, encoding="utf-8")
-    entry = f"[torchrepro.profiles]\n{pack.name.text} = {pack.name.module}\n"
+    entry = f"[torchrepro.profiles]\n{pack.name} = {pack.module}\n"
     (metadata / "entry_points.txt").write_text(entry, encoding="utf-8")
     sys.path.insert(0, str(source))
     importlib.invalidate_caches()
@@ -73,7 +73,7 @@ def test_a_pack_of_any_legal_name_is_whole(name):
         pack = write_pack(Path(folder) / name)
         project = tomllib.loads((pack.folder / "pyproject.toml").read_text(encoding="utf-8"))
         entries = project["project"]["entry-points"]["torchrepro.profiles"]
-        assert entries == {name: pack.name.module}
+        assert entries == {name: pack.module}
         pinned = json.loads((pack.folder / "published.json").read_text(encoding="utf-8"))
         with installed(pack):
             loaded = {each: torchrepro.load(each).digest for each in pack.profiles}

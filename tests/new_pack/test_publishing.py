@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 
-from torchrepro.new_pack.pack_writer import write_pack
+from torchrepro.scaffold import write_pack
 
 BUILD = "import hatchling.build as b; print(b.build_wheel('dist'), b.build_sdist('dist'))"
 
@@ -37,7 +37,7 @@ def test_a_new_pack_passes_its_tests_and_its_distributions_hold_every_profile(en
 @pytest.mark.slow
 def test_a_change_is_noticed_until_the_version_is_raised(environment, pack):
     """A profile that asks for something else fails the pack's tests, which say what to do."""
-    profile = pack.folder / "src" / pack.name.module / "strict.yaml"
+    profile = pack.folder / "src" / pack.module / "strict.yaml"
     project = pack.folder / "pyproject.toml"
     changed = profile.read_text(encoding="utf-8").replace("num_threads: 4", "num_threads: 8")
     profile.write_text(changed, encoding="utf-8")

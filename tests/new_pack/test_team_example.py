@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrepro.new_pack.pack_writer import write_pack
+from torchrepro.scaffold import write_pack
 
 TEAM = Path(__file__).parents[2] / "examples" / "team"
 OF_THE_TEAM = {  # what a team changes in the pack that it was given

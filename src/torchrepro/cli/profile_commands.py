@@ -199,20 +199,20 @@ def quickstart(
     as_json: Json = False,  # noqa: FBT002 - an option of the command line
 ) -> None:
     """Write a small program and a profile of your own, and say what to run next."""
-    from torchrepro.quickstart import write_quickstart
+    from torchrepro.scaffold import write_quickstart
 
     written = write_quickstart(folder)
     if as_json:
         print_json(
             {
                 "files": [str(path) for path in written.files],
-                "next": [{"command": each.line, "what": each.what} for each in written.next],
+                "next": [{"command": line, "what": what} for line, what in written.next],
             }
         )
         return
     lines = [f"wrote {' and '.join(map(str, written.files))}; next:"]
-    for each in written.next:
-        lines += ["", f"  # {each.what}", f"  {each.line}"]
+    for line, what in written.next:
+        lines += ["", f"  # {what}", f"  {line}"]
     sys.stdout.write("\n".join(lines) + "\n")
 
 
@@ -224,15 +224,15 @@ def new_pack(
     as_json: Json = False,  # noqa: FBT002 - an option of the command line
 ) -> None:
     """Write a package of profiles that is tested and ready to publish into the new folder NAME."""
-    from torchrepro.new_pack.pack_writer import write_pack
+    from torchrepro.scaffold import write_pack
 
     pack = write_pack(Path(name))
     if as_json:
         print_json(
             {
                 "folder": str(pack.folder),
-                "name": pack.name.text,
-                "distribution": pack.name.distribution,
+                "name": pack.name,
+                "distribution": pack.distribution,
                 "profiles": list(pack.profiles),
                 "files": list(pack.files),
             }
@@ -240,11 +240,11 @@ def new_pack(
     else:
         folder = pack.folder if pack.folder.is_absolute() else f"./{pack.folder}"
         lines = [
-            f"{pack.folder}/ holds the pack {pack.name.text}:",
+            f"{pack.folder}/ holds the pack {pack.name}:",
             *(f"  {path}" for path in pack.files),
             "next:",
             f'  pip install -e "{folder}[test]"',
             f"  pytest {pack.folder}",
-            f"  python train.py +repro={pack.name.text}/strict",
+            f"  python train.py +repro={pack.name}/strict",
         ]
         sys.stdout.write("\n".join(lines) + "\n")

@@ -1,1 +1,0 @@
-"""Write a new pack of profiles, ready to publish."""

@@ -1,0 +1,203 @@
+"""Write new files from templates: a pack of profiles, or a first program with its profile."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution, entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from shlex import join
+from shutil import which
+from typing import TYPE_CHECKING
+
+from torchrepro.errors import ProfileError
+from torchrepro.messages import Problem, shown
+from torchrepro.profile.search_path import DISTRIBUTION, ENTRY_POINTS, PIECES, SUFFIXES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+TEMPLATES = Path(__file__).with_name("templates")
+VERSION = "0.1.0"
+_SUFFIX = ".jinja"
+_DOT = re.compile("^dot-")  # stands for a dot: many tools do not copy files that begin with one
+
+LEGAL = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
+LONGEST = 40  # characters; the name is typed on command lines
+RESERVED = {
+    PIECES: "that is the name of the folder of pieces",
+    DISTRIBUTION: "torchrepro's own profiles need no prefix",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NewPack:
+    """A pack of profiles; the names of its profiles begin with its own."""
+
+    folder: Path
+    name: str
+    files: tuple[str, ...] = ()
+    """Paths in the folder, sorted."""
+
+    profiles: tuple[str, ...] = ()
+    """The names of its profiles and pieces once it is installed, sorted."""
+
+    @property
+    def module(self) -> str:
+        """The package that holds the profiles."""
+        return f"{self.name.replace('-', '_')}_profiles"
+
+    @property
+    def distribution(self) -> str:
+        """What an index calls the pack."""
+        return f"{self.name.replace('_', '-')}-profiles"
+
+
+@dataclass(frozen=True, slots=True)
+class Quickstart:
+    """What was written, and the command lines to try on it, each with what it does."""
+
+    files: tuple[Path, ...]
+    next: tuple[tuple[str, str], ...]
+
+
+def write_pack(folder: Path) -> NewPack:
+    """Write a pack named after the last part of `folder`, which has to be new or empty.
+
+    Raises `ProfileError`, and leaves nothing behind, if the name or the folder cannot be used.
+    """
+    from torchrepro.profile.compose import compose_document
+    from torchrepro.profile.document import parse_document
+    from torchrepro.profile.json_schema import json_schema
+    from torchrepro.profile.load import validate
+
+    name = folder.name
+    if not LEGAL.fullmatch(name) or len(name) > LONGEST:
+        near = "-".join(re.findall(r"[a-z0-9]+", name.lower()))[:LONGEST].rstrip("-")
+        legal = f"words of a-z and 0-9, joined by - or _, at most {LONGEST} characters"
+        found = shown(name or str(folder))
+        near = near if LEGAL.fullmatch(near) else ""
+        raise ProfileError(Problem("not the name of a pack", found=found, legal=legal, near=near))
+    pack = NewPack(folder, name)
+    why = RESERVED.get(name) or _taken(pack)
+    if why:
+        raise ProfileError(Problem(f"a pack cannot have this name: {why}", found=name))
+    texts = _rendered(
+        "pack", name=name, module=pack.module, distribution=pack.distribution, version=VERSION
+    )
+    root = f"src/{pack.module}/"
+    digests = {}
+    for path in sorted(path for path in texts if path.endswith(SUFFIXES)):
+        composition = compose_document(parse_document(texts[path], path))
+        installed = f"{name}/{path.removeprefix(root).rpartition('.')[0]}"
+        digests[installed] = validate(composition).digest
+    texts["published.json"] = json.dumps({VERSION: digests}, indent=2) + "\n"
+    texts["profile.schema.json"] = json.dumps(json_schema(), indent=2) + "\n"
+    try:
+        used = folder.exists() and any(folder.iterdir())
+    except OSError as error:
+        raise _unwritable(folder, error, "name another folder") from None
+    if used:
+        todo = "name another folder, or remove what is in it"
+        what = "the folder exists and is not empty"
+        raise ProfileError(Problem(what, found=str(folder), todo=todo))
+    _write(folder, texts, "name another folder")
+    return NewPack(folder, name, tuple(sorted(texts)), tuple(digests))
+
+
+def _taken(pack: NewPack) -> str:
+    """Return in words what is installed already under a name that the pack would have."""
+    for entry in entry_points(group=ENTRY_POINTS, name=pack.name):
+        owner = entry.dist.name if entry.dist else entry.value
+        return f"{owner} is installed, and its profiles are called {pack.name}/..."
+    if find_spec(pack.module) is not None:
+        return f"a module {pack.module} is installed"
+    try:
+        return f"a distribution {distribution(pack.distribution).name} is installed"
+    except PackageNotFoundError:
+        return ""
+
+
+def write_quickstart(folder: Path) -> Quickstart:
+    """Write a program and a profile into `folder`, which is made if it is not there.
+
+    Raises `ProfileError`, and leaves nothing behind, if one of them exists or cannot be written.
+    """
+    todo = "name another folder: torchrepro quickstart DIR"
+    texts = _rendered("quickstart")
+    what = "exists already, and nothing is overwritten"
+    existing = [
+        place for place in map(folder.joinpath, texts) if place.is_symlink() or place.exists()
+    ]
+    if existing:
+        raise ProfileError([Problem(what, found=str(place), todo=todo) for place in existing])
+    _write(folder, texts, todo)
+    python = which("python")  # as a shell calls the Python in which torchrepro is installed
+    here = python is not None and Path(python).parent == Path(sys.executable).parent
+    profile, program = (str(folder / name) for name in texts)
+    command = ["--", "python" if here else sys.executable, program]
+    return Quickstart(
+        (Path(program), Path(profile)),
+        (
+            (
+                join(["torchrepro", "verify", *command]),
+                "two runs as the program is: they diverge, and you see at which line",
+            ),
+            (
+                join(["torchrepro", "verify", profile, *command]),
+                "two runs under your profile: the same, bit for bit",
+            ),
+            (
+                join(["torchrepro", "run", profile, *command]),
+                "one run under your profile, as from now on",
+            ),
+        ),
+    )
+
+
+def _rendered(template: str, **values: str) -> dict[str, str]:
+    """Return the text of every file of a template by its path, sorted."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES / template),
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,  # noqa: S701 - no HTML; the only value is a name that was checked
+    )
+    texts = {}
+    for path in environment.list_templates(filter_func=lambda path: path.endswith(_SUFFIX)):
+        parts = path.removesuffix(_SUFFIX).replace("MODULE", values.get("module", "")).split("/")
+        place = "/".join(_DOT.sub(".", part) for part in parts)
+        texts[place] = environment.get_template(path).render(values)
+    return texts
+
+
+def _write(folder: Path, texts: Mapping[str, str], todo: str) -> None:
+    """Write new files, or none: what was made is removed again if one cannot be written."""
+    made: list[Path] = []
+    try:
+        for name, text in texts.items():
+            file = folder / name
+            for parent in reversed([each for each in file.parents if not each.exists()]):
+                parent.mkdir()
+                made.append(parent)
+            with file.open("x", encoding="utf-8") as stream:
+                made.append(file)
+                stream.write(text)
+    except OSError as error:
+        for path in reversed(made):
+            if path.is_dir():
+                path.rmdir()
+            else:
+                path.unlink()
+        raise _unwritable(folder, error, todo) from None
+
+
+def _unwritable(folder: Path, error: OSError, todo: str) -> ProfileError:
+    return ProfileError(
+        Problem(f"cannot be written: {error.strerror}", found=str(folder), todo=todo)
+    )
