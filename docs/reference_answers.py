@@ -24,7 +24,7 @@ import torchrepro
 from torchrepro.cli import main
 from torchrepro.cli.command_table import ROWS
 from torchrepro.selftest.attempts import PROMISES
-from torchrepro.selftest.runner import Result, Row, SelfTest, machine_facts
+from torchrepro.selftest.self_test import Result, Row, SelfTest, machine_facts
 from torchrepro.verdict.diagnosis import EscalationLevel
 from torchrepro.verification.result import (
     EscalationTrial,
@@ -61,8 +61,8 @@ _CLASSES: Mapping[str, Mapping[str, str]] = {
     "rerun": {"": "torchrepro.rerun:Rerun"},
     "compare": _VERDICT,
     "selftest": {
-        "": "torchrepro.selftest.runner:SelfTest",
-        "rows[]": "torchrepro.selftest.runner:Row",
+        "": "torchrepro.selftest.self_test:SelfTest",
+        "rows[]": "torchrepro.selftest.self_test:Row",
     },
     "verify": {
         **_VERDICT,

@@ -15,9 +15,9 @@ import pytest
 
 from torchrepro import apply
 from torchrepro.knobs.catalogue import CATALOGUE
-from torchrepro.selftest import runner
+from torchrepro.selftest import self_test
 from torchrepro.selftest.attempts import DEVICES, PROMISES, NotHereError, knob_holds
-from torchrepro.selftest.runner import Result, trials
+from torchrepro.selftest.self_test import Result, trials
 
 PLANTED = Path(__file__).with_name("planted")
 SIMULATED = Path(__file__).parents[1] / "devices"
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("clean_process")
 def plant(monkeypatch, tmp_path):
     """Have the processes of a self-test start with these faults, and files in a folder of ours."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(runner.tempfile, "tempdir", None)  # where the variable is noticed
+    monkeypatch.setattr(self_test.tempfile, "tempdir", None)  # where the variable is noticed
 
     def plant(*faults, promises=()):
         monkeypatch.setenv("PLANTED", ",".join(faults))
@@ -39,10 +39,10 @@ def plant(monkeypatch, tmp_path):
         monkeypatch.setenv("API_TOKEN", TOKEN)
         if promises:
             rows = tuple(row for row in PROMISES if row.name in promises)
-            monkeypatch.setattr(runner, "PROMISES", rows)
+            monkeypatch.setattr(self_test, "PROMISES", rows)
 
     yield plant
-    runner.tempfile.tempdir = None
+    self_test.tempfile.tempdir = None
 
 
 VARIABLES = ("OMP_NUM_THREADS", "OMP_DYNAMIC")
@@ -123,11 +123,11 @@ def test_a_knob_with_nothing_new_to_write_is_not_held():
 
 def test_what_libraries_write_goes_into_the_temporary_folder(tmp_path):
     """Every cache and log is in a folder that exists there, and none of them is a knob."""
-    environment = runner.environment_below(tmp_path)
+    environment = self_test.environment_below(tmp_path)
 
-    assert all(Path(environment[name]).parent == tmp_path for name in runner.CACHES)
-    assert all(Path(environment[name]).is_dir() for name in runner.CACHES)
-    assert not {knob.variable for knob in CATALOGUE} & {*runner.CACHES}
+    assert all(Path(environment[name]).parent == tmp_path for name in self_test.CACHES)
+    assert all(Path(environment[name]).is_dir() for name in self_test.CACHES)
+    assert not {knob.variable for knob in CATALOGUE} & {*self_test.CACHES}
 
 
 def test_it_ends_when_it_is_asked_to(plant, tmp_path):
@@ -154,9 +154,9 @@ INTERRUPTED = """
 import sys
 from torchrepro.cli import main
 from torchrepro.cli.progress import Progress
-from torchrepro.selftest import runner
+from torchrepro.selftest import self_test
 
-runner.PROMISES = [row for row in runner.PROMISES if row.name == "dropout"]
+self_test.PROMISES = [row for row in self_test.PROMISES if row.name == "dropout"]
 Progress.for_now = lambda self, text: print(text.partition(": ")[2], flush=True)
 main(["selftest"])
 """

@@ -114,6 +114,6 @@ def hang():
     try_instead(dropout=waits)
 
 
-if "torchrepro.selftest.runner" in sys.orig_argv:
+if "torchrepro.selftest.self_test" in sys.orig_argv:
     for name in filter(None, os.environ.get("PLANTED", "").split(",")):
         FAULTS[name]()

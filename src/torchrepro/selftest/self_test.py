@@ -1,6 +1,6 @@
 """Tries every promise on this machine in a child process, and leaves nothing behind.
 
-``python -m torchrepro.selftest.runner TRIALS`` is the child. It takes the trials as JSON, and
+``python -m torchrepro.selftest.self_test TRIALS`` is the child. It takes the trials as JSON, and
 answers each with a line of JSON; without trials it says what the machine is.
 """
 
