@@ -32,9 +32,20 @@ settings.load_profile("torchrepro")
 NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_")
 """How the names begin of variables that pytest and torch.compile set as they run."""
 
-OF_THE_RUN = ("PYTEST_", "COV_")
+OF_THE_RUN = ("PYTEST_", "COV_", "TEST_REPORTS")
 OF_THE_USER = ("TORCHREPRO_", "CUBLAS_", "HYDRA_", "FORCE_COLOR")
 """How the names begin of variables that this test run, or who started it, has a say in."""
+
+TOUCHES_TORCH = {
+    *("devices", "distributed", "frameworks", "guard", "knobs", "planted", "policies", "seeding"),
+    *("selftest", "trace", "test_cudnn_benchmark.py"),
+    *("test_in_effect.py", "test_late.py", "test_recorded_runs.py", "test_seeding_calls.py"),
+}
+"""The folders and files of tests that another torch can break: what they try calls its internals.
+
+Left out is what never calls torch (packages, locks, manifests, what other tools are told), how
+Hydra composes, and how runs are started and compared: one torch proves it for all.
+"""
 
 
 def pytest_report_header() -> str:
@@ -59,8 +70,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Note in that report which tests need hardware."""
+    """Mark the tests of what calls torch's internals; note in that report which need hardware."""
+    here = Path(__file__).parent
     for item in items:
+        if item.path.is_relative_to(here) and {*item.path.relative_to(here).parts} & TOUCHES_TORCH:
+            item.add_marker("touches_torch")
         needs = {mark.name for mark in item.iter_markers()} & {"gpu", "npu"}
         item.user_properties += [("marker", name) for name in sorted(needs)]
 

@@ -153,6 +153,7 @@ def _nearest(left: Path, right: Path) -> list[Any]:
     return best
 
 
+@pytest.mark.gate
 def test_a_million_ops_are_compared_in_four_reads_and_500_megabytes(tmp_path: Path) -> None:
     """Whether two runs are the same, differ at once, or take turns in another order in every step.
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from .paired import Round
 
-pytestmark = pytest.mark.benchmark
+pytestmark = [pytest.mark.benchmark, pytest.mark.gate]
 
 WORKLOADS: Mapping[str, tuple[Callable[[], Step], int]] = {
     "convolutional": (convolutional, 1),

@@ -81,6 +81,7 @@ def _report(title: str, rows: list[tuple[str, str]]) -> None:
     print(f"\n{as_text(title, table(('', 'median'), rows))}")
 
 
+@pytest.mark.gate
 def test_importing_the_package_takes_at_most_2_8_times_starting_python() -> None:
     """`import torchrepro` is little beside what a Python takes to start and to end."""
     bare, ours = partial(_wall, "pass"), partial(_wall, "import torchrepro")
@@ -94,6 +95,7 @@ def test_importing_the_package_takes_at_most_2_8_times_starting_python() -> None
     require(not seen.refutes(2.8), "2.8 times python -c pass")
 
 
+@pytest.mark.gate
 def test_a_program_without_torch_starts_as_fast_below_run() -> None:
     """Below `torchrepro run` a Python that imports no torch takes at most three times as long."""
     asked = "import json, os; print(json.dumps(dict(os.environ)))"
@@ -110,6 +112,7 @@ def test_a_program_without_torch_starts_as_fast_below_run() -> None:
     require(not seen.refutes(3), "three times the same without run")
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("words", [["list"], ["show", "debug-strict"]], ids=" ".join)
 def test_reading_commands_take_a_part_of_importing_torch(words: list[str]) -> None:
     """`torchrepro list` and `show` finish in 0.38 of the time that `import torch` takes."""
@@ -128,6 +131,7 @@ def test_reading_commands_take_a_part_of_importing_torch(words: list[str]) -> No
     require(not seen.refutes(0.38), "0.38 of importing torch")
 
 
+@pytest.mark.gate
 def test_apply_costs_at_most_a_tenth_of_the_peer() -> None:
     """`apply("debug-strict")` takes at most 0.1x of transformers' helper, both cold."""
     pytest.importorskip("transformers", reason="the peer is not installed")
