@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrepro.trace import store
-from torchrepro.verdict import columns
 from torchrepro.verdict.comparison import compare
 from torchrepro.verdict.value import Kind, Verdict
 
@@ -191,7 +190,6 @@ def test_a_long_step_is_compared_in_parts(
 ) -> None:
     """How many records are held at once has no influence on the verdict."""
     whole = replace(_compared(_run(), change(_run())), left="", right="")
-    monkeypatch.setattr(columns, "PART", 4)
     monkeypatch.setattr(store, "MANY", 4)
     parts = replace(_compared(_run(), change(_run())), left="", right="")
 

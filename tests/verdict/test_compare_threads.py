@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from torchrepro.trace import store
 from torchrepro.trace.format import PARTLY
-from torchrepro.verdict import columns
 from torchrepro.verdict.comparison import compare
 from torchrepro.verdict.value import Kind, Verdict
 
@@ -284,7 +283,6 @@ def test_what_is_held_at_once_has_no_influence(
     cuts = [[2, 4, 6, 8]]
     runs = _run(LANE, cuts=cuts), _run([*LANE[:change], *wrong[change:]], cuts=cuts)
     whole = replace(_compared(*runs), left="", right="", first=None, advice=None)
-    monkeypatch.setattr(columns, "PART", 2)
     monkeypatch.setattr(store, "MANY", 2)
 
     assert replace(_compared(*runs), left="", right="", first=None, advice=None) == whole

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrepro.trace import store
-from torchrepro.verdict import columns
 from torchrepro.verdict.comparison import compare, compare_within
 from torchrepro.verdict.criteria import ALIGNED, out_of_tolerance
 from torchrepro.verdict.tensor_diff import DECODERS, SIGNED_MAGNITUDES, differences
@@ -115,7 +114,6 @@ def test_the_first_op_of_a_long_step_keeps_its_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What later parts of a step differ in does not hide what the first one does."""
-    monkeypatch.setattr(columns, "PART", 2)
     monkeypatch.setattr(store, "MANY", 2)
     a, b = (
         write(

@@ -1,35 +1,31 @@
-"""Records of two traces as columns, with numbers that mean the same in both."""
+"""Records of two traces as arrays, with numbers that mean the same in both."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, partial, reduce
-from itertools import chain, compress, count
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import compress, groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from torchrepro.trace.format import OUTPUT, PARTLY
-from torchrepro.trace.sequences import Recent
 from torchrepro.verdict.evidence import short
 
 if TYPE_CHECKING:
-    from collections.abc import (
-        Callable,
-        Collection,
-        Hashable,
-        Iterable,
-        Iterator,
-        Mapping,
-        Sequence,
-    )
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from torchrepro.trace.format import Site
-    from torchrepro.trace.parts import Outline, Part
+    from torchrepro.trace.format import Loss
+    from torchrepro.trace.parts import Outline
     from torchrepro.trace.reader import Trace
     from torchrepro.verdict.value import Divergence
 
+Array = Any
+"""An array of numpy."""
 
 INPUTLESS = frozenset({"parameter", "gradient", "module"})
 """Ops whose records name a value, but not what it was computed from.
@@ -40,23 +36,42 @@ A record of a collective names only this rank's contribution.
 MAIN = 0
 """The main thread. Its order is the program's own; that of all other threads is an accident."""
 
-PART = 50_000
-"""Records of a step that are held in memory at once while both runs do the same ops."""
-
 CACHED = 1 << 17
 """Records whose outlines stay translated. A program has few outlines, and they may be long."""
-
-COVERED = ("sites", "arguments")
-"""Columns of an outline whose numbers the digest of a step covers, and not what they stand for."""
-
-_DEVICE = re.compile(r"(?<=\]) (\w+)(?::\d+)?")
-_SIZE = re.compile(r"\[[^]]*\]")
 
 PROPAGATED, INDEPENDENT, ALONE = "propagated", "independent", "alone"
 """How a record differs: its inputs differ too, they are equal, or it has no partner."""
 
 NAMES = ("A", "B")
 """What sentences call the two runs. Their folders have long names, which are often alike."""
+
+OF_SITE = ("key", "shape", "size", "spot", "algorithm", "effect", "module", "line")
+RECORD = np.dtype(
+    [
+        ("id", "i8"),
+        ("step", "i4"),
+        ("thread", "i4"),
+        ("thread_name", "i4"),
+        ("key", "i4"),  # phase, module and op
+        ("shape", "i4"),  # dtypes and shapes of the outputs
+        ("size", "i4"),  # shapes of the outputs alone
+        ("spot", "i4"),  # phase and module
+        ("algorithm", "i4"),  # how the fingerprints of the outputs were taken
+        ("effect", "?"),  # whether the record cannot show that a difference began with it
+        ("module", "i4"),
+        ("line", "i4"),  # an edit shifts the lines of alike records
+        ("argument", "i4"),
+        ("inputs", "u8"),  # a hash of the fingerprints
+        ("outputs", "u8"),
+        ("partly", "?"),  # whether a fingerprint is of what was written, not of the bytes
+    ]
+)
+"""A record, whose numbers mean the same in both traces; thread, id and step are of its own."""
+
+_DEVICE = re.compile(r"(?<=\]) (\w+)(?::\d+)?")
+_SIZE = re.compile(r"\[[^]]*\]")
+_MIX, _SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(29)
+"""An odd number whose multiples of 64 bits look random: D. Knuth, TAOCP 3, 6.4."""
 
 
 @dataclass(frozen=True)
@@ -67,18 +82,19 @@ class Pair:
     right: Trace
     runs: tuple[str, str]
     """The folders, as they were named."""
-    chosen: Collection[int] | None = None
-    """The steps that are compared; None for all that both have."""
 
     @cached_property
     def steps(self) -> Sequence[int]:
-        """The steps that both have, or the chosen ones of them."""
-        common = [step for step in self.left.steps if step in self.right.steps]
-        return common if self.chosen is None else [each for each in common if each in self.chosen]
+        """The steps that both have."""
+        return [step for step in self.left.steps if step in self.right.steps]
 
-    def among(self, steps: Iterable[int]) -> Pair:
-        """Return the same traces, of which some steps are compared."""
-        return replace(self, chosen=frozenset(steps))
+    @cached_property
+    def losses(self) -> tuple[Mapping[int, Sequence[Loss]], ...]:
+        """The losses of each step in both."""
+        return tuple(
+            {step: [*some] for step, some in groupby(trace.losses, attrgetter("step"))}
+            for trace in self.traces
+        )
 
     @cached_property
     def misses_steps(self) -> bool:
@@ -147,129 +163,68 @@ def _sum(left: Mapping[str, int], right: Mapping[str, int]) -> Mapping[str, int]
     return total
 
 
-SharedNumbers = defaultdict["Hashable", int]
-"""Numbers for keys, arguments and outputs that mean the same in both traces."""
-
-
-def shared_numbers() -> SharedNumbers:
-    """Return a table that gives each new value the next number."""
-    return defaultdict(count().__next__)
-
-
 @dataclass(frozen=True, slots=True)
-class Structure:
-    """What a sequence of ops is, apart from its values: a number or a name for each record."""
+class _Digests:
+    """Where the digests of each record are among those of all, in words of 8 bytes."""
 
-    keys: tuple[int, ...]
-    shapes: tuple[int, ...]
-    """Dtypes and shapes of the outputs."""
-    sizes: tuple[int, ...]
-    """Shapes of the outputs alone."""
-    spots: tuple[int, ...]
-    """Phase and module."""
-    algorithms: tuple[int, ...]
-    """How the fingerprints of the outputs were taken."""
-    effects: tuple[bool, ...]
-    """Whether the record cannot show that a difference began with it."""
-    modules: tuple[str, ...]
-    lines: tuple[int, ...]
-    """The lines of the user's code. An edit shifts them, so that records may be alike without."""
-
-
-NO_STRUCTURE = Structure((), (), (), (), (), (), (), ())
-
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """Records of one trace."""
-
-    ids: Sequence[int]
-    structure: Structure
-    arguments: Sequence[int]
-    inputs: Sequence[Hashable]
-    outputs: Sequence[Hashable]
-    """Bytes, or numbers that stand for them unless they are unset in part."""
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def tokens(self, names: Sequence[str], places: Sequence[int]) -> list[tuple[Any, ...]]:
-        """Return what the named columns say of each of the records at `places`."""
-        columns = [self.column(name) for name in names]
-        return list(zip(*([column[place] for place in places] for column in columns), strict=True))
-
-    def part(self, start: int, end: int) -> Columns:
-        """Return the records from one place up to another."""
-        if (start, end) == (0, len(self)):
-            return self
-        structure = (getattr(self.structure, field.name)[start:end] for field in fields(Structure))
-        rest = {name: getattr(self, name)[start:end] for name in _OF_RECORDS - {"structure"}}
-        return Columns(structure=Structure(*structure), **rest)
-
-    def column(self, name: str) -> Sequence[Any]:
-        """Return a column by its name, of the records or of their structure."""
-        column: Sequence[Any] = getattr(self if name in _OF_RECORDS else self.structure, name)
-        return column
-
-
-_OF_RECORDS = frozenset(field.name for field in fields(Columns))
-
-
-@dataclass(frozen=True, slots=True)
-class OtherRecords:
-    """Records of threads beside the main one that follow one another in a step."""
-
-    step: int
-    ids: Sequence[int]
-    threads: Sequence[int]
-    sites: Sequence[int]
-    arguments: Sequence[int]
-    inputs: Sequence[bytes]
-    outputs: Sequence[bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """Those records of an outline that are compared in one way."""
-
-    places: Sequence[int]
-    inputs: Sequence[slice]
-    """Where the digests of each of them are."""
-    outputs: Sequence[slice]
+    begins: Array
+    ends: Array
+    salt: Array
+    """A number for the place of each word within its record."""
 
     @classmethod
-    def at(cls, places: Sequence[int], outline: Outline) -> Chosen:
-        """Return the records at these places."""
-        return cls(
-            places,
-            _slices(outline.input_lengths, outline.input_ends, places),
-            _slices(outline.output_lengths, outline.output_ends, places),
-        )
+    def of(cls, ends: Sequence[int], lengths: Sequence[int]) -> _Digests:
+        until, size = (np.asarray(each, "int64") // 8 for each in (ends, lengths))
+        place = np.arange(size.sum()) - np.repeat(until - size, size)
+        return cls(until - size, until, mixed([place + 1]))
 
-    def values(self, part: Part) -> tuple[Sequence[bytes], Sequence[bytes]]:
-        """Return what each of them read and wrote."""
-        return (
-            list(map(part.inputs.__getitem__, self.inputs)),
-            list(map(part.outputs.__getitem__, self.outputs)),
-        )
+    def hashes(self, digests: bytes) -> Array:
+        """Return a hash of the digests of each record: a sum over its words, 0 without any."""
+        sums = np.zeros(len(self.salt) + 1, "u8")
+        np.cumsum(mixed([self.salt, np.frombuffer(digests, "<u8")]), out=sums[1:])
+        return sums[self.ends] - sums[self.begins]
+
+
+@dataclass(frozen=True, slots=True)
+class _Translated:
+    """The records of an outline, apart from their values."""
+
+    records: Array
+    compared: Array
+    """Which of them are compared."""
+    inputs: _Digests
+    outputs: _Digests
 
 
 class Reader:
-    """Reads the records of a trace step by step."""
+    """Reads the records of a trace step by step, without those of some sites.
 
-    def __init__(self, trace: Trace, shared: SharedNumbers, left_out: Collection[int] = ()) -> None:
+    `shared` numbers what sites, arguments and threads stand for, in both traces alike.
+    """
+
+    def __init__(
+        self, trace: Trace, shared: defaultdict[Any, int], left_out: Collection[int] = ()
+    ) -> None:
         self.trace = trace
-        self._left_out = frozenset(left_out)  # the sites whose records are not compared
-        self._numbers = {
-            number: _site_columns(site, shared, self.algorithms(site.outputs))
+        self._left_out = frozenset(left_out)
+        self.sites = {
+            number: (
+                shared[site.key],
+                shared[_DEVICE.sub("", site.outputs)],
+                shared[tuple(_SIZE.findall(site.outputs))],
+                shared[site.phase, site.module],
+                shared[self.algorithms(site.outputs)],
+                site.op in INPUTLESS or site.phase == "collective",
+                shared[site.module],
+                shared[short(site.source)],
+            )
             for number, site in trace.sites.items()
         }
         self.arguments = {number: shared[text] for number, text in trace.arguments.items()}
-        self.threads = {number: shared[name] for number, name in trace.threads.items()}
-        self._main = _remembered(self._of_main)
-        self._beside = _remembered(self._of_others)
-        self._counted = _remembered(self._count)
-        self._distinct = {name: _remembered(partial(_distinct, name)) for name in COVERED}
+        self._threads = {number: shared[name] for number, name in trace.threads.items()}
+        self.modules = {shared[site.module]: site.module for site in trace.sites.values()}
+        self._known: dict[Outline, _Translated] = {}
+        self._counts: dict[Outline, tuple[Counter[str], Counter[str]]] = {}
 
     def algorithms(self, outputs: str) -> frozenset[str]:
         """Return how the fingerprints of outputs were taken, by what their devices are."""
@@ -278,154 +233,73 @@ class Reader:
         devices += ["cpu"] * (len(_SIZE.findall(outputs)) > len(devices))
         return frozenset(known.get(device, known.get("others", device)) for device in devices)
 
-    def content(self) -> Mapping[str, Mapping[int, Hashable]]:
-        """Return what each number that a digest covers stands for, lines of code aside."""
-        sites = {number: values[:-1] for number, values in self._numbers.items()}
-        return dict(zip(COVERED, (sites, self.arguments), strict=True))
-
-    def parts(self, step: int) -> Iterator[Columns]:
-        """Yield the records of the main thread in a step, in parts that fit into memory."""
+    def parts(self, step: int, *, on_main: bool) -> Iterator[Array]:
+        """Yield the records of a step, on the main thread or on the others, in parts."""
         for part in self.trace.parts(step):
-            chosen, structure, arguments = self._main(part.outline)
-            if chosen.places:
-                ids = _taken(part.ids, chosen.places)
-                yield Columns(ids, structure, arguments, *chosen.values(part))
+            its = self._translated(part.outline)
+            chosen = its.compared & ((its.records["thread"] == MAIN) == on_main)
+            if not chosen.any():
+                continue
+            records = its.records.copy()
+            records["id"] = part.ids
+            records["step"] = step
+            records["inputs"] = its.inputs.hashes(part.inputs)
+            records["outputs"] = its.outputs.hashes(part.outputs)
+            if PARTLY in part.outputs:
+                records["partly"] = [
+                    any(
+                        part.outputs.startswith(PARTLY, at) for at in range(end - size, end, OUTPUT)
+                    )
+                    for end, size in zip(
+                        part.outline.output_ends, part.outline.output_lengths, strict=True
+                    )
+                ]
+            yield records if chosen.all() else records[chosen]
 
-    def beside_main(self, steps: Iterable[int]) -> Iterator[OtherRecords]:
-        """Yield the records of other threads in some steps, in parts that fit into memory."""
-        for step in steps:
-            for part in self.trace.parts(step):
-                chosen, threads, sites, arguments = self._beside(part.outline)
-                if chosen.places:
-                    ids = _taken(part.ids, chosen.places)
-                    yield OtherRecords(step, ids, threads, sites, arguments, *chosen.values(part))
-
-    def used(self, step: int, column: str) -> Collection[int]:
-        """Return each site, or each argument, that records of a step have."""
-        distinct = self._distinct[column]
-        return frozenset[int]().union(*map(distinct, self.trace.outlines(step)))
-
-    def totals(self, step: int) -> Mapping[str, int]:
-        """Return how many records each module has in a step."""
-        return self._sum_of_counts(step, 0)
-
-    def totals_of_main(self, step: int) -> Mapping[str, int]:
-        """Return how many records of the main thread each module has in a step."""
-        return self._sum_of_counts(step, 1)
-
-    def _sum_of_counts(self, step: int, which: int) -> Mapping[str, int]:
-        counts = [self._counted(outline)[which] for outline in self.trace.outlines(step)]
-        return reduce(_sum, counts, {})
-
-    def _count(self, outline: Outline) -> tuple[Counter[str], Counter[str]]:
-        """Return how many records each module has, on all threads and on the main one."""
-        modules = [self.trace.sites[site].module for site in outline.sites]
-        on_main = [thread == MAIN for thread in outline.threads]
-        return Counter(modules), Counter(compress(modules, on_main))
-
-    def _of_main(self, outline: Outline) -> tuple[Chosen, Structure, Sequence[int]]:
-        places = self._places(outline, on_main=True)
-        return (
-            Chosen.at(places, outline),
-            self.structure(_taken(outline.sites, places)),
-            tuple(map(self.arguments.__getitem__, _taken(outline.arguments, places))),
-        )
-
-    def _of_others(
-        self, outline: Outline
-    ) -> tuple[Chosen, Sequence[int], Sequence[int], Sequence[int]]:
-        places = self._places(outline, on_main=False)
-        return (
-            Chosen.at(places, outline),
-            _taken(outline.threads, places),
-            _taken(outline.sites, places),
-            _taken(outline.arguments, places),
-        )
-
-    def _places(self, outline: Outline, *, on_main: bool) -> Sequence[int]:
-        """Return where records are that are compared, on the main thread or on the others."""
-        return [
-            place
-            for place, (thread, site) in enumerate(zip(outline.threads, outline.sites, strict=True))
-            if (thread == MAIN) == on_main and site not in self._left_out
-        ]
-
-    def structure(self, sites: Iterable[int]) -> Structure:
-        """Return what records of these sites are."""
-        return _structure(self._numbers, sites)
-
-    def of_sites(self, column: str) -> Mapping[int, Any]:
-        """Return what a column of the structure has for each site."""
-        place = [field.name for field in fields(Structure)].index(column)
-        return {site: values[place] for site, values in self._numbers.items()}
-
-
-def joined(parts: Sequence[Columns]) -> Columns:
-    """Return consecutive parts of a step as one."""
-    parts = [part for part in parts if len(part)]
-    if len(parts) == 1:
-        return parts[0]
-    structures = [part.structure for part in parts]
-    structure = Structure(*(_chained(structures, field.name) for field in fields(Structure)))
-    rest = {name: _chained(parts, name) for name in _OF_RECORDS - {"structure"}}
-    return Columns(structure=structure, **rest)
-
-
-def _site_columns(site: Site, shared: SharedNumbers, algorithms: frozenset[str]) -> tuple[Any, ...]:
-    """Return what `Structure` has for a record of `site`, in the order of its fields."""
-    return (
-        shared[site.key],
-        shared[_DEVICE.sub("", site.outputs)],
-        shared[tuple(_SIZE.findall(site.outputs))],
-        shared[(site.phase, site.module)],
-        shared[algorithms],
-        site.op in INPUTLESS or site.phase == "collective",
-        site.module,
-        shared[short(site.source)],
-    )
-
-
-def is_unset_in_part(outputs: Any) -> bool:
-    """Whether some fingerprint is of what ops had written into memory, not of its bytes."""
-    return isinstance(outputs, bytes) and PARTLY in (
-        outputs[start : start + len(PARTLY)] for start in range(0, len(outputs), OUTPUT)
-    )
-
-
-def _chained(parts: Iterable[Any], name: str) -> tuple[Any, ...]:
-    return tuple(chain.from_iterable(getattr(part, name) for part in parts))
-
-
-def _structure(numbers: Mapping[int, tuple[Any, ...]], sites: Iterable[int]) -> Structure:
-    rows = [numbers[site] for site in sites]
-    return Structure(*zip(*rows, strict=True)) if rows else NO_STRUCTURE
-
-
-def _taken(column: Sequence[int], places: Sequence[int]) -> Sequence[int]:
-    """Return what a column has at these places, which rise."""
-    return column if len(places) == len(column) else tuple(map(column.__getitem__, places))
-
-
-def _slices(lengths: Sequence[int], ends: Sequence[int], places: Sequence[int]) -> list[slice]:
-    return [slice(ends[place] - lengths[place], ends[place]) for place in places]
-
-
-def _distinct(column: str, outline: Outline) -> frozenset[int]:
-    return frozenset(getattr(outline, column))
-
-
-Result = TypeVar("Result")
-
-
-def _remembered(work_out: Callable[[Outline], Result]) -> Callable[[Outline], Result]:
-    """Return a function that works something out of an outline, and remembers the last ones."""
-    recent: Recent[Outline, Result] = Recent(CACHED)
-
-    def find(outline: Outline) -> Result:
-        found = recent.get(outline)
+    def _translated(self, outline: Outline) -> _Translated:
+        found = self._known.get(outline)
         if found is None:
-            found = work_out(outline)
-            recent.add(outline, found, len(outline))
+            if sum(map(len, self._known)) > CACHED:
+                self._known.clear()
+            records = np.zeros(len(outline), RECORD)
+            records["thread"] = outline.threads
+            records["thread_name"] = [self._threads.get(each, -1) for each in outline.threads]
+            records["argument"] = list(map(self.arguments.__getitem__, outline.arguments))
+            columns = zip(*map(self.sites.__getitem__, outline.sites), strict=True)
+            for name, column in zip(OF_SITE, columns, strict=False):
+                records[name] = column
+            found = self._known[outline] = _Translated(
+                records,
+                np.array([site not in self._left_out for site in outline.sites], bool),
+                _Digests.of(outline.input_ends, outline.input_lengths),
+                _Digests.of(outline.output_ends, outline.output_lengths),
+            )
         return found
 
-    return find
+    def totals(self, step: int, *, on_main: bool) -> Mapping[str, int]:
+        """Return how many records each module has in a step, on all threads or the main one."""
+        total: Mapping[str, int] = {}
+        for outline in self.trace.outlines(step):
+            found = self._counts.get(outline)
+            if found is None:
+                if sum(map(len, self._counts)) > CACHED:
+                    self._counts.clear()
+                modules = [self.trace.sites[site].module for site in outline.sites]
+                main = compress(modules, (thread == MAIN for thread in outline.threads))
+                found = self._counts[outline] = Counter(modules), Counter(main)
+            total = _sum(total, found[on_main])
+        return total
+
+
+def joined(parts: Iterable[Array]) -> Array:
+    """Return parts of records as one."""
+    return np.concatenate([np.zeros(0, RECORD), *parts])
+
+
+def mixed(columns: Sequence[Array]) -> Array:
+    """Return a hash of 64 bits for each row of some columns."""
+    found = np.zeros(len(columns[0]), "uint64")
+    for column in columns:
+        found = (found ^ column.astype("uint64")) * _MIX
+        found ^= found >> _SHIFT
+    return found

@@ -1,8 +1,9 @@
 """Whether two recorded runs were the same, and where they diverge if not.
 
-The traces of each process are paired. `Records` compares a pair record by record, with `Digests` in
-its place for recordings of unequal levels. A step that differs describes its first difference
-(`first_difference`). The earliest of all pairs is that of the verdict, and `diagnosis` adds advice.
+The traces of each process are paired. Each step of a pair is compared in the finest mode that both
+recordings allow: record by record (`records`), or by digests. A step that differs describes its
+first difference (`first_difference`). The earliest of all pairs is that of the verdict, and
+`diagnosis` adds advice.
 """
 
 from __future__ import annotations
@@ -21,19 +22,21 @@ from torchrepro.errors import TraceError
 from torchrepro.messages import Problem
 from torchrepro.trace.reader import read_run
 from torchrepro.trace.request import LEVELS
-from torchrepro.verdict.columns import ALONE, INDEPENDENT, NAMES, PROPAGATED, Pair
+from torchrepro.verdict.columns import ALONE, INDEPENDENT, NAMES, PROPAGATED, Pair, StepComparison
 from torchrepro.verdict.criteria import (
-    Bits,
-    Tolerance,
+    RERECORD,
     criteria_for,
     levels,
     refuse_unequal_algorithms,
+    unequal_loss,
 )
 from torchrepro.verdict.diagnosis import advice, next_level_of_recording
+from torchrepro.verdict.modes import AT_LEVEL, Mode, agreed_before, coarsest, mode_of
 from torchrepro.verdict.recordings import (
     FIELDS,
-    Digests,
+    at_step,
     before_what_followed,
+    digest,
     facts,
     losses,
     missing_processes,
@@ -41,22 +44,12 @@ from torchrepro.verdict.recordings import (
     program,
     settings,
     truncation,
+    unequal_digest,
     unequal_replicas,
+    unequal_seeded_generator,
 )
 from torchrepro.verdict.records import Records
 from torchrepro.verdict.render import are, counted
-from torchrepro.verdict.step_levels import (
-    LOSSES,
-    RECORDS,
-    WAYS,
-    LossesWithin,
-    agreed_before,
-    in_parts,
-    is_in_full,
-    way_of_bits,
-    way_within_tolerance,
-    ways_of,
-)
 from torchrepro.verdict.value import AT_ONE_LEVEL, UNKNOWN_PROGRAM, Cell, Compared, Kind, Verdict
 
 if TYPE_CHECKING:
@@ -64,10 +57,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torchrepro.trace.reader import Trace
-    from torchrepro.verdict.columns import StepComparison
     from torchrepro.verdict.criteria import Criteria
     from torchrepro.verdict.diagnosis import EscalationLevel
-    from torchrepro.verdict.step_levels import Comparison, WayOf
     from torchrepro.verdict.value import Divergence
 
 
@@ -185,7 +176,7 @@ def _verdict(
                 todo="record the same steps of both",
             )
         )
-    found = [_compare_pair(pair, criteria) for pair in pairs]
+    found = [PairComparison.of(pair, criteria) for pair in pairs]
     missing = missing_processes(*traces)
     diverged = [one for one in found if one.first is not None]
     earliest = min(diverged, key=lambda one: one.order, default=None)
@@ -193,8 +184,8 @@ def _verdict(
     if earliest is not None and tally[earliest.sort]:
         tally[earliest.sort] -= 1  # the first one; where digests differ, no record is counted
     first = earliest.first if earliest else next(iter(missing), None)
-    way_of = way_of_bits if criteria.tolerance is None else way_within_tolerance
-    compared = _compared(pairs, way_of)
+    modes = coarsest([one.modes for one in found])
+    compared = _compared(found, modes)
     uses = program(pairs[0]) if pairs else UNKNOWN_PROGRAM
     if first is not None and uses.name_of(first.module) != first.module:
         first = replace(first, called=uses.name_of(first.module))
@@ -221,7 +212,7 @@ def _verdict(
         settings=settings(pairs[0]) if pairs else (),
         program=uses,
         about=tuple(map(facts, pairs[0].traces)) if pairs else (),
-        agreed=agreed_before(pairs, way_of, first.step) if earliest and first else None,
+        agreed=agreed_before(modes, first.step) if earliest and first else None,
         across_ranks=tuple(
             sentence
             for name, side in zip(NAMES, traces, strict=True)
@@ -241,13 +232,51 @@ class PairComparison:
     """What the comparison of two traces found."""
 
     pair: Pair
+    modes: Mapping[int, Mode]
+    """How each step was compared."""
     steps: Mapping[int, StepComparison]
     first: Divergence | None
     sort: str
     """How the first record differs."""
     notes: Sequence[str]
-    anything: bool
-    """Whether there was anything to compare."""
+
+    @classmethod
+    def of(cls, pair: Pair, criteria: Criteria) -> PairComparison:
+        """Compare two traces, each step by what both have of it."""
+        within = criteria.tolerance is not None
+        modes = {step: mode_of(pair, step, within_tolerance=within) for step in pair.steps}
+        records = Records(pair, criteria, [step for step in modes if not modes[step].fields])
+        if not within and (records.steps or not modes):
+            refuse_unequal_algorithms(records.algorithms)
+        steps: dict[int, StepComparison] = {}
+        first, sort = None, INDEPENDENT
+        for number, mode in modes.items():
+            if mode is Mode.LOSSES:
+                found = StepComparison(first=unequal_loss(pair, number, criteria))
+            elif mode.fields:
+                found = StepComparison(first=unequal_digest(pair, number, mode.fields))
+            else:
+                found = records.step(number)
+            steps[number] = found
+            if first is None and found.first is not None:
+                shown = found.first()
+                first = before_what_followed(pair, shown)
+                sort = found.sort if first is shown else ""
+            found.first = None  # it holds the records of the step
+        if first is None:
+            first, sort = _besides_records(records, modes) or truncation(pair), ""
+        return cls(pair, modes, steps, first, sort, _notes_on(records, modes))
+
+    @property
+    def anything(self) -> bool:
+        """Whether there was anything to compare."""
+        pair = self.pair
+        return any(
+            any(all(digest(pair, side, step, name) for side in (0, 1)) for _, name in mode.fields)
+            if mode.fields
+            else any(trace.steps[step].records for trace in pair.traces)
+            for step, mode in self.modes.items()
+        )
 
     @property
     def tally(self) -> Counter[str]:
@@ -278,40 +307,51 @@ class PairComparison:
         return first.step, sent or late, after, first.rank
 
 
-def _compare_pair(pair: Pair, criteria: Criteria) -> PairComparison:
-    comparison = _comparison(pair, criteria)
-    steps: dict[int, StepComparison] = {}
-    first, sort = None, INDEPENDENT
-    for number in pair.steps:
-        found = steps[number] = comparison.step(number)
-        if first is None and found.first is not None:
-            shown = found.first()
-            first = before_what_followed(pair, shown)
-            sort = found.sort if first is shown else ""
-        found.first = None  # it holds the records of the step
-    if first is None:
-        first, sort = comparison.besides_records() or truncation(pair), ""
-    return PairComparison(pair, steps, first, sort, comparison.notes(), comparison.anything)
+def _besides_records(records: Records, modes: Mapping[int, Mode]) -> Divergence | None:
+    """Return what differs although no record does."""
+    pair, steps = records.pair, records.steps
+    if records.criteria.tolerance is not None:
+        compared = sum(trace.steps[step].records for trace in pair.traces for step in steps)
+        if compared and records.unmatched >= compared:
+            what = "no op of one run has a counterpart in the other: nothing was compared"
+            return at_step(pair, steps[0], Kind.INCOMPARABLE, what)
+        found = (unequal_loss(pair, step, records.criteria) for step in steps)
+        loss = next(filter(None, found), None)
+        return loss and loss()
+    if records.incomparable:
+        what = f"{_incomparable(records)}; {RERECORD}"
+        return at_step(pair, steps[0], Kind.INCOMPARABLE, what)
+    digests = (unequal_digest(pair, step, modes[step].fields or FIELDS) for step in modes)
+    first = next(filter(None, digests), None)
+    return unequal_seeded_generator(pair) if first is None else first()
 
 
-def _comparison(pair: Pair, criteria: Criteria) -> Comparison:
-    if criteria.tolerance is None:
-        return in_parts(pair, way_of_bits, attrgetter("fields"), _of_bits)
-    rtol, atol = criteria.tolerance
-
-    def of_statistics(some: Pair, in_full: bool) -> Comparison:  # noqa: FBT001 - a sort of steps
-        judge = Tolerance(some, rtol, atol, needs_partner=criteria.one_program)
-        return Records(some, judge) if in_full else LossesWithin(judge)
-
-    return in_parts(pair, way_within_tolerance, is_in_full, of_statistics)
+def _incomparable(records: Records) -> str:
+    return (
+        f"{counted(records.incomparable, 'op')} ran on another kind of device in the other run, "
+        "where fingerprints are taken in another way: no outputs of such an op were compared"
+    )
 
 
-def _of_bits(pair: Pair, fields: tuple[tuple[str, str], ...]) -> Comparison:
-    if fields:
-        return Digests(pair, fields)
-    records = Records(pair, Bits(pair))
-    refuse_unequal_algorithms(records.algorithms)
-    return records
+def _notes_on(records: Records, modes: Mapping[int, Mode]) -> list[str]:
+    """Return what a reader has to know of how two traces were compared."""
+    found: list[str] = []
+    if records.incomparable:
+        found.append(_incomparable(records))
+    if records.unmatched and not records.criteria.needs_partner:
+        have = "has" if records.unmatched == 1 else "have"
+        ops = counted(records.unmatched, "op")
+        found.append(f"{ops} {have} no counterpart in the other run: not compared")
+    found += records.thread_notes
+    without = sum(mode is Mode.LOSSES for mode in modes.values())
+    if without:
+        found.append(f"{without:,} steps have no statistics of tensors: their losses were compared")
+    if set(modes.values()) == {Mode.DIGESTS_OF_UNEQUAL_LEVELS}:
+        found.append(
+            f"recorded at the levels {' and '.join(levels(records.pair))}: compared by the loss "
+            "and the parameters of each step, not op by op"
+        )
+    return found
 
 
 def _cells(found: Sequence[PairComparison]) -> Iterable[Cell]:
@@ -326,25 +366,30 @@ def _cells(found: Sequence[PairComparison]) -> Iterable[Cell]:
             yield Cell(number, module, total - differing, differing)
 
 
-def _compared(pairs: Sequence[Pair], way_of: WayOf) -> Compared:
-    ways = ways_of(pairs, way_of)
-    last = max(ways, default=0)
+def _compared(found: Sequence[PairComparison], modes: Mapping[int, Mode]) -> Compared:
+    pairs = [one.pair for one in found]
+    last = max(modes, default=0)
     ended = {step for pair in pairs for step in pair.ended_steps}
-    names = Counter(ways[step].name for step in ways if step in ended)
-    found = [(pair, step, way_of(pair, step)) for pair in pairs for step in pair.steps]
+    words = Counter(modes[step].words for step in modes if step in ended)
+    each = [(one.pair, step, mode) for one in found for step, mode in one.modes.items()]
     level = min(chain(*map(levels, pairs)), key=LEVELS.index, default=LEVELS[0])
     return Compared(
         ranks=len({pair.left.rank for pair in pairs}),
         steps=len(ended),
         # Records of other steps are not of this level, or were not compared.
         ops=sum(
-            pair.left.steps[step].records for pair, step, way in found if way == RECORDS[level]
+            pair.left.steps[step].records for pair, step, mode in each if mode is AT_LEVEL[level]
         ),
-        bytes=sum(_bytes_compared(pair, step) for pair, step, way in found if way != LOSSES),
+        bytes=sum(
+            min(trace.steps[step].bytes for trace in pair.traces)
+            for pair, step, mode in each
+            if mode is not Mode.LOSSES
+            and not any(trace.steps[step].dropped for trace in pair.traces)
+        ),
         level=level,
         after_last=last not in ended
         and any(last in pair.steps and pair.is_after_last(last) for pair in pairs),
-        by=tuple((way.name, names.pop(way.name)) for way in WAYS if way.name in names),
+        by=tuple((mode.words, words.pop(mode.words)) for mode in Mode if mode.words in words),
     )
 
 
@@ -357,12 +402,6 @@ def _unseen(compared: Compared) -> Iterator[str]:
             f"no step was compared {in_full}: what shows in no parameter, gradient or loss "
             "(such as a running mean) is not seen"
         )
-
-
-def _bytes_compared(pair: Pair, step: int) -> int:
-    """Return how many bytes of tensors both runs have read of a step, and still tell of."""
-    rows = [trace.steps[step] for trace in pair.traces]
-    return 0 if any(row.dropped for row in rows) else min(row.bytes for row in rows)
 
 
 def _notes(

@@ -3,39 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from dataclasses import dataclass, field
-from itertools import compress, count
-from operator import and_, eq, ne, or_
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 from torchrepro.errors import TraceError
 from torchrepro.messages import Problem
-from torchrepro.verdict.columns import ALONE, INDEPENDENT, NAMES, PROPAGATED, is_unset_in_part
-from torchrepro.verdict.first_difference import (
-    MADE_OUTSIDE,
-    Explanation,
-    FirstDifference,
-    RecordView,
-    describe,
-    divergence,
-)
-from torchrepro.verdict.recordings import (
-    FIELDS,
-    Digests,
-    at_step,
-    unequal_losses,
-)
+from torchrepro.verdict.columns import NAMES
+from torchrepro.verdict.recordings import FIELDS, at_step, unequal_losses
 from torchrepro.verdict.render import counted
 from torchrepro.verdict.value import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torchrepro.trace.format import Loss
-    from torchrepro.trace.reader import Trace
-    from torchrepro.verdict.alignment import MatchedRecords, Names
-    from torchrepro.verdict.columns import Columns, Pair
+    from torchrepro.verdict.columns import Pair
     from torchrepro.verdict.value import Divergence
 
 
@@ -57,18 +40,40 @@ Statistics = tuple[int, float | None, float | None, float | None, float | None]
 """Count, mean, norm, low and high of an output."""
 
 
+BY_BITS = (
+    ("key", "argument", "shape", "inputs", "outputs"),
+    ("key", "argument", "shape", "inputs"),
+    ("key", "argument", "shape"),
+    ("key",),
+)
+BY_STATISTICS = (
+    ("key", "argument", "size"),
+    ("key", "size"),
+    ("key",),
+    ("spot", "size"),  # devices have ops of their own for the same module
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Criteria:
     """What it takes for two runs to count as the same."""
 
     tolerance: tuple[float, float] | None = None
     """rtol and atol, where statistics are compared and not bits."""
-    one_program: bool = False
-    """Whether each op of one run must have a counterpart in the other."""
+    needs_partner: bool = True
+    """Whether a record that only one run has is a difference.
+
+    Across devices and precisions it is none: each may have ops of its own.
+    """
     notes: tuple[str, ...] = ()
     """Why these criteria were chosen, where nobody named them."""
     note_if_different: str = ""
     """What else is to be said if the runs differ."""
+
+    @property
+    def matched_by(self) -> Sequence[Sequence[str]]:
+        """The columns by which records are matched, the finest first."""
+        return BY_BITS if self.tolerance is None else BY_STATISTICS
 
 
 def criteria_for(
@@ -126,156 +131,19 @@ def _lacks_statistics(pair: Pair) -> str:
     return f"{' and '.join(lacking)} {have} no statistics of tensors; {RERECORD}"
 
 
-@dataclass(slots=True)
-class Bits:
-    """Records are the same if their fingerprints are."""
-
-    pair: Pair
-    incomparable: int = 0
-    """Pairs whose fingerprints were not taken in the same way."""
-    needs_partner: bool = True
-    """Whether a record that only one run has is a difference."""
-    rounds: Sequence[Names] = (
-        ("keys", "arguments", "shapes", "inputs", "outputs"),
-        ("keys", "arguments", "shapes", "inputs"),
-        ("keys", "arguments", "shapes"),
-        ("keys",),
-    )
-    """The columns by which records are matched, from the finest round to the coarsest."""
-
-    def unequal(self, left: Columns, right: Columns, matched: MatchedRecords) -> list[bool]:
-        """Return for each pair whether outputs, their shapes or the arguments differ."""
-        one, other = matched.column("outputs", left, right)
-        found = list(map(ne, one, other))
-        if self.pair.misses_steps and any(found):
-            known = (
-                not (is_unset_in_part(a) or is_unset_in_part(b))
-                for a, b in zip(one, other, strict=True)
-            )
-            found = list(map(and_, found, known))
-        one, other = matched.column("algorithms", left, right)
-        if one != other:
-            found = list(map(and_, found, map(eq, one, other)))
-            self.incomparable += sum(map(ne, one, other))
-        for name in ("arguments", "shapes"):
-            one, other = matched.column(name, left, right)
-            if one != other:
-                found = list(map(or_, found, map(ne, one, other)))
-        return found
-
-    def describe(self, difference: FirstDifference) -> Divergence:
-        """Return what the first difference is, and where it came from."""
-        return describe(self.pair, difference)
-
-    def besides_records(self) -> Divergence | None:
-        """Return in what the steps differ although no record does."""
-        if not self.incomparable:
-            return Digests(self.pair, FIELDS).besides_records()
-        what = f"{self._incomparable()}; {RERECORD}"
-        return at_step(self.pair, self.pair.steps[0], Kind.INCOMPARABLE, what)
-
-    def notes(self) -> list[str]:
-        """Return what could not be compared."""
-        return [self._incomparable()] if self.incomparable else []
-
-    def _incomparable(self) -> str:
-        return (
-            f"{counted(self.incomparable, 'op')} ran on another kind of device in the other run, "
-            "where fingerprints are taken in another way: no outputs of such an op were compared"
-        )
-
-
-@dataclass(slots=True)
-class Tolerance:
-    """Records are the same if the statistics of their outputs are within a tolerance.
-
-    If every element of a tensor is within ``atol + rtol * |right|``, so is each of these
-    statistics. A statistic out of tolerance therefore proves that elements are out of it too.
-    """
-
-    pair: Pair
-    rtol: float
-    atol: float
-    needs_partner: bool = False
-    """False across devices and precisions, each of which may have ops of its own."""
-    found: dict[int, str] = field(default_factory=dict)
-    """In what the first record of each part is out of tolerance, by the left record's id."""
-    unmatched: int = 0
-    rounds: Sequence[Names] = (
-        ("keys", "arguments", "sizes"),
-        ("keys", "sizes"),
-        ("keys",),
-        ("spots", "sizes"),  # devices have ops of their own for the same module
-    )
-
-    def unequal(self, left: Columns, right: Columns, matched: MatchedRecords) -> list[bool]:
-        """Return for each pair whether statistics of its outputs are out of tolerance."""
-        self.unmatched += len(matched.only_left) + len(matched.only_right)
-        one, other = _statistics(self.pair.left, left), _statistics(self.pair.right, right)
-        found = {
-            place: self._excess(one.get(left.ids[place], []), other.get(right.ids[partner], []))
-            for place, partner, unequal in zip(
-                matched.left,
-                matched.right,
-                map(ne, *matched.column("outputs", left, right)),
-                strict=True,
-            )
-            if unequal
-        }
-        first = next((place for place, what in found.items() if what), None)
-        if first is not None:
-            self.found[left.ids[first]] = found[first]
-        return [bool(found.get(place)) for place in matched.left]
-
-    def describe(self, difference: FirstDifference) -> Divergence:
-        """Return which statistic is out of tolerance first."""
-        if difference.left is None or difference.right is None:
-            return describe(self.pair, difference)
-        left = RecordView.read(self.pair.left, difference.left)
-        right = RecordView.read(self.pair.right, difference.right)
-        kind = Kind.DATA if left.site.op in MADE_OUTSIDE else Kind.OUTPUTS
-        found = Explanation(kind, self.found[difference.left])
-        return divergence(self.pair, left, right, found)
-
-    def besides_records(self) -> Divergence | None:
-        """Return a loss that is out of tolerance, or that no op at all was compared."""
-        steps = self.pair.steps
-        records = sum(trace.steps[step].records for trace in self.pair.traces for step in steps)
-        if records and self.unmatched >= records:
-            what = "no op of one run has a counterpart in the other: nothing was compared"
-            return at_step(self.pair, steps[0], Kind.INCOMPARABLE, what)
-        return next(filter(None, map(self.unequal_losses, steps)), None)
-
-    def unequal_losses(self, step: int) -> Divergence | None:
-        """Return a loss of a step that is out of tolerance."""
-        what = unequal_losses(self.pair, step, self._differ)
-        if not what:
-            return None
-        return at_step(self.pair, step, Kind.VALUES, what, "forward", "loss")
-
-    def _differ(self, left: Loss, right: Loss) -> bool:
-        most = self.atol + self.rtol * abs(right.value or 0.0)
-        return not _near(left.value, right.value, most)
-
-    def notes(self) -> list[str]:
-        """Return what could not be compared."""
-        if not self.unmatched or self.needs_partner:
-            return []
-        have = "has" if self.unmatched == 1 else "have"
-        ops = counted(self.unmatched, "op")
-        return [f"{ops} {have} no counterpart in the other run: not compared"]
-
-    def _excess(self, left: Sequence[Statistics], right: Sequence[Statistics]) -> str:
-        """Return in words what is out of tolerance; nothing if all outputs are within it."""
-        if len(left) != len(right):
-            return f"statistics of {counted(len(left), 'output')} and of {len(right)}"
-        if not left:
-            return "they differ, and no statistics of them were recorded"
-        for place, (one, other) in enumerate(zip(left, right, strict=True)):
-            what = out_of_tolerance(one, other, self.rtol, self.atol)
-            if what:
-                return f"output {place}: {what}"
-        return ""
+def excess(
+    left: Sequence[Statistics], right: Sequence[Statistics], rtol: float, atol: float
+) -> str:
+    """Return in words what is out of tolerance; nothing if all outputs are within it."""
+    if len(left) != len(right):
+        return f"statistics of {counted(len(left), 'output')} and of {len(right)}"
+    if not left:
+        return "they differ, and no statistics of them were recorded"
+    for place, (one, other) in enumerate(zip(left, right, strict=True)):
+        what = out_of_tolerance(one, other, rtol, atol)
+        if what:
+            return f"output {place}: {what}"
+    return ""
 
 
 def out_of_tolerance(left: Statistics, right: Statistics, rtol: float, atol: float) -> str:
@@ -302,6 +170,17 @@ def out_of_tolerance(left: Statistics, right: Statistics, rtol: float, atol: flo
     return ""
 
 
+def unequal_loss(pair: Pair, step: int, criteria: Criteria) -> Callable[[], Divergence] | None:
+    """Return what describes a loss of a step that is out of tolerance, if one is."""
+    rtol, atol = criteria.tolerance or (0.0, 0.0)
+
+    def differ(left: Loss, right: Loss) -> bool:
+        return not _near(left.value, right.value, atol + rtol * abs(right.value or 0.0))
+
+    what = unequal_losses(pair, step, differ)
+    return partial(at_step, pair, step, Kind.VALUES, what, *FIELDS[0]) if what else None
+
+
 def refuse_unequal_algorithms(used: tuple[frozenset[str], frozenset[str]]) -> None:
     """Raise `TraceError` if the bits of two runs cannot be compared at all."""
     if used[0] and used[1] and used[0] != used[1]:
@@ -312,15 +191,6 @@ def refuse_unequal_algorithms(used: tuple[frozenset[str], frozenset[str]]) -> No
                 todo=RERECORD,
             )
         )
-
-
-def _statistics(trace: Trace, columns: Columns) -> dict[int, list[Statistics]]:
-    found: dict[int, list[Statistics]] = {}
-    if columns.ids:
-        records = range(min(columns.ids), max(columns.ids) + 1)
-        for record, *row in trace.statistics_of(records):
-            found.setdefault(record, []).append(tuple(row))
-    return found
 
 
 def _rms(statistics: Statistics) -> float | None:
@@ -336,122 +206,3 @@ def _near(left: float | None, right: float | None, most: float) -> bool:
 
 def _shown(value: float | None) -> str:
     return "none" if value is None else f"{value:.6g}"
-
-
-Judge: TypeAlias = "Bits | Tolerance"
-"""Decides which records are the same."""
-
-FEW = 16
-"""Records before the first difference that read something else: they may show its origin."""
-
-
-@dataclass(frozen=True, slots=True)
-class Differences:
-    """The records of a step that differ."""
-
-    left: Columns
-    right: Columns
-    matched: MatchedRecords
-    differs: Sequence[bool]
-    """Whether a pair differs, in the order of the left run."""
-    inputs_differ: Sequence[bool]
-    """Whether a pair read something else."""
-    only_left: Sequence[int]
-    only_right: Sequence[int]
-    """Places without the partner that they should have."""
-
-    @classmethod
-    def of(
-        cls, judge: Judge, left: Columns, right: Columns, matched: MatchedRecords
-    ) -> Differences:
-        """Return what differs in two parts whose records are matched."""
-        lone = (matched.only_left, matched.only_right) if judge.needs_partner else ((), ())
-        differs = judge.unequal(left, right, matched)
-        inputs_differ = list(map(ne, *matched.column("inputs", left, right)))
-        return cls(left, right, matched, differs, inputs_differ, *lone)
-
-    def tally(self) -> Counter[str]:
-        """Return how many records differ, by how they differ."""
-        total, propagated = sum(self.differs), sum(map(and_, self.differs, self.dependent()))
-        return Counter(
-            {
-                PROPAGATED: propagated,
-                INDEPENDENT: total - propagated,
-                ALONE: len(self.only_left) + len(self.only_right),
-            }
-        )
-
-    def modules(self) -> tuple[Counter[str], Counter[str]]:
-        """Return the records of each module, and how many of them differ."""
-        names, _ = self.matched.column("modules", self.left, self.right)
-        alone = Counter(
-            [self.left.structure.modules[place] for place in self.only_left]
-            + [self.right.structure.modules[place] for place in self.only_right]
-        )
-        totals, differing = Counter(names), Counter(compress(names, self.differs))
-        totals.update(alone)
-        differing.update(alone)
-        return totals, differing
-
-    def first(self) -> tuple[str, FirstDifference] | None:
-        """Return the sort of the first difference, and its records."""
-        pair = next(compress(count(), self.differs), None)
-        ends = len(self.left) + 1.0
-        places = (
-            ends if pair is None else float(self.matched.left[pair]),
-            float(self.only_left[0]) if self.only_left else ends,
-            self._place_of_right() if self.only_right else ends,
-        )
-        earliest = min(places)
-        if earliest == ends:
-            return None
-        if pair is not None and places[0] == earliest:
-            sort = PROPAGATED if self.dependent()[pair] else INDEPENDENT
-            return sort, self._first_pair(pair)
-        replaced = places[1] <= earliest + 0.5
-        return ALONE, self._only_left() if replaced else self._only_right()
-
-    def dependent(self) -> Sequence[bool]:
-        """Return for each pair whether it can only pass a difference on."""
-        effects, _ = self.matched.column("effects", self.left, self.right)
-        return list(map(or_, self.inputs_differ, effects)) if any(effects) else self.inputs_differ
-
-    def _first_pair(self, pair: int) -> FirstDifference:
-        here, there = self.left.ids, self.right.ids
-        pairs = list(zip(self.matched.left[:pair], self.matched.right[:pair], strict=True))
-        read = list(compress(pairs, self.inputs_differ[:pair]))[-FEW:]
-        return FirstDifference(
-            here[self.matched.left[pair]],
-            there[self.matched.right[pair]],
-            read=[(here[one], there[other]) for one, other in read],
-        )
-
-    def _place_of_right(self) -> float:
-        """Return where in the left run the first record that only the right run has would be."""
-        place = self.only_right[0]
-        before = [left for left, right in self._kept_in_order() if right < place]
-        return 0.5 + (before[-1] if before else -1)
-
-    def _kept_in_order(self) -> Iterator[tuple[int, int]]:
-        """Yield the pairs that are in the same order in both runs.
-
-        One that moved says nothing about the place of its neighbours.
-        """
-        moved = self.matched.moved
-        for left, right in zip(self.matched.left, self.matched.right, strict=True):
-            if left not in moved:
-                yield left, right
-
-    def _only_left(self) -> FirstDifference:
-        place = self.only_left[0]
-        before = [right for left, right in self._kept_in_order() if left < place]
-        after = before[-1] + 1 if before else 0
-        return FirstDifference(self.left.ids[place], None, _at(self.right.ids, after))
-
-    def _only_right(self) -> FirstDifference:
-        after = int(self._place_of_right() + 0.5)
-        return FirstDifference(None, self.right.ids[self.only_right[0]], _at(self.left.ids, after))
-
-
-def _at(ids: Sequence[int], place: int) -> int | None:
-    return ids[place] if place < len(ids) else None

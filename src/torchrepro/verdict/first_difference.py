@@ -108,13 +108,18 @@ def _pieces(text: bytes, length: int) -> list[bytes]:
     return [text[start : start + length] for start in range(0, len(text), length)]
 
 
-def describe(pair: Pair, difference: FirstDifference) -> Divergence:
+def describe(
+    pair: Pair, difference: FirstDifference, out_of_tolerance: str | None = None
+) -> Divergence:
     """Return the first difference with its kind and what is known of its origin."""
     left, right = (
         None if number is None else RecordView.read(trace, number)
         for trace, number in zip(pair.traces, (difference.left, difference.right), strict=True)
     )
-    if left is not None and right is not None:
+    if left is not None and out_of_tolerance is not None:
+        kind = Kind.DATA if left.site.op in MADE_OUTSIDE else Kind.OUTPUTS
+        found = Explanation(kind, out_of_tolerance)
+    elif left is not None and right is not None:
         left, right = _first_reader(pair, difference.read) or (left, right)
         found = _explain(pair, left, right, difference.read)
     else:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.messages import printable, size
 from torchrepro.seeding.uncontrolled import row_of_read
-from torchrepro.verdict.columns import MAIN, NAMES, StepComparison
+from torchrepro.verdict.columns import MAIN, NAMES
 from torchrepro.verdict.evidence import (
     FEATURES,
     LOADER,
@@ -36,7 +36,7 @@ from torchrepro.verdict.value import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torchrepro.trace.format import Loss, StepRow
     from torchrepro.trace.reader import Trace
@@ -52,68 +52,46 @@ FIELDS = (
 """Phase and name of each digest of a step, in the order in which a step makes them."""
 
 AT_EVERY_LEVEL = (("forward", LOSS), ("optimizer", "parameters"))
-"""Digests that all levels and formats take in the same way.
+"""Digests that all levels take in the same way.
 
-Of a gradient in memory that was unset ops are recorded, and not what it holds; before format 3 this
-was so of every gradient that is a view.
+Of a gradient in memory that was unset ops are recorded, and not what it holds.
 """
 
 
-class Digests:
-    """Compares steps by their digests, where records have nothing in common."""
+def unequal_digest(
+    pair: Pair, number: int, fields: Sequence[tuple[str, str]]
+) -> Callable[[], Divergence] | None:
+    """Return what describes the first digest of a step that differs, if one does."""
+    for phase, name in fields:
+        left, right = (digest(pair, side, number, name) for side in (0, 1))
+        if left and right and left != right:
+            return partial(_describe_digest, pair, number, (phase, name), (left, right))
+    return None
 
-    def __init__(self, pair: Pair, fields: Sequence[tuple[str, str]]) -> None:
-        self.pair = pair
-        self.fields = fields
-        formats = {trace.meta.get("format") for trace in pair.traces}
-        known = {name for _, name in (FIELDS if len(formats) == 1 else AT_EVERY_LEVEL)}
-        self._left, self._right = (_digests(trace, known) for trace in pair.traces)
 
-    def step(self, number: int) -> StepComparison:
-        """Compare one step."""
-        for phase, name in self.fields:
-            one, other = (side[number].get(name) for side in (self._left, self._right))
-            if one and other and one != other:
-                return StepComparison(
-                    first=partial(self._describe, number, phase, name, one, other)
-                )
-        return StepComparison()
+def digest(pair: Pair, side: int, number: int, name: str) -> bytes:
+    """Return a digest of a step in one of two runs; nothing if it has none."""
+    if name == LOSS:
+        return b"".join(loss.fingerprint for loss in pair.losses[side].get(number, ()))
+    row = pair.traces[side].steps[number]
+    return row.gradients if name == "gradients" else row.parameters
 
-    @property
-    def anything(self) -> bool:
-        """Whether both runs have at least one digest of these fields in common."""
-        return any(
-            self._left[number].get(name) and self._right[number].get(name)
-            for number in self.pair.steps
-            for _, name in self.fields
-        )
 
-    def besides_records(self) -> Divergence | None:
-        """Return the first difference of all steps: of their digests, or of seeded generators."""
-        found = (self.step(number).first for number in self.pair.steps)
-        first = next((one for one in found if one is not None), None)
-        return first() if first else _unequal_seeded_generator(self.pair)
-
-    def notes(self) -> list[str]:
-        """Return what was compared."""
-        if self.fields != AT_EVERY_LEVEL:
-            return []  # the records were dropped, which is said of the recordings
-        levels = " and ".join(str(trace.meta.get("level")) for trace in self.pair.traces)
-        return [
-            f"recorded at the levels {levels}: compared by the loss and the parameters "
-            "of each step, not op by op"
-        ]
-
-    def _describe(
-        self, number: int, phase: str, name: str, left: bytes, right: bytes
-    ) -> Divergence:
-        sides = [
-            Side(run, "", "", "", (), (digest.hex(),))
-            for run, digest in zip(self.pair.runs, (left, right), strict=True)
-        ]
-        what = unequal_losses(self.pair, number, _have_other_bits) if name == LOSS else ""
-        found = at_step(self.pair, number, Kind.VALUES, what, phase, name, tuple(sides))
-        return replace(found, source=_source_of_loss(self.pair, number)) if what else found
+def _describe_digest(
+    pair: Pair, number: int, field: tuple[str, str], digests: tuple[bytes, bytes]
+) -> Divergence:
+    sides = [
+        Side(run, "", "", "", (), (digest.hex(),))
+        for run, digest in zip(pair.runs, digests, strict=True)
+    ]
+    what = ""
+    if field[1] == LOSS:
+        what = unequal_losses(pair, number, lambda one, other: one.fingerprint != other.fingerprint)
+    found = at_step(pair, number, Kind.VALUES, what, *field, tuple(sides))
+    if not what:
+        return found
+    losses = (loss for side in pair.losses for loss in side.get(number, ()))
+    return replace(found, source=next(losses).source)  # where the backward pass began
 
 
 def before_what_followed(pair: Pair, found: Divergence) -> Divergence:
@@ -123,40 +101,22 @@ def before_what_followed(pair: Pair, found: Divergence) -> Divergence:
     """
     if found.kind is not Kind.VALUES or found.phase == "forward":
         return found
-    loss = Digests(pair, FIELDS[:1]).step(found.step).first
+    loss = unequal_digest(pair, found.step, FIELDS[:1])
     return found if loss is None else loss()
 
 
 def unequal_losses(pair: Pair, step: int, differ: Callable[[Loss, Loss], bool]) -> str:
     """Return in words how the losses of a step differ; nothing if they do not."""
-    left, right = _losses_of(pair, step)
+    left, right = (side.get(step, []) for side in pair.losses)
     if len(left) != len(right):
         return f"{counted(len(left), 'loss')} and {len(right)}"
-    return next(
-        (
-            f"its loss differs: {_shown(one.value)} and {_shown(other.value)}"
-            for one, other in zip(left, right, strict=True)
-            if differ(one, other)
-        ),
-        "",
+    values = (
+        (one.value, other.value)
+        for one, other in zip(left, right, strict=True)
+        if differ(one, other)
     )
-
-
-def _losses_of(pair: Pair, step: int) -> list[list[Loss]]:
-    return [[loss for loss in trace.losses if loss.step == step] for trace in pair.traces]
-
-
-def _have_other_bits(one: Loss, other: Loss) -> bool:
-    return one.fingerprint != other.fingerprint
-
-
-def _shown(value: float | None) -> str:
-    return "none" if value is None else f"{value:.9g}"
-
-
-def _source_of_loss(pair: Pair, step: int) -> str:
-    """Return where the backward pass began from the first loss of a step."""
-    return next((loss.source for losses in _losses_of(pair, step) for loss in losses), "")
+    texts = ["none" if value is None else f"{value:.9g}" for value in next(values, ())]
+    return f"its loss differs: {' and '.join(texts)}" if texts else ""
 
 
 def _unequal_generators(pair: Pair, number: int) -> list[str]:
@@ -168,24 +128,27 @@ def _unequal_generators(pair: Pair, number: int) -> list[str]:
     return [name for name in left if name in right and left[name] != right[name]]
 
 
-def _unequal_seeded_generator(pair: Pair) -> Divergence | None:
+def unequal_seeded_generator(pair: Pair) -> Divergence | None:
     """Return where a generator that the profiles of both runs seed has another state.
 
     A generator that nobody seeded has another state in every run. What is drawn from it and used
     shows in what is computed.
     """
     for number in pair.steps:
-        names = [name for name in _unequal_generators(pair, number) if _is_seeded(pair, name)]
+        names = [
+            name
+            for name in _unequal_generators(pair, number)
+            if all(
+                (trace.meta.get("knobs") or {}).get(f"seed.{name.partition(':')[0]}")
+                not in NO_VALUE
+                for trace in pair.traces
+            )
+        ]
         if names:
             end = "the runs end" if pair.is_after_last(number) else "the step ends"
             what = f"the states of {', '.join(names)} differ when {end}"
             return at_step(pair, number, Kind.RANDOM, what)
     return None
-
-
-def _is_seeded(pair: Pair, generator: str) -> bool:
-    knob = f"seed.{generator.partition(':')[0]}"
-    return all((trace.meta.get("knobs") or {}).get(knob) not in NO_VALUE for trace in pair.traces)
 
 
 def at_step(  # noqa: PLR0913, PLR0917 - the parts of a divergence
@@ -202,21 +165,6 @@ def at_step(  # noqa: PLR0913, PLR0917 - the parts of a divergence
     after_last = pair.is_after_last(number)
     whole = Divergence.without_op(pair.left.rank, number, kind, what, after_last=after_last)
     return replace(whole, phase=phase, op=op, left=left, right=right)
-
-
-def _digests(trace: Trace, names: Collection[str]) -> Mapping[int, Mapping[str, bytes]]:
-    """Return the digests of each step that are called `names`."""
-    found = {
-        number: {"gradients": row.gradients, "parameters": row.parameters, LOSS: b""}
-        for number, row in trace.steps.items()
-    }
-    for loss in trace.losses:
-        if loss.step in found:
-            found[loss.step][LOSS] += loss.fingerprint
-    return {
-        number: {name: digest for name, digest in digests.items() if name in names}
-        for number, digests in found.items()
-    }
 
 
 CUT = " (killed, ended by os._exit, or still running)"
@@ -331,7 +279,7 @@ SINGLE = ("guarantee", "profile", "digest", "level", "world_size", "program", *N
 def settings(pair: Pair) -> tuple[Setting, ...]:
     """Return the knobs, versions and pieces of hardware in which two runs differ.
 
-    Traces of torchrepro 0.2.0 and of killed runs do not tell whether they are alike.
+    Traces of killed runs do not tell whether they are alike.
     """
     left, right = (_settings(trace.meta) for trace in pair.traces)
     return tuple(
@@ -490,11 +438,6 @@ def notes(pair: Pair) -> Iterator[str]:
                 f"{name} dropped the records of {counted(len(dropped), 'step')} "
                 f"({_in_words(dropped)}){_to_stay_within(trace)}: their parameters, gradients and "
                 "losses are there"
-            )
-        if not trace.sealed:
-            yield (
-                f"{name} was recorded by torchrepro 0.2.0 or older, without digests: "
-                "not all damage to it would be seen"
             )
     dropped_tails = [
         name

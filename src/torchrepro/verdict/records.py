@@ -1,122 +1,77 @@
-"""Compares two traces record by record."""
+"""Compares two traces record by record, the main thread step by step and the others as a whole."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from dataclasses import replace
+from collections import Counter, defaultdict
 from functools import cached_property, partial
+from itertools import count
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from torchrepro.trace.format import NEW_TENSOR, OPTIMIZER_STEP
-from torchrepro.verdict import columns
-from torchrepro.verdict.alignment import MatchedRecords, match
-from torchrepro.verdict.columns import MAIN, Reader, StepComparison, joined, shared_numbers
-from torchrepro.verdict.criteria import Differences
+import numpy as np
+
+from torchrepro.trace.format import NEW_TENSOR
+from torchrepro.verdict.columns import (
+    ALONE,
+    INDEPENDENT,
+    MAIN,
+    NAMES,
+    PROPAGATED,
+    Reader,
+    StepComparison,
+    joined,
+)
+from torchrepro.verdict.criteria import excess
+from torchrepro.verdict.first_difference import FirstDifference, describe
+from torchrepro.verdict.matching import CUT_OFF, Matching, match, match_threads
+from torchrepro.verdict.render import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torchrepro.trace.reader import Trace
-    from torchrepro.verdict.columns import Columns, Pair
-    from torchrepro.verdict.criteria import Judge
-    from torchrepro.verdict.first_difference import FirstDifference
-    from torchrepro.verdict.threads import ThreadDifferences
+    from torchrepro.verdict.columns import Array, Pair
+    from torchrepro.verdict.criteria import Criteria, Statistics
     from torchrepro.verdict.value import Divergence
 
-    Part = tuple[Columns, Columns, MatchedRecords]
+    Sides = tuple[Array, Array]
+    """Records of the left run, and of the right one."""
 
-
-class Feed:
-    """Records that were read of a run and are not compared yet."""
-
-    def __init__(self, parts: Iterator[Columns]) -> None:
-        self._parts = parts
-        self._next = next(parts, None)
-        self.held = joined([])
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing more is to be read."""
-        return self._next is None
-
-    def fill(self) -> None:
-        """Read the next part unless enough is held."""
-        if self._next is not None and len(self.held) < columns.PART:
-            self.held = joined([self.held, self._next])
-            self._next = next(self._parts, None)
-
-    def take(self, length: int) -> Columns:
-        """Return the first records that are held, and hold them no longer."""
-        taken, self.held = self.held.part(0, length), self.held.part(length, len(self.held))
-        return taken
-
-
-def matched_parts(
-    left: Feed, right: Feed, match: Callable[[Columns, Columns], MatchedRecords]
-) -> Iterator[Part]:
-    """Yield parts of two sequences with their matched records.
-
-    A record at the end of a part may have its partner in the next part of the other run.
-    """
-    while True:
-        left.fill()
-        right.fill()
-        ended = left.ended and right.ended
-        length = min(len(left.held), len(right.held))
-        if not ended and length >= columns.PART and _same_ops(left.held, right.held, length):
-            yield left.take(length), right.take(length), MatchedRecords.place_by_place(length)
-            continue
-        matched = match(left.held, right.held)
-        if ended:
-            yield left.held, right.held, matched
-            return
-        ends = max(matched.left, default=-1) + 1, max(matched.right, default=-1) + 1
-        if not all(ends):
-            ends = len(left.held), len(right.held)
-        only_left = [place for place in matched.only_left if place < ends[0]]
-        only_right = [place for place in matched.only_right if place < ends[1]]
-        matched = replace(matched, only_left=only_left, only_right=only_right)
-        yield left.take(ends[0]), right.take(ends[1]), matched
-
-
-def _same_ops(left: Columns, right: Columns, length: int) -> bool:
-    one, other = (each.structure.keys for each in (left, right))
-    return one[:length] == other[:length]
+FEW = 16
+"""Records before the first difference that read something else: they may show its origin."""
 
 
 class Records:
-    """Compares the records of a pair of traces, step by step."""
+    """Compares the records of some steps of two traces."""
 
-    def __init__(self, pair: Pair, judge: Judge) -> None:
-        self.pair = pair
-        self.judge = judge
-        shared = shared_numbers()
-        one_is_older = pair.left.sealed != pair.right.sealed
-        left_out = (
-            _unknown_to_0_2_0 if one_is_older else _made_before if pair.misses_steps else _none
+    def __init__(self, pair: Pair, criteria: Criteria, steps: Sequence[int]) -> None:
+        self.pair, self.criteria, self.steps = pair, criteria, steps
+        self.incomparable = 0
+        """Pairs whose fingerprints were not taken in the same way."""
+        self.unmatched = 0
+        """Records without a partner."""
+        self.thread_notes: list[str] = []
+        shared = defaultdict[object, int](count().__next__)
+        left, right = (
+            Reader(trace, shared, _made_before(trace) if pair.misses_steps else ())
+            for trace in pair.traces
         )
-        left, right = map(left_out, pair.traces)
-        self.readers = Reader(pair.left, shared, left), Reader(pair.right, shared, right)
-        self._ambiguous = self._ambiguous_numbers()
+        self.readers = left, right
+        self._modules = {**left.modules, **right.modules}
+        self._ambiguous = [
+            {number for number in mine.keys() & its.keys() if mine[number] != its[number]}
+            for mine, its in (
+                (
+                    {site: columns[:-1] for site, columns in left.sites.items()},
+                    {site: columns[:-1] for site, columns in right.sites.items()},
+                ),
+                (left.arguments, right.arguments),
+            )
+        ]
+        self._excess: dict[int, str] = {}
         self._diverged = False
-        self._last_match: tuple[object, MatchedRecords] | None = None
-
-    @cached_property
-    def _unequal_steps(self) -> Mapping[int, None]:
-        """The steps whose records have to be read."""
-        return dict.fromkeys(
-            number for number in self.pair.steps if not self._digests_agree(number)
-        )
-
-    @cached_property
-    def _other_threads(self) -> ThreadDifferences | None:
-        threads = {thread for trace in self.pair.traces for thread in trace.threads}
-        if not self._unequal_steps or threads <= {MAIN}:
-            return None
-        from torchrepro.verdict.threads import ThreadDifferences  # it imports numpy
-
-        return ThreadDifferences(self.pair, self.readers, self.judge, self.pair.steps)
+        self._last: tuple[Sides, Matching] | None = None
 
     @property
     def algorithms(self) -> tuple[frozenset[str], frozenset[str]]:
@@ -130,38 +85,10 @@ class Records:
         )
         return left, right
 
-    @property
-    def anything(self) -> bool:
-        """Whether a step that both runs have holds a record."""
-        return any(
-            trace.steps[number].records for trace in self.pair.traces for number in self.pair.steps
-        )
-
-    def step(self, number: int) -> StepComparison:
-        """Compare the records of the main thread in a step, and of other threads meanwhile."""
-        if not self._unequal_steps:
-            return StepComparison(totals=self.readers[0].totals(number))
-        found = self._main_thread(number)
-        if self._other_threads is not None and number in self._other_threads.steps:
-            found.add(self._other_threads.steps[number])
-        return found
-
-    def _main_thread(self, number: int) -> StepComparison:
-        if number not in self._unequal_steps:
-            return StepComparison(totals=self.readers[0].totals_of_main(number))
-        found = StepComparison()
-        left, right = (Feed(reader.parts(number)) for reader in self.readers)
-        for part in matched_parts(left, right, self._match):
-            found.add(self._compare(*part))
-        return found
-
-    def besides_records(self) -> Divergence | None:
-        """Return what differs although no record does."""
-        return self.judge.besides_records()
-
-    def notes(self) -> list[str]:
-        """Return what a reader has to know of the comparison."""
-        return [*self.judge.notes(), *(self._other_threads.notes if self._other_threads else ())]
+    @cached_property
+    def _unequal_steps(self) -> frozenset[int]:
+        """The steps whose records have to be read."""
+        return frozenset(number for number in self.steps if not self._digests_agree(number))
 
     def _digests_agree(self, number: int) -> bool:
         """Whether the digests show that a step is the same, without reading its records.
@@ -170,58 +97,191 @@ class Records:
         one trace has a site or an argument that the other lacks.
         """
         left, right = (trace.steps[number] for trace in self.pair.traces)
+        sites, arguments = self._ambiguous
         return (
             (left.digest, left.records) == (right.digest, right.records)
             and bool(left.digest)
-            and all(
-                numbers.isdisjoint(self.readers[0].used(number, column))
-                for column, numbers in self._ambiguous.items()
-                if numbers
+            and (
+                not (sites or arguments)
+                or all(
+                    sites.isdisjoint(outline.sites) and arguments.isdisjoint(outline.arguments)
+                    for outline in self.pair.left.outlines(number)
+                )
             )
         )
 
-    def _ambiguous_numbers(self) -> Mapping[str, frozenset[int]]:
-        """Return the numbers of sites and arguments that stand for something else in each run."""
-        left, right = (reader.content() for reader in self.readers)
-        return {
-            column: frozenset(
-                number
-                for number in left[column].keys() & right[column].keys()
-                if left[column][number] != right[column][number]
-            )
-            for column in left
-        }
-
-    def _compare(self, left: Columns, right: Columns, matched: MatchedRecords) -> StepComparison:
-        if not self._diverged and _are_the_same(left, right):
-            return StepComparison(totals=Counter(left.structure.modules))
-        differences = Differences.of(self.judge, left, right, matched)
-        found = StepComparison(differences.tally(), *differences.modules())
-        first = differences.first()
-        if first is not None:
-            self._diverged = True
-            found.sort, difference = first
-            found.place = _place(difference)
-            found.first = partial(self.judge.describe, difference)
+    def step(self, number: int) -> StepComparison:
+        """Compare the records of the main thread in a step, and of other threads meanwhile."""
+        if not self._unequal_steps:
+            return StepComparison(totals=self.readers[0].totals(number, on_main=False))
+        found = StepComparison()
+        if number not in self._unequal_steps:
+            found.totals = self.readers[0].totals(number, on_main=True)
+        else:
+            self._compare_main(number, found)
+        if number in self._other_threads:
+            found.add(self._other_threads[number])
         return found
 
-    def _match(self, left: Columns, right: Columns) -> MatchedRecords:
+    def _compare_main(self, number: int, found: StepComparison) -> None:
+        """Compare the main thread part by part, while both runs do the same ops; else at once."""
+        left, right = (reader.parts(number, on_main=True) for reader in self.readers)
+        nothing = joined([])
+        while True:
+            one, other = next(left, nothing), next(right, nothing)
+            if not np.array_equal(one["key"], other["key"]):
+                one, other = joined([one, *left]), joined([other, *right])
+            if not len(one) and not len(other):
+                return
+            names = "key", "shape", "argument", "outputs", "inputs"
+            if not self._diverged and all(np.array_equal(one[each], other[each]) for each in names):
+                found.add(StepComparison(totals=self._count(one)))
+                continue
+            matching = self._match(one, other)
+            here, there = matching.pairs
+            pairs = one[here], other[there]
+            lone = self._lone((one[matching.free(0)], other[matching.free(1)]))
+            part, differs = self._compare(pairs, lone)
+            part.totals = self._count(pairs[0], *lone)
+            if not self._diverged:
+                difference = _first(matching, (one, other), pairs, lone, differs)
+                if difference is not None:
+                    self._note_first(part, difference, pairs, differs)
+                    self._diverged = True
+            found.add(part)
+
+    def _match(self, left: Array, right: Array) -> Matching:
         """Match a part. After the runs diverged, parts of the same ops are matched alike."""
-        ops = left.structure.keys, right.structure.keys
-        if self._diverged and self._last_match is not None and self._last_match[0] == ops:
-            return self._last_match[1]
-        matched = match(left, right, self.judge.rounds)
-        self._last_match = (ops, matched) if self._diverged else None
-        return matched
+        ops = left["key"], right["key"]
+        if self._last is not None and all(map(np.array_equal, self._last[0], ops)):
+            return self._last[1]
+        matching = match(left, right, self.criteria.matched_by)
+        self._last = (ops, matching) if self._diverged else None
+        return matching
 
+    def _lone(self, records: Sides) -> Sides:
+        """Return the records without a partner that should have one."""
+        self.unmatched += sum(map(len, records))
+        return records if self.criteria.needs_partner else (records[0][:0], records[1][:0])
 
-def _unknown_to_0_2_0(trace: Trace) -> list[int]:
-    """Return the sites of records that torchrepro 0.2.0 did not take."""
-    return [
-        number
-        for number, site in trace.sites.items()
-        if site.op == NEW_TENSOR or (site.phase == "optimizer" and site.op.endswith(OPTIMIZER_STEP))
-    ]
+    def _compare(self, pairs: Sides, lone: Sides) -> tuple[StepComparison, Array]:
+        """Compare records that belong together; returns which of the pairs differ as well."""
+        left, right = pairs
+        differs = self._unequal(left, right)
+        total, dependent = int(differs.sum()), int((differs & _dependent(pairs)).sum())
+        tally = {
+            PROPAGATED: dependent,
+            INDEPENDENT: total - dependent,
+            ALONE: sum(map(len, lone)),
+        }
+        differing = self._count(left[differs], *lone)
+        return StepComparison(Counter(tally), differing=differing), differs
+
+    def _unequal(self, left: Array, right: Array) -> Array:
+        """Return for each pair whether it differs: in bits, or out of tolerance."""
+        differs = left["outputs"] != right["outputs"]
+        if self.criteria.tolerance is not None:
+            places = np.flatnonzero(differs)
+            ids = [side["id"][places].tolist() for side in (left, right)]
+            one, other = map(_statistics, self.pair.traces, ids)
+            texts = [
+                excess(one.get(mine, []), other.get(its, []), *self.criteria.tolerance)
+                for mine, its in zip(*ids, strict=True)
+            ]
+            self._excess.update(filter(itemgetter(1), zip(ids[0], texts, strict=True)))
+            differs[places] = list(map(bool, texts))
+            return differs
+        if self.pair.misses_steps:
+            differs &= ~(left["partly"] | right["partly"])
+        alike = left["algorithm"] == right["algorithm"]
+        self.incomparable += int((~alike).sum())
+        differs &= alike
+        return differs | (left["argument"] != right["argument"]) | (left["shape"] != right["shape"])
+
+    def _count(self, *records: Array) -> Counter[str]:
+        """Return how many of some records each module has."""
+        return Counter(
+            self._modules[number] for each in records for number in each["module"].tolist()
+        )
+
+    def _note_first(
+        self,
+        found: StepComparison,
+        difference: FirstDifference,
+        pairs: Sides,
+        differs: Array,
+    ) -> None:
+        """Note what differs first, and how."""
+        found.sort = ALONE
+        if difference.left is not None and difference.right is not None:
+            place = int(np.argmax(differs))
+            found.sort = PROPAGATED if _dependent(pairs)[place] else INDEPENDENT
+        found.place = math.inf
+        if difference.left is not None:
+            found.place = difference.left
+        elif difference.instead is not None:
+            found.place = difference.instead - 0.5
+        found.first = partial(self._describe, difference)
+
+    def _describe(self, difference: FirstDifference) -> Divergence:
+        out_of_tolerance = self._excess.get(difference.left or 0)
+        if self.criteria.tolerance is None or difference.right is None:
+            out_of_tolerance = None
+        return describe(self.pair, difference, out_of_tolerance)
+
+    @cached_property
+    def _other_threads(self) -> Mapping[int, StepComparison]:
+        """How other threads of two runs differ, by the step under which it was recorded.
+
+        Such a thread has its own timing. The step of the main thread in which a record of it falls
+        is an accident. The records of all of them are therefore compared over the whole run.
+        """
+        found = defaultdict[int, StepComparison](StepComparison)
+        threads = {thread for trace in self.pair.traces for thread in trace.threads}
+        if not self._unequal_steps or threads <= {MAIN}:
+            return found
+        left, right = (
+            joined(part for number in self.steps for part in reader.parts(number, on_main=False))
+            for reader in self.readers
+        )
+        rounds = self.criteria.matched_by
+        matching = match_threads(left, right, rounds, partial=self.steps[0] > 0)
+        for name, trace, records, partners in zip(
+            NAMES,
+            self.pair.traces,
+            (left, right),
+            (matching.of_left, matching.of_right),
+            strict=True,
+        ):
+            cut_off = Counter(records["thread"][partners == CUT_OFF].tolist())
+            self.thread_notes += [
+                f"{name} has {counted(number, 'more op')} at an end of thread "
+                f"{trace.threads.get(thread, thread)}, which was cut off at another moment: "
+                "not compared"
+                for thread, number in cut_off.items()
+            ]
+        here, there = matching.pairs
+        pairs = left[here], right[there]
+        lone = self._lone((left[matching.free(0)], right[matching.free(1)]))
+        for records in (pairs[0], *lone):
+            for step, some in _by_step(records):
+                found[step].add(StepComparison(totals=self._count(some)))
+        names = "argument", "shape", "inputs", "outputs"
+        unequal = np.any([pairs[0][name] != pairs[1][name] for name in names], axis=0)
+        one, other = (side[unequal] for side in pairs)
+        steps = {*one["step"].tolist(), *(step for side in lone for step in side["step"].tolist())}
+        for step in sorted(steps):
+            at = one["step"] == step
+            mine = one[at], other[at]
+            alone = lone[0][lone[0]["step"] == step], lone[1][lone[1]["step"] == step]
+            part, differs = self._compare(mine, alone)
+            firsts = [*_firsts_of_threads(self.pair, step, mine, alone, differs)]
+            if firsts:
+                place, difference = min(firsts, key=itemgetter(0))
+                self._note_first(part, difference, mine, differs)
+                part.place = place
+            found[step].add(part)
+        return found
 
 
 def _made_before(trace: Trace) -> list[int]:
@@ -229,19 +289,90 @@ def _made_before(trace: Trace) -> list[int]:
     return [number for number, site in trace.sites.items() if site.op == NEW_TENSOR]
 
 
-def _none(_trace: Trace) -> Sequence[int]:
-    return ()
+def _statistics(trace: Trace, ids: Sequence[int]) -> Mapping[int, list[Statistics]]:
+    found: dict[int, list[Statistics]] = {}
+    if ids:
+        for record, *row in trace.statistics_of(range(min(ids), max(ids) + 1)):
+            found.setdefault(record, []).append(tuple(row))
+    return found
 
 
-def _are_the_same(left: Columns, right: Columns) -> bool:
-    return all(
-        left.column(name) == right.column(name)
-        for name in ("keys", "shapes", "arguments", "outputs", "inputs")
-    )
+def _dependent(pairs: Sides) -> Array:
+    """Return for each pair whether it can only pass a difference on."""
+    left, right = pairs
+    return (left["inputs"] != right["inputs"]) | left["effect"]
 
 
-def _place(difference: FirstDifference) -> float:
-    """Return where in the left run a difference is: at a record, or before it."""
-    if difference.left is not None:
-        return difference.left
-    return math.inf if difference.instead is None else difference.instead - 0.5
+def _first(
+    matching: Matching, parts: Sides, pairs: Sides, lone: Sides, differs: Array
+) -> FirstDifference | None:
+    """Return the first difference of the main thread, in the order of the left run.
+
+    A record that only the right run has comes after the last pair before it. A pair that moved
+    says nothing about the place of its neighbours.
+    """
+    here, there = (side["id"] for side in parts)
+    kept = matching.in_order
+    places = [math.inf] * 3
+    if differs.any():
+        pair = int(np.argmax(differs))
+        places[0] = matching.pairs[0][pair]
+    if len(lone[0]):
+        left = int(matching.free(0)[0])
+        places[1] = left
+    if len(lone[1]):
+        right = int(matching.free(1)[0])
+        before = int(np.searchsorted(kept[1], right))
+        instead = int(kept[0][before - 1]) + 1 if before else 0
+        places[2] = instead - 0.5
+    earliest = min(places)
+    if earliest == math.inf:
+        return None
+    if places[0] == earliest:
+        one, other = pairs
+        read = np.flatnonzero(one["inputs"][:pair] != other["inputs"][:pair])[-FEW:]
+        ids = (side["id"][read].tolist() for side in pairs)
+        return FirstDifference(
+            int(one["id"][pair]), int(other["id"][pair]), read=[*zip(*ids, strict=True)]
+        )
+    if places[1] <= earliest + 0.5:
+        before = int(np.searchsorted(kept[0], left))
+        instead = int(kept[1][before - 1]) + 1 if before else 0
+        return FirstDifference(int(here[left]), None, _at(there, instead))
+    return FirstDifference(None, int(there[right]), _at(here, instead))
+
+
+def _at(ids: Array, place: int) -> int | None:
+    return int(ids[place]) if place < len(ids) else None
+
+
+def _firsts_of_threads(
+    pair: Pair, step: int, pairs: Sides, lone: Sides, differs: Array
+) -> Iterator[tuple[float, FirstDifference]]:
+    """Yield the first difference of each kind in a step, with its place in the left run.
+
+    The place of a record of the right run is only an estimate: its place within its step.
+    """
+    left, right = pairs
+    if differs.any():
+        place = int(np.argmax(differs))
+        mine = left["thread"][:place] == left["thread"][place]
+        unequal = left["inputs"][:place] != right["inputs"][:place]
+        read = np.flatnonzero(mine & unequal)[-FEW:]
+        ids = (side["id"][read].tolist() for side in pairs)
+        one, other = (int(side["id"][place]) for side in pairs)
+        yield one, FirstDifference(one, other, read=[*zip(*ids, strict=True)])
+    if len(lone[0]):
+        number = int(lone[0]["id"][0])
+        yield number, FirstDifference(number, None)
+    if len(lone[1]):
+        number = int(lone[1]["id"][0])
+        begins = [trace.steps[step].first for trace in pair.traces]
+        yield number - begins[1] + begins[0], FirstDifference(None, number)
+
+
+def _by_step(records: Array) -> Iterator[tuple[int, Array]]:
+    """Yield the records of each step; they are in the order of their steps."""
+    for some in np.split(records, np.flatnonzero(np.diff(records["step"])) + 1):
+        if len(some):
+            yield int(some["step"][0]), some
