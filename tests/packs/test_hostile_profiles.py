@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import site
 import subprocess
 import sys
 import sysconfig
@@ -21,7 +20,8 @@ from .hostile_profiles import HOSTILE, LEAVES_A_MARK
 DOORS = ("load", "show", "hydra")
 SECRETS = ("the-secret-of-a-variable", "the-secret-of-a-file")
 OURS = Path(torchrepro.__file__).parent
-PYTHONS = [Path(path).resolve() for path in (sys.prefix, sys.base_prefix, *site.getsitepackages())]
+SITES = [path for path in sys.path if Path(path).name == "site-packages"]
+PYTHONS = [Path(path).resolve() for path in (sys.prefix, sys.base_prefix, *SITES)]
 PYTHONS += [
     Path(sysconfig.get_path("stdlib")).resolve(),
     OURS.resolve(),
@@ -42,52 +42,55 @@ def _at(folder, content):
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory):
-    """Ask for every hostile profile, and a good one, by all doors of one process.
-
-    Returns, by case and door, what was answered, and the folder of each case.
-    """
+def doors(tmp_path_factory):
+    """Ask for a profile by all doors of one process; returns what was answered, by door."""
     root = tmp_path_factory.mktemp("hostile")
     folder = root / "at_hand"
     (folder / "secrets_here").mkdir(parents=True)
     (folder / "secrets_here" / "creds.yaml").write_text(
         f"password: {SECRETS[1]}\n", encoding="utf-8"
     )
-    requests = []
-    for number, (case, hostile) in enumerate(HOSTILE.items()):
-        files = {path: _at(folder, content) for path, content in hostile.files.items()}
-        install(
-            root / str(number),
-            "acme-pack",
-            {"__init__.py": LEAVES_A_MARK, "/evil_code.py": LEAVES_A_MARK, **files},
-            entry_points=hostile.entry_points,
-            metadata=hostile.metadata,
-        )
-        requests.append({"case": case, "site": str(root / str(number)), "named": hostile.named})
-    install(root / "good", "acme-pack", {"good.yaml": GOOD, "base.yaml": "dropout: zero\n"})
-    good = {"case": "good", "site": str(root / "good"), "named": "team/good"}
-    requests = [{**each, "folder": str(folder)} for each in (good, *requests)]
-    (root / "requests.json").write_text(json.dumps(requests), encoding="utf-8")
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-P",
-            Path(__file__).with_name("three_doors.py"),
-            "requests.json",
-            root / "answers",
-        ],
-        cwd=root,
-        env={**os.environ, "SECRET": SECRETS[0], "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
+    with (
+        (root / "said").open("w+", encoding="utf-8") as said,
+        subprocess.Popen(
+            [sys.executable, "-P", Path(__file__).with_name("three_doors.py")],
+            cwd=root,
+            env={**os.environ, "SECRET": SECRETS[0], "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+        ) as process,
+    ):
+
+        def ask(named, files, **options):
+            site = tmp_path_factory.mktemp("site")
+            files = {name: _at(folder, content) for name, content in files.items()}
+            install(site, "acme-pack", files, **options)
+            request = {"site": str(site), "named": named, "folder": str(folder)}
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+            assert answer, said.seek(0) or said.read()
+            return json.loads(answer), site
+
+        yield ask
+        process.stdin.close()
+
+
+@pytest.fixture(scope="module", params=HOSTILE)
+def asked(request, doors):
+    """Ask for each hostile profile once; returns the case, the answers, and where its pack lies."""
+    hostile = HOSTILE[request.param]
+    code = {"__init__.py": LEAVES_A_MARK, "/evil_code.py": LEAVES_A_MARK}
+    answers, site = doors(
+        hostile.named,
+        {**code, **hostile.files},
+        entry_points=hostile.entry_points,
+        metadata=hostile.metadata,
     )
-    lines = (root / "answers").read_text(encoding="utf-8").splitlines()
-    assert len(lines) == len(requests), done.stderr
-    sites = {request["case"]: Path(request["site"]) for request in requests}
-    return {case: (answer, sites[case]) for case, answer in map(json.loads, lines)}
+    return hostile, answers, site
 
 
 def _may_be_opened(path, site):
@@ -98,10 +101,9 @@ def _may_be_opened(path, site):
     return whole.is_relative_to(site) or any(whole.is_relative_to(python) for python in PYTHONS)
 
 
-@pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_profile_is_refused_by_every_door(asked, case):
+def test_a_hostile_profile_is_refused_by_every_door(asked):
     """Each is refused with its status and a message that says why; no door falls over."""
-    answers, _ = asked[case]
+    hostile, answers, _ = asked
     statuses = {"load": 2, "show": 2, "hydra": 3}
 
     assert statuses == {door: answers[door]["status"] for door in DOORS}, answers
@@ -109,15 +111,14 @@ def test_a_hostile_profile_is_refused_by_every_door(asked, case):
         said = answers[door]["err"]
         assert answers[door]["out"] == ""
         assert "Traceback" not in said
-        assert [word for word in HOSTILE[case].words if word not in said] == [], said
+        assert [word for word in hostile.words if word not in said] == [], said
         assert len(said) < 6000
         assert all(letter.isprintable() or letter == "\n" for letter in said)
 
 
-@pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_profile_does_nothing(asked, case):
+def test_a_hostile_profile_does_nothing(asked):
     """None runs code, is told a secret, opens what is not its own, starts or reaches anything."""
-    answers, site = asked[case]
+    _, answers, site = asked
 
     assert list(site.rglob("marker")) == []
     for door in DOORS:
@@ -130,19 +131,18 @@ def test_a_hostile_profile_does_nothing(asked, case):
         assert [path for path in answer["opened"] if "secrets_here" in path] == []
 
 
-@pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_profile_is_refused_at_once(asked, case):
+def test_a_hostile_profile_is_refused_at_once(asked):
     """Each refusal takes less than a second and a hundred megabytes."""
-    answers, _ = asked[case]
+    _, answers, _ = asked
 
     for door in DOORS:
         assert answers[door]["seconds"] < SECONDS, door
         assert answers[door]["memory"] < MEGABYTES * 1024, door
 
 
-def test_the_doors_are_open_to_a_good_profile(asked):
+def test_the_doors_are_open_to_a_good_profile(doors):
     """The very same doors load, show and run a profile of a pack that is in order."""
-    answers, _ = asked["good"]
+    answers, _ = doors("team/good", {"good.yaml": GOOD, "base.yaml": "dropout: zero\n"})
 
     assert {answers[door]["status"] for door in DOORS} == {0}, answers
     assert "'seed': 3" in answers["load"]["out"]

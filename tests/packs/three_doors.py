@@ -1,8 +1,7 @@
 """Asks for profiles by `load`, by `show` and by `+repro=` of an app, in one guarded process.
 
-Reads a JSON list of requests from the file that is named first, writes one line per answer to the
-second. What a request opens, starts or connects to is noted by an audit hook, which nothing can
-take back: https://docs.python.org/3/library/audit_events.html.
+A line of standard input is a request as JSON, and a line of standard output its answer. What a
+request opens, starts or connects to is noted by an audit hook, which nothing can take back: https://docs.python.org/3/library/audit_events.html.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import resource
 import signal
 import sys
 import time
-from pathlib import Path
 
 LONGEST = 120  # seconds after which a door is said to hang
 LONG = 0.3  # seconds after which a door is asked again, to be sure that it takes them
@@ -108,21 +106,22 @@ def least_time(door, name, seconds):
     return seconds if seconds <= LONG else min(seconds, ask(door, name)["seconds"])
 
 
-def main(requests, answers):
+def main():
     signal.signal(signal.SIGALRM, _hangs)
     sys.addaudithook(note)
-    with Path(answers).open("w", encoding="utf-8") as file:
-        for request in json.loads(Path(requests).read_text(encoding="utf-8")):
-            sys.path.insert(0, request["site"])
-            importlib.invalidate_caches()
-            os.chdir(request["folder"])
-            answer = {door: ask(door, request["named"]) for door in DOORS}
-            for door, its in answer.items():
-                its["seconds"] = least_time(door, request["named"], its["seconds"])
-            sys.path.remove(request["site"])
-            file.write(json.dumps([request["case"], answer]) + "\n")
-            file.flush()
+    requests, answers = sys.stdin, sys.stdout
+    for line in requests:
+        request = json.loads(line)
+        sys.path.insert(0, request["site"])
+        importlib.invalidate_caches()
+        os.chdir(request["folder"])
+        answer = {door: ask(door, request["named"]) for door in DOORS}
+        for door, its in answer.items():
+            its["seconds"] = least_time(door, request["named"], its["seconds"])
+        sys.path.remove(request["site"])
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

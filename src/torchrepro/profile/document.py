@@ -240,6 +240,8 @@ def _syntax_problem(error: yaml.MarkedYAMLError, where: str) -> Problem:
     mark = error.problem_mark or error.context_mark
     what = " ".join(part for part in (error.context, error.problem) if part)
     line = f"{where}:{mark.line + 1}" if mark else where
+    if "maximum nesting depth" in what:  # libyaml has a limit of its own, and reads ahead
+        return Problem(f"nested deeper than {MAX_DEPTH} levels", line)
     todo = "mend the line, if this is the file of a profile"
     return Problem(f"YAML syntax error: {what}", line, todo=todo)
 
