@@ -50,17 +50,19 @@ def composed(write, fork_python):
     return composed
 
 
-def test_a_job_that_is_run_again_is_under_its_profile(little):
-    """What Hydra runs again is under the profile that the job had, or is refused."""
+def test_a_job_that_is_run_again_is_never_without_its_profile(little):
+    """Hydra 1.3 is stopped where it would run a job again without its profile; 1.4 composes it."""
     config = PICKLED if BY_PICKLE else "size: 3\n"
     words = ("+repro=debug-strict", "repro.seed=7", "hydra.run.dir=out")
     again = ("--experimental-rerun", "out/.hydra/config.pickle" if BY_PICKLE else "out")
     first = little(*words, config=config)
     second = little(*again, config=config)
-    refused = little(*again, config=config, env={"CUBLAS_WORKSPACE_CONFIG": ":0:0"})
+    short = little(again[0][:6], again[1], config=config)
 
-    assert first.tasks == second.tasks == ["task True 7"], second.stderr
-    assert (refused.returncode, refused.tasks) == (3, [])
+    assert first.tasks == ["task True 7"]
+    for rerun in (second, short):
+        assert (rerun.returncode, rerun.tasks) == ((3, []) if BY_PICKLE else (0, first.tasks))
+        assert not BY_PICKLE or "to do: torchrepro rerun out\n" in rerun.stderr
 
 
 @pytest.mark.skipif(not BY_PICKLE, reason="Hydra 1.4 reads no pickle")

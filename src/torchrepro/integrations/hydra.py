@@ -5,14 +5,13 @@ The way of a job:
 1. Hydra starts and loads its plugins. `ReproSearchPath`, here, puts a config source of our own
    before all others and adds one callback to Hydra's own config.
 2. Hydra composes the job's config. `ReproConfigSource`, here, answers for the group `repro` alone
-   and leaves the app's own files there to Hydra (`hydra_ownership`). It reads every profile as
-   data, because a file that Hydra composes by itself can place callbacks and run code. It notes
-   what was chosen (`hydra_config.chosen`) and what was composed (`hydra_unapplied`).
-3. Hydra calls the callback (`hydra_callback`). It gets the profile that the composed config asks
-   for (`hydra_config.resolved_profile`), applies it and writes the manifest. After the job it
+   and leaves the app's own files there to Hydra. It reads every profile as data, because a file
+   that Hydra composes by itself can place callbacks and run code. It notes what was chosen
+   (`hydra_profile.chosen`).
+3. Hydra calls the callback (`hydra_callback`). It gets the profile that the composed config
+   requests (`hydra_profile.resolved_profile`), applies it and writes the manifest. After the job it
    restores the state. Without a profile it does nothing.
-4. The process ends. A profile that was composed and never applied is reported
-   (`hydra_unapplied`).
+4. The process ends. The callback's module reports a profile that was composed and never applied.
 
 See https://hydra.cc/docs/advanced/plugins/develop and
 https://hydra.cc/docs/experimental/callbacks.
@@ -35,20 +34,23 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from torchrepro.errors import ProfileError
-from torchrepro.integrations.hydra_callback import ReproCallback
-from torchrepro.integrations.hydra_config import CALLBACK, GROUP, chosen, values_of_then
-from torchrepro.integrations.hydra_ownership import (
-    Ownership,
-    cannot_be_a_profile,
-    close_name,
-    files_named,
-    ownership_of_file,
-    values_in,
-)
-from torchrepro.integrations.hydra_unapplied import (
+from torchrepro.integrations.hydra_callback import (
+    ReproCallback,
     note_composed,
     requested_names,
     requesting_words,
+)
+from torchrepro.integrations.hydra_profile import (
+    APPS_OWN,
+    CALLBACK,
+    GROUP,
+    apps_own,
+    chosen,
+    close_name,
+    files_named,
+    inherits_a_profile,
+    values_in,
+    values_of_then,
 )
 from torchrepro.process_state import named_then
 from torchrepro.profile.compose import compose
@@ -75,7 +77,6 @@ if TYPE_CHECKING:
 
 SCHEME = "torchrepro"
 _SEPARATOR = "|"
-_APPS_OWN = "main="  # begins the path of the app's own config folder, as Hydra's provider calls it
 
 _profiles: dict[str, DictConfig] = {}  # those of the present composition
 _sources: list[ReproConfigSource] = []  # the source of the present composition
@@ -128,7 +129,7 @@ class _ProfilesElement:
     @property
     def path(self) -> str:
         others = [
-            (_APPS_OWN if each.provider == "main" else "") + each.path
+            (APPS_OWN if each.provider == "main" else "") + each.path
             for each in self.owner.get_path()
             if not isinstance(each, _ProfilesElement) and each.path
         ]
@@ -227,25 +228,22 @@ class ReproConfigSource(ConfigSource):
     def _is_the_apps_own(self, name: str) -> bool:
         """Whether the app has a config of this name in its group `repro` that is no profile.
 
-        Hydra then composes it like any other config of the app. A file elsewhere, as in a pack,
-        is read as data all the same.
+        Hydra composes it like any other config of the app. A file elsewhere, as in a pack, is read
+        as data all the same.
         """
-        if ".." in name or self._is_in_a_pack(name):
+        if ".." in name:
             return False
-        own = [folder for folder in self._folders() if folder.origin.startswith(_APPS_OWN)]
-        for file in files_named(name, own):
-            if name in requested_names():
-                return cannot_be_a_profile(file)
-            return ownership_of_file(file, own) is not Ownership.PROFILE
+        try:
+            if is_name(name) and any(folder.file(name) for folder in folders_for(name)):
+                return False
+        except ProfileError:
+            return False  # a damaged pack: `load_config` says so
+        own = apps_own(self._folders())
+        files = files_named(name, own)
+        if files:
+            return name not in requested_names() and not inherits_a_profile(files[0], own)
         stored = ConfigStore.instance().get_type(f"{GROUP}/{name.removesuffix('.yaml')}.yaml")
         return stored is ObjectType.CONFIG
-
-    @staticmethod
-    def _is_in_a_pack(name: str) -> bool:
-        try:
-            return is_name(name) and any(folder.file(name) for folder in folders_for(name))
-        except ProfileError:
-            return True  # a damaged pack: `load_config` says so
 
     def _values(self, name: str) -> dict[str, Any]:
         """Return the values of a profile with the pieces chosen so far, or those of a piece."""
@@ -300,7 +298,7 @@ class ReproConfigSource(ConfigSource):
     def _roots(self) -> Iterator[tuple[Path, str]]:
         """Yield every other folder on Hydra's search path, and how it is named there."""
         for entry in self.path.split(_SEPARATOR):
-            scheme, _, rest = entry.removeprefix(_APPS_OWN).rpartition("://")
+            scheme, _, rest = entry.removeprefix(APPS_OWN).rpartition("://")
             if scheme == "pkg":
                 name, _, inner = rest.partition("/")
                 roots = [root / inner for root in package_folders(name)[0]]

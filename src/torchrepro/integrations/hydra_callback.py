@@ -1,53 +1,61 @@
 """The callback that applies a job's profile before the job and restores the state after it.
 
-Step 3 of the way of a job, which `hydra` describes. Hydra turns an exception in a callback into a
-warning and runs the task all the same, so whatever stops a run here leaves as `SystemExit`, which
-gets through.
+Steps 3 and 4 of the way of a job, which `hydra` describes. Hydra turns an exception in a callback
+into a warning and runs the task all the same, so whatever stops a run here leaves as `SystemExit`,
+which gets through.
 
-Hydra 1.3's `--experimental-rerun` only reads the pickled config of the job and calls the task: no
-plugin, no source and no callback takes part. So the profile travels in the pickle, as an entry of
-the cache that OmegaConf keeps with a config (OmegaConf.get_cache), and applies itself when it is
-read for a rerun. Hydra 1.4 composes anew, as for any run.
+Hydra calls callbacks for the jobs of an app, unless the app removes ours, and none for
+`hydra.compose` (https://hydra.cc/docs/advanced/compose_api), whose caller applies the profile. What
+was composed and never applied is refused before a job of a sweep, or reported at exit.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import re
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.singleton import Singleton
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict, read_write
 
-from torchrepro.applier import Applied, apply_resolved, in_force, stop_or_relaunch
+from torchrepro.applier import (
+    Applied,
+    apply_resolved,
+    in_force,
+    stop_or_relaunch,
+    was_applied,
+)
 from torchrepro.bootstrap import agreeing_run, in_force_now
 from torchrepro.console import note, say
 from torchrepro.errors import ApplyError, DriftError, TorchreproError
-from torchrepro.integrations.hydra_config import (
+from torchrepro.exit_status import ExitStatus
+from torchrepro.integrations.hydra_profile import (
     CALLBACK,
+    GROUP,
     lines_on_changed_files,
     note_on_the_apps_own,
     resolved_profile,
 )
-from torchrepro.integrations.hydra_unapplied import note_callback, note_launched, requesting_words
 from torchrepro.manifest.contents import FILE, hydra_folder, manifest, write_manifest
 from torchrepro.manifest.started import note_sweep, sweep_or_this
 from torchrepro.messages import near, some
 from torchrepro.planner import plan
 from torchrepro.process_state import inherited, other_than_then
-from torchrepro.profile.resolved import ResolvedProfile
 from torchrepro.report import announce, announce_end, random_number_lines
 from torchrepro.seeding.ranks import world
 from torchrepro.seeding.streams import drawn_streams, never_drawn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from omegaconf import DictConfig
 
@@ -55,50 +63,45 @@ if TYPE_CHECKING:
 
 
 _OPTION = "--experimental-rerun"
-_ENTRY = "torchrepro"
+_REFUSED_STATUS = 3
+_MARKER = "torchrepro"
 
 
-class _PickledProfile:
-    """The profile of a job as plain values; unpickling it for a rerun applies it."""
+class _NoRerun:
+    """Refuses `--experimental-rerun` of Hydra 1.3, in the pickled config of a job with a profile.
 
-    def __init__(self, content: Mapping[str, Any]) -> None:
-        self.content = content
+    Hydra 1.3 reads the pickle and calls the task: no plugin, no source and no callback takes part.
+    Hydra 1.4 composes anew, as for any run. The marker lies in the cache that OmegaConf keeps with
+    a config (OmegaConf.get_cache).
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (self.content,)
+        return _no_rerun, ()
 
-    def __deepcopy__(self, memo: Any) -> _PickledProfile:
+    def __deepcopy__(self, memo: Any) -> _NoRerun:
         return self
 
 
-def _unpickle(content: Mapping[str, Any]) -> _PickledProfile:
-    if _is_rerun() and not in_force():
-        _apply_for_rerun(ResolvedProfile.from_json(content))
-    return _PickledProfile(content)
+def _no_rerun() -> _NoRerun:
+    pickles = [Path(each) for each in _rerun_values() if Path(each).is_file()]
+    if pickles and not in_force():
+        say(
+            "--experimental-rerun runs this job without the profile that it had\n"
+            f"    to do: torchrepro rerun {pickles[0].parent.parent}"
+        )
+        raise SystemExit(_REFUSED_STATUS)
+    return _NoRerun()
 
 
-def _is_rerun() -> bool:
-    """Whether Hydra runs a job again here, rather than a program that has such an option itself.
-
-    Hydra reads its options in the function that `hydra.main` makes, unless it is given a config.
-    """
-    if not any(map(_is_rerun_option, sys.argv[1:])):
-        return False
-    frame = sys._getframe(1)  # noqa: SLF001 - documented, if only for CPython
-    while frame is not None:
-        of_hydra = frame.f_globals.get("__name__") == "hydra.main"
-        if of_hydra and frame.f_locals.get("cfg_passthrough") is None:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-def _is_rerun_option(word: str) -> bool:
-    name = word.partition("=")[0]
-    return name.startswith("--e") and _OPTION.startswith(name)  # argparse takes a shorter one too
-
-
-_REFUSED_STATUS = 3
+def _rerun_values() -> list[str]:
+    """Return what the command line gives to Hydra's option for reruns, abbreviated or not."""
+    words = [*sys.argv[1:], ""]
+    found = []
+    for word, following in pairwise(words):
+        name, _, value = word.partition("=")
+        if name.startswith("--e") and _OPTION.startswith(name):
+            found.append(value or following)
+    return found
 
 
 def _refuse_rerun_without_profile() -> None:
@@ -106,15 +109,114 @@ def _refuse_rerun_without_profile() -> None:
 
     What Hydra composes anew does not hold that.
     """
-    words = [*sys.argv[1:], ""]
-    options = [at for at, word in enumerate(words) if _is_rerun_option(word)]
-    for at in options:
-        folder = words[at].partition("=")[2] or words[at + 1]
+    for folder in _rerun_values():
         if (Path(folder) / ".hydra" / FILE).is_file():
             raise ApplyError(
                 f"the job in {folder} was under a profile of `torchrepro run`, and this run is "
                 f"under none\n    to do: torchrepro rerun {folder}"
             )
+
+
+_REQUEST = re.compile(rf"\+{GROUP}(/\w+)?(@[^=]*)?=.")
+_SEPARATORS = re.compile(r"[\s,()\[\]'\"]+")
+_TODO = {
+    "compose": f"call torchrepro.apply(config.{GROUP}) before the program's first random number",
+    "main": f"let Hydra call torchrepro's callback: this app, or a ~hydra.callbacks.{CALLBACK} on "
+    "the command line, takes it away",
+}
+
+
+@dataclass
+class _Unapplied:
+    """What was composed in this process and not applied yet."""
+
+    names: list[str] = field(default_factory=list)
+    composer: str = ""
+    sweeping: bool = False
+    """Whether our callback has seen the start of the sweep whose jobs are composed now."""
+
+    sweep_words: list[str] | None = None
+    """In a launcher's process, which has its own command line: the requests of the sweep's."""
+
+    reporter: int = 0
+    """The process that reports at its end what is left."""
+
+
+_unapplied = _Unapplied()
+
+
+def note_composed(name: str) -> None:
+    """Note that Hydra has composed the profile `name`, for a job or for a caller of `compose`.
+
+    Ends the process before a job of a sweep that our callback cannot protect.
+    """
+    composer = _composer()
+    if composer == "sweep":
+        if not _unapplied.sweeping and inherited() is None:
+            say(_unprotected([name], "main"))
+            raise SystemExit(_REFUSED_STATUS)
+        return  # its job may run in another process, where the callback takes it
+    if composer == "main":  # another program begins; a job of a sweep may compose for itself
+        _unapplied.sweeping = False
+    _unapplied.composer = composer
+    if name not in _unapplied.names:
+        _unapplied.names.append(name)
+    if _unapplied.reporter != os.getpid():
+        _unapplied.reporter = os.getpid()
+        atexit.register(_report_unapplied, os.getpid(), ExitStatus())
+
+
+def requesting_words() -> list[str]:
+    """Return the words of the command line that request a profile."""
+    if _unapplied.sweep_words is not None:
+        return _unapplied.sweep_words
+    return [word for word in sys.argv[1:] if _REQUEST.match(word)]
+
+
+def requested_names() -> frozenset[str]:
+    """Return the names after ``+repro=`` and ``+repro/with=``, those of a sweep included."""
+    values = (word.partition("=")[2] for word in requesting_words())
+    return frozenset(name for value in values for name in _SEPARATORS.split(value) if name)
+
+
+def _composer() -> str:
+    """Return for whom Hydra composes: `compose`, a `sweep` for one of its jobs, or `main`.
+
+    Hydra gives a source only the name of a config, so the callers tell: hydra.compose, and
+    ConfigLoader.load_sweep_config, which launchers call. Both are public.
+    """
+    frame = sys._getframe(1)  # noqa: SLF001 - documented, if only for CPython
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "hydra.compose":
+            return "compose"
+        if frame.f_code.co_name == "load_sweep_config":
+            return "sweep"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "main"
+
+
+def _report_unapplied(process: int, status: ExitStatus) -> None:
+    names = _unapplied.names
+    if os.getpid() != process or not names or was_applied() or inherited() is not None:
+        return
+    if _unapplied.composer == "main":
+        # Hydra sets its HydraConfig for a job and unsets it afterwards. A command that only shows
+        # a config leaves it set, and one that ends with an error before never makes it.
+        made = HydraConfig in Singleton.get_state()["instances"]
+        if not made or HydraConfig.initialized():
+            return
+    say(_unprotected(names, _unapplied.composer))
+    if requesting_words():
+        status.value = _REFUSED_STATUS
+
+
+def _unprotected(names: list[str], composer: str) -> str:
+    which = ", ".join(names)
+    return (
+        f"{GROUP}={which} was composed by Hydra, and nothing put it in force: the program is not "
+        f"protected\n    to do: {_TODO[composer]}, or start with `torchrepro run {names[0]} -- "
+        "COMMAND`"
+    )
 
 
 @dataclass
@@ -131,10 +233,11 @@ class ReproCallback(Callback):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Arrive in a process in which a launcher composes and runs jobs of a sweep."""
-        note_launched(state.pop("words"))
+        _unapplied.sweep_words = state.pop("words")
         note_sweep(state.pop("command"), state.pop("folder"))
         self.__dict__.update(state)
-        note_callback(sweeping=True)
+        _unapplied.names.clear()
+        _unapplied.sweeping = True
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check the profile, and relaunch if it says so: no work has been done yet.
@@ -142,7 +245,8 @@ class ReproCallback(Callback):
         A sweep is never relaunched: its jobs may need different variables.
         """
         with _exit_on_error():
-            note_callback()
+            _unapplied.names.clear()
+            _unapplied.sweeping = False
             _restore()
             resolved = resolved_profile(config)
             if resolved is not None and inherited() is None:
@@ -153,7 +257,8 @@ class ReproCallback(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Start the sweep from a clean state."""
         with _exit_on_error():
-            note_callback(sweeping=True)
+            _unapplied.names.clear()
+            _unapplied.sweeping = True
             _restore()
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -171,10 +276,10 @@ class ReproCallback(Callback):
                     _refuse_rerun_without_profile()
                     _make_picklable(config)
                 else:
-                    _put_into_pickle(outer, config)
+                    OmegaConf.get_cache(config.hydra)[_MARKER] = _NoRerun()
                 return
             note(*lines_on_changed_files(), *filter(None, [other_than_then(resolved)]))
-            _put_into_pickle(resolved, config)
+            OmegaConf.get_cache(config.hydra)[_MARKER] = _NoRerun()
             started_under = agreeing_run(resolved, "job")
             if started_under is not None and config.hydra.mode is RunMode.RUN:
                 # `run` has applied this very profile: there is nothing to change.
@@ -199,9 +304,7 @@ class ReproCallback(Callback):
 class _Job:
     """A job under a profile."""
 
-    config: DictConfig | None
-    """None for a rerun: the manifest of the run before stays in its folder."""
-
+    config: DictConfig
     applied: Applied
     announced: Report
     from_run: bool = False
@@ -235,21 +338,6 @@ def _end_at_exit(process: int) -> None:
             _end()
         except TorchreproError as error:
             say(error)
-
-
-def _apply_for_rerun(resolved: ResolvedProfile) -> None:
-    """Apply the profile of a job that Hydra 1.3 runs again, until the process ends."""
-    with _exit_on_error():
-        if agreeing_run(resolved, "job") is None:
-            applied = apply_resolved(resolved, "")
-            applied.refuse = _exit
-            announce(applied.report)
-            _begin(_Job(None, applied, applied.report))
-
-
-def _put_into_pickle(resolved: ResolvedProfile, config: DictConfig) -> None:
-    # With Hydra's own part, which is never in the config that the task gets and may save.
-    OmegaConf.get_cache(config.hydra)[_ENTRY] = _PickledProfile(resolved.to_json())
 
 
 def _record_outer_run(config: DictConfig) -> None:
@@ -301,8 +389,6 @@ def _report_random_numbers(applied: Applied) -> None:
 
 def _record(job: _Job) -> None:
     """Write the job's manifest; if that fails, nothing stays applied."""
-    if job.config is None:
-        return
     folder = hydra_folder(job.config.hydra)
     try:
         its = manifest(job.applied.resolved, job.applied.report, job.config.hydra)

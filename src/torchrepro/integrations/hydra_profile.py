@@ -1,21 +1,25 @@
-"""The profile that a composed Hydra config asks for, with the place that set each value.
+"""The profile that a composed Hydra config requests, with the place that set each value.
 
-Between steps 2 and 3 of the way of a job, which `hydra` describes: the config source notes in
-`chosen` what Hydra asked it for, and the callback gets the profile from `resolved_profile`.
+The config source (step 2 in `hydra`) notes in `chosen` what Hydra asked it for. The callback
+(step 3) gets the profile from `resolved_profile`.
+
+Nobody reserved the word `repro` for torchrepro. A profile is what ``+repro=`` names, a name on our
+search path, or a file of the app that inherits one of ours. Anything else is the app's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchrepro.errors import ProfileError
-from torchrepro.integrations.hydra_ownership import Ownership, close_name, mistyped, ownership_of
 from torchrepro.manifest.started import APP
-from torchrepro.messages import Problem, shown, some
+from torchrepro.messages import Problem, near, shown
 from torchrepro.process_state import changed_files, named_then, profile_of_then
 from torchrepro.profile.compose import compose
 from torchrepro.profile.composition import (
@@ -28,18 +32,77 @@ from torchrepro.profile.composition import (
 )
 from torchrepro.profile.load import SECTION, from_mapping, validate
 from torchrepro.profile.overrides import key_of, parsed
-from torchrepro.profile.search_path import PIECES, is_piece
+from torchrepro.profile.search_path import (
+    PIECES,
+    folders_for,
+    is_name,
+    is_piece,
+    piece_named,
+    search_path,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.profile.search_path import Folder
 
 
 GROUP = SECTION
+APPS_OWN = "main="  # begins the origin of the app's own config folder, Hydra's provider "main"
 CALLBACK = "torchrepro"  # its name among the callbacks of an app, and in its defaults list
-_IF_OWN = f"if it is the app's own and no profile, ~hydra.callbacks.{CALLBACK} leaves it alone"
+
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is optional in PyYAML's builds
+
+
+def values_in(path: Path) -> Any:
+    """Return what the YAML file `path` of an app holds, or None if it cannot be read."""
+    try:
+        return yaml.load(path.read_text(encoding="utf-8-sig"), Loader=_Loader)  # noqa: S506 - safe
+    except (OSError, UnicodeError, ValueError, yaml.YAMLError, RecursionError):
+        return None
+
+
+def files_named(name: str, folders: Iterable[Folder]) -> list[Path]:
+    """Return the files that Hydra would compose as `name`, symbolic links included."""
+    paths = [folder.path / f"{name.removesuffix('.yaml')}.yaml" for folder in folders]
+    return [path for path in paths if path.is_file()]
+
+
+def apps_own(folders: Iterable[Folder]) -> list[Folder]:
+    """Return those of `folders` that belong to the app itself."""
+    return [folder for folder in folders if folder.origin.startswith(APPS_OWN)]
+
+
+def close_name(word: str, folders: Iterable[Folder]) -> str:
+    """Return the profile, in `folders` or on the search path, whose name is closest to `word`."""
+    return near(word, [name for each in (*folders, *search_path()) for name in each.names()])
+
+
+def inherits_a_profile(path: Path, folders: Sequence[Folder], above: tuple[Path, ...] = ()) -> bool:
+    """Whether the file `path`, in one of the app's own `folders`, inherits a profile of ours.
+
+    A name that is nearly one of ours counts: the file is then refused at its line, and Hydra never
+    composes it. `above` are the files that inherit `path`.
+    """
+    values = values_in(path)
+    entries = values.get("defaults") if isinstance(values, Mapping) else None
+    for entry in entries if isinstance(entries, list) else ():
+        if not isinstance(entry, str) or entry == "_self_":
+            continue
+        if not is_name(entry):
+            if entry.startswith("pkg://"):
+                return True
+            continue
+        files = [*files_named(entry, folders), *files_named(piece_named(entry), folders)]
+        others = [file for file in files if file not in (*above, path)]
+        if others:
+            if inherits_a_profile(others[0], folders, (*above, path)):
+                return True
+        elif any(folder.file(entry) for folder in folders_for(entry)) or close_name(entry, ()):
+            return True
+    return False
 
 
 class Choice:
@@ -76,6 +139,12 @@ class Choice:
             chosen.insert(0, name)
         self._folders = folders
 
+    def may_be_the_apps_own(self) -> bool:
+        """Whether the profile is a file of the app that inherits none of ours."""
+        own = apps_own(self._folders)
+        files = [file for name in self.profiles for file in files_named(name, own)]
+        return bool(files) and not inherits_a_profile(files[0], own)
+
     @property
     def overrides(self) -> list[str]:
         """The pieces as an override of a profile."""
@@ -109,9 +178,16 @@ def resolved_profile(config: DictConfig) -> ResolvedProfile | None:
         if text.startswith("~"):
             chosen.forget(key_of(text))
     names = chosen.profiles
-    _refuse_two(names)
-    if not _is_asked_for(config):
-        _refuse_unchosen(_plain_section(config))
+    if len(names) > 1:
+        raise ProfileError.about(
+            "two profiles at once",
+            found=f"{GROUP}: [{', '.join(names)}]",
+            todo="write a profile that inherits both: defaults: [one, two, _self_]",
+        )
+    if not _is_requested(config):
+        section = _plain_section(config)
+        if isinstance(section, str) and (close := close_name(section, ())):
+            raise ProfileError(_plain_value(section, close))
         return None
     asked = _asked(config)
     return profile_of_then(*asked) or _composed_profile(config, asked)
@@ -124,7 +200,12 @@ def _composed_profile(
     names = chosen.profiles
     section = config.get(GROUP)
     if section is None:
-        _refuse_other_package(names)
+        if names:
+            raise ProfileError.about(
+                f"the profile was placed in another package than `{GROUP}`, so it is not in force",
+                found=", ".join(names),
+                todo=f"choose it without a package: +{GROUP}={names[0]}",
+            )
         return None
     if not isinstance(section, DictConfig):
         raise ProfileError(_plain_value(section, ""))
@@ -144,7 +225,7 @@ def _composed_profile(
     try:
         return validate(composition).resolved
     except ProfileError as error:
-        raise ProfileError([_of_the_app(problem, names) for problem in error.problems]) from None
+        raise ProfileError([_with_way_out(problem, names) for problem in error.problems]) from None
 
 
 def values_of_then(name: str, folders: tuple[Folder, ...]) -> dict[str, Any] | None:
@@ -196,7 +277,7 @@ def _asked(config: DictConfig) -> tuple[str, list[str]]:
 
 def note_on_the_apps_own(config: DictConfig) -> str:
     """Return a line for an app whose `repro` is its own; empty where it has none."""
-    if _is_asked_for(config) or _plain_section(config) is None:
+    if _is_requested(config) or _plain_section(config) is None:
         return ""
     return (
         f"`{GROUP}` in this app's config is the app's own and asks for no profile "
@@ -204,42 +285,17 @@ def note_on_the_apps_own(config: DictConfig) -> str:
     )
 
 
-def _refuse_two(names: list[str]) -> None:
-    if len(names) > 1:
-        raise ProfileError(
-            Problem(
-                "two profiles at once",
-                found=f"{GROUP}: [{', '.join(names)}]",
-                todo="write a profile that inherits both: defaults: [one, two, _self_]",
-            )
-        )
-
-
-def _refuse_other_package(names: list[str]) -> None:
-    if names:
-        raise ProfileError(
-            Problem(
-                f"the profile was placed in another package than `{GROUP}`, so it is not in force",
-                found=", ".join(names),
-                todo=f"choose it without a package: +{GROUP}={names[0]}",
-            )
-        )
-
-
-def _is_asked_for(config: DictConfig) -> bool:
-    """Whether a profile was chosen on the search path, or added on the command line by a `+`."""
-    if chosen:
+def _is_requested(config: DictConfig) -> bool:
+    """Whether a profile was chosen, or the command line added all that is there by a `+`."""
+    if chosen or _choices(config):
         return True
     section = _plain_section(config)
-    choices = _choices(config)
-    if any(choice.startswith("{") for choice in choices):
-        return True
-    if not isinstance(section, dict):
-        return False
-    if choices:  # the source left it to Hydra, because its file does not show what it is
-        return ownership_of(section) is not Ownership.APP
     added = [text for text in _overrides(config) if text.startswith("+")]
-    return bool(section) and all(any(_sets(text, key) for text in added) for key in section)
+    return (
+        isinstance(section, dict)
+        and bool(section)
+        and all(any(_sets(text, key) for text in added) for key in section)
+    )
 
 
 def _choices(config: DictConfig) -> list[str]:
@@ -262,23 +318,18 @@ def _plain_section(config: DictConfig) -> Any:
         return None
 
 
-def _refuse_unchosen(section: Any) -> None:
-    """Raise `ProfileError` for what the app's author may have meant as a profile."""
-    if isinstance(section, dict):
-        if ownership_of(section) is Ownership.PROFILE:
-            raise ProfileError(_values_in_place(section))
-        return
-    for word in section if isinstance(section, list) else [section]:
-        close = close_name(word, ()) if isinstance(word, str) else ""
-        if close:
-            raise ProfileError(_plain_value(section, close))
-
-
-def _of_the_app(problem: Problem, names: list[str]) -> Problem:
-    """Return `problem` with what to do if its key is the app's own."""
-    if problem.where != APP or problem.todo or not names:
+def _with_way_out(problem: Problem, names: list[str]) -> Problem:
+    """Return `problem` with what to do if its key or its file is the app's own."""
+    if problem.todo or not names:
         return problem
-    todo = f"if `{GROUP}` is the app's own: torchrepro run {names[0]} -- COMMAND"
+    todo = ""
+    if problem.where == APP:
+        todo = f"if `{GROUP}` is the app's own: torchrepro run {names[0]} -- COMMAND"
+    elif chosen.may_be_the_apps_own():
+        todo = (
+            f"if {names[0]} is the app's own and no profile, choose it in the app's defaults list, "
+            f"`- {GROUP}: {names[0]}`: what +{GROUP}= names is a profile"
+        )
     return problem._replace(todo=todo)
 
 
@@ -290,20 +341,8 @@ def _plain_value(value: Any, close: str) -> Problem:
         found=shown(value),
         near=close if close != value else "",
         todo=f"choose the profile in the defaults list, `- {GROUP}: {name}`, "
-        f"or on the command line, +{GROUP}={name}; {_IF_OWN}",
-    )
-
-
-def _values_in_place(values: dict[Any, Any]) -> Problem:
-    wrong = ", ".join(f"{key} -> {right}" for key, right in mistyped(values).items())
-    return Problem(
-        f"`{GROUP}` in this app's config looks like a profile that nobody has chosen, "
-        "so it is not in force",
-        key=GROUP,
-        found=f"{{{some(map(str, values))}}}",
-        near=wrong,
-        todo=f"write it to the file {GROUP}/NAME.yaml in the app's config folder and choose it, "
-        f"`- {GROUP}: NAME` in the defaults list or +{GROUP}=NAME; {_IF_OWN}",
+        f"or on the command line, +{GROUP}={name}; if it is the app's own and no profile, "
+        f"~hydra.callbacks.{CALLBACK} leaves it alone",
     )
 
 
