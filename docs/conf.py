@@ -34,8 +34,7 @@ nitpick_ignore = [
     for name in (
         *("collections.abc.Callable", "collections.abc.Mapping", "os.PathLike", "Path"),
         *("random.Random", "torch.Generator", "np.random.Generator", "np.random.RandomState"),
-        *("Agreement", "Destination", "Knob", "ProcessFacts", "Recording", "ResolvedProfile"),
-        "Rewrite",
+        *("Destination", "Knob", "ProcessFacts", "Recording", "ResolvedProfile"),
         *("torchrepro.errors._WrongRequestError", "torchrepro.seeding.ranks.Mesh"),
         "torchrepro.seeding.generators.Generator",
     )

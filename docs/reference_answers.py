@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 _KINDS = {str: "text", bool: "true or false", int: "number", float: "number", type(None): "null"}
 _REPORT = {
     "": "torchrepro.report:Report",
-    "guarantee": "torchrepro.report:Guarantee",
-    "guarantee.lowered[]": "torchrepro.report:Lowered",
-    "knobs[]": "torchrepro.report:Row",
-    "drift[]": "torchrepro.report:Drift",
-    "as_good[]": "torchrepro.report:Rewrite",
-    "switches[]": "torchrepro.report:Agreement",
+    "guarantee": "torchrepro.outcomes:Guarantee",
+    "guarantee.lowered[]": "torchrepro.outcomes:Lowered",
+    "knobs[]": "torchrepro.outcomes:Row",
+    "drift[]": "torchrepro.outcomes:Change",
+    "as_good[]": "torchrepro.outcomes:Change",
+    "switches[]": "torchrepro.outcomes:Writer",
 }
 _VERDICT = {
     "": "torchrepro.verdict.value:Verdict",

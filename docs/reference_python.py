@@ -17,10 +17,11 @@ ANSWERS = ("verdict.value", "verification.result")
 """Modules whose public classes are all found in answers."""
 
 PARTS = (
-    "report.Row",
-    "report.Guarantee",
-    "report.Lowered",
-    "report.Drift",
+    "outcomes.Row",
+    "outcomes.Guarantee",
+    "outcomes.Lowered",
+    "outcomes.Change",
+    "outcomes.Writer",
     "policies.policy.Effect",
     "seeding.uncontrolled.SourceRead",
     "seeding.seeding_calls.SeedingCall",

@@ -10,13 +10,13 @@ from reference_markdown import attribute_docs, code, linked, prose, records
 from torchrepro.knobs.allowed_variables import ALLOWED, WITHOUT_EFFECT
 from torchrepro.knobs.catalogue import CATALOGUE, explanations, rows_for_key
 from torchrepro.knobs.knob import Phase
+from torchrepro.outcomes import STOPPING, Outcome
 from torchrepro.profile.composition import EXTRA, flatten
 from torchrepro.profile.json_schema import json_schema
 from torchrepro.profile.load import resolve
 from torchrepro.profile.needs import NEEDS, WEAKER
 from torchrepro.profile.search_path import SHIPPED, Folder
-from torchrepro.relaunch import OBSTACLES
-from torchrepro.report import STOPPING, Outcome
+from torchrepro.relaunch import IMPOSSIBLE, UNSAFE
 from torchrepro.trace.format import FORMAT, SCHEMA, SCHEMAS
 
 if TYPE_CHECKING:
@@ -95,10 +95,8 @@ def phases() -> str:
 
 def obstacles() -> str:
     """Return what keeps a process from starting its command line again, surest first."""
-    return "\n".join(
-        f"- **{prose(each.words)}**" if each.always else f"- {prose(each.words)}"
-        for each in OBSTACLES
-    )
+    always = [f"- **{prose(words)}**" for _, words in IMPOSSIBLE]
+    return "\n".join([*always, *(f"- {prose(words)}" for _, words in UNSAFE)])
 
 
 def profile_keys() -> str:
@@ -181,7 +179,7 @@ def _need(need: Need) -> str:
 
 def outcomes() -> str:
     """Return every outcome of a knob."""
-    docs = attribute_docs("torchrepro.report")
+    docs = attribute_docs("torchrepro.outcomes")
     return "\n".join(
         f"- **`{outcome}`**: {prose(docs['Outcome', outcome.name])}"
         + (" A strict profile stops." if outcome in STOPPING else "")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torchrepro.frameworks.accelerate import attach as attach
     from torchrepro.integrations.logging_profile import Logged as Logged
     from torchrepro.integrations.logging_profile import log_to as log_to
+    from torchrepro.outcomes import Outcome as Outcome
     from torchrepro.planner import Plan as Plan
     from torchrepro.planner import plan as plan
     from torchrepro.policies.fallback import register_replacement as register_replacement
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from torchrepro.policies.placement import place_modules as place_modules
     from torchrepro.profile.load import load as load
     from torchrepro.profile.schema import Profile as Profile
-    from torchrepro.report import Outcome as Outcome
     from torchrepro.report import Report as Report
     from torchrepro.seeding.checkpoint import Checkpoint as Checkpoint
     from torchrepro.seeding.generators import isolated_rng as isolated_rng
@@ -73,7 +73,8 @@ _PUBLIC = {
     "policies.placement": ("place_modules",),
     "profile.load": ("load",),
     "profile.schema": ("Profile",),
-    "report": ("Outcome", "Report"),
+    "outcomes": ("Outcome",),
+    "report": ("Report",),
     "seeding.checkpoint": ("Checkpoint",),
     "seeding.generators": ("isolated_rng", "register_generator", "seeded", "unregister_generator"),
     "seeding.global_seeds": ("use_mesh",),

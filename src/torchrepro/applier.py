@@ -13,16 +13,18 @@ from torchrepro.errors import ApplyError, LateError
 from torchrepro.fork_safety import applying
 from torchrepro.frameworks.hooking import InForce
 from torchrepro.frameworks.known_frameworks import hook_frameworks
+from torchrepro.guarantee import process_facts
 from torchrepro.guard.baseline import Guard, look, moved_from_now
 from torchrepro.guard.checks import drift_behind, hold, last_look
 from torchrepro.knobs.knob import MissingState, unfrozen
+from torchrepro.outcomes import STOPPING, Outcome, Row
 from torchrepro.planner import Action, Plan, Step, lateness, make_plan, refusal
 from torchrepro.policies.policy import counts_so_far, effects, handle_with, reset_counts
 from torchrepro.process_state import other_than_started, profile_of_then
 from torchrepro.profile.load import resolve
 from torchrepro.ray_workers import reach_workers
 from torchrepro.relaunch import obstacle_to_relaunch, relaunch
-from torchrepro.report import STOPPING, Outcome, Report, Row, make_report, process_facts
+from torchrepro.report import Report, make_report
 from torchrepro.seeding import streams
 from torchrepro.seeding.ranks import world
 from torchrepro.seeding.seeding_calls import (
@@ -118,6 +120,12 @@ class Applied:
 
     def _present(self) -> Report:
         look([self._guard])
+        unseen: tuple[str, ...] = ()
+        if self.resolved.strict:
+            from torchrepro.policies.deterministic_ops import unseen_kernels
+
+            unseen = unseen_kernels()
+        loader: Any = sys.modules.get("torchrepro.seeding.loader")  # None where none was seeded
         policies = {step.knob.name for step, _ in self._done}
         done = [effect for effect in effects(self._counts_before) if effect.policy in policies]
         return self._outcomes(
@@ -125,21 +133,14 @@ class Applied:
             as_good=tuple(self._guard.as_good.values()),
             switches=self._guard.agreeing,
             effects=tuple(done),
-            unseen=self._unseen(),
+            unseen=unseen,
             unseeded=self._unseeded.reads() if self._unseeded is not None else (),
-            loading=_loading_notes(),
+            loading=() if loader is None else tuple(loader.loaders.register.notes.values()),
         )
 
     def _outcomes(self, **more: Any) -> Report:
         rows = tuple(row for _, row in self._done)
         return make_report(self.resolved, rows, process_facts(self.resolved), **more)
-
-    def _unseen(self) -> tuple[str, ...]:
-        if not self.resolved.strict:
-            return ()
-        from torchrepro.policies.deterministic_ops import unseen_kernels
-
-        return unseen_kernels()
 
     def carry_out(self, steps: Iterable[Step]) -> None:
         """Set the knobs of `steps` in order; raises `ApplyError` for a strict profile, undone.
@@ -287,14 +288,10 @@ def apply(profile: Any, overrides: Sequence[str] = ()) -> Applied:
     with applying:  # the profile is read by modules that are imported only then
         resolved = profile_of_then(profile, overrides) or resolve(profile, overrides)
         applied = apply_resolved(resolved, "")
-        _say_what_is_replaced(resolved)
+        line = other_than_started(resolved)
+        if line and world().rank == 0 and verbosity() is not Verbosity.QUIET:
+            say_once(line)
         return applied
-
-
-def _say_what_is_replaced(resolved: ResolvedProfile) -> None:
-    line = other_than_started(resolved)
-    if line and world().rank == 0 and verbosity() is not Verbosity.QUIET:
-        say_once(line)
 
 
 def apply_resolved(resolved: ResolvedProfile, obstacle: str) -> Applied:
@@ -337,12 +334,6 @@ def stop_or_relaunch(plan: Plan, obstacle: str, *, by_itself: bool = False) -> s
     if on_late == "relaunch_or_warn":
         return why
     raise LateError(lateness(plan, why), plan.report)
-
-
-def _loading_notes() -> tuple[str, ...]:
-    """Return what a reader has to know of the loading of data; nothing where none was seeded."""
-    loader: Any = sys.modules.get("torchrepro.seeding.loader")
-    return () if loader is None else tuple(loader.loaders.register.notes.values())
 
 
 def was_applied() -> bool:

@@ -13,11 +13,12 @@ from torchrepro.knobs.allowed_variables import WITHOUT_EFFECT
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.env_rows import ORDER_OF_SUMS
 from torchrepro.knobs.npu_state import cann_too_old, compiled_ops_blocked
+from torchrepro.outcomes import Outcome
 from torchrepro.planner import Plan, make_plan
 from torchrepro.process_state import closed_doors
 from torchrepro.profile.composition import flatten
 from torchrepro.profile.search_path import SHIPPED
-from torchrepro.report import Outcome, absent_lines
+from torchrepro.report import absent_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

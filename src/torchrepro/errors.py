@@ -66,7 +66,7 @@ class DriftError(TorchreproError, RuntimeError):
 
     def __init__(self, drift: Sequence[Any]) -> None:
         self.drift = tuple(drift)
-        """The `torchrepro.report.Drift` of each knob that changed."""
+        """The `torchrepro.outcomes.Change` of each knob that changed."""
         lines = [line for written in by_write(self.drift) for line in _lines(written)]
         head = "knobs have changed since the profile was put in force (guard: error):"
         todo = (

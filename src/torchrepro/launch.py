@@ -71,21 +71,15 @@ def environment_for(plan: Plan, environment: Mapping[str, str]) -> dict[str, str
     a strict profile meets one that contradicts it.
     """
     plan.refuse_if_stopping()
+    seed, ranks = plan.resolved.values.get("seed"), plan.resolved.values.get("ranks", "same")
     return {
         **environment,
         **plan.variables,
         "PYTHONPATH": _python_path(environment),
         PROFILE: json.dumps(plan.resolved.to_json(), sort_keys=True),
-        SEED: _seed_alone(plan.resolved),
+        SEED: "" if seed is None else str(seed) if ranks == "same" else "by rank",
         FIRST: str(os.getpid()),
     }
-
-
-def _seed_alone(resolved: ResolvedProfile) -> str:
-    seed, ranks = resolved.values.get("seed"), resolved.values.get("ranks", "same")
-    if seed is None:
-        return ""
-    return str(seed) if ranks == "same" else "by rank"
 
 
 def _python_path(environment: Mapping[str, str]) -> str:

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchrepro.as_good import why_as_good
 from torchrepro.console import Displayed, parts
 from torchrepro.errors import ApplyError
+from torchrepro.guarantee import ProcessFacts, process_facts
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.knob import Knob, MissingState, Scope
 from torchrepro.messages import shown, some
+from torchrepro.outcomes import STOPPING, Outcome, Row
 from torchrepro.process_state import (
     closed_doors,
     inherited,
@@ -23,16 +25,7 @@ from torchrepro.process_state import (
     set_before_start,
 )
 from torchrepro.profile.load import resolve
-from torchrepro.report import (
-    STOPPING,
-    Outcome,
-    ProcessFacts,
-    Report,
-    Row,
-    make_report,
-    process_facts,
-    whole,
-)
+from torchrepro.report import Report, make_report, whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

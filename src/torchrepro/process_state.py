@@ -15,7 +15,7 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.callers import package
+from torchrepro.callers import frames, package
 from torchrepro.errors import ApplyError, SeedingError
 from torchrepro.knobs.npu_state import npu_with_devices
 from torchrepro.knobs.variable_effects import openmp_loaded
@@ -86,9 +86,8 @@ _NOT_BUILT = "this torch is not built for it"
 _WSL = "/dev/dxg"
 """Windows' driver in WSL 2, which does not tell whose GPU it is."""
 
-_NVIDIA_ON_WINDOWS = f"{os.environ.get('SYSTEMROOT', '/nowhere')}/System32/nvcuda.dll"
 _DRIVERS: Mapping[str, tuple[str, ...]] = {
-    "cuda": ("/dev/nvidia[0-9]*", "/dev/nvmap", _NVIDIA_ON_WINDOWS, _WSL),
+    "cuda": ("/dev/nvidia[0-9]*", "/dev/nvmap", _WSL),
     "hip": ("/dev/kfd", _WSL),
     "npu": ("/dev/davinci[0-9]*",),
     "xpu": ("/dev/dri/renderD*", _WSL),
@@ -97,9 +96,6 @@ _DRIVERS: Mapping[str, tuple[str, ...]] = {
 
 The names are those of `torch.version`, but for that of `npu`, which is a package of its own.
 """
-
-_GPU_BUILDS = ("cuda", "hip")
-"""What torch is built for where its device is called `cuda`."""
 
 
 def _has_driver(build: str) -> bool:
@@ -115,17 +111,13 @@ def _is_built_for(build: str) -> bool:
 def _no_gpu() -> str:
     if _initialised("cuda"):
         return ""
-    with_driver = [build for build in _GPU_BUILDS if _has_driver(build)]
+    with_driver = [build for build in ("cuda", "hip") if _has_driver(build)]  # both are `cuda`
     if not with_driver:
         return NOT_HERE
     if not any(map(_is_built_for, with_driver)):
         return _NOT_BUILT
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return "hidden by CUDA_VISIBLE_DEVICES" if hidden else ""
-
-
-def _no_npu() -> str:
-    return "" if npu_with_devices() is not None or _has_driver("npu") else NOT_HERE
 
 
 def _no_mps() -> str:
@@ -143,7 +135,7 @@ def _no_xpu() -> str:
 
 _ABSENCES: Mapping[str, Callable[[], str]] = {
     "cuda": _no_gpu,
-    "npu": _no_npu,
+    "npu": lambda: "" if npu_with_devices() is not None or _has_driver("npu") else NOT_HERE,
     "mps": _no_mps,
     "xpu": _no_xpu,
 }
@@ -204,21 +196,18 @@ def other_threads_in_torch() -> list[str]:
     return [
         thread.name
         for thread in threading.enumerate()
-        if thread is not threading.current_thread() and _uses(torch, running.get(thread.ident or 0))
+        if thread is not threading.current_thread()
+        and (frame := running.get(thread.ident or 0)) is not None
+        and _uses(torch, frame)
     ]
 
 
-def _uses(torch: Any, frame: FrameType | None) -> bool:
+def _uses(torch: Any, innermost: FrameType) -> bool:
     """Whether a stack shows a program that uses torch, rather than a thread of torch's own."""
-    in_torch, names_torch, of_program = False, False, False
-    while frame is not None:
-        owner = package(frame)
-        in_torch = in_torch or owner == "torch"
-        if owner != "torch" and owner not in sys.stdlib_module_names:
-            of_program = True
-            names_torch = names_torch or frame.f_globals.get("torch") is torch
-        frame = frame.f_back
-    return of_program and (in_torch or names_torch)
+    stack = [(package(frame), frame) for frame in frames(innermost)]
+    own = [frame for of, frame in stack if of != "torch" and of not in sys.stdlib_module_names]
+    in_torch = any(of == "torch" for of, _ in stack)
+    return bool(own) and (in_torch or any(each.f_globals.get("torch") is torch for each in own))
 
 
 @cache

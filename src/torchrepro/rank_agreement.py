@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import ExitStack
 from datetime import timedelta
-from functools import wraps
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from torchrepro.errors import ApplyError
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.env_rows import ORDER_OF_SUMS
 from torchrepro.messages import shown
+from torchrepro.patching import wrap
 from torchrepro.seeding import streams
 from torchrepro.seeding.global_seeds import seed_as_this_rank
 from torchrepro.seeding.program_seed import agree_on, given_seed
@@ -36,10 +37,8 @@ _MODULES = (
 )
 """Every module that holds the function which makes the process group under a name of its own."""
 
-_FUNCTION = "init_process_group"
 _PROGRAM_SEED = "seed given by the program"
-_NOTHING: Mapping[str, str] = {}
-
+"""What the program has given as a seed, which need not be the same on all ranks."""
 
 _watching: list[Agreement] = []  # innermost last: it alone compares
 _turns = count()  # ranks compare in the same order, so they number their turns alike
@@ -52,7 +51,7 @@ class Agreement:
         self._report = report
         self._refuse = refuse
         self._compared: Any = None
-        self._originals: list[tuple[Any, Any, Any]] = []
+        self._undo = ExitStack()
         self._hook: Any = None
 
     def watch(self) -> None:
@@ -64,20 +63,14 @@ class Agreement:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         for module in filter(None, map(sys.modules.get, _MODULES)):
-            original = getattr(module, _FUNCTION, None)
-            if original is not None:
-                wrapper = self._then_compare(original)
-                setattr(module, _FUNCTION, wrapper)
-                self._originals.append((module, wrapper, original))
+            if hasattr(module, "init_process_group"):
+                wrap(self._undo, module, "init_process_group", self._then_compare)
         self._hook = register_optimizer_step_pre_hook(lambda *_: self.compare())
         _watching.append(self)
 
     def unwatch(self) -> None:
         """Take back what `watch` changed."""
-        for module, wrapper, original in reversed(self._originals):
-            if getattr(module, _FUNCTION) is wrapper:
-                setattr(module, _FUNCTION, original)
-        self._originals.clear()
+        self._undo.close()
         self._remove_hook()
         if self in _watching:
             _watching.remove(self)
@@ -88,15 +81,14 @@ class Agreement:
             self._hook = None
 
     def _then_compare(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)
         def init_process_group(*args: Any, **kwargs: Any) -> Any:
             made = original(*args, **kwargs)
-            self.compare(_program_seed())
+            self.compare({_PROGRAM_SEED: json.dumps(given_seed())})
             return made
 
         return init_process_group
 
-    def compare(self, program_seed: Mapping[str, str] = _NOTHING) -> None:
+    def compare(self, program_seed: Mapping[str, str] | None = None) -> None:
         """Compare with the other ranks if there are any and they were not compared yet.
 
         Where all ranks have the same `program_seed`, their loaders depend on it from then on.
@@ -116,7 +108,7 @@ class Agreement:
         if dist.get_backend() == "fake":
             return  # torch's stand-in for a group whose other ranks do not exist
         try:
-            mine = {**in_force(self._report()), **program_seed}
+            mine = {**in_force(self._report()), **(program_seed or {})}
             differing = exchange(_turn(_store()), size, rank, mine)
         except ApplyError as error:
             self._refuse(error)
@@ -124,14 +116,15 @@ class Agreement:
         if program_seed:
             differing = _agree_on_seed(program_seed, differing)
         if differing:
-            self._refuse(ApplyError(_disagreement(differing), self._report()))
+            lines = [
+                f"  {key}: {first} on rank 0, {other} on rank {number}"
+                for number, keys in differing.items()
+                for key, (first, other) in keys.items()
+            ]
+            words = "\n".join(["ranks do not have the same in force:", *lines])
+            self._refuse(ApplyError(words, self._report()))
         elif rank == 0:
             name_what_is_not_pinned(dist.get_backend())
-
-
-def _program_seed() -> dict[str, str]:
-    """Return what the program has given as a seed, which need not be the same on all ranks."""
-    return {_PROGRAM_SEED: json.dumps(given_seed())}
 
 
 def _agree_on_seed(
@@ -154,12 +147,9 @@ def in_force(report: Report) -> dict[str, str]:
     """
     from torchrepro.manifest.environment import versions  # one process alone never asks
 
-    found = {}
-    for row in report:
-        knob = knobs_by_name().get(row.knob)
-        if knob is not None and knob.per_rank:
-            continue
-        found[row.knob] = shown(row.state)
+    knobs = knobs_by_name()
+    shared = (row for row in report if row.knob not in knobs or not knobs[row.knob].per_rank)
+    found = {row.knob: shown(row.state) for row in shared}
     found |= {f"seed plan: {key}": shown(v) for key, v in streams.current_plan().to_json().items()}
     return found | {f"version of {name}": text for name, text in versions().items()}
 
@@ -228,14 +218,6 @@ def _turn(store: Any) -> Any:
     from torch.distributed.distributed_c10d import PrefixStore
 
     return PrefixStore(f"torchrepro/{next(_turns)}", store)
-
-
-def _disagreement(differing: Mapping[int, Mapping[str, list[str]]]) -> str:
-    lines = ["ranks do not have the same in force:"]
-    for rank, keys in differing.items():
-        for key, (first, other) in keys.items():
-            lines.append(f"  {key}: {first} on rank 0, {other} on rank {rank}")
-    return "\n".join(lines)
 
 
 def name_what_is_not_pinned(backend: str) -> None:

@@ -21,8 +21,8 @@ from contextlib import ExitStack
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrepro.frameworks.hooking import wrap_everywhere
 from torchrepro.imports import AfterImport
+from torchrepro.patching import patch, variables_put_back, wrap_everywhere
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -119,15 +119,8 @@ def _wrap_within(undo: ExitStack, ray: ModuleType) -> None:
     if cell is None:
         wrap_everywhere(undo, ray, "init", lambda init: _with_profile_in(ray, init))
         return
-    original = cell.cell_contents
-    wrapper = wraps(original)(_with_profile_in(ray, original))
-    cell.cell_contents = wrapper
-
-    def put_back() -> None:
-        if cell.cell_contents is wrapper:
-            cell.cell_contents = original
-
-    undo.callback(put_back)
+    init = cell.cell_contents
+    patch(undo, cell, "cell_contents", wraps(init)(_with_profile_in(ray, init)), init)
 
 
 def _innermost_cell(function: Any) -> CellType | None:
@@ -143,21 +136,6 @@ def _innermost_cell(function: Any) -> CellType | None:
     return None
 
 
-def _name_hook() -> Callable[[], None]:
-    """Have Ray call `add_profile` until the function that is returned is called."""
-    before = {name: os.environ.get(name) for name in (HOOK, FORMER)}
-    os.environ[FORMER] = before[HOOK] or ""
-    os.environ[HOOK] = _OURS
-
-    def restore() -> None:
-        for name, text in before.items():
-            os.environ.pop(name, None)
-            if text is not None:
-                os.environ[name] = text
-
-    return restore
-
-
 def _with_profile_in(ray: Any, init: Any) -> Any:
     """Return `ray.init` that hands over the profile, and looks whether it has arrived."""
 
@@ -171,7 +149,8 @@ def _with_profile_in(ray: Any, init: Any) -> Any:
             if _scopes and not ray.is_initialized():
                 submitted = _SUBMITTED in os.environ
                 if submitted or os.environ.get(HOOK):  # which may drop what it is given
-                    meanwhile.callback(_name_hook())
+                    meanwhile.enter_context(variables_put_back((HOOK, FORMER)))
+                    os.environ[FORMER], os.environ[HOOK] = os.environ.get(HOOK, ""), _OURS
                 if not submitted:
                     kwargs = _with_runtime_env(kwargs)
             result = init(*args, **kwargs)

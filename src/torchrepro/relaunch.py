@@ -6,10 +6,11 @@ import os
 import stat
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from torchrepro.patching import variables_put_back
 from torchrepro.process_state import DOORS
 
 if TYPE_CHECKING:
@@ -21,11 +22,6 @@ RELAUNCHED = "TORCHREPRO_RELAUNCHED"
 _MPI = ("OMPI_COMM_", "PMI_", "PMIX_", "MV2_COMM_", "MPI_LOCAL")
 """How the variables begin that an MPI gives to its processes."""
 
-_LAUNCHER = ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "SUBMITIT_EXECUTOR")
-_LAUNCHED = ("loky", "submitit", "default_worker.py", "torch.distributed", "torchrun")
-"""Words in the command line of a process that joblib, submitit, Ray or torchrun has started."""
-
-_DEBUGGERS = ("pydevd", "debugpy", "_pydevd_bundle")
 _PROFILERS = (
     *("cProfile", "profile", "line_profiler", "kernprof", "memory_profiler", "mprof", "scalene"),
     *("viztracer", "pyinstrument", "yappi", "austin"),
@@ -33,16 +29,6 @@ _PROFILERS = (
 _DEBUGGER_TOOL, _COVERAGE_TOOL = 0, 1
 _TOOLS = 6
 """Identifiers of `sys.monitoring`; see https://docs.python.org/3/library/sys.monitoring.html."""
-
-
-class Obstacle(NamedTuple):
-    """One reason not to start the command line again."""
-
-    is_there: Callable[[], bool]
-    words: str
-    always: bool = False
-    """Whether it stops a relaunch that the profile insists on too, and not only one that happens
-    by itself where it is safe."""
 
 
 def relaunch(variables: Mapping[str, str]) -> None:
@@ -63,17 +49,12 @@ def untouched() -> Iterator[None]:
     OMP_PROC_BIND says so: a command started in this process's place would inherit both.
     https://www.openmp.org/spec-html/5.2/openmpse57.html
     """
-    variables = dict(os.environ)
     get = getattr(os, "sched_getaffinity", None)
     cpus = get(0) if get else None
     try:
-        yield
+        with variables_put_back():
+            yield
     finally:
-        for name in os.environ.keys() - variables.keys():
-            del os.environ[name]
-        for name, value in variables.items():
-            if os.environ.get(name) != value:
-                os.environ[name] = value
         if cpus is not None:
             os.sched_setaffinity(0, cpus)
 
@@ -83,8 +64,8 @@ def obstacle_to_relaunch(*, insists: bool) -> str:
 
     `insists` says that the profile asks for it by name: then only what makes it impossible counts.
     """
-    rows = (row for row in OBSTACLES if row.always or not insists)
-    return next((row.words for row in rows if row.is_there()), "")
+    obstacles = IMPOSSIBLE if insists else (*IMPOSSIBLE, *UNSAFE)
+    return next((words for is_there, words in obstacles if is_there()), "")
 
 
 def interpreter_line(words: Sequence[str]) -> tuple[str, Sequence[str]]:
@@ -191,7 +172,7 @@ def _same(one: Path, other: Path) -> bool:
 
 def _debugged() -> bool:
     traced = sys.gettrace() is not None or _monitored(_DEBUGGER_TOOL)
-    return traced or any(name in sys.modules for name in _DEBUGGERS)
+    return traced or not sys.modules.keys().isdisjoint({"pydevd", "debugpy", "_pydevd_bundle"})
 
 
 def _covered() -> bool:
@@ -203,9 +184,8 @@ def _covered() -> bool:
 def _profiled() -> bool:
     _, program = interpreter_line(sys.orig_argv[1:])
     runner = program[1:2] if program[:1] == ["-m"] else [Path(word).name for word in program[:1]]
-    measured = sys.getprofile() is not None or any(
-        map(_monitored, range(_COVERAGE_TOOL + 1, _TOOLS))
-    )
+    others = range(_COVERAGE_TOOL + 1, _TOOLS)
+    measured = sys.getprofile() is not None or any(map(_monitored, others))
     return measured or any(word.partition(".")[0] in _PROFILERS for word in runner)
 
 
@@ -231,18 +211,13 @@ def _task_of_slurm() -> bool:
 
 
 def _launched() -> bool:
+    """Whether joblib, submitit, Ray or torchrun has started this process."""
     ranked = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    variables = ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "SUBMITIT_EXECUTOR")
+    words = ("loky", "submitit", "default_worker.py", "torch.distributed", "torchrun")
     started_by = " ".join(interpreter_line(sys.orig_argv[1:])[1][:2])
-    return (
-        ranked
-        or any(name in os.environ for name in _LAUNCHER)
-        or any(word in started_by for word in _LAUNCHED)
-    )
-
-
-def _has_children() -> bool:
-    multiprocessing: Any = sys.modules.get("multiprocessing")
-    return multiprocessing is not None and bool(multiprocessing.active_children())
+    named = any(name in os.environ for name in variables)
+    return ranked or named or any(word in started_by for word in words)
 
 
 def _stdin_may_be_used_up() -> bool:
@@ -251,6 +226,9 @@ def _stdin_may_be_used_up() -> bool:
     Nothing tells whether a pipe was read from. One in which something waits, and of which no line
     was read, is taken for untouched; an empty one is not.
     """
+    import fcntl
+    import termios
+
     try:
         mode = os.fstat(0).st_mode
     except OSError:
@@ -259,58 +237,47 @@ def _stdin_may_be_used_up() -> bool:
         return os.lseek(0, 0, os.SEEK_CUR) > 0
     if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
         return False  # a terminal, or the null device
-    return bool(getattr(sys.stdin, "newlines", None)) or not _waiting(0)
+    waiting = bytearray(4)
+    with suppress(OSError):
+        fcntl.ioctl(0, termios.FIONREAD, waiting)
+    return bool(getattr(sys.stdin, "newlines", None)) or not any(waiting)
 
 
-def _waiting(descriptor: int) -> bool:
-    import fcntl
-    import termios
-
-    held = bytearray(4)
-    try:
-        fcntl.ioctl(descriptor, termios.FIONREAD, held)
-    except OSError:
-        return False
-    return any(held)
-
-
-OBSTACLES = (
-    Obstacle(
-        lambda: os.environ.get(RELAUNCHED) == str(os.getpid()),
-        "it was relaunched once already",
-        always=True,
-    ),
-    Obstacle(_in_pytest, "it runs under pytest", always=True),
-    Obstacle(is_interactive, "it is interactive or a notebook", always=True),
-    Obstacle(_is_worker, "it is a worker of another process", always=True),
-    Obstacle(_script_read_once, "its script came on standard input or by a pipe", always=True),
-    Obstacle(
-        _script_out_of_reach,
-        "it has left the folder in which its script was named",
-        always=True,
-    ),
-    Obstacle(
+IMPOSSIBLE: tuple[tuple[Callable[[], bool], str], ...] = (
+    (lambda: os.environ.get(RELAUNCHED) == str(os.getpid()), "it was relaunched once already"),
+    (_in_pytest, "it runs under pytest"),
+    (is_interactive, "it is interactive or a notebook"),
+    (_is_worker, "it is a worker of another process"),
+    (_script_read_once, "its script came on standard input or by a pipe"),
+    (_script_out_of_reach, "it has left the folder in which its script was named"),
+    (
         lambda: os.name != "posix" or not sys.executable,
         "its Python cannot be started again in place",
-        always=True,
     ),
-    Obstacle(lambda: bool(sys.flags.ignore_environment), "its Python ignores variables (-E or -I)"),
-    Obstacle(_covered, "coverage measures it"),
-    Obstacle(_profiled, "a profiler measures it"),
-    Obstacle(_debugged, "a debugger or a tracer follows it"),
-    Obstacle(_in_ipython, "it runs in IPython"),
-    Obstacle(_in_mpi, "it is a process of MPI"),
-    Obstacle(_task_of_slurm, "it is a task of Slurm"),
-    Obstacle(_launched, "a launcher has started it"),
-    Obstacle(_another_program, "its command line begins another program, or in another folder"),
-    Obstacle(
+)
+"""What stops a relaunch that the profile insists on, too; the first that applies is shown."""
+
+UNSAFE: tuple[tuple[Callable[[], bool], str], ...] = (
+    (lambda: bool(sys.flags.ignore_environment), "its Python ignores variables (-E or -I)"),
+    (_covered, "coverage measures it"),
+    (_profiled, "a profiler measures it"),
+    (_debugged, "a debugger or a tracer follows it"),
+    (_in_ipython, "it runs in IPython"),
+    (_in_mpi, "it is a process of MPI"),
+    (_task_of_slurm, "it is a task of Slurm"),
+    (_launched, "a launcher has started it"),
+    (_another_program, "its command line begins another program, or in another folder"),
+    (
         _stdin_may_be_used_up,
         "standard input may have been read already (an empty pipe: start it with `< /dev/null`)",
     ),
-    Obstacle(*DOORS["cuda"]),
-    Obstacle(*DOORS["npu"]),
-    Obstacle(*DOORS["communicator"]),
-    Obstacle(lambda: threading.active_count() > 1, "it has started threads"),
-    Obstacle(_has_children, "it has started processes"),
+    DOORS["cuda"],
+    DOORS["npu"],
+    DOORS["communicator"],
+    (lambda: threading.active_count() > 1, "it has started threads"),
+    (
+        lambda: bool(getattr(sys.modules.get("multiprocessing"), "active_children", list)()),
+        "it has started processes",
+    ),
 )
-"""What stands in the way of a relaunch; the first that applies is the one that is shown."""
+"""What stops a relaunch that happens by itself: it might do more than start the program anew."""

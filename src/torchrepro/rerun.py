@@ -37,6 +37,7 @@ from torchrepro.manifest.environment import repository
 from torchrepro.manifest.of_process import VARIABLE as LOG_TO
 from torchrepro.manifest.started import HYDRA, RUN, Started, hidden_in, started_in
 from torchrepro.messages import Problem, some
+from torchrepro.outcomes import Outcome
 from torchrepro.process_state import REPEATED, changed_files
 from torchrepro.profile.compose import compose_document
 from torchrepro.profile.composition import Origin
@@ -46,7 +47,6 @@ from torchrepro.profile.overrides import key_of
 from torchrepro.profile.resolved import ResolvedProfile
 from torchrepro.redaction import HIDDEN, secret_values, shareable, shell_line
 from torchrepro.relaunch import interpreter_line
-from torchrepro.report import Outcome
 from torchrepro.trace.request import VARIABLE as RECORD
 from torchrepro.trace.request import Request
 

@@ -13,8 +13,8 @@ from torchrepro.cli.command_table import ROWS
 from torchrepro.errors import EXIT_STATUSES, TorchreproError
 from torchrepro.knobs.allowed_variables import ALLOWED
 from torchrepro.knobs.catalogue import CATALOGUE
+from torchrepro.outcomes import Outcome
 from torchrepro.policies.deterministic_ops import OPS
-from torchrepro.report import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable

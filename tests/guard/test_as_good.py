@@ -18,9 +18,9 @@ from torchrepro import process_state
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.lock.on_this_machine import differences_of
 from torchrepro.manifest.contents import manifest, write_manifest
+from torchrepro.outcomes import Outcome
 from torchrepro.planner import plan
 from torchrepro.profile.needs import NEEDS
-from torchrepro.report import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from torchrepro.integrations.pytest_session import header_lines
-from torchrepro.report import Guarantee, Lowered, Outcome, Report, Row
+from torchrepro.outcomes import Guarantee, Lowered, Outcome, Row
+from torchrepro.report import Report
 
 pytest_plugins = ("pytester",)
 

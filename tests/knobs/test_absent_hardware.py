@@ -16,8 +16,9 @@ from torchrepro.console import as_text, parts
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.lock.check import check
 from torchrepro.lock.lock_file import write_lock
+from torchrepro.outcomes import Outcome
 from torchrepro.process_state import _ABSENCES, HARDWARE, NOT_HERE, absent_hardware
-from torchrepro.report import Outcome, absent_lines
+from torchrepro.report import absent_lines
 
 World = Callable[[], dict[str, Any]]
 PROFILES = ("debug-strict", "npu-align", "train-fast", "seed-only")

@@ -14,11 +14,11 @@ import torchrepro
 from torchrepro.knobs.allowed_variables import WITHOUT_EFFECT, refusal
 from torchrepro.knobs.catalogue import CATALOGUE, explanations, knobs_by_name
 from torchrepro.knobs.knob import Knob, MissingState, Phase
+from torchrepro.outcomes import Outcome
 from torchrepro.process_state import DOORS
 from torchrepro.profile.composition import WHOLE
 from torchrepro.profile.resolved import knobs_for_key
 from torchrepro.profile.schema import Profile
-from torchrepro.report import Outcome
 from torchrepro.seeding.global_seeds import SeedQueue
 
 ROWS = [pytest.param(knob, id=knob.name) for knob in CATALOGUE]

@@ -14,9 +14,9 @@ import torchrepro
 from torchrepro import process_state
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.knob import Attribute, Knob
+from torchrepro.outcomes import STANDINGS, Outcome, Row
 from torchrepro.planner import Step
 from torchrepro.process_state import NOT_HERE
-from torchrepro.report import STANDINGS, Outcome, Row
 
 FLAG = {"backends": {"cudnn": {"deterministic": True}}}
 NAME = "backends.cudnn.deterministic"

@@ -14,8 +14,8 @@ import torchrepro
 from torchrepro.cli.command_table import FIRST_STEPS, Commands
 from torchrepro.console import show
 from torchrepro.errors import ProfileError
-from torchrepro.knobs.knob import put_back
 from torchrepro.messages import Problem
+from torchrepro.patching import variables_put_back
 from torchrepro.verbosity import Verbosity, environment_for
 
 if TYPE_CHECKING:
@@ -85,13 +85,8 @@ Overrides = Annotated[
 
 def with_variables(context: typer.Context, variables: Mapping[str, str]) -> None:
     """Set variables, here and in children, until the command ends."""
-    before = {name: os.environ.get(name) for name in variables}
+    context.with_resource(variables_put_back(variables))
     os.environ.update(variables)
-
-    @context.call_on_close
-    def take_back() -> None:
-        for name, text in before.items():
-            put_back(name, text)
 
 
 def _consent(context: typer.Context, names: list[str] | None) -> None:

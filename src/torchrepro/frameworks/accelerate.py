@@ -21,7 +21,7 @@ from torchrepro.frameworks.accelerate_loaders import (
     saved_loaders,
     take_up_loaders,
 )
-from torchrepro.frameworks.hooking import MissingHookError, in_force, wrap, wrap_everywhere
+from torchrepro.frameworks.hooking import in_force
 from torchrepro.frameworks.loggers import log_profile
 from torchrepro.frameworks.run_state import (
     begin_interrupted_epochs,
@@ -34,6 +34,7 @@ from torchrepro.frameworks.run_state import (
 )
 from torchrepro.frameworks.switches import Switch, say_switches
 from torchrepro.messages import Problem, shown
+from torchrepro.patching import MissingHookError, wrap, wrap_everywhere
 from torchrepro.seeding.state import write_whole
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
-from torchrepro.frameworks.hooking import MissingHookError, in_force, wrap, wrap_everywhere
+from torchrepro.frameworks.hooking import in_force
+from torchrepro.patching import MissingHookError, wrap, wrap_everywhere
 from torchrepro.seeding.loader_places import (
     batches_of_pass,
     is_at_end,

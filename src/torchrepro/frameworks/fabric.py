@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.frameworks.hooking import MissingHookError, going_on_without, in_force, wrap
+from torchrepro.frameworks.hooking import going_on_without, in_force
 from torchrepro.frameworks.loader_state import give_state, go_on, loaded_states
 from torchrepro.frameworks.loggers import log_profile, place_of_lightning
 from torchrepro.frameworks.run_state import (
@@ -22,6 +22,7 @@ from torchrepro.frameworks.run_state import (
     put_back,
     state_of_rank,
 )
+from torchrepro.patching import MissingHookError, wrap
 
 if TYPE_CHECKING:
     from types import ModuleType

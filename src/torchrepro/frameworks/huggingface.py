@@ -16,7 +16,7 @@ from weakref import ref
 
 from torchrepro.console import say_once
 from torchrepro.frameworks.accelerate_loaders import base_loader
-from torchrepro.frameworks.hooking import MissingHookError, in_force, wrap
+from torchrepro.frameworks.hooking import in_force
 from torchrepro.frameworks.run_state import (
     KEY,
     begin_interrupted_epochs,
@@ -30,6 +30,7 @@ from torchrepro.frameworks.run_state import (
     state_of_rank,
 )
 from torchrepro.frameworks.switches import Switch, say_switches
+from torchrepro.patching import MissingHookError, wrap
 from torchrepro.seeding.loader_places import kind_of
 
 if TYPE_CHECKING:

@@ -11,13 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from torchrepro.console import say_once
-from torchrepro.frameworks.hooking import (
-    MissingHookError,
-    going_on_without,
-    in_force,
-    profiles,
-)
+from torchrepro.frameworks.hooking import going_on_without, in_force, profiles
 from torchrepro.imports import AfterImport, named, when_imported
+from torchrepro.patching import MissingHookError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,7 +16,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import say
-from torchrepro.frameworks.hooking import MissingHookError, going_on_without, in_force, wrap
+from torchrepro.frameworks.hooking import going_on_without, in_force
 from torchrepro.frameworks.loader_state import give_state
 from torchrepro.frameworks.loggers import log_profile, place_of_lightning
 from torchrepro.frameworks.run_state import (
@@ -30,6 +30,7 @@ from torchrepro.frameworks.run_state import (
     state_of_rank,
 )
 from torchrepro.frameworks.switches import Switch, say_switches
+from torchrepro.patching import MissingHookError, wrap
 from torchrepro.seeding.loader_places import await_loaders, begin_late
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.frameworks.hooking import MissingHookError
 from torchrepro.frameworks.run_state import KEY, generators_of
+from torchrepro.patching import MissingHookError
 from torchrepro.seeding.loader_places import place_of, take_up
 
 if TYPE_CHECKING:

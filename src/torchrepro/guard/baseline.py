@@ -16,7 +16,6 @@ from torchrepro.as_good import why_as_good
 from torchrepro.guard.switch_functions import switch_that_writes
 from torchrepro.guard.writers import (
     UNSEEN,
-    Writer,
     present_writer,
     switch_that_calls,
     watch_writers,
@@ -24,8 +23,8 @@ from torchrepro.guard.writers import (
 from torchrepro.knobs.knob import Scope
 from torchrepro.knobs.linked_state import Fp32Precision, InductorVariable
 from torchrepro.messages import shown
+from torchrepro.outcomes import Change, Writer
 from torchrepro.process_state import closed_doors
-from torchrepro.report import Agreement, Drift, Rewrite
 from torchrepro.seeding.streams import present_worker
 
 if TYPE_CHECKING:
@@ -45,21 +44,17 @@ _FULL = "ieee"
 ``torch.backends.cudnn.flags`` unsets those of cuDNN."""
 
 
-class Departure(NamedTuple):
-    """A write that moved a knob away from where it was to stay."""
-
-    to: Any = None
-    writer: Writer = UNSEEN
-
-
 class Written(NamedTuple):
-    """What a knob read after the last write to anything that was seen, and what led there."""
+    """What a knob read after the last write to anything that was seen, and what led there.
+
+    Of a write: what the knob read after it, and who made it.
+    """
 
     now: Any
-    moved: Departure = Departure()
+    moved: tuple[Any, Writer] = (None, UNSEEN)
     """The first write since the knob read what is held."""
 
-    broke: Departure = Departure()
+    broke: tuple[Any, Writer] = (None, UNSEEN)
     """The first write since it read that, or something as good."""
 
 
@@ -104,7 +99,7 @@ class BaselineEntry:
 
         Whoever writes once it has been moved changes nothing about who moved it first.
         """
-        was, this = self.written, Departure(now, writer)
+        was, this = self.written, (now, writer)
         if now == self.value:
             self.written = Written(now)
             return
@@ -131,8 +126,8 @@ class Guard:
     """Optimizer steps since the profile was put in force, of all optimizers."""
 
     baseline: dict[str, BaselineEntry] = field(default_factory=dict)
-    drift: dict[tuple[str, str], Drift] = field(default_factory=dict)
-    as_good: dict[str, Rewrite] = field(default_factory=dict)
+    drift: dict[tuple[str, str], Change] = field(default_factory=dict)
+    as_good: dict[str, Change] = field(default_factory=dict)
     """The knobs that now read another value which is as good, by name."""
 
     switches: dict[str, Writer] = field(default_factory=dict)
@@ -141,12 +136,10 @@ class Guard:
     said: set[tuple[str, str]] = field(default_factory=set)
 
     @property
-    def agreeing(self) -> tuple[Agreement, ...]:
+    def agreeing(self) -> tuple[Writer, ...]:
         """The switches that were seen to write, and that no drift comes from."""
         blamed = {drift.by for drift in self.drift.values()}
-        seen = self.switches.items()
-        agreeing = ((name, who) for name, who in seen if name not in blamed)
-        return tuple(Agreement(name, who.place, who.called) for name, who in agreeing)
+        return tuple(switch for switch in self.switches.values() if switch.by not in blamed)
 
     @property
     def since(self) -> str:
@@ -205,7 +198,7 @@ def moved_from_now() -> Callable[[], tuple[Knob, ...]]:
 
 def look(
     concerned: Collection[Guard], moment: Callable[[Guard], str] = lambda guard: guard.since
-) -> list[tuple[Guard, Drift]]:
+) -> list[tuple[Guard, Change]]:
     """Read the knobs of the guards `concerned` again, and return what has drifted.
 
     `moment` says when it was seen.
@@ -216,41 +209,34 @@ def look(
     for each, guard in tuple(_watched):
         if guard not in concerned or not each.readable_here:
             continue
-        now = reading(each.knob)
+        now, known = reading(each.knob), guard.as_good.pop(each.knob.name, None)
         if now == each.value:
-            guard.as_good.pop(each.knob.name, None)
             continue
         # What was seen before keeps the moment at which that was.
-        if why := each.why_as_good(now):
-            known = guard.as_good.get(each.knob.name)
-            if known is None or known.now != now:
-                guard.as_good[each.knob.name] = _rewrite(each, now, why, moment(guard))
-            continue
-        guard.as_good.pop(each.knob.name, None)
-        drift = _drift(each, now, moment(guard))
-        found.append((guard, guard.drift.setdefault(key(drift), drift)))
+        change = _change(each, now, moment(guard))
+        if change.why:
+            seen_before = known is not None and known.now == now
+            guard.as_good[each.knob.name] = known if known and seen_before else change
+        else:
+            found.append((guard, guard.drift.setdefault(key(change), change)))
     return found
 
 
-def _drift(each: BaselineEntry, now: Any, when: str) -> Drift:
-    name, was, written = each.knob.name, each.value, each.written
-    if written.now != now:
-        return Drift(name, was, now, when)
-    to, writer = written.broke
-    moved_on = bool(writer.place) and to != now
-    return Drift(name, was, now, when, writer.place, writer.called, writer.switch, moved_on)
-
-
-def _rewrite(each: BaselineEntry, now: Any, why: str, when: str) -> Rewrite:
-    written = each.written
-    writer = written.moved.writer if written.now == now and written.moved.to == now else UNSEEN
-    by = writer.switch or switch_that_writes(each.knob.variable, now)
+def _change(each: BaselineEntry, now: Any, when: str) -> Change:
+    """Return the knob's change to `now`, which has a reason if `now` is as good as what is held."""
+    name, was, written, why = each.knob.name, each.value, each.written, each.why_as_good(now)
+    to, writer = written.moved if why else written.broke
+    if written.now != now or (why and to != now):
+        writer = UNSEEN
+    if not why:
+        return Change(name, was, now, when, *writer, moved_on=bool(writer.where) and to != now)
+    by = writer.by or switch_that_writes(each.knob.variable, now)
     if closed := closed_doors().get(each.knob.door):
-        why = f"{why}; {closed}, and what has read it by then goes on with {shown(each.value)}"
-    return Rewrite(each.knob.name, each.value, now, why, when, writer.place, writer.called, by)
+        why = f"{why}; {closed}, and what has read it by then goes on with {shown(was)}"
+    return Change(name, was, now, when, writer.where, writer.called, by, why=why)
 
 
-def key(drift: Drift) -> tuple[str, str]:
+def key(drift: Change) -> tuple[str, str]:
     """Return what makes two sightings the same drift."""
     return drift.knob, shown(drift.now)
 
@@ -279,8 +265,8 @@ def _note_writer() -> None:
     for each, _ in tuple(_watched):
         now = reading(each.knob) if each.readable_here else each.written.now
         if now != each.written.now:
-            writer = writer if writer.place else present_writer()
+            writer = writer if writer.where else present_writer()
             each.write(now, writer)
-    if writer.switch:
+    if writer.by:
         for guard in guards_at_steps():
-            guard.switches.setdefault(writer.switch, writer)
+            guard.switches.setdefault(writer.by, writer)

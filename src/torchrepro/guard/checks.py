@@ -26,13 +26,13 @@ from torchrepro.guard.baseline import (
     settle,
 )
 from torchrepro.knobs.catalogue import knobs_by_name
-from torchrepro.report import in_words
+from torchrepro.outcomes import in_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
 
     from torchrepro.knobs.knob import Knob
-    from torchrepro.report import Drift
+    from torchrepro.outcomes import Change
 
 
 def hold(guard: Guard, knobs: Iterable[Knob]) -> ExitStack:
@@ -131,7 +131,7 @@ def _at_exit(process: int, status: ExitStatus) -> None:
         status.value = DriftError.exit_status
 
 
-def _act_on(found: list[tuple[Guard, Drift]], mode: str) -> None:
+def _act_on(found: list[tuple[Guard, Change]], mode: str) -> None:
     """Say or refuse what was found, as `mode` says: `warn` or `error`."""
     if not found or mode == "none":
         return
@@ -144,7 +144,7 @@ def _act_on(found: list[tuple[Guard, Drift]], mode: str) -> None:
     found[-1][0].refuse(DriftError([drift for _, drift in found]))
 
 
-def _say(found: Iterable[tuple[Guard, Drift]]) -> None:
+def _say(found: Iterable[tuple[Guard, Change]]) -> None:
     """Say on standard error what has drifted, each knob and new value once, and each write once."""
     new = []
     for guard, drift in found:

@@ -12,12 +12,14 @@ import os
 import sys
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
-from functools import wraps
+from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from torchrepro.callers import is_library, package
+from torchrepro.callers import frames, is_library, line, package
 from torchrepro.guard.switch_functions import switch_of
+from torchrepro.outcomes import Writer
+from torchrepro.patching import wrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,20 +45,7 @@ _ENVIRONMENT = ("__setitem__", "__delitem__")
 """What every change of `os.environ` comes down to, `pop`, `update` and `clear` included."""
 
 _CONFIG = "torch.utils._config_module"
-_THEIRS = frozenset({"torch", "torch_npu", "torchrepro"})
-
-
-class Writer(NamedTuple):
-    """Who made a write; all of it is empty where that was not seen."""
-
-    place: str = ""
-    """``file:line`` of the nearest caller outside torch and Python."""
-
-    called: str = ""
-    """``file:line`` of the program's own innermost code, where `place` is a library's."""
-
-    switch: str = ""
-    """The name of the framework's determinism switch that wrote, if one did."""
+_THEIRS = frozenset({"torch", "torch_npu", "torchrepro", *sys.stdlib_module_names})
 
 
 UNSEEN = Writer()
@@ -69,11 +58,13 @@ def watch_writers(then: Callable[[], None]) -> ExitStack:
     compiler settings and of the class of `os.environ`. A write that another name was kept of
     before, as by ``from torch import set_num_threads``, is not seen.
     """
+    told = [then]
     with ExitStack() as undo:
-        for owner, name in (*_c_setters(), *_flag_setters(), *_setting_setters()):
-            _wrap(undo, owner, name, then)
-        for name in _ENVIRONMENT:
-            _wrap(undo, type(os.environ), name, then)
+        undo.callback(told.clear)  # our wrapper may stay, within somebody else's
+        environment = ((type(os.environ), name) for name in _ENVIRONMENT)
+        setters = (*_c_setters(), *_flag_setters(), *_setting_setters(), *environment)
+        for owner, name in setters:
+            wrap(undo, owner, name, partial(_followed, told=told))
         return undo.pop_all()
 
 
@@ -82,11 +73,11 @@ def present_writer() -> Writer:
     nearest = _nearest()
     if nearest is None:
         return UNSEEN
-    own: FrameType | None = nearest
-    while own is not None and is_library(own.f_code.co_filename):
-        own = own.f_back
-    called = _line(own) if own is not None and own is not nearest else ""
-    return Writer(_line(nearest), called, _switch(nearest))
+    own = next(
+        (each for each in frames(nearest) if not is_library(each.f_code.co_filename)), nearest
+    )
+    called = line(own) if own is not nearest else ""
+    return Writer(line(nearest), called, _switch(nearest))
 
 
 def switch_that_calls() -> Writer:
@@ -97,17 +88,7 @@ def switch_that_calls() -> Writer:
 
 def _nearest() -> FrameType | None:
     """Return the nearest caller outside torch, Python and torchrepro."""
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - documented, and the cheap way
-    while frame is not None:
-        owner = package(frame)
-        if owner not in _THEIRS and owner not in sys.stdlib_module_names:
-            return frame
-        frame = frame.f_back
-    return None
-
-
-def _line(frame: FrameType) -> str:
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return next((each for each in frames() if package(each) not in _THEIRS), None)
 
 
 def _switch(frame: FrameType) -> str:
@@ -153,26 +134,14 @@ def _setting_setters() -> Iterator[tuple[Any, str]]:
         yield settings, "__setattr__"
 
 
-def _wrap(undo: ExitStack, owner: Any, name: str, then: Callable[[], None]) -> None:
-    original = getattr(owner, name)
-    watching = True
-
-    @wraps(original)
+def _followed(setter: Callable[..., Any], told: list[Callable[[], None]]) -> Any:
     def writing(*args: Any, **kwargs: Any) -> Any:
         try:
-            return original(*args, **kwargs)
+            return setter(*args, **kwargs)
         finally:  # some setters assign first and refuse afterwards
-            if watching:
+            for then in told:
                 then()
 
     # What torch.compile looks for to leave a function alone; importing it to say so takes a second.
     writing._torchdynamo_disable = True  # type: ignore[attr-defined]  # noqa: SLF001 - see above
-    setattr(owner, name, writing)
-
-    def put_back() -> None:
-        nonlocal watching
-        watching = False
-        if getattr(owner, name) is writing:  # somebody else's wrapper stays, with ours within
-            setattr(owner, name, original)
-
-    undo.callback(put_back)
+    return writing

@@ -6,7 +6,6 @@ own, which sets every knob of the profile anew and restores what the test did to
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import sys
@@ -22,10 +21,12 @@ from torchrepro.console import as_text
 from torchrepro.errors import ProfileError, TorchreproError
 from torchrepro.manifest.contents import secrets_here
 from torchrepro.messages import Problem, shown
+from torchrepro.outcomes import Outcome
+from torchrepro.patching import variables_put_back
 from torchrepro.process_state import inherited
 from torchrepro.profile.load import resolve
 from torchrepro.redaction import shareable
-from torchrepro.report import Outcome, announcement
+from torchrepro.report import announcement
 from torchrepro.seeding import streams
 from torchrepro.seeding.generators import seeded
 
@@ -181,16 +182,11 @@ def leave(item: pytest.Item) -> None:
 @contextmanager
 def _scope(resolved: ResolvedProfile) -> Iterator[Applied]:
     """Apply `resolved`, and restore its variables afterwards, whoever has changed them."""
-    before = {name: os.environ.get(name) for name in resolved.environment()}
-    try:
-        with apply_resolved(resolved, _OBSTACLE) as applied:
-            yield applied
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    with (
+        variables_put_back(resolved.environment()),
+        apply_resolved(resolved, _OBSTACLE) as applied,
+    ):
+        yield applied
 
 
 @contextmanager

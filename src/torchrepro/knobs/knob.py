@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torchrepro.imports import named
 from torchrepro.knobs.legal_values import ANY_TEXT, Legal
+from torchrepro.patching import set_variable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -373,15 +374,7 @@ class Variable:
     save = read
 
     def restore(self, saved: Any) -> None:
-        put_back(self.name, saved)
-
-
-def put_back(name: str, text: str | None) -> None:
-    """Give the variable `name` the value `text`, or take it away if that is None."""
-    if text is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = text
+        set_variable(self.name, saved)
 
 
 def variable(name: str) -> Knob:

@@ -20,7 +20,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.knobs.knob import MissingState, Variable, put_back
+from torchrepro.knobs.knob import MissingState, Variable
+from torchrepro.patching import set_variable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -177,7 +178,7 @@ class InductorVariable(Variable):
 
     def restore(self, saved: Any) -> None:
         text, option, start = saved
-        put_back(self.name, text)
+        set_variable(self.name, text)
         if option is None:  # loaded since, if at all: it started from what is undone now
             option, start = text == "1", {"default": text == "1"}
         self._set(option, start)

@@ -15,9 +15,10 @@ from torchrepro.knobs.knob import variable
 from torchrepro.lock.snapshot import ABSENT_HARDWARE, ABSENT_IS_UNSET, Snapshot
 from torchrepro.manifest.environment import UNKNOWN
 from torchrepro.messages import Problem, printable, shown, some
+from torchrepro.outcomes import Outcome
 from torchrepro.profile.composition import NOT_INHERITED
 from torchrepro.redaction import HIDDEN
-from torchrepro.report import Outcome, for_hardware
+from torchrepro.report import for_hardware
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -11,10 +11,10 @@ from torchrepro.errors import ProfileError
 from torchrepro.lock.lock_file import read_whole
 from torchrepro.manifest.contents import FILE
 from torchrepro.messages import Problem, some
+from torchrepro.outcomes import Outcome, is_set
 from torchrepro.profile.composition import flatten, plain
 from torchrepro.profile.load import resolve
 from torchrepro.profile.search_path import DISTRIBUTION
-from torchrepro.report import Outcome, is_set
 from torchrepro.trace.format import SUFFIX
 
 if TYPE_CHECKING:

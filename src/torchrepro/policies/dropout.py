@@ -12,13 +12,12 @@ draws inside kernels of its own, which is not seen here.
 
 from __future__ import annotations
 
-import sys
 import threading
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.callers import package
+from torchrepro.callers import frames, package
 from torchrepro.policies import dropout_masks
 from torchrepro.policies.interpose import (
     Priority,
@@ -37,7 +36,6 @@ from torchrepro.policies.policy import Toggle, count
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import ExitStack
-    from types import FrameType
 
 
 _COMPOSITE_KEYS = (
@@ -251,17 +249,16 @@ def _count(name: str, proceed: Callable[..., Any], *args: Any, **kwargs: Any) ->
         return proceed(*args, **kwargs)  # an op that draws by another is counted once
     _counting.inside = True
     try:
-        count(POLICY, name, "drew random numbers", _caller(sys._getframe(1)))  # noqa: SLF001 - nothing public tells the caller
+        count(POLICY, name, "drew random numbers", _caller())
         return proceed(*args, **kwargs)
     finally:
         _counting.inside = False
 
 
-def _caller(frame: FrameType | None) -> str:
+def _caller() -> str:
     """Return ``module.function:line`` of the nearest caller outside of torch."""
-    while frame is not None:
+    for frame in frames():
         # Code that torch generates belongs to no module.
         if package(frame) not in ("torch", "torchrepro", ""):
             return f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}:{frame.f_lineno}"
-        frame = frame.f_back
     return "torch itself"

@@ -6,13 +6,12 @@ goes on to the kernel, and the arguments of the call.
 
 from __future__ import annotations
 
-import sys
 import threading
 from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.callers import place
+from torchrepro.callers import frames, place
 from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.policies import interpose
 from torchrepro.policies.deterministic_ops import IMPLEMENTATIONS, implementation, is_alert, row_of
@@ -22,7 +21,6 @@ from torchrepro.policies.policy import count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import FrameType
 
     Proceed = Callable[..., Any]
     Action = Callable[..., Any]
@@ -220,10 +218,6 @@ def _count(op: Any, what: str, moved: int = 0) -> None:
 
 def _where() -> str:
     """Return the line of the program that called the op; empty in a thread of torch's own."""
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - as inspect does
-    caller = None
-    while frame is not None:
-        if frame.f_globals.get("__name__") == interpose.__name__:
-            caller = frame.f_back
-        frame = frame.f_back
+    of_ours = [each for each in frames() if each.f_globals.get("__name__") == interpose.__name__]
+    caller = of_ours[-1].f_back if of_ours else None
     return place(caller) if caller is not None else ""

@@ -11,11 +11,14 @@ break in the graph, and its listeners are told nothing.
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import update_wrapper, wraps
 from importlib import import_module
 from types import MethodType
 from typing import TYPE_CHECKING, Any
+
+from torchrepro.patching import patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +34,8 @@ class _Heard:
 
     original: Any
     stand_in: Any = None
-    places: list[tuple[Any, str]] = field(default_factory=list)
-    """The modules and classes that show it, each with the attribute's name."""
+    undo: ExitStack = field(default_factory=ExitStack)
+    """Gives it back to the modules and classes that show it."""
     listeners: list[Listener] = field(default_factory=list)
 
 
@@ -52,8 +55,7 @@ def listen(module: str, name: str, listener: Listener) -> None:
     if (module, name) not in _heard:
         heard = _known(original) or _stood_in_for(module, name, original)
         _heard[module, name] = heard
-        heard.places.append((owner, attribute))
-        setattr(owner, attribute, heard.stand_in)
+        patch(heard.undo, owner, attribute, heard.stand_in, heard.original)
     listeners = _heard[module, name].listeners
     if listener not in listeners:
         listeners.append(listener)
@@ -66,10 +68,7 @@ def stop_listening(listener: Listener) -> None:
             heard.listeners.remove(listener)
         if not heard.listeners:
             del _heard[key]
-            for owner, attribute in heard.places:
-                if getattr(owner, attribute, None) is heard.stand_in:
-                    setattr(owner, attribute, heard.original)
-            heard.places.clear()
+            heard.undo.close()
 
 
 def is_listening(listener: Listener) -> bool:

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrepro.callers import address, is_library, package
+from torchrepro.callers import address, frames, is_library, line, package
 from torchrepro.imports import AfterImport
 from torchrepro.messages import WIDE, shown
 from torchrepro.seeding.call_listeners import listen, stop_listening
@@ -325,11 +325,8 @@ class Watch:
             if _awaited(listener.row) == module:
                 listen(listener.row.module, listener.row.attribute, listener.hear)
 
-    def note(
-        self, row: Source, value: str | None, front: FrameType | None, line: FrameType
-    ) -> None:
-        """Note that the line of the program that `line` runs has read the source `row`."""
-        where = f"{line.f_code.co_filename}:{line.f_lineno}"
+    def note(self, row: Source, value: str | None, front: FrameType | None, where: str) -> None:
+        """Note that the line `where` of the program has read the source `row`."""
         name = _public_name(row, front)
         key = name, value is None, where
         known = self._reads.get(key)
@@ -365,14 +362,15 @@ class _Listener:
         row = self.row
         if name != self._function:
             return
-        front, line = None, frame
-        while not _is_program(line.f_code):
-            if not _hands_on(row, line) or line.f_back is None:
+        front, arguments = None, (args, kwargs)
+        for each in frames(frame):
+            if _is_program(each.f_code):
+                if row.applies(arguments):
+                    self._watch.note(row, row.value(arguments), front, line(each))
                 return
-            front, line = line, line.f_back
-        arguments = args, kwargs
-        if row.applies(arguments):
-            self._watch.note(row, row.value(arguments), front, line)
+            if not _hands_on(row, each):
+                return
+            front = each
 
 
 def _hands_on(row: Source, frame: FrameType) -> bool:

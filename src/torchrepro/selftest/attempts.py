@@ -21,8 +21,8 @@ from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.knob import MissingState
 from torchrepro.launch import prepared
 from torchrepro.messages import shown, some
+from torchrepro.outcomes import Outcome
 from torchrepro.profile.load import resolve
-from torchrepro.report import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from torchrepro.knobs.knob import Knob
-    from torchrepro.report import Row
+    from torchrepro.outcomes import Row
 
 CPU = "cpu"
 ACCELERATORS = ("cuda", "npu", "mps", "xpu")

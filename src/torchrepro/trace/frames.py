@@ -14,7 +14,7 @@ from weakref import ref
 
 import torch
 
-from torchrepro.callers import address, is_library
+from torchrepro.callers import address, frames, is_library
 from torchrepro.policies.placement import bare
 
 if TYPE_CHECKING:
@@ -178,15 +178,13 @@ class ModuleNames:
 
 def _outermost(module: Any, frame: FrameType) -> Any:
     """Return the outermost model with a method on the stack that encloses the call of `module`."""
-    outer: FrameType | None = frame
-    while outer is not None:
+    for outer in frames(frame):
         if outer.f_code is _CALLS_A_MODULE:
             module = outer.f_locals["self"]
         elif outer.f_code.co_varnames[:1] == ("self",):  # a trainer calls a step of the model
             owner = outer.f_locals.get("self")
             if isinstance(owner, torch.nn.Module) and any(m is module for m in owner.modules()):
                 module = owner
-        outer = outer.f_back
     return module
 
 
@@ -197,12 +195,7 @@ def _name_in_program(model: Any, frame: FrameType) -> str:
     looked for since Python 3.13 alone: before, reading a function's variables would keep alive all
     that they hold until the function ends (https://peps.python.org/pep-0667).
     """
-    callers: list[FrameType] = []
-    outer: FrameType | None = frame
-    while outer is not None:
-        if is_of_program(outer.f_code):
-            callers.append(outer)
-        outer = outer.f_back
+    callers = [each for each in frames(frame) if is_of_program(each.f_code)]
     owners = (_attributes_of_self(its) for its in callers)
     variables = (its.f_locals for its in callers) if _LOCALS_ARE_A_VIEW else ()
     names = chain(owners, (its.f_globals for its in callers), variables)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import threading
 from contextlib import ExitStack, contextmanager
-from functools import wraps
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrepro.imports import AfterImport
+from torchrepro.patching import wrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -90,23 +90,11 @@ def watch_training(listener: Any) -> ExitStack:
         iterators = getattr(sys.modules[module], BATCHES[module], None)
         if iterators is not None and iterators not in classes:
             classes.add(iterators)
-            _wrap(stack, iterators, "__next__", watched_next)
+            wrap(stack, iterators, "__next__", watched_next)
 
-    _wrap(stack, torch.autograd, "backward", watched_backward)
+    wrap(stack, torch.autograd, "backward", watched_backward)
     stack.enter_context(_once_imported(tuple(BATCHES), watch_batches))
     return stack
-
-
-def _wrap(stack: ExitStack, owner: Any, name: str, wrapping: Callable[[Any], Any]) -> None:
-    original = getattr(owner, name)
-    wrapper = wraps(original)(wrapping(original))
-    setattr(owner, name, wrapper)
-
-    def put_back() -> None:
-        if getattr(owner, name) is wrapper:  # somebody else's wrapper around ours stays
-            setattr(owner, name, original)
-
-    stack.callback(put_back)
 
 
 @contextmanager

@@ -1,0 +1,150 @@
+"""What is held of a guarantee, and why no more: what a profile has come to, and its process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.knobs.catalogue import knobs_by_name
+from torchrepro.knobs.knob import MissingState
+from torchrepro.messages import shown
+from torchrepro.outcomes import NONE, Change, Guarantee, Lowered, Outcome, Row
+from torchrepro.process_state import (
+    absent_hardware,
+    closed_doors,
+    present_kinds,
+    set_before_start,
+)
+from torchrepro.profile.needs import NEEDS, WEAKER, Need
+from torchrepro.seeding import streams
+from torchrepro.seeding.seeding_calls import given_by_program
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from torchrepro.profile.resolved import ResolvedProfile
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessFacts:
+    """What a guarantee depends on in a process that the profile itself does not set."""
+
+    kinds: frozenset[str] = frozenset()
+    """The kinds of device that are present."""
+
+    readings: Mapping[str, Any] = field(default_factory=dict)
+    """Knobs that the profile leaves alone, with what they read."""
+
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """Knobs that the profile leaves alone and that do not exist here, with the reason."""
+
+    seeded: bool = False
+    """Whether a profile with a seed is in force, this one or another."""
+
+    calls: frozenset[str] = frozenset()
+    """The functions with which the program has given a seed itself."""
+
+    absent: Mapping[str, str] = field(default_factory=dict)
+    """The hardware that is not here, with the reason in words."""
+
+
+def process_facts(
+    resolved: ResolvedProfile, closed: Mapping[str, str] | None = None
+) -> ProcessFacts:
+    """Read what the guarantee of `resolved` depends on beside the knobs that it names.
+
+    `closed` are the one-way doors that are closed, if not those of this moment. A variable that
+    may have been set after its door was closed proves nothing, and is left out.
+    """
+    closed = closed_doors() if closed is None else closed
+    kinds = present_kinds()
+    asked = resolved.guarantee
+    needed = {need.knob for each in (asked, *WEAKER[asked]) for need in _needs(each, kinds)}
+    readings, missing = {}, {}
+    for name in sorted(needed.difference(knob.name for knob, _ in resolved.settings())):
+        if name.startswith("seed."):
+            continue
+        knob = knobs_by_name()[name]
+        late = knob.variable and knob.door in closed and not set_before_start(knob.variable)
+        if late or not knob.loaded:
+            continue
+        try:
+            readings[name] = knob.access.read()
+        except MissingState as absent:
+            missing[name] = str(absent)
+    seeded = streams.current_plan().seed is not None
+    return ProcessFacts(kinds, readings, missing, seeded, given_by_program(), absent_hardware())
+
+
+def judge(
+    asked: str, rows: Iterable[Row], drift: Iterable[Change], facts: ProcessFacts
+) -> Guarantee:
+    """Return what is held of the guarantee `asked` where a profile has come to `rows`."""
+    outcomes = {row.knob: row for row in rows}
+    drifted = {each.knob: each for each in drift}
+
+    def lacking(guarantee: str) -> tuple[Lowered, ...]:
+        found = {}
+        for need in _needs(guarantee, facts.kinds):
+            row, moved = outcomes.get(need.knob), drifted.get(need.knob)
+            because = _lack(need, row, moved, facts)
+            if because:
+                found[need.knob] = Lowered(need.knob, need.left_open, because)
+        return tuple(found.values())
+
+    lowered = lacking(asked)
+    if not lowered:
+        return Guarantee(asked, asked)
+    held = next((weaker for weaker in WEAKER[asked] if not lacking(weaker)), NONE)
+    return Guarantee(asked, held, lowered)
+
+
+def _needs(guarantee: str, kinds: frozenset[str]) -> Iterator[Need]:
+    for need in NEEDS:
+        if need.met_by and guarantee in need.guarantees and kinds.issuperset(need.kinds):
+            yield need
+
+
+def _lack(need: Need, row: Row | None, drift: Change | None, facts: ProcessFacts) -> str:
+    """Return why `need` is not met, or an empty string."""
+    name = need.knob.rpartition(".")[2]
+    if drift is not None:
+        change = f"{name} was {shown(drift.was)}, is {shown(drift.now)}"
+        return "" if _meets(need, drift.now) else change
+    return _lack_in_process(need, name, facts) if row is None else _lack_in_row(need, name, row)
+
+
+def _lack_in_row(need: Need, name: str, row: Row) -> str:
+    """Return why what the profile came to does not meet `need`, or an empty string."""
+    match row.outcome:
+        case Outcome.UNCHANGED if row.unverified:
+            return f"{name} is unverified: {row.why}; start with `torchrepro run`"
+        case Outcome.APPLIED | Outcome.UNCHANGED:
+            return "" if _meets(need, row.after) else f"{name} is {shown(row.after)}"
+        case Outcome.TOO_LATE if _meets(need, row.after):
+            return f"{name} is set and not in effect: {row.why}"
+        case Outcome.TOO_LATE:
+            return f"{name} is late: start with `torchrepro run`, or set `on_late: relaunch`"
+        case Outcome.UNSUPPORTED if need.if_there:
+            return ""
+        case _:
+            return f"{name} is {row.outcome}: {row.why}"
+
+
+def _lack_in_process(need: Need, name: str, facts: ProcessFacts) -> str:
+    """Return why a process does not meet `need` by itself, or an empty string."""
+    if need.calls:
+        given = facts.seeded or not facts.calls.isdisjoint(need.calls)
+        who = "neither the profile nor, since it is in force, the program"
+        return "" if given else f"{who} has given a seed"
+    if need.knob in facts.missing:
+        return "" if need.if_there else f"{name}: {facts.missing[need.knob]}"
+    now = facts.readings.get(need.knob)
+    if _meets(need, now):
+        return ""
+    reading = f", and it is {shown(now)}" if now is not None else ""
+    return f"{name} is not set by the profile{reading}"
+
+
+def _meets(need: Need, value: Any) -> bool:
+    return value is not None and need.met_by is not None and need.met_by(value)

@@ -1,0 +1,278 @@
+"""What becomes of a knob, what changed it later, and what that leaves of a guarantee."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchrepro.knobs.catalogue import knobs_by_name
+from torchrepro.messages import Problem, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+NONE = "none"
+"""What is held where not even the random numbers are."""
+
+REASONS = 3
+"""The number of reasons for a lower guarantee that a line has room for."""
+
+STANDINGS: Mapping[str, tuple[str, bool]] = {
+    "applied": ("green", False),
+    "unchanged": ("dim", False),
+    "unchanged, unverified": ("yellow", True),
+    "unsupported": ("dim", False),
+    "unsupported, refused": ("yellow", True),
+    "too_late": ("yellow", True),
+    "ineffective": ("bold red", True),
+    "conflict": ("bold red", True),
+    "failed": ("bold red", True),
+    "drifted": ("bold red", True),
+    "lowered": ("yellow", True),
+}
+"""What a report says of a knob: the style in which it does, and whether it needs attention."""
+
+
+class Outcome(StrEnum):
+    """What became of a knob."""
+
+    APPLIED = "applied"
+    """Written, read back, and in force."""
+
+    UNCHANGED = "unchanged"
+    """Already so, or the user's own value is as good."""
+
+    TOO_LATE = "too_late"
+    """Past its phase: not written, because it would change nothing."""
+
+    UNSUPPORTED = "unsupported"
+    """Does not exist in this process; or is for hardware that is not here, and set if it can be."""
+
+    INEFFECTIVE = "ineffective"
+    """Written, but reading it back gave something else, or nothing here acts on it."""
+
+    CONFLICT = "conflict"
+    """The user exported another value, which was kept."""
+
+    FAILED = "failed"
+    """The library refused the write."""
+
+
+STOPPING = (Outcome.CONFLICT, Outcome.INEFFECTIVE, Outcome.FAILED)
+"""The outcomes with which a strict profile does not go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One knob's outcome."""
+
+    knob: str
+    outcome: Outcome
+    before: Any = None
+    after: Any = None
+    why: str = ""
+    unverified: bool = False
+    """Whether nobody can tell that a variable, which is set as asked, is in effect here."""
+
+    absent: str = ""
+    """Why the hardware that the knob is for is not here, in words; empty where it is."""
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the profile has written it.
+
+        A late one is written where its hardware is not here, so that nothing in this process would
+        have read it: the processes that this one starts may.
+        """
+        late = self.outcome is Outcome.TOO_LATE
+        return self.outcome is Outcome.APPLIED or (late and self.after != self.before)
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the knob has the value of the profile, whatever acts on it here."""
+        return is_set(self.outcome, self.after, self.absent)
+
+    @property
+    def state(self) -> Any:
+        """The value that the knob has, or the outcome if it was not set."""
+        return self.after if self.is_set else str(self.outcome)
+
+    @property
+    def standing(self) -> str:
+        """What is said of it, one of `STANDINGS`."""
+        if self.unverified:
+            return f"{self.outcome}, unverified"
+        knob = knobs_by_name().get(self.knob)
+        is_policy = knob is not None and knob.warn_if_unsupported
+        refused = self.outcome is Outcome.UNSUPPORTED and is_policy
+        return f"{self.outcome}, refused" if refused else str(self.outcome)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row as plain JSON values."""
+        return {
+            "knob": self.knob,
+            "outcome": str(self.outcome),
+            "before": _json_or_text(self.before),
+            "after": _json_or_text(self.after),
+            "why": self.why,
+            "unverified": self.unverified,
+            "absent": self.absent,
+        }
+
+
+def is_set(outcome: Any, after: Any, absent: Any) -> bool:
+    """Whether `after` is the value that a profile has given to a knob.
+
+    A knob for absent hardware has one where the profile could set it, whatever its outcome: a lock
+    from a machine with that hardware has the same.
+    """
+    return outcome in (Outcome.APPLIED, Outcome.UNCHANGED) or bool(absent and after is not None)
+
+
+class Writer(NamedTuple):
+    """Who made a write; all of it is empty where that was not seen."""
+
+    where: str = ""
+    """``file:line`` of the nearest caller outside torch and Python."""
+
+    called: str = ""
+    """``file:line`` of the program's own innermost code, where `where` is a library's."""
+
+    by: str = ""
+    """The framework's determinism switch that wrote, if one did, as its users call it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a switch that leaves the profile's promise whole, as plain JSON values."""
+        its = {"name": self.by, "where": self.where, "called": self.called}
+        return {**its, "outcome": str(Outcome.UNCHANGED)}
+
+
+class Change(NamedTuple):
+    """A knob to which later code has given another value while its profile was in force.
+
+    That is drift, unless the value is as good as the profile's.
+    """
+
+    knob: str
+    was: Any
+    """What it read when the profile had set it."""
+
+    now: Any
+    when: str
+    """The first moment at which it was seen, such as `before step 4`; steps count from 0."""
+
+    where: str = ""
+    """``file:line`` of the first write that left the profile's value, where that was seen."""
+
+    called: str = ""
+    """``file:line`` of the program's own code that led there, where `where` is a library's."""
+
+    by: str = ""
+    """The framework's determinism switch that made that write, if one did."""
+
+    moved_on: bool = False
+    """Of drift: whether the value of now is another one than that write gave."""
+
+    why: str = ""
+    """Of a value that is as good: why that is no drift."""
+
+    def __str__(self) -> str:
+        return in_words([self])
+
+    @property
+    def problem(self) -> Problem:
+        """What a message says of drift."""
+        note = "" if self.where else "; the line that wrote it was not seen"
+        if self.moved_on:
+            note = "; the line was the first to change it, another has written since"
+        by = f"; by {self.by}" if self.by else ""
+        return Problem(
+            f"the profile had set {shown(self.was)} (seen {self.when}{note}{by})",
+            where=self.where,
+            key=self.knob,
+            found=shown(self.now),
+        )
+
+    @property
+    def words(self) -> str:
+        """Why the knob has another value than the profile's, one that is as good, in words."""
+        unseen = f"as {self.by} writes it" if self.by else "written by the program"
+        written = f"written by {self.by}" if self.by and self.where else unseen
+        return f"the profile has {shown(self.was)}, and this is {self.why}; {written}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the change as plain JSON values."""
+        plain = {**self._asdict(), "was": _json_or_text(self.was), "now": _json_or_text(self.now)}
+        del plain["moved_on" if self.why else "why"]
+        return plain
+
+
+def in_words(written: Sequence[Change]) -> str:
+    """Return in a line what one write has changed."""
+    first = written[0]
+    changes = ", ".join(f"{it.knob} was {shown(it.was)}, is {shown(it.now)}" for it in written)
+    verb = "first changed" if first.moved_on else "set"
+    place = f"; {verb} at {first.where}" if first.where else ""
+    called = f", called from {first.called}" if first.called else ""
+    return f"{changes} ({first.when}{place}{called})"
+
+
+class Lowered(NamedTuple):
+    """A knob that keeps a guarantee from being held."""
+
+    knob: str
+    left_open: str
+    """What may differ between two runs."""
+
+    because: str
+
+    @property
+    def why(self) -> str:
+        """What may differ, and the reason."""
+        return f"{self.left_open}: {self.because}"
+
+
+class Guarantee(NamedTuple):
+    """What a profile asks for, and what of it is held."""
+
+    asked: str
+    held: str
+    """The strongest guarantee, up to the one asked for, whose needs are all met; or `none`."""
+
+    lowered: tuple[Lowered, ...] = ()
+    """Why that is not the one asked for."""
+
+    def __str__(self) -> str:
+        """Return the guarantee by its name, with what it leaves open."""
+        if not self.lowered:
+            return self.asked
+        reasons = self.reasons
+        more = len(reasons) - REASONS
+        last = f", and {more} more" if more > 0 else ""
+        return f"{self.asked}, except {', '.join(reasons[:REASONS])}{last}"
+
+    @property
+    def reasons(self) -> list[str]:
+        """What is left open, once for each reason, with the reason."""
+        by_reason: dict[str, list[str]] = {}
+        for each in self.lowered:
+            by_reason.setdefault(each.because, []).append(each.left_open)
+        return [
+            f"{' and '.join(dict.fromkeys(left_open))} ({because})"
+            for because, left_open in by_reason.items()
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the guarantee as plain JSON values."""
+        lowered = [{"knob": each.knob, "why": each.why} for each in self.lowered]
+        return {"asked": self.asked, "held": self.held, "lowered": lowered}
+
+
+def _json_or_text(value: Any) -> Any:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return shown(value)
+    return value
