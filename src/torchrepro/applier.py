@@ -111,12 +111,9 @@ class Applied:
             scopes = _in_force[_in_force.index(self) :] if self.active else []
             all_scopes.callback(last_look([scope._guard for scope in scopes]))  # noqa: SLF001 - the same class
             for scope in scopes:  # outermost first: the stack unwinds the other way round
-                scope._keep_what_was_done()  # noqa: SLF001 - the same class
+                scope._calls, scope._last = seeding_calls(), scope._present()  # noqa: SLF001 - the same class
                 all_scopes.callback(scope._undo.close)  # noqa: SLF001 - the same class
             del _in_force[len(_in_force) - len(scopes) :]
-
-    def _keep_what_was_done(self) -> None:
-        self._calls, self._last = seeding_calls(), self._present()
 
     def _present(self) -> Report:
         look([self._guard])
@@ -153,12 +150,16 @@ class Applied:
             for step in steps:
                 self._done.append((step, self._carry_out(step)))
             self._note_seeds_of_the_program()
-            self._note_unseeded_draws()
+            if self.resolved.strict and self._unseeded is None:  # it promises the same bits
+                self._unseeded = watch_unseeded()
+                self._undo.callback(self._unseeded.stop)
             bad = [row for _, row in self._done if row.outcome in STOPPING]
             if bad and self.resolved.strict:
                 raise ApplyError(refusal(self.resolved, bad), self._outcomes())
             self._agree_with_other_ranks()
-            self._meet_frameworks()
+            if not self._meets_frameworks:
+                self._meets_frameworks = True
+                self._undo.callback(hook_frameworks(InForce(self.resolved, lambda: self.report)))
             self._undo.enter_context(hold(self._guard, (*moved(), *self._set_and_guarded())))
             until_done.pop_all()
 
@@ -178,12 +179,6 @@ class Applied:
             self._undo.callback(note_calls())
             self._noting = True
 
-    def _note_unseeded_draws(self) -> None:
-        """Have draws noted that no seed decides, where the profile promises the same bits."""
-        if self.resolved.strict and self._unseeded is None:
-            self._unseeded = watch_unseeded()
-            self._undo.callback(self._unseeded.stop)
-
     def _agree_with_other_ranks(self) -> None:
         """Have the ranks compared before the first step, if torch is there to make a group."""
         if self._agreement is not None or "torch.distributed" not in sys.modules:
@@ -193,11 +188,6 @@ class Applied:
         self._agreement = Agreement(lambda: self.report, self._refuse)
         self._agreement.watch()
         self._undo.callback(self._agreement.unwatch)
-
-    def _meet_frameworks(self) -> None:
-        if not self._meets_frameworks:
-            self._meets_frameworks = True
-            self._undo.callback(hook_frameworks(InForce(self.resolved, lambda: self.report)))
 
     def _abandon(self) -> None:
         with unfrozen():

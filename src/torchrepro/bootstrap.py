@@ -205,8 +205,6 @@ def _steps_for(module: str, steps: Sequence[Step]) -> list[Step]:
 
 
 def _end(error: TorchreproError) -> None:
-    # An exception could be caught by whoever imports the module; a run that is not under its
-    # profile must not go on.
     _leave(error, _NOT_IN_FORCE)
 
 
@@ -220,6 +218,8 @@ def _refuse(error: TorchreproError) -> None:
 
 
 def _leave(error: TorchreproError, status: int) -> NoReturn:
+    # An exception could be caught by whoever imports the module; a run that is not under its
+    # profile must not go on.
     from torchrepro.console import say
 
     say(error)

@@ -143,12 +143,9 @@ class Plan(Displayed):
 
     def refuse_if_stopping(self) -> None:
         """Raise `ApplyError` if the profile is strict and a knob would come to a `STOPPING` end."""
-        stopping = self._expecting(*STOPPING)
+        stopping = [step.expected for step in self.steps if step.expected.outcome in STOPPING]
         if stopping and self.resolved.strict:
             raise ApplyError(refusal(self.resolved, stopping), self.report)
-
-    def _expecting(self, *outcomes: Outcome) -> tuple[Row, ...]:
-        return tuple(step.expected for step in self.steps if step.expected.outcome in outcomes)
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
@@ -259,16 +256,9 @@ def _decided(knob: Knob, value: Any, reading: _Reading) -> Row:
         return replace(row, outcome=Outcome.UNSUPPORTED, after=reading.value, why=reading.missing)
     if knob.moves_on:
         return row  # a generator has moved on since it was seeded: seeding again is never idle
-    row = replace(row, why=_reach(knob))
+    if knob.scope is Scope.EVERY_THREAD and (reached := other_threads_in_torch()):
+        row = replace(row, why=f"it reaches threads that run torch now: {some(reached)}")
     return replace(row, outcome=Outcome.UNCHANGED, before=value) if reading.holds else row
-
-
-def _reach(knob: Knob) -> str:
-    """Return what a reader should know about the reach of a flag, or an empty string."""
-    if knob.scope is Scope.EVERY_THREAD:
-        reached = other_threads_in_torch()
-        return f"it reaches threads that run torch now: {some(reached)}" if reached else ""
-    return ""
 
 
 def _step(knob: Knob, value: Any, wanted: Mapping[str, Any], variables: _Variables) -> Step:
@@ -317,7 +307,13 @@ def _expected_variable(knob: Knob, value: str, variables: _Variables, row: Row) 
     if text is None or not (text == value or as_good):
         if conflict := _conflict(knob, value, variables, row):
             return conflict
-        return _late(knob, late, variables, row) if late else row
+        if late:
+            # It stays as it is where it is read here. Where its hardware is not here, it is set for
+            # the processes that this one starts.
+            after = row.after if knob.hardware in variables.absent else row.before
+            why = f"{late}; `torchrepro run` sets it in time"
+            row = replace(row, outcome=Outcome.TOO_LATE, after=after, why=why)
+        return row
     kept = replace(row, after=row.before)
     in_effect, instead = None, ""
     if knob.effect and (late or not knob.door):
@@ -334,16 +330,6 @@ def _expected_variable(knob: Knob, value: str, variables: _Variables, row: Row) 
         why = f"{late}, and nobody can tell whether it was set before that"
         return replace(kept, outcome=Outcome.UNCHANGED, why=why, unverified=True)
     return replace(kept, outcome=Outcome.UNCHANGED, why=why)
-
-
-def _late(knob: Knob, late: str, variables: _Variables, row: Row) -> Row:
-    """Return what becomes of a variable past its phase: it stays as it is where it is read here.
-
-    Where its hardware is not here, it is set for the processes that this one starts.
-    """
-    after = row.after if knob.hardware in variables.absent else row.before
-    why = f"{late}; `torchrepro run` sets it in time"
-    return replace(row, outcome=Outcome.TOO_LATE, after=after, why=why)
 
 
 def _conflict(knob: Knob, value: Any, variables: _Variables, row: Row) -> Row | None:

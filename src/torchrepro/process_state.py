@@ -298,13 +298,15 @@ def _repeated() -> dict[str, Any] | None:
 def folder_for(folder: Path) -> Path:
     """Return where a manifest for `folder` goes: a repeated run leaves that of then alone."""
     its = _repeated()
-    if its is None:
-        return folder
+    return Path(its["into"]) if its and same_file(folder, Path(its["folder"])) else folder
+
+
+def same_file(one: Path, other: Path) -> bool:
+    """Whether two paths lead to one file or folder, which is there."""
     try:
-        same = folder.samefile(its["folder"])
+        return one.samefile(other)
     except OSError:
-        return folder
-    return Path(its["into"]) if same else folder
+        return False
 
 
 def other_than_started(resolved: ResolvedProfile) -> str:

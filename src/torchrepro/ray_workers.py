@@ -19,6 +19,7 @@ import os
 import sys
 from contextlib import ExitStack
 from functools import wraps
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.imports import AfterImport
@@ -78,7 +79,14 @@ def reach_workers(
     _scopes.append(scope)
     if "ray" in sys.modules:
         _attach("ray")
-        _say_if_started_before(sys.modules["ray"], scope)
+        ray = sys.modules["ray"]
+        if _is_driver(ray) and not _carries(ray, resolved()):  # its workers were started under none
+            from torchrepro.console import say_once
+
+            say_once(
+                f"workers of Ray are not under {resolved().name}: ray.init was called before\n"
+                "  to do: put the profile in force before ray.init, or call ray.shutdown first"
+            )
     else:
         _waiting.watch()
 
@@ -152,10 +160,17 @@ def _with_profile_in(ray: Any, init: Any) -> Any:
                     meanwhile.enter_context(variables_put_back((HOOK, FORMER)))
                     os.environ[FORMER], os.environ[HOOK] = os.environ.get(HOOK, ""), _OURS
                 if not submitted:
-                    kwargs = _with_runtime_env(kwargs)
+                    # Ray calls no hook for a driver that `uv run` started, and drops a runtime
+                    # environment of `job_config` where a hook returns one.
+                    job = kwargs.get("job_config")
+                    given = kwargs.get("runtime_env") or getattr(job, "runtime_env", None)
+                    kwargs = {**kwargs, "runtime_env": _with_profile(given)}
             result = init(*args, **kwargs)
-        if _scopes:
-            _check(ray)
+        if _scopes and _is_driver(ray) and not _carries(ray, _scopes[-1].resolved()):
+            _unreached(
+                "Ray was started before the profile, or dropped what came with it",
+                "call ray.shutdown before ray.init, so that the job begins anew",
+            )
         return result
 
     return init_with_profile
@@ -169,16 +184,6 @@ def _is_client(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     return "://" in (address or "")
 
 
-def _with_runtime_env(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `ray.init` with a runtime environment that carries the profile.
-
-    Ray calls no hook for a driver that `uv run` started, and drops a runtime environment of
-    `job_config` where a hook returns one.
-    """
-    given = kwargs.get("runtime_env") or getattr(kwargs.get("job_config"), "runtime_env", None)
-    return {**kwargs, "runtime_env": _with_profile(given)}
-
-
 def add_profile(runtime_env: Mapping[str, Any] | None = None) -> Any:
     """Return `runtime_env` of a job with what puts the profile in force in its workers.
 
@@ -187,7 +192,8 @@ def add_profile(runtime_env: Mapping[str, Any] | None = None) -> Any:
     """
     former = os.environ.get(FORMER)
     if former:
-        runtime_env = _named(former)(runtime_env)
+        module, _, name = former.rpartition(".")  # as Ray finds a hook
+        runtime_env = getattr(import_module(module), name)(runtime_env)
     return _with_profile(runtime_env)
 
 
@@ -305,34 +311,6 @@ def _entering(name: str, strict: bool, former: Any) -> Callable[[], None]:  # no
             getattr(import_module(path[0]), path[2])()
 
     return enter
-
-
-def _named(path: str) -> Any:
-    """Return the function that `path` names, as Ray finds a hook."""
-    from importlib import import_module
-
-    module, _, name = path.rpartition(".")
-    return getattr(import_module(module), name)
-
-
-def _say_if_started_before(ray: Any, scope: _Scope) -> None:
-    """Say so where this process is a driver whose workers were started under no profile."""
-    from torchrepro.console import say_once
-
-    if _is_driver(ray) and not _carries(ray, scope.resolved()):
-        say_once(
-            f"workers of Ray are not under {scope.resolved().name}: ray.init was called before\n"
-            "  to do: put the profile in force before ray.init, or call ray.shutdown first"
-        )
-
-
-def _check(ray: Any) -> None:
-    """Say or refuse where the job that `ray.init` began does not carry the profile."""
-    if _is_driver(ray) and not _carries(ray, _scopes[-1].resolved()):
-        _unreached(
-            "Ray was started before the profile, or dropped what came with it",
-            "call ray.shutdown before ray.init, so that the job begins anew",
-        )
 
 
 def _is_driver(ray: Any) -> bool:

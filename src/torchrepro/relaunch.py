@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.patching import variables_put_back
-from torchrepro.process_state import DOORS
+from torchrepro.process_state import DOORS, same_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -153,21 +153,14 @@ def _another_program() -> bool:
             return True
         return not _found_at_every_start(Path(file).absolute().parents[spec.name.count(".")])
     named = Path(program[0])
-    return not any(_same(named, here) for here in (Path(file), Path(file).parent))
+    return not any(same_file(named, here) for here in (Path(file), Path(file).parent))
 
 
 def _found_at_every_start(folder: Path) -> bool:
     """Whether a new Python that begins in the present folder looks for modules in `folder`."""
     entries = [Path.cwd(), *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(":")))]
     installed = any(folder.is_relative_to(root) for root in (sys.prefix, sys.base_prefix))
-    return installed or any(_same(entry, folder) for entry in entries)
-
-
-def _same(one: Path, other: Path) -> bool:
-    try:
-        return one.samefile(other)
-    except OSError:
-        return False
+    return installed or any(same_file(entry, folder) for entry in entries)
 
 
 def _debugged() -> bool:

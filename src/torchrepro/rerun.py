@@ -38,7 +38,7 @@ from torchrepro.manifest.of_process import VARIABLE as LOG_TO
 from torchrepro.manifest.started import HYDRA, RUN, Started, hidden_in, started_in
 from torchrepro.messages import Problem, some
 from torchrepro.outcomes import Outcome
-from torchrepro.process_state import REPEATED, changed_files
+from torchrepro.process_state import REPEATED, changed_files, same_file
 from torchrepro.profile.compose import compose_document
 from torchrepro.profile.composition import Origin
 from torchrepro.profile.document import Document
@@ -143,7 +143,7 @@ class Rerun:
         if self.started.recording:
             its = {key: _tuple(value) for key, value in self.started.recording.items()}
             before = Path(its["folder"])
-            folder = self.into if _same(before, self.run) else beside(before)
+            folder = self.into if same_file(before, self.run) else beside(before)
             request = replace(Request(**its), folder=str(folder))
             request.prepare_folder()
             more[RECORD] = request.to_variable()
@@ -160,13 +160,6 @@ def _names(started: Started) -> list[str]:
 
 def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
-
-
-def _same(one: Path, other: Path) -> bool:
-    try:
-        return one.samefile(other)
-    except OSError:
-        return False
 
 
 def prepare(

@@ -40,15 +40,19 @@ Parts = dict[Any, Any]
 
 
 class Kind(NamedTuple):
-    """A kind of container, and how it is taken to pieces and put together."""
+    """A kind of container, and how it is taken to pieces and put together.
+
+    torch's pytree knows neither records nor mappings of other classes, and no object that two
+    places hold.
+    """
 
     includes: Callable[[Any], bool]
     parts: Callable[[Any], Parts]
-    made: Callable[[Any, Parts], Any]
-    """Returns a container like the first argument, with other parts."""
-
     refill: Callable[[Any, Parts], None] | None = None
     """Gives a container other parts; None for one that cannot be changed."""
+
+    made: Callable[[Any, Parts], Any] = lambda old, _: copy(old)
+    """Returns a container like the first argument, with other parts unless it is refilled."""
 
 
 def _is_packed(value: Any) -> bool:
@@ -58,10 +62,6 @@ def _is_packed(value: Any) -> bool:
 def _packed_parts(packed: Any) -> Parts:
     # The sizes of its batches are on the host wherever its data is.
     return {name: part for name, part in packed._asdict().items() if name != "batch_sizes"}
-
-
-def _packed_made(packed: Any, parts: Parts) -> Any:
-    return type(packed)(batch_sizes=packed.batch_sizes, **parts)
 
 
 def _numbered(sequence: Any) -> Parts:
@@ -86,8 +86,7 @@ def _mapping_refill(old: Any, parts: Parts) -> None:
 
 
 def _is_record(value: Any) -> bool:
-    module = import_module("torch").nn.Module
-    return is_dataclass(value) and not isinstance(value, type | module)
+    return is_dataclass(value) and not isinstance(value, type | import_module("torch").nn.Module)
 
 
 def _record_parts(record: Any) -> Parts:
@@ -100,42 +99,22 @@ def _record_refill(record: Any, parts: Parts) -> None:
             object.__setattr__(record, name, part)  # a frozen one is changed as well
 
 
-def _refilled_copy(refill: Callable[[Any, Parts], None]) -> Callable[[Any, Parts], Any]:
-    def made(old: Any, parts: Parts) -> Any:
-        new = copy(old)
-        refill(new, parts)
-        return new
-
-    return made
-
-
 KINDS = (
-    Kind(_is_packed, _packed_parts, _packed_made),
-    Kind(lambda value: isinstance(value, tuple), _numbered, _tuple_made),
     Kind(
-        lambda value: isinstance(value, list),
-        _numbered,
-        _refilled_copy(_list_refill),
-        _list_refill,
+        _is_packed,
+        _packed_parts,
+        made=lambda old, parts: type(old)(batch_sizes=old.batch_sizes, **parts),
     ),
+    Kind(lambda value: isinstance(value, tuple), _numbered, made=_tuple_made),
+    Kind(lambda value: isinstance(value, list), _numbered, _list_refill),
     Kind(
         lambda value: isinstance(value, MutableMapping),
-        lambda value: dict(value.items()),
-        _refilled_copy(_mapping_refill),
+        lambda its: dict(its.items()),
         _mapping_refill,
     ),
-    Kind(_is_record, _record_parts, _refilled_copy(_record_refill), _record_refill),
+    Kind(_is_record, _record_parts, _record_refill),
 )
 """Every kind of container that is looked into; the first that includes a value is its kind."""
-
-
-class ContainerCopy(NamedTuple):
-    """A container that was made anew, what it was made from, and what it held then."""
-
-    kind: Kind
-    old: Any
-    new: Any
-    parts: Parts
 
 
 class NestedMap:
@@ -147,7 +126,8 @@ class NestedMap:
     def __init__(self, change: Callable[[Any], Any]) -> None:
         self._change = change
         self._done: dict[int, tuple[Any, Any]] = {}  # the old is kept, so that its id stays its own
-        self.containers: list[ContainerCopy] = []
+        self.containers: list[tuple[Kind, Any, Any, Parts]] = []
+        """Containers made anew: the old, the new, and the parts that it began with."""
 
     def __call__(self, value: Any) -> Any:
         """Return `value` with its tensors changed."""
@@ -163,9 +143,10 @@ class NestedMap:
             self._done[id(value)] = value, value  # a container that holds itself ends here
         parts = {key: self(part) for key, part in kind.parts(value).items()}
         new = kind.made(value, parts)
-        self._done[id(value)] = value, new
         if kind.refill is not None:
-            self.containers.append(ContainerCopy(kind, value, new, parts))
+            kind.refill(new, parts)
+            self.containers.append((kind, value, new, parts))
+        self._done[id(value)] = value, new
         return new
 
 

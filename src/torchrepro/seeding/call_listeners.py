@@ -79,18 +79,13 @@ def is_listening(listener: Listener) -> bool:
 def _owner(module: str, name: str) -> tuple[Any, str]:
     """Return the module or class that shows a function, None if it is not loaded, and the name."""
     *path, attribute = name.split(".")
-    owner = _module(module)
+    package, _, rest = module.partition(".")
+    owner: Any = sys.modules.get(module)
+    if owner is None and package in sys.modules and rest == "random":
+        owner = import_module(module)
     for part in path:
         owner = getattr(owner, part, None)
     return owner, attribute
-
-
-def _module(name: str) -> Any:
-    """Return the module `name` if its package is loaded; never imports another library."""
-    package, _, rest = name.partition(".")
-    if package not in sys.modules:
-        return None
-    return sys.modules.get(name) or (import_module(name) if rest == "random" else None)
 
 
 def _known(function: Any) -> _Heard | None:
@@ -118,21 +113,17 @@ def _function(name: str, heard: _Heard) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         done = original(*args, **kwargs)
         if not _is_compiling() and listeners:
-            caller = sys._getframe().f_back  # noqa: SLF001 - documented; `inspect` takes 100 times as long
-            _tell(listeners, name, args, kwargs, caller)
+            _tell(listeners, name, args, kwargs)
         return done
 
     return call
 
 
 def _tell(
-    listeners: Sequence[Listener],
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    caller: FrameType | None,
+    listeners: Sequence[Listener], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
     """Tell of a call. What a listener raises is dropped: the call itself has succeeded."""
+    caller = sys._getframe(1).f_back  # noqa: SLF001 - documented; `inspect` takes 100 times as long
     if caller is None:
         return  # a thread has begun with the function: no line of the program called it
     for listener in tuple(listeners):
@@ -152,8 +143,7 @@ class _BuiltIn:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         done = self._original(*args, **kwargs)
         if not _is_compiling() and self._listeners:
-            caller = sys._getframe().f_back  # noqa: SLF001 - see above
-            _tell(self._listeners, self._name, args, kwargs, caller)
+            _tell(self._listeners, self._name, args, kwargs)
         return done
 
     def __reduce__(self) -> str:
