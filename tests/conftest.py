@@ -254,6 +254,24 @@ def answer(command: Callable[..., tuple[Any, str, str]]) -> Callable[..., tuple[
     return answer
 
 
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, dict[str, str]], None]:
+    """Hold answers, by what was asked, to a file in `golden/` beside the test.
+
+    Where GOLDEN=write is set the file is written anew, and is to be read before it is committed.
+    """
+
+    def golden(name: str, answers: dict[str, str]) -> None:
+        text = "\n".join(f"== {asked}\n{answer.strip()}\n" for asked, answer in answers.items())
+        file = request.path.parent / "golden" / name
+        if os.environ.get("GOLDEN") == "write":
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        assert text.splitlines() == file.read_text(encoding="utf-8").splitlines()
+
+    return golden
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _children_take_signals() -> None:
     """Let signals that are ignored here, as under `nohup` or `&`, reach what the tests start.

@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -46,80 +47,39 @@ def told(verdict: Verdict) -> str:
     return as_text(*verdict_parts(verdict, level))
 
 
-def test_the_same_is_one_line_that_says_how_much_was_compared() -> None:
-    """Nothing is to be read where nothing differs."""
-    assert told(equal()) == (
-        "the same: 2 ranks, 100 steps, 95,300 ops, 118 GB of tensors read, bit for bit"
-    )
+LEFT, RIGHT = (f"({', '.join(['0.25'] * 90)}, lr={number}, fused=False)" for number in (1, 2))
+VERDICTS = {
+    "two equal runs": equal(),
+    "equal within a tolerance": equal(tolerance=(1e-3, 1e-5)),
+    "equal, recorded at level step": equal(compared=Compared(1, 1, 40, 1500, "step")),
+    "equal under other settings": equal(
+        settings=(Setting("version of torch", None, "2.13.0"),), notes=("B was killed.",)
+    ),
+    "two runs that part": parted(),
+    "no values are known": parted(divergence()),
+    "on a rank other than the first": parted(divergence(rank=3)),
+    "two long texts": parted(
+        divergence(
+            *("aten::mul", Kind.ARGUMENT),
+            what=f"{LEFT} and {RIGHT}",
+            left=side(argument=LEFT),
+            right=side(argument=RIGHT),
+        )
+    ),
+    "an op that one run lacks": parted(divergence(kind=Kind.ONLY_ONE, left=None)),
+    "a run that ended earlier": parted(
+        divergence("", Kind.ENDED, what="B has 7 steps, A 12.", left=None, right=None)
+    ),
+    "one record passes it on": parted(propagated=1),
+    "memory that nothing wrote": parted(
+        divergence(left=side(input_fingerprints=(UNINITIALISED.hex(),)))
+    ),
+}
 
 
-def test_the_certainty_is_that_of_the_comparison() -> None:
-    """A tolerance and a coarser recording are said."""
-    tolerant = told(equal(tolerance=(1e-3, 1e-5)))
-    coarse = told(equal(compared=Compared(1, 1, 40, 1500, "step")))
-
-    assert "within rtol=0.001, atol=1e-05" in tolerant
-    assert "bit for bit" not in tolerant
-    assert coarse == (
-        "the same: 1 step, 40 records, 1.5 kB of tensors read (recorded at level step), bit for bit"
-    )
-
-
-def test_what_differs_though_the_runs_are_the_same_is_said() -> None:
-    """Settings that made no difference, and notes, come below the answer."""
-    text = told(
-        equal(settings=(Setting("version of torch", None, "2.13.0"),), notes=("B was killed.",))
-    )
-
-    assert "version of torch: A not set   B 2.13.0" in text
-    assert "B was killed." in text
-    assert "digest" not in text
-
-
-def test_all_that_a_reader_acts_on_is_told_in_a_screen() -> None:
-    """Place, op, source, values, spread, cause, knob, level, command; no fingerprints of values."""
-    verdict = parted()
-    text = told(verdict)
-
-    first = verdict.first
-    assert first is not None
-    assert first.left is not None
-    assert verdict.advice is not None
-    for word in (
-        *("step 7", "forward", first.module, first.op, first.kind, first.what, first.source),
-        *(first.left.outputs, "0.12345678", "0.12345679", "[0, 3, 17]", "1.2e-07", "cosine"),
-        *("1,204", "head (12)", verdict.advice.cause, verdict.advice.setting),
-        *(verdict.advice.closer, "seeds: seed=1234", verdict.left, verdict.right),
-        *("env.OMP_NUM_THREADS", "11,436 ops", "B was killed"),
-    ):
-        assert word in text
-    assert first.left.output_fingerprints[0][:8] not in text
-    assert "read  " not in text
-
-
-def test_fingerprints_are_told_short_where_they_differ_and_no_values_are_known() -> None:
-    """A reader compares the first digits of what differs; the JSON has them whole."""
-    first = divergence()
-    text = told(parted(first))
-
-    assert "A 3f1c0000   B 9a020000" in text
-    assert "3f1c0000a" not in text
-    assert "3f1c0000aaaabbbb3f1c0000aaaabbbb" in json.dumps(verdict_json(parted(first)))
-
-
-def test_two_long_texts_are_shown_where_they_differ() -> None:
-    """Arguments that begin alike are cut in front of their difference, and told once."""
-    left, right = (f"({', '.join(['0.25'] * 90)}, lr={number}, fused=False)" for number in (1, 2))
-    first = divergence(
-        *("aten::mul", Kind.ARGUMENT),
-        what=f"{left} and {right}",
-        left=side(argument=left),
-        right=side(argument=right),
-    )
-    (line,) = (line for line in told(parted(first)).splitlines() if "lr=" in line)
-
-    assert "lr=1, fused=False)   B ..." in line
-    assert "lr=2, fused=False)" in line
+def test_a_verdict_is_told_in_plain_words(golden: Any) -> None:
+    """What a reader acts on is told, short; fingerprints only where no values are known."""
+    golden("terminal.txt", {name: told(verdict) for name, verdict in VERDICTS.items()})
 
 
 LONG = "/home/somebody/projects/a-model/src/package/training/loop.py"
@@ -210,38 +170,12 @@ def test_a_verification_fits_on_a_terminal(case: str, *, equal: bool) -> None:
     assert headline(verdict) in text
 
 
-def test_an_op_that_one_run_lacks_is_told_with_the_run_that_has_it() -> None:
-    """Nothing is compared with what is not there."""
-    text = told(parted(divergence(kind=Kind.ONLY_ONE, left=None)))
-
-    assert "only in       B" in text
-    assert "wrote" not in text
-
-
-def test_a_run_that_ended_earlier_is_told_as_such() -> None:
-    """No op is blamed where one run has no more of them."""
-    first = divergence("", Kind.ENDED, what="B has 7 steps, A 12.", left=None, right=None)
-    text = told(parted(first))
-
-    assert text.splitlines()[0].startswith("not the same: one run ended earlier, at step 7")
-    assert "B has 7 steps" in text
-    assert "afterwards" not in text
-
-
-def test_what_follows_a_difference_is_counted_in_good_english() -> None:
-    """One record passes it on, several pass it on."""
-    assert "1 record only passes it on" in told(parted(propagated=1))
-    assert "1,204 records only pass it on" in told(parted())
-
-
 def test_memory_that_nothing_wrote_is_not_shown_as_a_fingerprint() -> None:
     """What stands for it in a recording means nothing to a reader."""
-    empty = UNINITIALISED.hex()
-    first = divergence(left=side(input_fingerprints=(empty,)))
-    text = told(parted(first)) + page(parted(first))
+    text = page(VERDICTS["memory that nothing wrote"])
 
-    assert text.count("(never written)") == 2
-    assert empty not in text
+    assert "(never written)" in text
+    assert UNINITIALISED.hex() not in text
 
 
 @given(text=st.text(alphabet=st.characters(min_codepoint=0, max_codepoint=0x2FFF)))
@@ -292,6 +226,7 @@ def test_the_json_is_valid_and_has_the_documented_keys() -> None:
     assert found["compared"]["ops"] == 11436
     assert found["advice"]["setting"] == "backends.cpu.num_threads=1"
     assert found["next_level"]["name"] == "deterministic kernels"
+    assert found["first"]["left"]["output_fingerprints"] == ["3f1c0000aaaabbbb3f1c0000aaaabbbb"]
     assert found["map"]
     assert all(cell["differing"] for cell in found["map"])
     assert verdict_json(equal())["first"] is None
@@ -306,12 +241,3 @@ def test_no_number_breaks_the_json(losses: list[tuple[int, float, float | None]]
     assert verdict_json(verdict) == {**verdict.to_json(), "next_level": None}
     for (_, left, _), (_, again, _) in zip(losses, json.loads(text)["losses"], strict=True):
         assert again == (left if math.isfinite(left) else str(left))
-
-
-def test_a_place_names_its_rank_only_where_it_is_not_the_first() -> None:
-    """One process needs no rank."""
-    places: list[Divergence] = [divergence(), divergence(rank=3)]
-    first, other = (told(parted(each)).splitlines()[0] for each in places)
-
-    assert "rank" not in first
-    assert "on rank 3" in other
