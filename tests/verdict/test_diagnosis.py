@@ -291,7 +291,7 @@ def test_no_cause_is_out_of_reach() -> None:
     told += [(verdict_on(case[0], **case[1]), CPU) for case in PROGRAM.values()]
 
     first_to_fit = {
-        next(number for number, row in enumerate(RULES) if row.applies(evidence_of(verdict, meta)))
+        next(number for number, row in enumerate(RULES) if evidence_of(verdict, meta).fits(row))
         for verdict, meta in told
     }
 

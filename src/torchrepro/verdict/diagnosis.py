@@ -15,35 +15,20 @@ from torchrepro.profile.composition import flatten
 from torchrepro.seeding.uncontrolled import ENTROPY
 from torchrepro.trace.format import BY_PROGRAM
 from torchrepro.verdict.evidence import (
-    DEVICE,
-    DRAWING,
-    DROPOUT,
-    DROPPING,
-    LOADER,
+    COARSE,
     MAIN_THREADS,
     NO_VALUE,
     NOT_ALIKE,
-    WORKERS,
     Evidence,
     accelerator,
-    op_name,
     short,
     uses,
 )
-from torchrepro.verdict.rules import (
-    ANY_VALUE,
-    COARSE,
-    DATALOADER,
-    HASHES,
-    KERNEL_RULES,
-    RULES,
-    Fix,
-    Rule,
-)
+from torchrepro.verdict.rules import ESCALATION, HASHES, RULES, Fix, Rule
 from torchrepro.verdict.value import UNKNOWN_PROGRAM, Advice, Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from torchrepro.knobs.knob import Knob
     from torchrepro.verdict.value import Divergence, Program, Setting, UncontrolledRead, Verdict
@@ -72,13 +57,13 @@ def advice(
         return None
     meta = meta or {}
     evidence = evidence_of(verdict, meta)
-    rule = next(row for row in RULES if row.applies(evidence))
+    rule = next(row for row in RULES if evidence.fits(row))
     cause, edit = (_worded(text, rule, evidence) for text in (rule.cause, rule.edit))
     unseen = _may_hide_a_change(rule, evidence, meta)
     if unseen:
         cause = f"{cause.removesuffix('.')}; or an input was changed outside torch in mid-step."
     started = evidence.started_threads
-    if rule in KERNEL_RULES and started is not None:
+    if rule.kernel and started is not None:
         edit = edit or edit_at(started)
         cause = f"{cause.removesuffix('.')}; or a thread ({short(started.where)}) changed it."
     fixes = (*_common_values(rule, evidence), *rule.fixes)
@@ -171,7 +156,7 @@ def evidence_of(verdict: Verdict, meta: Mapping[str, Any]) -> Evidence:
 def _common_values(rule: Rule, evidence: Evidence) -> list[Fix]:
     """Return the knobs of a rule in which the runs differ, each with a value for both of them."""
     found = []
-    for setting in rule.differing_knobs(evidence):
+    for setting in evidence.differing_knobs_of(rule):
         knob = knobs_by_name().get(setting.name)
         values = [each for each in (setting.left, setting.right) if each not in NO_VALUE]
         key = knob.profile_key if knob else setting.name
@@ -204,7 +189,7 @@ def _worded(sentence: str, rule: Rule, evidence: Evidence) -> str:
         threads=f"thread{'s' * (len(others) > 1)} {', '.join(others)}",
         accelerator=evidence.accelerator,
         instead=known.instead if known else "",
-        settings=_listed(rule.differing_knobs(evidence) or evidence.differing_platform),
+        settings=_listed(evidence.differing_knobs_of(rule) or evidence.differing_platform),
         what=first.what,
         programs=_programs(evidence),
         worker_init=worker_init_sentence(loader.worker_init_fn, seeded=seeded) if loader else "",
@@ -261,7 +246,7 @@ def _may_hide_a_change(rule: Rule, evidence: Evidence, meta: Mapping[str, Any]) 
     A recording without `detail` fingerprints what an op writes once in a step.
     """
     return (
-        rule in KERNEL_RULES
+        rule.kernel
         and not (rule.knobs or evidence.tolerance or evidence.has_other_dtypes)
         and evidence.reads_written_memory
         and "detail" in meta
@@ -345,43 +330,6 @@ _MISREAD = re.compile(r".*_|true|false|null|nan|inf|.*\de[0-9-]+", re.IGNORECASE
 """Keys that are taken for another value, or for an instruction such as ``_target_``."""
 
 
-def _is_random(first: Divergence) -> bool:
-    """Whether the op draws, or only the states of generators are known to differ."""
-    return first.kind is Kind.RANDOM or op_name(first.op) in DRAWING | DROPPING
-
-
-def _is_computed(first: Divergence) -> bool:
-    is_kernel = first.kind is Kind.OUTPUTS and not _is_random(first)
-    return is_kernel or first.phase == "collective"
-
-
-def _is_of_program(first: Divergence) -> bool:
-    return first.kind in (Kind.DATA, Kind.ARGUMENT, Kind.ONLY_ONE) or _is_random(first)
-
-
-def _is_of_loader(first: Divergence) -> bool:
-    return first.op == DATALOADER or first.kind is Kind.RANDOM
-
-
-@dataclass(frozen=True, slots=True)
-class EscalationRow:
-    """Settings that are tried together."""
-
-    name: str
-    fixes: tuple[Fix, ...]
-    why: str
-    """What it means if these settings make the runs equal."""
-
-    helps: Callable[[Divergence], bool]
-    """Whether it can help against a divergence of this kind."""
-
-    needs: str = ""
-    """The feature without which the program cannot feel it; an accelerator is ``device``."""
-
-    of_module: bool = False
-    """Whether its key is a module, that of the divergence."""
-
-
 @dataclass(frozen=True, slots=True)
 class EscalationLevel:
     """What to add to a profile."""
@@ -391,69 +339,6 @@ class EscalationLevel:
     """The overrides of this level and of all below it that are not in force yet."""
 
     why: str
-
-
-ESCALATION: tuple[EscalationRow, ...] = (
-    EscalationRow(
-        "seeds",
-        (
-            Fix("seed", "1234", ANY_VALUE),
-            Fix("dataloader.seeding", "auto", needs=LOADER),
-            Fix("env.PYTHONHASHSEED", "0", ANY_VALUE),
-        ),
-        "random numbers differed: something was not seeded",
-        _is_of_program,
-    ),
-    EscalationRow(
-        "deterministic kernels",
-        (
-            Fix("backends.torch.deterministic_algorithms", "error"),
-            Fix("backends.torch.fill_uninitialized_memory", "true"),
-            Fix("backends.torch.inductor_deterministic", "true"),
-            Fix("backends.cudnn.benchmark", "false", needs="cuda"),
-            Fix("backends.cudnn.deterministic", "true", needs="cuda"),
-            Fix("backends.cpu.mkldnn_deterministic", "true"),
-            Fix("env.CUBLAS_WORKSPACE_CONFIG", ":4096:8", (":16:8",), needs="cuda"),
-            Fix("env.NCCL_ALGO", "Ring", ANY_VALUE, needs="cuda"),
-            Fix("env.NCCL_PROTO", "Simple", ANY_VALUE, needs="cuda"),
-            Fix("env.HCCL_DETERMINISTIC", '"true"', ("true", "strict"), needs="npu"),
-            # An op that raises would end the escalation. One that does not raise needs no fallback.
-            Fix("device.fallback", "cpu", ("error",)),
-        ),
-        "a kernel added up in varying order",
-        _is_computed,
-    ),
-    EscalationRow(
-        "no loader workers",
-        (Fix("dataloader.num_workers", "0"),),
-        "the loader's workers gave other data",
-        _is_of_loader,
-        needs=WORKERS,
-    ),
-    EscalationRow(
-        "no dropout",
-        (Fix("dropout", "zero"),),
-        "dropout drew other masks",
-        _is_random,
-        needs=DROPOUT,
-    ),
-    EscalationRow(
-        "random numbers from the host",
-        (Fix("device.rng", "host"),),
-        "the device's own generator gave other numbers",
-        _is_random,
-        needs=DEVICE,
-    ),
-    EscalationRow(
-        "the suspect module on the CPU",
-        (Fix("device.modules", "cpu"),),
-        "the device computes that module in varying order",
-        _is_computed,
-        needs=DEVICE,
-        of_module=True,
-    ),
-)
-"""What `verify --escalate` tries, the mildest settings first."""
 
 
 def next_level(
@@ -501,8 +386,11 @@ def levels_above(
     """Yield the levels above a profile from the lowest, each with the overrides of those below."""
     values = flatten(profile_values)
     overrides: tuple[str, ...] = ()
+    may_be_any = divergence and (divergence.op in COARSE or divergence.kind is Kind.ENDED)
     for row in ESCALATION:
-        if not (uses(program, row.needs) and _can_help(row, divergence)):
+        if not uses(program, row.needs):
+            continue
+        if not (divergence is None or may_be_any or getattr(Evidence(divergence), row.helps)):
             continue
         if row.of_module:
             missing = _module_override(row.fixes[0], values, divergence)
@@ -512,10 +400,6 @@ def levels_above(
         if missing:
             overrides += missing
             yield EscalationLevel(row.name, overrides, row.why)
-
-
-def _can_help(row: EscalationRow, first: Divergence | None) -> bool:
-    return first is None or first.op in COARSE or first.kind is Kind.ENDED or row.helps(first)
 
 
 def _module_override(

@@ -1,8 +1,4 @@
-"""What is known of a divergence: the facts that the rules of diagnosis test.
-
-Names are those of `torch.ops.aten` without overload. Which ops draw is what torch tags as
-`nondeterministic_seeded` (https://docs.pytorch.org/docs/stable/torch.compiler_ir.html).
-"""
+"""What is known of a divergence: the facts and predicates that the rules of diagnosis name."""
 
 from __future__ import annotations
 
@@ -11,14 +7,23 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.catalogue import CATALOGUE
+from torchrepro.policies.deterministic_ops import row_of
 from torchrepro.seeding.uncontrolled import SUSPECTS, THREADS
-from torchrepro.trace.format import PARTLY, UNINITIALISED
-from torchrepro.verdict.value import UNKNOWN_PROGRAM
+from torchrepro.trace.format import (
+    NEW_TENSOR,
+    OPTIMIZER_STEP,
+    PARTLY,
+    RETURNED,
+    UNINITIALISED,
+)
+from torchrepro.verdict.rules import OPS, RANDOM_NUMBERS, is_of, one_of
+from torchrepro.verdict.value import UNKNOWN_PROGRAM, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torchrepro.trace.format import Site
+    from torchrepro.verdict.rules import Rule
     from torchrepro.verdict.value import (
         Divergence,
         Loader,
@@ -28,73 +33,20 @@ if TYPE_CHECKING:
         UncontrolledRead,
     )
 
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-DROPPING = _names(
-    "dropout dropout_ feature_dropout feature_dropout_ alpha_dropout alpha_dropout_"
-    " feature_alpha_dropout feature_alpha_dropout_ native_dropout _fused_dropout"
-    " _cudnn_init_dropout_state _fill_mem_eff_dropout_mask_ rrelu rrelu_ rrelu_with_noise"
-    " rrelu_with_noise_ rrelu_with_noise_functional"
+DRAWING, DROPPING, MASKING, DROPPING_INSIDE, OVERWRITING = (
+    OPS[name] for name in ("drawing", "dropping", "masking", "dropping_inside", "overwriting")
 )
-"""Ops that drop or vary a slope. `dropout: zero` turns them off."""
 
-MASKING = frozenset({"bernoulli", "bernoulli_"})
-"""Ops that draw masks. Dropout on the CPU is one of them and a product."""
-
-DRAWING = _names(
-    "_sample_dirichlet _standard_gamma bernoulli bernoulli_ binomial cauchy cauchy_ exponential"
-    " exponential_ geometric geometric_ log_normal log_normal_ multinomial normal normal_"
-    " normal_functional poisson rand rand_like randint randint_like randn randn_like random"
-    " random_ randperm uniform uniform_ philox_rand"
-)
-"""Ops whose result is random numbers."""
-
-DROPPING_INSIDE = _names(
-    "_cudnn_attention_backward _cudnn_attention_forward _cudnn_rnn _efficient_attention_forward"
-    " _flash_attention_forward _flash_attention_forward_no_dropout_inplace _fused_sdp_choice"
-    " _lstm_mps _nested_tensor_softmax_with_shape _scaled_dot_product_attention_math"
-    " _scaled_dot_product_attention_math_for_mps _scaled_dot_product_cudnn_attention"
-    " _scaled_dot_product_cudnn_attention_backward _scaled_dot_product_efficient_attention"
-    " _scaled_dot_product_efficient_attention_backward _scaled_dot_product_flash_attention"
-    " _scaled_dot_product_flash_attention_for_cpu"
-    " _scaled_dot_product_fused_attention_overrideable _triton_scaled_dot_attention"
-    " scaled_dot_product_attention gru lstm miopen_rnn rnn_relu rnn_tanh"
-)
-"""Larger kernels that drop only if they are given a probability."""
-
-FIXED_BY_THE_FLAG = _names(
-    "index_add index_add_ index_copy index_copy_ index_put index_put_ _index_put_impl_"
-    " _unsafe_index_put repeat_interleave"
-)
-"""Ops that write in the order of their threads unless torch's deterministic flag is on.
-
-https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html
-"""
-
-MATMUL = re.compile(
-    r"_?(mm|addmm|addmm_activation|bmm|baddbmm|addbmm|mv|addmv|addr|dot|vdot|matmul|linear|einsum"
-    r"|scaled_mm|int_mm|addmm_relu|mkl_linear|tensordot|linear_pointwise|linalg_\w+)_?"
-)
-CONVOLUTION = re.compile(r"\w*conv\w*")
-RECURRENT = re.compile(r"\w*(rnn|lstm|gru)\w*")
-ATTENTION = re.compile(r"\w*(attention|sdp)\w*")
-REDUCTION = re.compile(
-    r"(nan)?(sum|mean)(_to_size)?|prod|var|std|var_mean|std_mean|norm|dist|trace|logsumexp|cumsum_?"
-    r"|cumprod_?|_?foreach_norm|linalg_vector_norm|\w*softmax\w*|\w*(layer|batch|group|rms)_norm\w*"
-    r"|\w*_loss\w*|\w*avg_pool\w*|\w*upsample\w*|\w*cdist\w*|_embedding_bag\w*"
-)
-SUMMING = re.compile(
-    "|".join(
-        f"(?:{family.pattern})" for family in (MATMUL, CONVOLUTION, RECURRENT, ATTENTION, REDUCTION)
-    )
-)
-"""Ops whose result depends on the order in which they add."""
-
-OVERWRITING = _names("copy_ fill_ zero_ set_ resize_")
-"""Ops that may be given unwritten memory, because they do not read it."""
+DATALOADER = "DataLoader"
+COARSE = {
+    "parameter": "parameters",
+    "gradient": "gradients",
+    "module": "outputs of modules",
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "loss": "losses",
+}
+"""What recordings of a level above ops hold in their place, and what several of it are called."""
 
 
 def short(where: str) -> str:
@@ -109,7 +61,7 @@ def op_name(op: str) -> str:
 
 LOADER, WORKERS, DROPOUT, RANDOM_OPS = "loader", "loader workers", "dropout", "random ops"
 FEATURES: Mapping[str, Callable[[Site], bool]] = {
-    LOADER: lambda site: site.op == "DataLoader",
+    LOADER: lambda site: site.op == DATALOADER,
     DROPOUT: lambda site: op_name(site.op) in DROPPING | MASKING | DROPPING_INSIDE,
     RANDOM_OPS: lambda site: op_name(site.op) in DRAWING | DROPPING | DROPPING_INSIDE,
     "collectives": lambda site: site.phase == "collective",
@@ -221,11 +173,18 @@ class Evidence:
         return any(one == other for one, other in pairs)
 
     @property
-    def of_threads(self) -> bool:
-        """Whether several threads computed, and one beside the main one what differs."""
-        writers = set(self.first.writers)
-        others = self.on_another_thread or bool(writers - set(MAIN_THREADS))
-        return others and (len(self.program.threads) != 1 or len({self.first.thread, *writers}) > 1)
+    def is_race(self) -> bool:
+        """Whether threads wrote one tensor, of which one beside the main one computed it."""
+        first, writers = self.first, set(self.first.writers)
+        # An op may run on the main thread, on one of autograd's, or on another.
+        on_another = first.thread not in MAIN_THREADS and first.phase != "backward"
+        in_place = self.op.endswith("_") and not self.op.startswith("__")
+        return (
+            (on_another or bool(writers - set(MAIN_THREADS)))
+            and (len(self.program.threads) != 1 or len({first.thread, *writers}) > 1)
+            and (in_place or bool(writers) or first.kind in (Kind.INPUT, Kind.DATA))
+            and not self.is_made_outside
+        )
 
     @property
     def namespace(self) -> str:
@@ -236,16 +195,6 @@ class Evidence:
     def sides(self) -> tuple[Side, ...]:
         """The sides of the runs that have the op."""
         return tuple(side for side in (self.first.left, self.first.right) if side is not None)
-
-    @property
-    def writes_in_place(self) -> bool:
-        """Whether the op writes into one of its inputs."""
-        return self.op.endswith("_") and not self.op.startswith("__")
-
-    @property
-    def on_another_thread(self) -> bool:
-        """Whether the op ran neither on the main thread nor on one of autograd's."""
-        return self.first.thread not in MAIN_THREADS and self.first.phase != "backward"
 
     @property
     def reads_unwritten_memory(self) -> bool:
@@ -290,9 +239,115 @@ class Evidence:
             if each.name not in DECLARED and SET_BY.get(each.name, each.name) not in known
         )
 
-    def differs_in(self, *names: str) -> bool:
-        """Whether the runs differ in one of the settings `names`."""
-        return any(each.name in names for each in self.settings)
+    @property
+    def differs_beyond_random_numbers(self) -> bool:
+        """Whether the runs differ in a knob that is not about random numbers alone."""
+        return any(not one_of(each.name, RANDOM_NUMBERS) for each in self.differing_knobs)
+
+    @property
+    def is_other_program(self) -> bool:
+        """Whether the runs are of programs with another text."""
+        return any(each.name == PROGRAM_TEXT for each in self.settings)
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether one run went on from a checkpoint and the other did not."""
+        return any(each.name == RESUMED for each in self.settings)
+
+    @property
+    def is_other_processor(self) -> bool:
+        """Whether the runs had processors for which kernels are chosen differently."""
+        return any(each.name == "hardware: instruction set" for each in self.settings)
+
+    @property
+    def both_were_cut(self) -> bool:
+        """Whether both recordings were cut off."""
+        return self.first.both_were_cut
+
+    @property
+    def is_coarse(self) -> bool:
+        """Whether what differs is known, and not which op computed it."""
+        return self.first.op in COARSE or self.first.is_at_the_latest
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether it is of a batch as it came out of a loader."""
+        return self.first.op == DATALOADER
+
+    @property
+    def is_made_outside(self) -> bool:
+        """Whether the record is of values that the program gave to torch."""
+        return self.is_batch or self.first.op == NEW_TENSOR or self.first.op.endswith(RETURNED)
+
+    @property
+    def is_optimizer_step(self) -> bool:
+        """Whether the record is of the arguments of an optimizer."""
+        return self.first.phase == "optimizer" and self.first.op.endswith(OPTIMIZER_STEP)
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether ranks exchanged values."""
+        return self.first.phase == "collective" or "c10d" in self.namespace
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether inductor made the kernel."""
+        return self.op == "compiled region" or self.namespace == "inductor"
+
+    @property
+    def is_custom_op(self) -> bool:
+        """Whether the op is none of torch's own."""
+        return self.namespace not in ("", "aten", "prims")
+
+    @property
+    def known_nondeterministic(self) -> bool:
+        """Whether torch lists the op as one without a deterministic kernel."""
+        return row_of(self.op) is not None
+
+    @property
+    def drops(self) -> bool:
+        """Whether the op draws a mask."""
+        inside = self.op in DROPPING_INSIDE and self.drops_with_a_probability
+        return inside or self.op in DROPPING | MASKING
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the op draws, or only the states of generators are known to differ."""
+        return self.first.kind is Kind.RANDOM or self.op in DRAWING | DROPPING
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether a kernel or a collective gave another result."""
+        is_kernel = self.first.kind is Kind.OUTPUTS and not self.is_random
+        return is_kernel or self.first.phase == "collective"
+
+    @property
+    def is_of_program(self) -> bool:
+        """Whether the program itself may bring the difference in."""
+        return self.is_random or self.first.kind in (Kind.DATA, Kind.ARGUMENT, Kind.ONLY_ONE)
+
+    @property
+    def is_of_loader(self) -> bool:
+        """Whether the workers of a loader may bring the difference in."""
+        return self.is_batch or self.first.kind is Kind.RANDOM
+
+    def differing_knobs_of(self, rule: Rule) -> list[Setting]:
+        """Return the knobs of a rule in which the runs differ."""
+        return [each for each in self.differing_knobs if one_of(each.name, rule.knobs)]
+
+    def fits(self, rule: Rule) -> bool:
+        """Whether a rule may say why the runs diverge."""
+        devices = ("", self.accelerator or "cpu", "accelerator" if self.accelerator else "")
+        return (
+            self.first.kind in rule.kinds
+            and (not rule.ops or any(is_of(self.op, family) for family in rule.ops))
+            and rule.device in devices
+            and (not rule.knobs or bool(self.differing_knobs_of(rule)))
+            and all(
+                bool(getattr(self, name.removeprefix("not "))) != name.startswith("not ")
+                for name in rule.fits
+            )
+        )
 
     def value(self, key: str) -> str | None:
         """Return the value in force of a knob, or of a key of a profile; None if there is none.

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.trace.format import (
+    BETWEEN,
     INPUT,
     NEW_TENSOR,
     OPTIMIZER_STEP,
     OUTPUT,
+    RETURNED,
+    SAMPLE,
     UNINITIALISED,
     Record,
     Site,
@@ -18,7 +21,6 @@ from torchrepro.trace.format import (
 from torchrepro.verdict.columns import INPUTLESS, MAIN, NAMES
 from torchrepro.verdict.evidence import DRAWING, OVERWRITING
 from torchrepro.verdict.render import counted, moment
-from torchrepro.verdict.sample_difference import explain_returned, is_returned
 from torchrepro.verdict.value import Distance, Divergence, Element, Kind, Side
 
 if TYPE_CHECKING:
@@ -241,8 +243,8 @@ def _explain_what_was_given(left: RecordView, right: RecordView) -> Explanation 
     op = left.site.op
     if _is_optimizer_step(left):
         return Explanation(Kind.ARGUMENT, _unequal_options(left, right))
-    if is_returned(op):
-        return Explanation(*explain_returned(op, left.argument, right.argument))
+    if op.endswith(RETURNED):
+        return Explanation(Kind.DATA, _explain_returned(op, left.argument, right.argument))
     if left.argument != right.argument:
         what = f"{left.argument or 'none'} and {right.argument or 'none'}"
         return Explanation(Kind.ARGUMENT, what)
@@ -252,6 +254,22 @@ def _explain_what_was_given(left: RecordView, right: RecordView) -> Explanation 
         what = f"{counted(len(left.inputs), 'tensor')} as input and {len(right.inputs)}"
         return Explanation(Kind.ARGUMENT, what)
     return None
+
+
+def _explain_returned(op: str, left: str, right: str) -> str:
+    """Return how a function of the program differs that was called as a batch was loaded."""
+    (sample, numbers), (other, others) = (
+        argument.removeprefix(SAMPLE).partition(BETWEEN)[::2]
+        if argument.startswith(SAMPLE)
+        else ("", argument)
+        for argument in (left, right)
+    )
+    if sample != other:
+        return f"another sample: index {sample or 'unknown'} and {other or 'unknown'}"
+    same = f" for the same sample {sample}" if sample else ""
+    if numbers != others:
+        return f"{op} was given other numbers{same}: {numbers or 'none'} and {others or 'none'}"
+    return f"{op} returned other values{same}"
 
 
 def _is_optimizer_step(one: RecordView) -> bool:
