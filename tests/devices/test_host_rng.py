@@ -1,4 +1,4 @@
-"""`device.rng: host` on the simulated accelerator: the CPU's numbers, through the dispatcher."""
+"""`device.rng: host`: the same seed draws the same numbers on an accelerator as on the CPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +9,17 @@ from torch import nn
 from torch.nn import functional
 
 import torchrepro
+from torchrepro.policies.interpose import interposed_ops
 
 OnNpu = Callable[..., Any]
 HOST = {"device": {"rng": "host"}}
+ACCELERATOR = torch.accelerator.is_available()
+REAL = str(torch.accelerator.current_accelerator().type) if ACCELERATOR else "cpu"
+needs_accelerator = [
+    pytest.mark.gpu,
+    pytest.mark.npu,
+    pytest.mark.skipif(not ACCELERATOR, reason="no accelerator in this machine"),
+]
 
 
 def _into(device: str, name: str, *args: float) -> torch.Tensor:
@@ -84,26 +92,68 @@ def _drawn(name: str, device: str) -> tuple[list[float], float]:
     return drawn.tolist(), torch.rand(()).item()
 
 
-def _drawn_on_npu(name: str) -> tuple[Any, Any, Any]:
-    native = _drawn(name, "npu")
+def _drawn_thrice(name: str, device: str) -> tuple[Any, Any, Any]:
+    native = _drawn(name, device)
     with torchrepro.apply(HOST) as applied:
-        host = _drawn(name, "npu")
+        host = _drawn(name, device)
         counted = sum(effect.calls for effect in applied.report.effects)
     assert counted
-    return native, host, _drawn(name, "npu")
+    return native, host, _drawn(name, device)
 
 
-@pytest.mark.parametrize("name", DRAWS)
-def test_a_device_draws_what_the_cpu_draws_in_program_order(name: str, on_npu: OnNpu) -> None:
+DRAWN_ALONE = (
+    *("rand", "randn", "randint", "randperm", "normal_", "uniform_ on a view", "exponential_"),
+    *("bernoulli", "multinomial", "a layer", "dropout"),
+)
+"""What computes nothing from its draws, which a real device does in bits of its own."""
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        *((name, "simulated") for name in DRAWS),
+        *(pytest.param(name, REAL, marks=needs_accelerator) for name in DRAWN_ALONE),
+    ],
+)
+def test_a_device_draws_what_the_cpu_draws_in_program_order(
+    name: str, device: str, request: pytest.FixtureRequest
+) -> None:
     """In force, each way to draw gives the CPU's numbers and moves its generator as the CPU does.
 
     Before and after, the device draws its own.
     """
-    native, host, after = on_npu(_drawn_on_npu, name)
+    if device == "simulated":
+        native, host, after = request.getfixturevalue("on_npu")(_drawn_thrice, name, "npu")
+    else:
+        native, host, after = _drawn_thrice(name, device)
 
     assert host == _drawn(name, "cpu")
     assert native != host
     assert after == native
+
+
+@pytest.mark.parametrize("device", [pytest.param(REAL, marks=needs_accelerator)])
+def test_a_generator_of_a_device_stands_for_one_of_the_cpu(device: str) -> None:
+    """A program's own generator goes on where it left, and starts again when it is seeded again."""
+    on_cpu = torch.Generator().manual_seed(9)
+    expected = [torch.randn(3, generator=on_cpu).tolist() for _ in range(2)]
+    with torchrepro.apply(HOST):
+        own = torch.Generator(device).manual_seed(9)
+
+        def draw() -> list[float]:
+            drawn: list[float] = torch.randn(3, device=device, generator=own).tolist()
+            return drawn
+
+        first = [draw(), draw()]
+        own.manual_seed(9)
+        again = [draw(), draw()]
+        state = own.get_state()
+        third = draw()
+        own.set_state(state)
+        repeated = draw()
+
+    assert first == again == expected
+    assert third == repeated != first[0]
 
 
 def _where_it_ends() -> tuple[str, str, list[str]]:
@@ -150,3 +200,63 @@ def test_seeding_only_the_device_is_reported_as_without_effect(on_npu: OnNpu) ->
 
     assert same
     assert effects == [("torch.npu.manual_seed_all(99)", "without effect: the host draws")]
+
+
+@pytest.mark.skipif(ACCELERATOR, reason="there is an accelerator in this machine")
+def test_without_an_accelerator_ops_are_left_alone() -> None:
+    """Where all numbers come from the host in any case, no op is interposed, none is counted."""
+    plain = {name: _drawn(name, "cpu") for name in DRAWS}
+    with torchrepro.apply({"device": {"rng": "host"}}) as applied:
+        assert interposed_ops() == ()
+        numbers = {name: _drawn(name, "cpu") for name in DRAWS}
+
+    assert plain == numbers
+    assert applied.report.effects == ()
+
+
+def test_native_leaves_everything_alone() -> None:
+    """`device.rng: native` changes nothing."""
+    with torchrepro.apply({"device": {"rng": "native"}}) as applied:
+        assert applied.report["device.rng"].outcome == "unchanged"
+
+
+COMPILED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rand": lambda x: torch.rand(5) * x,
+    "randn_like": lambda x: torch.randn_like(x) + x,
+    "randint": lambda x: torch.randint(0, 9, (5,)) * x,
+    "bernoulli": lambda x: torch.bernoulli(torch.full((5,), 0.5)) * x,
+    "dropout": lambda x: nn.functional.dropout(x, 0.3),
+    "normal_": lambda x: torch.empty(5).normal_() * x,
+    "exponential_": lambda x: torch.empty(5).exponential_() * x,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_code_draws_what_eager_code_draws(name: str, backend: str) -> None:
+    """Compiled before the policy or under it, a function draws the numbers of an eager run."""
+    function = COMPILED[name]
+    before = torch.compile(function, backend=backend)
+
+    def drawn(call: Callable[[torch.Tensor], torch.Tensor]) -> list[float]:
+        torch.manual_seed(4)
+        return call(torch.ones(5, requires_grad=True)).tolist()
+
+    before(torch.ones(5, requires_grad=True))
+    expected = drawn(function)
+    with torchrepro.apply({"device": {"rng": "host"}}):
+        assert drawn(before) == expected
+        assert drawn(torch.compile(function, backend=backend)) == expected
+
+
+@pytest.mark.slow
+def test_inductor_draws_its_own_numbers_again_after_the_undo() -> None:
+    """The option of inductor that draws by torch's ops is as it was, loaded before or after."""
+    import torch._inductor.config as inductor
+
+    before = inductor.fallback_random
+    with torchrepro.apply({"device": {"rng": "host"}}):
+        assert inductor.fallback_random is True
+
+    assert inductor.fallback_random is before
