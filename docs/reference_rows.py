@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from reference_markdown import attribute_docs, code, linked, prose, records
 
-from torchrepro.knobs.allowed_variables import ALLOWED, WITHOUT_EFFECT
 from torchrepro.knobs.catalogue import CATALOGUE, explanations, rows_for_key
 from torchrepro.knobs.knob import Phase
+from torchrepro.knobs.variables import WITHOUT_EFFECT, allowed
 from torchrepro.outcomes import STOPPING, Outcome
 from torchrepro.profile.composition import EXTRA, flatten
 from torchrepro.profile.json_schema import json_schema
@@ -191,7 +191,7 @@ def allowed_variables() -> str:
     """Return the variables outside the catalogue that a profile may set."""
     return "\n".join(
         f"- **`{name}`**: {prose(row.why)}. Values: {prose(row.legal.words)}."
-        for name, row in ALLOWED.items()
+        for name, row in allowed().items()
     )
 
 

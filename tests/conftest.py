@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from torchrepro.cli import main
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.knob import Knob, MissingState
-from torchrepro.manifest.contents import RECORDED
+from torchrepro.knobs.variables import RECORDED
 
 settings.register_profile(
     "torchrepro",

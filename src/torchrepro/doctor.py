@@ -9,10 +9,9 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.knobs.allowed_variables import WITHOUT_EFFECT
 from torchrepro.knobs.catalogue import CATALOGUE
-from torchrepro.knobs.env_rows import ORDER_OF_SUMS
 from torchrepro.knobs.npu_state import cann_too_old, compiled_ops_blocked
+from torchrepro.knobs.variables import ORDER_OF_SUMS, WITHOUT_EFFECT
 from torchrepro.outcomes import Outcome
 from torchrepro.planner import Plan, make_plan
 from torchrepro.process_state import closed_doors

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.console import note
 from torchrepro.errors import ApplyError
 from torchrepro.knobs.catalogue import knobs_by_name
-from torchrepro.knobs.env_rows import ORDER_OF_SUMS
+from torchrepro.knobs.variables import ORDER_OF_SUMS
 from torchrepro.messages import shown
 from torchrepro.patching import wrap
 from torchrepro.seeding import streams

@@ -197,9 +197,10 @@ def test_a_seed_of_the_program_that_will_fail_is_reported(rig: Any) -> None:
 
 
 VARIABLES = """
-from torchrepro.knobs.ascend_rows import ASCEND
+from torchrepro.knobs.variables import ENV
 from torchrepro.process_state import closed_doors
-say([[knob.variable, knob.door, knob.door in closed_doors()] for knob in ASCEND])
+say([[knob.variable, knob.door, knob.door in closed_doors()] for knob in ENV
+     if knob.door in ("npu", "torch_npu")])
 mark("loaded"); torch.npu.init()
 mark("used")
 for device in ("npu:0", "npu:1"):

@@ -11,8 +11,8 @@ import pytest
 import torchrepro
 from torchrepro.cli.command_table import ROWS
 from torchrepro.errors import EXIT_STATUSES, TorchreproError
-from torchrepro.knobs.allowed_variables import ALLOWED
 from torchrepro.knobs.catalogue import CATALOGUE
+from torchrepro.knobs.variables import allowed
 from torchrepro.outcomes import Outcome
 from torchrepro.policies.deterministic_ops import OPS
 
@@ -30,7 +30,7 @@ EXPECTED = {
     "knobs": [knob.name for knob in CATALOGUE],
     "profile-keys": [knob.profile_key for knob in CATALOGUE if not knob.variable],
     "outcomes": [str(outcome) for outcome in Outcome],
-    "variables": list(ALLOWED),
+    "variables": list(allowed()),
     "nondeterministic-ops": [row.name for row in OPS],
 }
 """What has an entry of its own on each page."""

@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import torchrepro
-from torchrepro.knobs.allowed_variables import WITHOUT_EFFECT, refusal
 from torchrepro.knobs.catalogue import CATALOGUE, explanations, knobs_by_name
 from torchrepro.knobs.knob import Knob, MissingState, Phase
+from torchrepro.knobs.variables import WITHOUT_EFFECT, refusal
 from torchrepro.outcomes import Outcome
 from torchrepro.process_state import DOORS
 from torchrepro.profile.composition import WHOLE

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrepro.manifest.contents import RECORDED
+from torchrepro.knobs.variables import RECORDED
 from torchrepro.profile.resolved import ResolvedProfile
 
 APP = """

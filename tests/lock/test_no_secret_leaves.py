@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrepro.manifest.contents import RECORDED
+from torchrepro.knobs.variables import RECORDED
 
 SCRIPT = str(Path(sys.executable).with_name("torchrepro"))
 PROGRAM = """

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrepro.manifest.contents import RECORDED
+from torchrepro.knobs.variables import RECORDED
 
 TIMEOUT = 600
 CONSOLE_SCRIPT = str(Path(sysconfig.get_path("scripts")) / "torchrepro")

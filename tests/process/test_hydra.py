@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 from torchrepro import load
-from torchrepro.manifest.contents import RECORDED
+from torchrepro.knobs.variables import RECORDED
 
 from .conftest import DEPRECATED
 

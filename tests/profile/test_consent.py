@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import torchrepro
-from torchrepro.knobs.allowed_variables import ALLOWED, refusal
 from torchrepro.knobs.catalogue import CATALOGUE
+from torchrepro.knobs.variables import allowed, refusal
 from torchrepro.profile.consent import VARIABLE
 
 UNKNOWN = "env_extra: {ACME_FLAG: '7'}\n"
@@ -269,7 +269,7 @@ def test_another_value_of_an_allowed_variable_needs_consent(load_text, monkeypat
     by_key = {problem.key: problem for problem in caught.value.problems}
 
     assert by_key["env_extra.WANDB_MODE"].near == "offline"
-    assert by_key["env_extra.NCCL_DEBUG"].legal == ALLOWED["NCCL_DEBUG"].legal.words
+    assert by_key["env_extra.NCCL_DEBUG"].legal == allowed()["NCCL_DEBUG"].legal.words
     monkeypatch.setenv(VARIABLE, "WANDB_MODE,NCCL_DEBUG")
     assert load_text(text).resolved.environment()["WANDB_MODE"] == "offlin"
 
@@ -312,10 +312,10 @@ NOT_SHIPPED = (
 
 def test_a_row_of_the_allow_list_is_a_harmless_variable_of_its_own():
     """No row is of the catalogue, or names a credential, what is dangerous or does nothing."""
-    assert {name: why for name in ALLOWED if (why := refusal(name))} == {}
-    assert ALLOWED.keys() & {knob.variable for knob in CATALOGUE} == set()
-    assert ALLOWED.keys() & set(NOT_SHIPPED) == set()
-    assert [name for name, row in ALLOWED.items() if not row.why or not row.legal.words] == []
+    assert {name: why for name in allowed() if (why := refusal(name))} == {}
+    assert allowed().keys() & {knob.variable for knob in CATALOGUE} == set()
+    assert allowed().keys() & set(NOT_SHIPPED) == set()
+    assert [name for name, row in allowed().items() if not row.why or not row.legal.words] == []
 
 
 WORD = re.compile(r"[A-Za-z0-9_+^-]*")
@@ -337,7 +337,7 @@ def _harmless(name, value):
     return all(WORD.fullmatch(part) or NUMBERS.fullmatch(part) for part in parts)
 
 
-LEGAL = list({row.legal: name for name, row in ALLOWED.items()}.values())
+LEGAL = list({row.legal: name for name, row in allowed().items()}.values())
 """One row for each kind of value."""
 
 
@@ -345,12 +345,12 @@ LEGAL = list({row.legal: name for name, row in ALLOWED.items()}.values())
 @given(name=st.sampled_from(LEGAL), data=st.data())
 def test_a_row_of_the_allow_list_admits_only_words_and_numbers(name, data):
     """Whatever a row lets through is words and numbers, and its reason tells of any `.` or `:`."""
-    legal = ALLOWED[name].legal
+    legal = allowed()[name].legal
     flags = re.IGNORECASE | re.ASCII if legal.ignore_case else re.ASCII
     value = data.draw(st.from_regex(re.compile(legal.pattern, flags), fullmatch=True))
 
     assert legal.complaint(value) == ""
-    for row in ALLOWED.values():
+    for row in allowed().values():
         if row.legal == legal:
             assert _harmless(row.name, value), (row.name, value)
             for mark, said in ((":", ":"), (".", "dot|number")):
@@ -362,7 +362,7 @@ HARMFUL = ("/tmp/x", "a.b", "module.fn", "host:80", "http://h", "../x", "1\n", "
 
 def test_no_row_admits_a_path_a_host_or_a_module():
     """No row of the allow list, and none of the catalogue, takes what names code, file or host."""
-    rows = {row.name: row.legal for row in ALLOWED.values()}
+    rows = {row.name: row.legal for row in allowed().values()}
     rows |= {knob.variable: knob.legal for knob in CATALOGUE if knob.variable}
 
     assert [(n, v) for n, legal in rows.items() for v in HARMFUL if not legal.complaint(v)] == []

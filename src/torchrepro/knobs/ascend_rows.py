@@ -1,4 +1,4 @@
-"""Rows for Ascend NPUs: torch_npu's setters, and variables that it and its libraries read."""
+"""Rows for Ascend NPUs: torch_npu's setters."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.knobs.env_rows import ASCEND_ENV, row
 from torchrepro.knobs.knob import Calls, Knob, MissingState
-from torchrepro.knobs.legal_values import OneOf, Switch, Text, Whole
+from torchrepro.knobs.legal_values import OneOf, Switch, Whole
 from torchrepro.knobs.npu_state import (
     CUBE_MATH_LOWERS,
     determinism_blocked,
@@ -20,12 +19,9 @@ from torchrepro.knobs.npu_state import (
     option_text,
 )
 from torchrepro.knobs.torch_rows import DETERMINISTIC_ALGORITHMS
-from torchrepro.knobs.variable_effects import of_npu
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from torchrepro.knobs.legal_values import Legal
 
 
 DOCS = "https://pypi.org/project/torch-npu/"
@@ -215,89 +211,5 @@ NPU = (
         cost="on: slower kernels for those ops",
         since="torch_npu 2.6",
         aliases=("env.TORCH_NPU_USE_COMPATIBLE_IMPL", "torch.npu.use_compatible_impl"),
-    ),
-)
-
-
-NPU_ENV = "https://github.com/Ascend/pytorch"
-
-TASK_QUEUE = Text("[012]", '"0", "1", "2"', "torch_npu parses a word as 0 and raises on others")
-LAUNCH_BLOCKING = Text(
-    "[01]", '"0", "1"', "torch_npu parses a word such as true as 0, which is off"
-)
-EXACTLY_ONE = Text("[01]", '"0", "1"', 'only the exact text "1" counts; a word such as true is off')
-
-
-def _variable(
-    name: str, legal: Legal, summary: str, source: str = NPU_ENV, door: str = "npu", **more: Any
-) -> Knob:
-    return row(name, door, legal, summary, source, hardware="Ascend", **more)
-
-
-ASCEND = (
-    _variable(
-        "CLOSE_MATMUL_K_SHIFT",
-        EXACTLY_ONE,
-        "Matrix products do not shift their inner dimension between cores.",
-        source=ASCEND_ENV,
-        cost="1: slower products",
-    ),
-    _variable(
-        "ATB_MATMUL_SHUFFLE_K_ENABLE",
-        EXACTLY_ONE,
-        "ATB's matrix products shuffle their inner dimension; 0 fixes the order.",
-        source=ASCEND_ENV,
-        cost="0: slower products",
-    ),
-    _variable(
-        "ATB_LLM_LCOC_ENABLE",
-        EXACTLY_ONE,
-        "ATB's language models overlap computing and communication.",
-        source=ASCEND_ENV,
-        cost="0: slower steps",
-    ),
-    _variable(
-        "ASCEND_LAUNCH_BLOCKING",
-        LAUNCH_BLOCKING,
-        "Every op waits for its end; forces the task queue off.",
-        cost="on: everything is slow; for debugging only",
-    ),
-    _variable(
-        "TASK_QUEUE_ENABLE",
-        TASK_QUEUE,
-        "How torch_npu hands ops to the device.",
-        cost="0: slower launches",
-        aliases=("backends.npu.task_queue",),
-        effect=of_npu(
-            "get_task_queue_enable",
-            lambda text: int(text) if text.isdecimal() else 0,
-            "torch_npu's task queue is {}",
-        ),
-    ),
-    _variable("PER_STREAM_QUEUE", EXACTLY_ONE, "One task queue per stream."),
-    _variable(
-        "INF_NAN_MODE_ENABLE", EXACTLY_ONE, "Overflow gives Inf and NaN as on a GPU; 0 saturates."
-    ),
-    _variable(
-        "TORCH_NPU_USE_COMPATIBLE_IMPL",
-        EXACTLY_ONE,
-        "gelu, matmul and max_pool follow the numerics of torch's own kernels.",
-        door="torch_npu",
-        aliases=("backends.npu.compatible_impl",),
-        effect=of_npu(
-            "are_compatible_impl_enabled",
-            lambda text: text == "1",
-            "torch_npu's compatible_impl is {}",
-        ),
-    ),
-    _variable(
-        "TORCH_NPU_LEGACY_IMPL_LIST",
-        Text("randomness", "randomness", "unknown keys raise"),
-        "On the newest chips, draws random numbers as A2 and A3 do.",
-    ),
-    _variable(
-        "ACL_OP_COMPILER_CACHE_MODE",
-        Text("enable|disable|force", "enable, disable, force"),
-        "Whether operators compiled earlier are used again.",
     ),
 )

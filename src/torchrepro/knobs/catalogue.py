@@ -9,11 +9,11 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from torchrepro.errors import ProfileError
-from torchrepro.knobs.ascend_rows import ASCEND, NPU
-from torchrepro.knobs.env_rows import COLLECTIVES, ENV
+from torchrepro.knobs.ascend_rows import NPU
 from torchrepro.knobs.policy_rows import POLICIES
 from torchrepro.knobs.seed_rows import SEEDS
 from torchrepro.knobs.torch_rows import CPU, CUDA, CUDNN, TORCH
+from torchrepro.knobs.variables import ENV, WITHOUT_EFFECT, allowed
 from torchrepro.messages import near
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Inside torch, the NPU's level comes after the flag that its setter also moves. The seeds are
 # last: whatever an earlier write draws from a generator must not show in the numbers of the run.
 CATALOGUE: tuple[Knob, ...] = (
-    *(*ENV, *COLLECTIVES, *ASCEND),
+    *ENV,
     *(*TORCH, *CUDA, *CUDNN, *CPU, *NPU),
     *POLICIES,
     *SEEDS,
@@ -60,18 +60,19 @@ def explanations(name: str) -> list[dict[str, str]]:
     `name` is a row's name, a key of a profile, an alias, a variable, or the last word of a name.
     Raises `ProfileError` with a near match for anything else.
     """
-    from torchrepro.knobs.allowed_variables import ALLOWED, WITHOUT_EFFECT
-
     if name in WITHOUT_EFFECT:
         raise ProfileError.about(f"{name} does nothing: {WITHOUT_EFFECT[name]}")
     rows = _rows_called(name)
     variable = name.removeprefix("env_extra.")
-    if not rows and variable in ALLOWED:
-        row = ALLOWED[variable]
+    if not rows and variable in allowed():
+        row = allowed()[variable]
         does, values = f"{row.why}.", row.legal.words
         return [{"knob": f"env_extra.{variable}", "does": does, "values": values}]
     if not rows:
-        keys = [*(knob.profile_key for knob in CATALOGUE), *(f"env_extra.{row}" for row in ALLOWED)]
+        keys = [
+            *(knob.profile_key for knob in CATALOGUE),
+            *(f"env_extra.{row}" for row in allowed()),
+        ]
         words = {key.rpartition(".")[2]: key for key in reversed(keys)}
         close = words.get(near(name, words), "") or near(name, keys)
         raise ProfileError.about(

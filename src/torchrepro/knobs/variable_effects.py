@@ -138,11 +138,6 @@ def inductor_option(access: InductorVariable) -> Effect:
     return Effect(read, lambda text: text == "1", f"inductor's {access.option} is {{}}")
 
 
-def of_npu(getter: str, means: Callable[[str], Any], words: str) -> Effect:
-    """Return the effect that torch_npu shows through `getter`."""
-    return Effect(_of_torch(Calls("torch:npu", getter, getter).read), means, words)
-
-
 HASHES = Effect(_hash_secret, _secret_of, "its hashes are not those of this seed")
 OPENMP_THREADS = Effect(_threads, int, "OpenMP has {} threads for torch")
 OPENMP_DYNAMIC = Effect(
@@ -156,4 +151,16 @@ TF32 = Effect(
     _of_torch(lambda: Fp32Precision("cuda.matmul").read() == "tf32"),
     lambda text: text == "1",
     "TF32 is {} for torch's matrix products",
+)
+NPU_TASK_QUEUE = Effect(
+    _of_torch(Calls("torch:npu", "get_task_queue_enable", "get_task_queue_enable").read),
+    lambda text: int(text) if text.isdecimal() else 0,
+    "torch_npu's task queue is {}",
+)
+NPU_COMPATIBLE_IMPL = Effect(
+    _of_torch(
+        Calls("torch:npu", "are_compatible_impl_enabled", "are_compatible_impl_enabled").read
+    ),
+    lambda text: text == "1",
+    "torch_npu's compatible_impl is {}",
 )

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import ProfileError
-from torchrepro.knobs.catalogue import CATALOGUE
-from torchrepro.manifest.environment import VARIABLES, hardware, repository, software
+from torchrepro.knobs.variables import RECORDED
+from torchrepro.manifest.environment import hardware, repository, software
 from torchrepro.manifest.started import started_here
 from torchrepro.messages import Problem
 from torchrepro.profile.composition import plain
@@ -40,17 +40,6 @@ LARGEST = 16 * 2**20
 
 DEEPEST = 40
 """Levels of nesting above which a file is no manifest."""
-
-RECORDED = tuple(
-    sorted(
-        {knob.name.removeprefix("env.") for knob in CATALOGUE if knob.name.startswith("env.")}
-        | {row.name for row in VARIABLES}
-    )
-)
-"""The variables that a manifest may record: only those that influence numbers.
-
-Those of the catalogue are knobs; the others have their reasons in `VARIABLES`.
-"""
 
 
 def manifest(

@@ -1,4 +1,4 @@
-"""What numbers depend on beside the profile: variables, hardware, software and the commit.
+"""What numbers depend on beside the profile and variables: hardware, software and the commit.
 
 Each is a table of rows, and a further fact is a further row. Reading them imports no library,
 initialises no device and never fails: a manifest is written while somebody's job starts.
@@ -12,7 +12,6 @@ import platform
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from functools import cache, partial
 from glob import glob
 from pathlib import Path
@@ -24,114 +23,6 @@ from torchrepro.redaction import HIDDEN, ordinary, url_without_login
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-
-@dataclass(frozen=True, slots=True)
-class Variable:
-    """A variable that a manifest may record although no profile has a key for it."""
-
-    name: str
-    why: str
-    """How it steers numbers."""
-
-    source: str
-
-
-_MKL = "https://www.intel.com/content/www/us/en/docs/onemkl/developer-guide-linux/current/"
-_WIDTH = "oneDNN prefers kernels of this vector width"
-_BOUND = "Bound threads, and processes below them, may see fewer CPUs and so be fewer"
-_DEVICES = "Which devices there are, and which of several models comes first"
-
-_VARIABLES_BY_SOURCE: Mapping[str, Mapping[str, str]] = {
-    "https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html": {
-        "DNNL_MAX_CPU_ISA": "oneDNN takes no kernels above it; ONEDNN_MAX_CPU_ISA's older name",
-    },
-    "https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_isa_hints.html": {
-        "ONEDNN_CPU_ISA_HINTS": _WIDTH,
-        "DNNL_CPU_ISA_HINTS": f"{_WIDTH}; its older name",
-    },
-    "https://uxlfoundation.github.io/oneDNN/dev_guide_attributes_fpmath_mode.html": {
-        "DNNL_DEFAULT_FPMATH_MODE": "How far oneDNN may round; its older name",
-    },
-    f"{_MKL}instruction-set-specific-dispatch-on-intel-archs.html": {
-        "MKL_ENABLE_INSTRUCTIONS": "MKL takes the kernels of this instruction set",
-    },
-    "https://en.wikipedia.org/wiki/Math_Kernel_Library": {
-        "MKL_DEBUG_CPU_TYPE": "MKL up to 2020.0 takes the kernels of another CPU, as on AMD",
-    },
-    f"{_MKL}mkl-domain-num-threads.html": {
-        "MKL_DOMAIN_NUM_THREADS": "Threads of MKL for each kind of function",
-    },
-    f"{_MKL}improving-performance-with-threading.html": {
-        "MKL_NUM_STRIPES": "MKL divides a matrix product among its threads in this way",
-    },
-    f"{_MKL}dynamic-select-the-interface-and-threading-layer.html": {
-        "MKL_THREADING_LAYER": "The threads that MKL computes with, or none",
-    },
-    "https://www.openmp.org/spec-html/5.0/openmpse50.html": {
-        "OMP_THREAD_LIMIT": "The most threads that OpenMP starts",
-        "OMP_NESTED": "Parallel regions within others have threads of their own",
-        "OMP_MAX_ACTIVE_LEVELS": "How deep parallel regions have threads",
-        "OMP_PROC_BIND": _BOUND,
-        "OMP_PLACES": _BOUND,
-    },
-    "https://gcc.gnu.org/onlinedocs/libgomp/Environment-Variables.html": {
-        "GOMP_CPU_AFFINITY": _BOUND,
-    },
-    "https://openmp.llvm.org/design/Runtimes.html": {
-        "KMP_AFFINITY": _BOUND,
-        "KMP_HW_SUBSET": "The cores, and so the threads, that OpenMP takes",
-        "KMP_ALL_THREADS": "The most threads that OpenMP starts",
-        "KMP_DEVICE_THREAD_LIMIT": "The most threads that OpenMP starts",
-    },
-    "https://github.com/llvm/llvm-project/blob/main/openmp/runtime/src/kmp_settings.cpp": {
-        "KMP_DETERMINISTIC_REDUCTION": "OpenMP adds up what its threads found in a fixed order",
-        "KMP_FORCE_REDUCTION": "How OpenMP adds up what its threads found",
-    },
-    "https://www.openmathlib.org/OpenBLAS/docs/runtime_variables/": {
-        "OPENBLAS_NUM_THREADS": "Threads of OpenBLAS, as in NumPy",
-        "OPENBLAS_CORETYPE": "OpenBLAS takes the kernels of this CPU",
-        "GOTO_NUM_THREADS": "Threads of OpenBLAS; an older name",
-    },
-    "https://github.com/OpenMathLib/OpenBLAS/blob/develop/driver/others/parameter.c": {
-        "OPENBLAS_L2_SIZE": "OpenBLAS divides a product into blocks for this cache",
-        "OPENBLAS_BLOCK_FACTOR": "OpenBLAS divides a product into larger blocks",
-    },
-    "https://numpy.org/doc/stable/reference/simd/build-options.html": {
-        "NPY_DISABLE_CPU_FEATURES": "NumPy takes no kernels of these instructions",
-        "NPY_ENABLE_CPU_FEATURES": "NumPy takes kernels of these instructions only",
-    },
-    "https://www.gnu.org/software/libc/manual/html_node/Hardware-Capability-Tunables.html": {
-        "GLIBC_TUNABLES": "glibc.cpu.hwcaps decides which exp, log and sin the C library takes",
-    },
-    "https://docs.pytorch.org/docs/stable/torch_environment_variables.html": {
-        "TORCH_BLAS_PREFER_CUBLASLT": "Matrix products by cuBLASLt, not cuBLAS",
-        "TORCH_LINALG_PREFER_CUSOLVER": "Linear algebra by cuSOLVER, not MAGMA",
-    },
-    "https://docs.pytorch.org/docs/stable/notes/cuda.html": {
-        "CUBLASLT_WORKSPACE_SIZE": (
-            "The workspace of cuBLASLt, on which its choice of kernels depends"
-        ),
-    },
-    "https://docs.pytorch.org/docs/stable/elastic/run.html": {
-        "WORLD_SIZE": "How many processes train together",
-    },
-    "https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html": {
-        "CUDA_VISIBLE_DEVICES": _DEVICES,
-    },
-    "https://www.hiascend.com/document": {
-        "ASCEND_RT_VISIBLE_DEVICES": _DEVICES,
-    },
-    "https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html": {
-        "HIP_VISIBLE_DEVICES": _DEVICES,
-        "ROCR_VISIBLE_DEVICES": _DEVICES,
-    },
-}
-
-VARIABLES = tuple(
-    Variable(name, why, source)
-    for source, rows in _VARIABLES_BY_SOURCE.items()
-    for name, why in rows.items()
-)
 
 UNKNOWN = "unknown: "
 """How a value begins that could not be read; the reason follows."""

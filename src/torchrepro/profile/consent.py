@@ -11,8 +11,8 @@ import os
 from typing import TYPE_CHECKING
 
 from torchrepro.errors import ProfileError
-from torchrepro.knobs.allowed_variables import ALLOWED, refusal
 from torchrepro.knobs.catalogue import CATALOGUE
+from torchrepro.knobs.variables import allowed, refusal
 from torchrepro.messages import Problem, near, shown
 from torchrepro.profile.composition import EXTRA
 
@@ -48,7 +48,7 @@ def refuse_without_consent(composition: Composition) -> None:
         for name, value in values.items()
         if value is not None
         and f"{EXTRA}.{name}" not in composition.typed
-        and (name not in ALLOWED or ALLOWED[name].legal.complaint(str(value)))
+        and (name not in allowed() or allowed()[name].legal.complaint(str(value)))
     }
     if not wrong:
         return
@@ -77,8 +77,8 @@ def _problem(name: str, value: str, place: str) -> Problem:
     key = f"{EXTRA}.{name}"
     what = "not on the list of variables that a profile may set by itself"
     legal, close = "", _near(name)
-    if name in ALLOWED:
-        row = ALLOWED[name]
+    if name in allowed():
+        row = allowed()[name]
         what = "not a value that a profile may give this variable by itself"
         legal, close = row.legal.words, near(value, row.legal.choices())
     todo = (
@@ -90,5 +90,5 @@ def _problem(name: str, value: str, place: str) -> Problem:
 
 def _near(name: str) -> str:
     known = {knob.variable: f"env.{knob.variable}" for knob in CATALOGUE if knob.variable}
-    known |= {row: f"{EXTRA}.{row}" for row in ALLOWED}
+    known |= {row: f"{EXTRA}.{row}" for row in allowed()}
     return known.get(near(name, known), "")

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.knobs.allowed_variables import ALLOWED
 from torchrepro.knobs.catalogue import rows_for_key
+from torchrepro.knobs.variables import allowed
 from torchrepro.profile.composition import EXTRA
 from torchrepro.profile.schema import Profile
 from torchrepro.profile.search_path import PIECES, SHIPPED, Folder
@@ -92,7 +92,7 @@ def _allowed() -> dict[str, Any]:
             "type": ["string", "integer", "null"],
             "pattern": _pattern(row.legal, []),
         }
-        for name, row in ALLOWED.items()
+        for name, row in allowed().items()
     }
 
 

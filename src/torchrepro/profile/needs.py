@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrepro.knobs.env_rows import in_fixed_order, of_fixed_size, pinned, switched_on
+from torchrepro.knobs.variables import in_fixed_order, of_fixed_size, pinned, switched_on
 from torchrepro.profile.resolved import STRICT
 
 if TYPE_CHECKING:

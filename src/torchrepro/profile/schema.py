@@ -23,9 +23,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, core_schema
 
-from torchrepro.knobs.allowed_variables import refusal
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name, other_names
 from torchrepro.knobs.legal_values import ANY_TEXT, SEED, OneOf, SchemaVersion, waits_for_refusal
+from torchrepro.knobs.variables import refusal
 from torchrepro.messages import shown
 from torchrepro.profile.composition import Composition, flatten, plain
 from torchrepro.profile.document import LONGEST_NUMBER

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, get_args
 
-from torchrepro.knobs.allowed_variables import ALLOWED, refusal
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name, other_names
+from torchrepro.knobs.variables import allowed, refusal
 from torchrepro.messages import Problem, near, shown, some
 from torchrepro.profile.schema import Profile
 from torchrepro.profile.search_path import PIECES
@@ -120,9 +120,9 @@ def _unknown_variable(key: str, name: str, found: str, place: str, known: list[s
         place,
         key,
         found,
-        near="" if name in ALLOWED else near(name, known),
+        near="" if name in allowed() else near(name, known),
         todo=f"to set it all the same, move it to `env_extra: {{{name}: ...}}`"
-        + ("" if name in ALLOWED else ", which needs the consent of whoever starts the run"),
+        + ("" if name in allowed() else ", which needs the consent of whoever starts the run"),
     )
 
 

@@ -1,0 +1,276 @@
+"""The environment variables that torchrepro knows, from the rows of `variables.json`.
+
+A row's `set_in` says where a profile may set the variable: in ``env``, as a knob with a door, or in
+``env_extra``, if no legal value of it names code, a host, a credential or a file. Every other one
+needs the consent of whoever starts the run; see `torchrepro.profile.consent`. Manifests record the
+knobs and the rows that are `recorded`: what steers numbers. `instead` marks a variable of published
+recipes that nothing reads.
+
+`legal` is a kind of `KINDS`, words such as ``LAZY|EAGER`` (after ``~`` their case does not count),
+or the fields of a `Text`. `enough` and `effect` name code: a function of `ENOUGH`, and an effect of
+`variable_effects`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchrepro.knobs import variable_effects
+from torchrepro.knobs.knob import Knob, Phase, Scope, Variable
+from torchrepro.knobs.legal_values import Digits, Legal, Text
+from torchrepro.knobs.linked_state import InductorVariable
+from torchrepro.redaction import sounds_secret
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+ORDER_OF_SUMS = {"nccl": ("NCCL_ALGO", "NCCL_PROTO"), "hccl": ("HCCL_DETERMINISTIC",)}
+"""Back end of torch.distributed -> the variables that fix in which order it adds up; gloo's order
+follows from sizes alone."""
+
+PHASES = {
+    "": Phase.ANY_TIME,
+    "interpreter": Phase.INTERPRETER_START,
+    "openmp": Phase.LIBRARY_LOAD,
+    "torch": Phase.LIBRARY_LOAD,
+    "torch_npu": Phase.LIBRARY_LOAD,
+    "cuda": Phase.DEVICE_INIT,
+    "npu": Phase.DEVICE_INIT,
+    "communicator": Phase.COMMUNICATOR,
+    "transformer_engine": Phase.MODULE_CONSTRUCTION,
+}
+
+
+def _any_case(*words: str) -> Text:
+    return Text("|".join(words), ", ".join(words), ignore_case=True)
+
+
+def _listed(one: str, words: str) -> Text:
+    """Return the legal values of a list of `one`, separated by commas."""
+    return Text(f"{one}(,{one})*", words)
+
+
+def _per_operation(one: str, words: str) -> Text:
+    """Return the legal values of a list for all of NCCL's operations, or of one list for each."""
+    named = rf"\^?{one}(,{one})*"
+    each = f"(allreduce|allgather|reducescatter|broadcast|reduce):{named}"
+    return Text(f"({named};)?{each}(;{each})*|{named}", words, ignore_case=True)
+
+
+_ALLOCATOR_OPTION = (
+    "(max_split_size_mb|garbage_collection_threshold|expandable_segments|backend|"
+    "roundup_power2_divisions|roundup_bypass_threshold_mb|max_non_split_rounding_mb|"
+    "release_lock_on_(cuda|hip)malloc|per_process_memory_fraction|large_segment_size_mb|"
+    "pinned_use_(cuda|hip)_host_register|pinned_num_register_threads|"
+    "pinned_use_background_threads|pinned_reserve_segment_size_mb|"
+    "graph_capture_record_stream_reuse|throw_on_cudamalloc_oom|multi_stream_lazy_reclaim|"
+    "base_addr_aligned_kb|page_size|segment_size_mb)"
+    r":([0-9]{1,9}(\.[0-9]{1,9})?|True|False|true|false|1G|native|cudaMallocAsync|"
+    r"\[(>|[0-9]{1,9}):[0-9]{1,9}(,(>|[0-9]{1,9}):[0-9]{1,9}){0,30}\])"
+)
+_HCCL_ALGORITHM = (
+    "(level[0-2]:(NA|null|fullmesh|ring|doublering|pipeline|pairwise|star|H-D_R|NHR|NHR_V1|NB|"
+    "AHC|AHC_BROKE|ARS))"
+)
+_HCCL_OP = (
+    "(allreduce|allgather|allgatherv|reducescatter|reducescatterv|broadcast|reduce|scatter|"
+    "alltoall|alltoallv|alltoallvc|sendrecv|batchsendrecv|others)"
+)
+
+KINDS: Mapping[str, Legal] = {
+    "hash_seed": Digits(0, 2**32 - 1, also=("random",)),
+    "threads": Digits(1, 9999),
+    "bit": Text("[01]", '"0", "1"'),
+    "exactly_one": Text(
+        "[01]", '"0", "1"', 'only the exact text "1" counts; a word such as true is off'
+    ),
+    "boolean": Text("true|false", '"true", "false"', ignore_case=True),
+    "switch": _any_case("0", "1", "true", "false", "yes", "no", "on", "off"),
+    "count": Text("[0-9]{1,12}", "a whole number"),
+    "signed": Text("-?[0-9]{1,12}", "a whole number, negative as well"),
+    "decimal": Text(r"[0-9]{1,9}(\.[0-9]{1,9})?", "a number such as 60 or 0.5"),
+    "label": Text("[A-Za-z0-9][A-Za-z0-9_-]{0,127}", "letters, digits, - and _"),
+    "labels": _listed(
+        "[A-Za-z0-9][A-Za-z0-9_-]{0,63}", "letters, digits, - and _, separated by commas"
+    ),
+    "level": _any_case("debug", "info", "warning", "warn", "error", "critical", "fatal"),
+    "verbosity": _any_case("detail", "debug", "info", "warning", "error", "critical"),
+    "distance": _any_case("LOC", "NVL", "PIX", "PXB", "PHB", "SYS", *"012345"),
+    "cpus": Text("[0-9]{1,4}([-:, ][0-9]{1,4})*", "numbers of CPUs such as 0-3 or 0,2"),
+    "cpu_features": _listed("[A-Z][A-Z0-9_]{1,30}", "features such as AVX2,FMA3"),
+    "isa": _any_case(
+        *("all", "default", "sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2"),
+        *("avx512_core", "avx512_core_vnni", "avx512_core_bf16", "avx512_core_fp16"),
+        *("avx512_core_amx", "avx512_core_amx_fp16", "avx10_1_512", "avx10_1_512_amx"),
+    ),
+    "locale": Text(
+        r"(C|POSIX|[a-z]{2,3}_[A-Z]{2})(\.(UTF|utf)-?8)?",
+        "C, POSIX, C.UTF-8, or such as en_US.UTF-8",
+    ),
+    "allocator": _listed(
+        _ALLOCATOR_OPTION,
+        "options such as expandable_segments:True,max_split_size_mb:128, numbers and switches",
+    ),
+    "nccl_algorithms": _per_operation(
+        "(tree|ring|collnetdirect|collnetchain|collnet|nvls|nvlstree|pat)",
+        "Ring, Tree, CollnetDirect, CollnetChain, NVLS, NVLSTree, PAT",
+    ),
+    "nccl_protocols": _per_operation("(ll|ll128|simple)", "Simple, LL, LL128"),
+    "hccl_algorithms": Text(
+        f"{_HCCL_ALGORITHM}(;{_HCCL_ALGORITHM})*|"
+        f"{_HCCL_OP}={_HCCL_ALGORITHM}(;{_HCCL_ALGORITHM})*"
+        f"(/{_HCCL_OP}={_HCCL_ALGORITHM}(;{_HCCL_ALGORITHM})*)*",
+        "a list such as level0:NA;level1:ring, or one per operation as in "
+        "allreduce=level0:NA;level1:ring/alltoall=level0:NA;level1:pairwise",
+    ),
+}
+"""The legal values that several variables share, or that are made of parts."""
+
+
+def pinned(value: str) -> bool:
+    """Whether a list of algorithms names some rather than excluding some."""
+    return bool(value) and not value.startswith("^")
+
+
+def of_fixed_size(value: str) -> bool:
+    """Whether a configuration of cuBLAS's workspace is one under which its sums repeat."""
+    return value in (":4096:8", ":16:8")
+
+
+def in_fixed_order(value: str) -> bool:
+    """Whether HCCL's collectives then add up in a fixed order."""
+    return value.lower() in ("true", "strict")
+
+
+def switched_on(value: str) -> bool:
+    """Whether a switch of the ATB library is on, which takes two texts for it."""
+    return value in ("1", "true")
+
+
+ENOUGH: Mapping[str, Callable[[str], bool]] = {
+    "a_number": str.isdigit,
+    "not_empty": bool,
+    "pinned": pinned,
+    "of_fixed_size": of_fixed_size,
+    "in_fixed_order": in_fixed_order,
+    "switched_on": switched_on,
+}
+
+ROWS: list[dict[str, Any]] = [
+    row
+    for rows in json.loads(Path(__file__).with_suffix(".json").read_text("utf-8")).values()
+    for row in rows
+]
+
+
+def _legal(values: Any) -> Any:
+    if isinstance(values, dict):
+        return Text(**values)
+    if values in KINDS:
+        return KINDS[values]
+    words = values.removeprefix("~").split("|")
+    return Text("|".join(words), ", ".join(words), ignore_case=values.startswith("~"))
+
+
+def _knob(row: Mapping[str, Any]) -> Knob:
+    name, door = row["name"], row.get("door", "")
+    access: Variable | InductorVariable = Variable(name)
+    effect = getattr(variable_effects, row["effect"]) if "effect" in row else None
+    if "inductor" in row:
+        access = InductorVariable(name, row["inductor"])
+        effect = variable_effects.inductor_option(access)
+    return Knob(
+        name=f"env.{name}",
+        target="env",
+        legal=_legal(row["legal"]),
+        access=access,
+        variable=name,
+        summary=row["does"],
+        cost=row.get("cost", "none"),
+        source=row["source"],
+        phase=PHASES[door],
+        door=door,
+        scope=Scope.PROCESS_AND_CHILDREN,
+        aliases=tuple(row.get("aliases", ())),
+        enough=ENOUGH[row["enough"]] if "enough" in row else None,
+        misspelt=tuple(row.get("misspelt", ())),
+        effect=effect,
+        hardware=row.get("hardware", ""),
+    )
+
+
+ENV = tuple(_knob(row) for row in ROWS if row.get("set_in") == "env")
+
+WITHOUT_EFFECT: Mapping[str, str] = {
+    row["name"]: row["instead"] for row in ROWS if "instead" in row
+}
+"""Variables found in published recipes that nothing reads, with what to set instead."""
+
+RECORDED = tuple(
+    sorted(row["name"] for row in ROWS if row.get("set_in") == "env" or row.get("recorded"))
+)
+"""The variables that a manifest may record: only those that influence numbers."""
+
+
+class AllowedVariable(NamedTuple):
+    """A variable that a profile may set without anybody's consent."""
+
+    name: str
+    legal: Text
+    """Its legal values; they match as a whole."""
+
+    why: str
+    """What it does, which is all that it can do."""
+
+
+@cache
+def allowed() -> Mapping[str, AllowedVariable]:
+    """Return the variables outside the catalogue that a profile may set without consent."""
+    return {
+        row["name"]: AllowedVariable(row["name"], _legal(row["legal"]), row["does"])
+        for row in ROWS
+        if row.get("set_in") == "env_extra"
+    }
+
+
+_DANGEROUS = r"""
+(?! (PYTHONUNBUFFERED|PYTHONFAULTHANDLER|PYTHONHASHSEED|HYDRA_FULL_ERROR|LOKY_MAX_CPU_COUNT
+    |TF_ENABLE_ONEDNN_OPTS|TRITON_PRINT_AUTOTUNING|PYTORCH(_CUDA|_HIP|_NPU)?_ALLOC_CONF)$ )
+( (LD|DYLD|GIT|SSH|SSL|PIP|CONDA|HYDRA|TORCHREPRO|JAVA|PERL|RUBY|NODE|BASH)_.*
+| (OMPI|PMIX|PMI|PRTE|I_MPI|MPICH|OPENSSL|UV|POETRY|NPM|CARGO|DOCKER|PYTEST|COV|COVERAGE)_.*
+| (AWS|AZURE|GOOGLE|GCLOUD|KUBE|SUDO|XDG|JUPYTER|IPYTHON|LOKY|PET|TORCHELASTIC|OTEL)_.*
+| (GDK|GTK|GIO|QT)_.*
+| PYTHON.*                                    # start-up files, search paths, warnings as code
+| PERL5.* | RUBYOPT | BASH_ENV | BASHOPTS | SHELLOPTS | ENV | IFS | PS4 | PROMPT_COMMAND
+| MASTER_ADDR | MASTER_PORT | RANK | LOCAL_RANK | GROUP_RANK | WORLD_SIZE | LOCAL_WORLD_SIZE
+| MPLBACKEND | TORCH_LOGS_OUT | TORCH_TRACE | TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD | HOSTALIASES
+| LESSOPEN | LESSCLOSE | MANPAGER | VISUAL | CDPATH | TERMCAP | TERMINFO
+| CCC_OVERRIDE_OPTIONS | MAKEFLAGS | LDSHARED | HOSTCC | NVCC_CCBIN | LUA_INIT | KUBECONFIG
+| PATH | HOME | USER | SHELL | EDITOR | PAGER | BROWSER | TMPDIR | TMP | TEMP | CC | CXX | CPP
+| .*(PATH|_PRELOAD|_LIBRARY|_LIBRARIES|_PLUGIN|_PLUGINS|_PROXY|_HOME|_DIR|_BUNDLE|_FILE|_CONF)
+| .*(CONFIGDIR|TZDIR|ZDOTDIR|_DIRS|_DIRECTORY|_FOLDER|_MODULES?|_ENGINES|_HOOKS?|_PIPE)
+| .*(_UR[IL]|_ENDPOINT|_ADDR|_ADDRESS|_HOST|_HOSTS|_DSN|_CONFIG_FILE|_SERVER|_REMOTE_CACHE)
+| (C|CXX|CPP|LD|AS|MAKE|NVCC_\w+|HIPCC\w*)_?FLAGS\w*
+| .*(_OPTS|_OPTIONS|_ADDOPTS|_COMMAND|_CMD|_CC|_CXX|_COMPILER|_LINKER|_PICKLER)
+| GCONV_.* | MALLOC_.* | GLIBC_TUNABLES | CUDA_INJECTION.* | OMP_TOOL.* | TRITON_.*
+| TORCH_PYTHON_NATIVE_.* | TORCH_COMPILE_OVERRIDE_.* | .*_FN | .*_OVERRIDE_\w*CONFIGS?
+| AR | LDCXXSHARED | CUDACXX | HIPCXX | PYTORCH_NVCC | DIST_EXTRA_CONFIG | OPAL_.*
+| NETRC | SSLKEYLOGFILE | NCCL_COMM_ID | .*_?(FILENAME|_BINARY|LOGDEST\w*|LD_PRELOAD\w*)
+| .*_ALLOW_INSECURE\w* | (.*_)?TRUST_REMOTE_CODE | .*_WITH_SHELL )
+"""
+
+
+def refusal(name: str) -> str:
+    """Return why no profile may set the variable `name`, or an empty string."""
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        return "not the name of a variable: letters, digits and underscores"
+    if name in WITHOUT_EFFECT:
+        return f"the variable does nothing: {WITHOUT_EFFECT[name]}"
+    dangerous = re.compile(_DANGEROUS, re.VERBOSE | re.IGNORECASE)  # re keeps it
+    if dangerous.fullmatch(name) or sounds_secret(name):
+        return "the variable is dangerous: it names code, where code is found, or a credential"
+    return ""
