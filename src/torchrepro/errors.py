@@ -27,8 +27,8 @@ class TorchreproError(Exception):
     exit_status = 3
 
 
-class ProfileError(TorchreproError, ValueError):
-    """The request is wrong: an unknown profile, an illegal value, a contradiction."""
+class _WrongRequestError(TorchreproError, ValueError):
+    """What is wrong with a request: one problem, or several."""
 
     exit_status = 2
 
@@ -43,8 +43,17 @@ class ProfileError(TorchreproError, ValueError):
         """Return the error about one `Problem`, which is made of these parts."""
         return cls(Problem(what, *parts, **more))
 
+    @property
+    def problem(self) -> Problem:
+        """The first problem."""
+        return self.problems[0]
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.problems,)
+
+
+class ProfileError(_WrongRequestError):
+    """The request is wrong: an unknown profile, an illegal value, a contradiction."""
 
 
 class ApplyError(TorchreproError, RuntimeError):
@@ -100,19 +109,6 @@ def _lines(written: Sequence[Any]) -> Iterator[str]:
 
 class LateError(ApplyError):
     """A knob is past its phase and the profile asks to stop rather than to go on without it."""
-
-
-class _WrongRequestError(TorchreproError, ValueError):
-    """One thing that is wrong with a request."""
-
-    exit_status = 2
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        super().__init__(str(problem))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.problem,)
 
 
 class SeedingError(_WrongRequestError):

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from torchrepro.errors import ApplyError, ProfileError, TraceError
 from torchrepro.manifest.started import COMMAND
-from torchrepro.messages import Problem
 from torchrepro.planner import Plan, make_plan
 from torchrepro.process_state import PROFILE, outer_run
 from torchrepro.redaction import secret_values, shareable
@@ -105,7 +104,7 @@ def replace_process(
     try:
         os.execve(program, list(command), environment)  # noqa: S606 - no shell is wanted
     except OSError as error:
-        raise ProfileError(Problem(f"cannot be started: {error.strerror}", found=program)) from None
+        raise ProfileError.about(f"cannot be started: {error.strerror}", found=program) from None
 
 
 def prepared(resolved: ResolvedProfile, command: Sequence[str]) -> tuple[str, dict[str, str]]:
@@ -131,7 +130,7 @@ def prepared_as_it_is(command: Sequence[str]) -> tuple[str, dict[str, str]]:
     program = program_of(command)
     barrier = unreachable(program, command)
     if barrier:
-        raise TraceError(Problem(f"`{_shown(command)}` cannot be recorded: {barrier}"))
+        raise TraceError.about(f"`{_shown(command)}` cannot be recorded: {barrier}")
     return program, {**os.environ, "PYTHONPATH": _python_path(os.environ)}
 
 
@@ -139,12 +138,10 @@ def program_of(command: Sequence[str]) -> str:
     """Return the program that `command` names; raises `ProfileError` if there is none."""
     program = shutil.which(command[0])
     if program is None:
-        raise ProfileError(
-            Problem(
-                "not an executable file" if Path(command[0]).exists() else "no such command",
-                found=command[0],
-                todo="check its name and PATH",
-            )
+        raise ProfileError.about(
+            "not an executable file" if Path(command[0]).exists() else "no such command",
+            found=command[0],
+            todo="check its name and PATH",
         )
     return program
 

@@ -176,7 +176,7 @@ def prepare(
     kind, contents = _contents(path)
     if kind != "manifest":
         todo = f"`torchrepro run --lock {name} -- COMMAND` holds a run to it"
-        raise ProfileError(Problem("a lock, which no run has left", str(path), todo=todo))
+        raise ProfileError.about("a lock, which no run has left", str(path), todo=todo)
     resolved = _profile_of_then(path, contents)
     started = started_in(path, contents)
     folder = Path(started.folder)
@@ -186,7 +186,7 @@ def prepare(
     if not folder.is_dir():
         todo = f"give the command, where the program is now: torchrepro rerun {name} -- COMMAND"
         what = "the folder in which it was started is gone"
-        raise ProfileError(Problem(what, str(path), "started.folder", started.folder, todo=todo))
+        raise ProfileError.about(what, str(path), "started.folder", started.folder, todo=todo)
     run = _folder_of_run(path, started)
     new = _new_folder(run, into)
     with chdir(folder):
@@ -201,18 +201,16 @@ def prepare(
 def _manifest(place: Path) -> Path:
     if not place.exists():
         todo = "name the folder of a run, such as the output folder of a Hydra job"
-        raise ProfileError(Problem("there is no such folder or file", found=str(place), todo=todo))
+        raise ProfileError.about("there is no such folder or file", found=str(place), todo=todo)
     if not place.is_dir():
         return place
     found = manifest_in(str(place), place)
     if found is None:
-        raise ProfileError(
-            Problem(
-                "holds no manifest",
-                found=str(place),
-                todo="name the output folder of a Hydra job under +repro=, the folder of "
-                "`torchrepro run --record` or `--log-to`, or that of torchrepro.log_to",
-            )
+        raise ProfileError.about(
+            "holds no manifest",
+            found=str(place),
+            todo="name the output folder of a Hydra job under +repro=, the folder of "
+            "`torchrepro run --record` or `--log-to`, or that of torchrepro.log_to",
         )
     return found
 
@@ -225,14 +223,14 @@ def _contents(path: Path) -> tuple[str, dict[str, Any]]:
         damage = ": it is cut or damaged" if path.suffix == Path(FILE).suffix else ""
         todo = "name the folder of another run" if damage else "name the folder of a run"
         what = f"not the manifest of a run{damage}"
-        raise ProfileError(Problem(what, str(path), todo=todo)) from None
+        raise ProfileError.about(what, str(path), todo=todo) from None
 
 
 def _profile_of_then(path: Path, contents: Mapping[str, Any]) -> ResolvedProfile:
     """Return the profile in a manifest, validated as that of a file which somebody else wrote."""
     digest = true_digest(contents)
     if digest is None:
-        raise ProfileError(Problem("a value of the profile is hidden", str(path), "profile"))
+        raise ProfileError.about("a value of the profile is hidden", str(path), "profile")
     if digest != contents.get("digest"):
         problem = Problem(
             "damaged: the values of the profile are not those of its digest",
@@ -264,7 +262,7 @@ def _new_folder(run: Path, into: str) -> Path:
     place = Path(into).absolute()
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         todo = "name a new or an empty folder"
-        raise ProfileError(Problem("exists already", key="--output", found=into, todo=todo))
+        raise ProfileError.about("exists already", key="--output", found=into, todo=todo)
     return place
 
 
@@ -280,33 +278,29 @@ def _command_of_then(name: str, path: Path, started: Started) -> tuple[str, ...]
     again = f"torchrepro rerun {name} --"
     if not started.command:
         todo = f"give a command: {again} COMMAND"
-        raise ProfileError(Problem("the run was interactive", str(path), todo=todo))
+        raise ProfileError.about("the run was interactive", str(path), todo=todo)
     if started.launcher:
         line = shell_line(("torchrun", "...", *_program(started.command)[1]))
-        raise ProfileError(
-            Problem(
-                f"{started.launcher} had started this process as one of several; its command line "
-                "alone would start one process",
-                str(path),
-                todo=f"give the command of the launcher: {again} {line}",
-            )
+        raise ProfileError.about(
+            f"{started.launcher} had started this process as one of several; its command line "
+            "alone would start one process",
+            str(path),
+            todo=f"give the command of the launcher: {again} {line}",
         )
     words = _single_run(started)
     hidden = hidden_in(words)
     if hidden:
-        raise ProfileError(
-            Problem(
-                f"the manifest hides {len(hidden)} of the arguments, which may be secret",
-                str(path),
-                found=", ".join(hidden),
-                todo=f"give the command with each VALUE: {again} {shell_line(_to_fill_in(words))}",
-            )
+        raise ProfileError.about(
+            f"the manifest hides {len(hidden)} of the arguments, which may be secret",
+            str(path),
+            found=", ".join(hidden),
+            todo=f"give the command with each VALUE: {again} {shell_line(_to_fill_in(words))}",
         )
     if is_python(words[0]):
         if _program(words)[1][:1] in ((), ("-",)):
             todo = f"give the command: {again} COMMAND"
             what = "the program came on standard input"
-            raise ProfileError(Problem(what, str(path), todo=todo))
+            raise ProfileError.about(what, str(path), todo=todo)
         return (sys.executable, *words[1:])  # what differs is said of this Python
     return words
 
@@ -388,7 +382,7 @@ def _refuse_lost_program(words: Sequence[str], path: Path, *, given: bool) -> No
             if given
             else "put it there again, or give the command after `--`"
         )
-        raise ProfileError(Problem(what, "" if given else str(path), todo=todo))
+        raise ProfileError.about(what, "" if given else str(path), todo=todo)
 
 
 def _differences(

@@ -30,7 +30,7 @@ from torchrepro.lock.lock_file import (
 from torchrepro.lock.snapshot import of_contents
 from torchrepro.manifest.contents import common_contents
 from torchrepro.manifest.environment import hardware, software
-from torchrepro.messages import Problem, some
+from torchrepro.messages import some
 from torchrepro.profile.load import resolve
 
 if TYPE_CHECKING:
@@ -106,13 +106,11 @@ def check(
     """
     kind, contents = read_whole(path)
     if kind != "lock":
-        raise ProfileError(
-            Problem(
-                "a manifest, not a lock",
-                str(path),
-                todo="write a lock: torchrepro lock PROFILE -o FILE; to compare, use "
-                f"`torchrepro diff {path} OTHER`",
-            )
+        raise ProfileError.about(
+            "a manifest, not a lock",
+            str(path),
+            todo="write a lock: torchrepro lock PROFILE -o FILE; to compare, use "
+            f"`torchrepro diff {path} OTHER`",
         )
     locked = of_contents(str(path), kind, contents)
     first = []

@@ -14,7 +14,7 @@ from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
 from torchrepro.knobs.knob import variable
 from torchrepro.lock.snapshot import ABSENT_HARDWARE, ABSENT_IS_UNSET, Snapshot
 from torchrepro.manifest.environment import UNKNOWN
-from torchrepro.messages import Problem, printable, shown, some
+from torchrepro.messages import printable, shown, some
 from torchrepro.outcomes import Outcome
 from torchrepro.profile.composition import NOT_INHERITED
 from torchrepro.redaction import HIDDEN
@@ -199,12 +199,10 @@ def _common_ranks(left: Snapshot, right: Snapshot) -> tuple[str, ...]:
         return tuple(left.ranks or right.ranks) or ("",)
     both = tuple(rank for rank in left.ranks if rank in right.ranks)
     if not both:
-        raise ProfileError(
-            Problem(
-                "have no rank in common",
-                found=f"{left.name} and {right.name}",
-                todo="name two recordings of the same ranks",
-            )
+        raise ProfileError.about(
+            "have no rank in common",
+            found=f"{left.name} and {right.name}",
+            todo="name two recordings of the same ranks",
         )
     return both
 

@@ -16,7 +16,7 @@ from torchrepro.manifest.contents import (
     read_contents,
     secrets_here,
 )
-from torchrepro.messages import Problem, some
+from torchrepro.messages import some
 from torchrepro.planner import Plan, make_plan
 from torchrepro.profile.load import resolve
 from torchrepro.profile.overrides import key_of
@@ -55,12 +55,10 @@ def read_whole(path: Path) -> tuple[str, dict[str, Any]]:
     kind, contents = read_contents(path)
     lacking = list(_lacking(contents)) if kind == "lock" else []
     if lacking:
-        raise ProfileError(
-            Problem(
-                f"damaged: these parts are missing: {some(lacking)}",
-                str(path),
-                todo="lock again: torchrepro lock PROFILE -o FILE",
-            )
+        raise ProfileError.about(
+            f"damaged: these parts are missing: {some(lacking)}",
+            str(path),
+            todo="lock again: torchrepro lock PROFILE -o FILE",
         )
     return kind, contents
 
@@ -88,15 +86,15 @@ def named_in(lock: Path, named: Any) -> tuple[str, list[str]]:
     profile, overrides = its.get("profile"), its.get("overrides")
     given: list[Any] = overrides if isinstance(overrides, list) else [None]
     if not (isinstance(profile, str) and profile and all(isinstance(o, str) for o in given)):
-        raise ProfileError(Problem("damaged: it does not name its profile", str(lock), "named"))
+        raise ProfileError.about("damaged: it does not name its profile", str(lock), "named")
     return (str(lock.parent / profile) if _is_relative_path(profile) else profile), given
 
 
 def refuse_lost_file(profile: str) -> None:
     """Raise `ProfileError` for the path of a profile at which there is no file."""
     if profile.endswith(SUFFIXES) and "://" not in profile and not os.path.exists(profile):  # noqa: PTH110 - never raises
-        raise ProfileError(
-            Problem("the profile's file does not exist", found=os.path.normpath(profile))
+        raise ProfileError.about(
+            "the profile's file does not exist", found=os.path.normpath(profile)
         )
 
 
@@ -125,12 +123,10 @@ def write_lock(path: Path, profile: str, overrides: Sequence[str]) -> Report:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ProfileError(
-            Problem(
-                f"the lock cannot be written: {error.strerror}",
-                found=str(path),
-                todo="name another file: --output FILE",
-            )
+        raise ProfileError.about(
+            f"the lock cannot be written: {error.strerror}",
+            found=str(path),
+            todo="name another file: --output FILE",
         ) from None
     return plan.report
 
@@ -156,12 +152,10 @@ def _refuse_secrets(resolved: ResolvedProfile, overrides: Sequence[str]) -> None
     secrets = secrets_here(resolved)
     for text in overrides:
         if without_secrets(text, secrets) != text:
-            raise ProfileError(
-                Problem(
-                    "an override that may hold a secret, and a lock is shared",
-                    key=key_of(text),
-                    todo="put it into the environment of the run instead",
-                )
+            raise ProfileError.about(
+                "an override that may hold a secret, and a lock is shared",
+                key=key_of(text),
+                todo="put it into the environment of the run instead",
             )
 
 
@@ -174,10 +168,8 @@ def _refuse_another_file(path: Path) -> None:
     except ProfileError:
         kind = ""
     if kind != "lock" and (path.is_dir() or path.stat().st_size):
-        raise ProfileError(
-            Problem(
-                "exists already and is not a lock",
-                found=str(path),
-                todo="name another file, or remove it",
-            )
+        raise ProfileError.about(
+            "exists already and is not a lock",
+            found=str(path),
+            todo="name another file, or remove it",
         )

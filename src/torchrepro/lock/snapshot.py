@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.errors import ProfileError
 from torchrepro.lock.lock_file import read_whole
 from torchrepro.manifest.contents import FILE
-from torchrepro.messages import Problem, some
+from torchrepro.messages import some
 from torchrepro.outcomes import Outcome, is_set
 from torchrepro.profile.composition import flatten, plain
 from torchrepro.profile.load import resolve
@@ -98,7 +98,7 @@ def of_contents(name: str, kind: str, contents: Mapping[str, Any]) -> Snapshot:
         try:
             its = read(contents[key])
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
-            raise ProfileError(Problem("damaged: not what is written there", name, key)) from None
+            raise ProfileError.about("damaged: not what is written there", name, key) from None
         if its is not None:
             sections[section] = its
     digest = contents.get("digest")
@@ -186,14 +186,14 @@ def manifest_in(name: str, folder: Path) -> Path | None:
     )
     if len(manifests) > 1:
         todo = f"name one of them: {some([str(path) for path in manifests])}"
-        raise ProfileError(Problem("holds several manifests", found=name, todo=todo))
+        raise ProfileError.about("holds several manifests", found=name, todo=todo)
     if manifests:
         return manifests[0]
     jobs = sorted(folder.glob(f"*/.hydra/{FILE}"))
     if jobs:
         job = jobs[0].parent.parent
-        raise ProfileError(
-            Problem("holds the jobs of a sweep", found=name, todo=f"name one of them: {job}")
+        raise ProfileError.about(
+            "holds the jobs of a sweep", found=name, todo=f"name one of them: {job}"
         )
     return None
 
@@ -206,13 +206,11 @@ def _of_folder(name: str, folder: Path) -> Snapshot:
     if not recorded and (path := manifest_in(name, folder)) is not None:
         return of_contents(name, *read_whole(path))
     if not recorded:
-        raise ProfileError(
-            Problem(
-                "holds neither a manifest nor a recording",
-                found=name,
-                todo="name the output folder of a Hydra job, of torchrepro run --record, or of "
-                "torchrepro.log_to",
-            )
+        raise ProfileError.about(
+            "holds neither a manifest nor a recording",
+            found=name,
+            todo="name the output folder of a Hydra job, of torchrepro run --record, or of "
+            "torchrepro.log_to",
         )
     traces = read_run(folder, records=False)
     try:

@@ -13,7 +13,6 @@ from torchrepro.errors import ProfileError
 from torchrepro.knobs.variables import RECORDED
 from torchrepro.manifest.environment import hardware, repository, software
 from torchrepro.manifest.started import started_here
-from torchrepro.messages import Problem
 from torchrepro.profile.composition import plain
 from torchrepro.redaction import secret_values, shareable, without_secrets
 from torchrepro.seeding import streams
@@ -125,12 +124,8 @@ def read_contents(path: Path) -> tuple[str, dict[str, Any]]:
     contents = _json(path)
     kind = next((kind for kind in KINDS if kind in contents), "")
     if not kind or not isinstance(contents.get("profile"), dict):
-        raise DamagedError(
-            Problem(
-                "neither a manifest nor a lock: it holds no `profile`",
-                str(path),
-                todo=_NAME_ONE,
-            )
+        raise DamagedError.about(
+            "neither a manifest nor a lock: it holds no `profile`", str(path), todo=_NAME_ONE
         )
     for key in KINDS:
         if contents.get(key, FORMAT) != FORMAT:
@@ -148,18 +143,18 @@ def read_contents(path: Path) -> tuple[str, dict[str, Any]]:
 def _json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > LARGEST:
-            raise DamagedError(Problem("too large for a manifest or a lock", str(path)))
+            raise DamagedError.about("too large for a manifest or a lock", str(path))
         contents = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         what = f"cannot be read: {error.strerror}"
-        raise ProfileError(Problem(what, str(path), todo=_NAME_ONE)) from None
+        raise ProfileError.about(what, str(path), todo=_NAME_ONE) from None
     except RecursionError:
-        raise DamagedError(Problem("nested too deep", str(path))) from None
+        raise DamagedError.about("nested too deep", str(path)) from None
     except ValueError:
         what = "neither a manifest nor a lock: not JSON"
-        raise DamagedError(Problem(what, str(path), todo=_NAME_ONE)) from None
+        raise DamagedError.about(what, str(path), todo=_NAME_ONE) from None
     if _too_deep(contents):
-        raise DamagedError(Problem("nested too deep", str(path)))
+        raise DamagedError.about("nested too deep", str(path))
     return contents if isinstance(contents, dict) else {}
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from torchrepro.console import say_once
 from torchrepro.errors import ProfileError
 from torchrepro.manifest.contents import FILE, as_text, manifest, write_manifest
-from torchrepro.messages import Problem
 from torchrepro.seeding.ranks import VARIABLES, world
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ def refuse_used_folder(folder: Path) -> None:
             what = "cannot be a folder: there is a file"
     if what:
         todo = "name a new folder"
-        raise ProfileError(Problem(what, key="--log-to", found=str(folder), todo=todo))
+        raise ProfileError.about(what, key="--log-to", found=str(folder), todo=todo)
 
 
 class ProcessManifest:
