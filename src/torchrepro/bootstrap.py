@@ -182,7 +182,7 @@ def _log_if_asked() -> None:
     """Write the manifest of this process, if it is the one of which that is asked."""
     folder = os.environ.get("TORCHREPRO_LOG_TO")
     if folder:
-        from torchrepro.manifest.of_process import ProcessManifest
+        from torchrepro.manifest.contents import ProcessManifest
 
         its = ProcessManifest(folder, lambda: (_applied().resolved, _applied().report))
         its.write()

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torchrepro.console import parts
 from torchrepro.errors import ProfileError
 from torchrepro.launch import is_python, program_of, replace_process, start
-from torchrepro.lock.check import HERE
 from torchrepro.lock.diff import (
     Comparison,
     Difference,
@@ -30,11 +29,16 @@ from torchrepro.lock.diff import (
     gap_lines,
     shared_impact,
 )
-from torchrepro.lock.lock_file import plan_of_a_run, read_whole, refuse_lost_file, true_digest
+from torchrepro.lock.lock_file import HERE, plan_of_a_run, refuse_lost_file, true_digest
 from torchrepro.lock.snapshot import manifest_in, of_contents
-from torchrepro.manifest.contents import FILE, DamagedError, common_contents
+from torchrepro.manifest.contents import (
+    FILE,
+    LOG_TO,
+    DamagedError,
+    common_contents,
+    read_complete,
+)
 from torchrepro.manifest.environment import repository
-from torchrepro.manifest.of_process import VARIABLE as LOG_TO
 from torchrepro.manifest.started import HYDRA, RUN, Started, hidden_in, started_in
 from torchrepro.messages import Problem, some
 from torchrepro.outcomes import Outcome
@@ -216,9 +220,9 @@ def _manifest(place: Path) -> Path:
 
 
 def _contents(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return what `read_whole` does, and refuse what is no manifest in the words of a rerun."""
+    """Return what `read_complete` does, and refuse what is no manifest in the words of a rerun."""
     try:
-        return read_whole(path)
+        return read_complete(path)
     except DamagedError:
         damage = ": it is cut or damaged" if path.suffix == Path(FILE).suffix else ""
         todo = "name the folder of another run" if damage else "name the folder of a run"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import torchrepro
 from torchrepro import process_state
 from torchrepro.knobs.catalogue import knobs_by_name
-from torchrepro.lock.on_this_machine import differences_of
+from torchrepro.lock.diff import differences_of
 from torchrepro.manifest.contents import manifest, write_manifest
 from torchrepro.outcomes import Outcome
 from torchrepro.planner import plan

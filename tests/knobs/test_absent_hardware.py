@@ -9,13 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torchrepro.lock.check import check
 
 import torchrepro
 from torchrepro import process_state
 from torchrepro.console import as_text, parts
 from torchrepro.knobs.catalogue import knobs_by_name
-from torchrepro.lock.check import check
-from torchrepro.lock.lock_file import write_lock
+from torchrepro.lock.lock_file import check, write_lock
 from torchrepro.outcomes import Outcome
 from torchrepro.process_state import _ABSENCES, HARDWARE, NOT_HERE, absent_hardware
 from torchrepro.report import absent_lines

@@ -43,8 +43,7 @@ def _git(folder, *words):
 
 def _forget():
     """Have git asked again."""
-    module._commit.cache_clear()
-    module._repository.cache_clear()
+    module._answer.cache_clear()
 
 
 @pytest.fixture
@@ -136,7 +135,7 @@ def test_a_git_that_does_not_answer_is_reported_and_fails_nothing(
 
 def test_outside_of_a_repository(tmp_path, source):
     """A folder that no repository holds is said to be in none."""
-    assert module._repository("/proc/self") == {"unknown": "not in a git repository"}
+    assert module.repository("/proc/self") == {"unknown": "not in a git repository"}
 
 
 def test_a_row_that_fails_is_a_value_and_one_nobody_can_tell_is_left_out():

@@ -30,8 +30,7 @@ from torchrepro.cli.command_table import command
 from torchrepro.cli.progress import IMPORTING, Progress, doing
 from torchrepro.console import parts, say, show_aside
 from torchrepro.errors import ProfileError, TraceError
-from torchrepro.manifest.of_process import VARIABLE as LOG_TO
-from torchrepro.manifest.of_process import refuse_used_folder
+from torchrepro.manifest.contents import LOG_TO, refuse_used_folder
 from torchrepro.messages import Problem
 from torchrepro.trace.request import VARIABLE, Request, bytes_of, is_range
 from torchrepro.verbosity import Verbosity, verbosity
@@ -132,7 +131,7 @@ def check_lock(
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
     """Say in what this machine differs from a lock, the likeliest first; exit 1 if it does."""
-    from torchrepro.lock.check import check
+    from torchrepro.lock.lock_file import check
 
     with doing(IMPORTING):
         found = check(Path(lock), strict=strict)
@@ -148,7 +147,7 @@ def show_differences(
     as_json: Json = False,  # noqa: FBT002
 ) -> None:
     """Say in what two profiles, manifests, locks or runs differ; exit 1 if they do."""
-    from torchrepro.lock.on_this_machine import differences_of
+    from torchrepro.lock.diff import differences_of
 
     with doing(IMPORTING):
         found = differences_of(left, right)
@@ -282,7 +281,7 @@ def _locked_profile(lock: str, profile: str, overrides: list[str] | None) -> Res
 
     `profile` and `overrides` replace the lock's own name for it.
     """
-    from torchrepro.lock.check import check
+    from torchrepro.lock.lock_file import check
     from torchrepro.relaunch import untouched
 
     with untouched(), doing(IMPORTING):

@@ -1,4 +1,10 @@
-"""In what two snapshots differ, how likely that changes numbers, and how it is shown."""
+"""In what two snapshots differ, how likely that changes numbers, and how it is shown.
+
+Two profiles are compared by what they come to on this machine. A key that a profile leaves out has
+the value that is in effect here without a profile, so a default that is spelt out is no difference.
+How likely a difference changes numbers follows from what the setting is for, and from whether
+anything here reads it.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +16,23 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import parts, table
 from torchrepro.errors import ProfileError
+from torchrepro.imports import import_torch
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
-from torchrepro.knobs.knob import variable
-from torchrepro.lock.snapshot import ABSENT_HARDWARE, ABSENT_IS_UNSET, Snapshot
+from torchrepro.knobs.knob import MissingState, variable
+from torchrepro.lock.snapshot import ABSENT_HARDWARE, ABSENT_IS_UNSET, Snapshot, snapshot_of
 from torchrepro.manifest.environment import UNKNOWN
 from torchrepro.messages import printable, shown, some
 from torchrepro.outcomes import Outcome
+from torchrepro.process_state import absent_hardware
 from torchrepro.profile.composition import NOT_INHERITED
+from torchrepro.profile.resolved import DEFAULTS, knobs_for_key
 from torchrepro.redaction import HIDDEN
 from torchrepro.report import for_hardware
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from torchrepro.console import Part, Table
+    from torchrepro.console import Part
 
 
 class Impact(StrEnum):
@@ -82,6 +91,13 @@ FOLLOWS = {"python patch": "python", "torch commit": "torch", "cpu family": "cpu
 
 THREADS = ("backends.cpu.num_threads", "env.OMP_NUM_THREADS", "env.MKL_NUM_THREADS")
 """Knobs that set the number of threads. A lock records that number before they are applied."""
+
+DECIDES_NUMBERS = (
+    *("seed", "streams*", "ranks*", "dropout", "device.rng", "device.modules*"),
+    *("dataloader.seeding", "*precision*", "*_hf32", "*tf32*", "*FPMATH*", "*fp16_accumulation"),
+    *("*default_dtype", "*num_threads", "*NUM_THREADS", "*CPU_CAPABILITY", "*MAX_CPU_ISA"),
+)
+"""Keys that decide numbers themselves. Others choose between kernels that may round alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +170,6 @@ class Comparison:
         """Return the differences with one of `impacts`."""
         return tuple(each for each in self.differences if each.impact in impacts)
 
-    def preceded_by(self, *first: Difference) -> Comparison:
-        """Return the same with further differences in front."""
-        return replace(self, differences=(*first, *self.differences))
-
     def to_json(self) -> dict[str, Any]:
         """Return the answer as plain JSON values; what is empty beside it is left out."""
         optional = {
@@ -174,9 +186,19 @@ def compare(left: Snapshot, right: Snapshot) -> Comparison:
     Recorded runs are compared rank by rank: a difference that some ranks lack names those that
     have it. Raises `ProfileError` for two runs without a rank in common.
     """
-    ranks = _common_ranks(left, right)
+    ranks = tuple(left.ranks or right.ranks) or ("",)  # one without ranks is the same for each
+    missing: list[Gap] = []
+    if left.ranks and right.ranks:
+        ranks = tuple(rank for rank in left.ranks if rank in right.ranks)
+        for mine, other in ((left, right), (right, left)):
+            missing += [Gap(mine.name, rank) for rank in other.ranks if rank not in mine.ranks]
+    if not ranks:
+        raise ProfileError.about(
+            "have no rank in common",
+            found=f"{left.name} and {right.name}",
+            todo="name two recordings of the same ranks",
+        )
     found: dict[str, Difference] = {}
-    missing = list(_unpaired_ranks(left, right))
     for rank in ranks:
         mine, other = left.of_rank(rank), right.of_rank(rank)
         missing += _gaps(mine, other)
@@ -185,73 +207,95 @@ def compare(left: Snapshot, right: Snapshot) -> Comparison:
             known = found.get(text, each)
             found[text] = replace(known, ranks=(*known.ranks, rank))
     every = [replace(e, ranks=()) if len(e.ranks) == len(ranks) else e for e in found.values()]
-    return Comparison(left.name, right.name, ordered(every), tuple(dict.fromkeys(missing)))
+    return Comparison(left.name, right.name, _ordered(every), tuple(dict.fromkeys(missing)))
 
 
-def ordered(differences: Iterable[Difference]) -> tuple[Difference, ...]:
-    """Return differences with the likeliest to change numbers first."""
+def _ordered(differences: Iterable[Difference]) -> tuple[Difference, ...]:
     return tuple(sorted(differences, key=lambda each: list(Impact).index(each.impact)))
 
 
-def _common_ranks(left: Snapshot, right: Snapshot) -> tuple[str, ...]:
-    """Return the ranks to compare; a side without ranks is compared with each of the other's."""
-    if not (left.ranks and right.ranks):
-        return tuple(left.ranks or right.ranks) or ("",)
-    both = tuple(rank for rank in left.ranks if rank in right.ranks)
-    if not both:
-        raise ProfileError.about(
-            "have no rank in common",
-            found=f"{left.name} and {right.name}",
-            todo="name two recordings of the same ranks",
-        )
-    return both
+def differences_of(left: str, right: str) -> Comparison:
+    """Return in what two profiles, manifests, locks or runs differ, each given by name or path.
+
+    Two profiles are compared by what they come to on this machine, which imports torch. Raises
+    `ProfileError` or `TraceError` for what cannot be read.
+    """
+    one, two = snapshot_of(left), snapshot_of(right)
+    found = compare(one, two)
+    return effective(found) if {one.kind, two.kind} == {"profile"} else found
 
 
-def _unpaired_ranks(left: Snapshot, right: Snapshot) -> Iterator[Gap]:
-    if left.ranks and right.ranks:
-        for mine, other in ((left, right), (right, left)):
-            yield from (Gap(mine.name, r) for r in other.ranks if r not in mine.ranks)
+def effective(found: Comparison) -> Comparison:
+    """Return what is left of the differences of two profiles here, and how likely it matters."""
+    if not found.differences:
+        return found
+    import_torch()
+    absent = absent_hardware()
+    kept = []
+    for each in found.differences:
+        impact = impact_of(each.section, each.key)
+        if each.section == "profile":
+            spelt_out = each.right if each.left is None else each.left
+            if None in (each.left, each.right) and spelt_out == _without_profile(each.key):
+                continue
+            knobs = knobs_for_key(each.key)
+            if impact is not Impact.CHANGES:
+                pass
+            elif each.key in DEFAULTS:
+                impact = Impact.SHOULD_NOT  # it decides what is refused, not what is computed
+            elif knobs and all(knob.hardware in absent for knob in knobs):
+                impact = Impact.NOTHING_HERE
+            elif not any(fnmatchcase(each.key, pattern) for pattern in DECIDES_NUMBERS):
+                impact = Impact.MAY
+        kept.append(replace(each, here=impact))
+    return replace(found, differences=_ordered(kept))
+
+
+def _without_profile(key: str) -> Any:
+    """Return what a process here has for a key that its profile leaves out, None if nothing."""
+    if key in DEFAULTS:
+        return DEFAULTS[key]
+    knobs = [knob for knob in knobs_for_key(key) if knob.name == key]
+    if not knobs or knobs[0].moves_on or knobs[0].variable or not knobs[0].loaded:
+        return None
+    try:
+        return knobs[0].access.read()
+    except MissingState:
+        return None
 
 
 def _differences(left: Snapshot, right: Snapshot) -> list[Difference]:
     """Return the differences of two processes, section by section."""
+    every = []
     both = [name for name in left.sections if name in right.sections and name != ABSENT_HARDWARE]
     if "profile" in both:
         both = [name for name in both if name != "asked"]  # the values are compared themselves
-    every = [each for name in both for each in _in_section(name, left, right)]
+    for section in both:
+        one, two = left.sections[section], right.sections[section]
+        of_recording = section == "knobs" and "recording" in (left.kind, right.kind)
+        as_compared = _untyped_text if of_recording else _typed_text
+        for key in sorted({*one, *two}):
+            if section == "profile" and key in NOT_INHERITED:
+                continue
+            if section not in (*ABSENT_IS_UNSET, "started") and not (key in one and key in two):
+                continue
+            values = one.get(key), two.get(key)
+            if section != "started" and any(map(_is_unknown, values)):
+                continue
+            if as_compared(values[0]) == as_compared(values[1]):
+                continue
+            lacking = section == "knobs" and any(
+                side.sections["knobs"].get(key) == Outcome.UNSUPPORTED
+                and key in side.sections.get(ABSENT_HARDWARE, {})
+                for side in (left, right)
+            )
+            hardware = knobs_by_name()[key].hardware if lacking and key in knobs_by_name() else ""
+            every.append(Difference(section, key, *values, hardware=hardware))
     differ = {(each.section, each.key) for each in every}
     return [each for each in every if not _follows(each, left, right, differ)]
 
 
-def _in_section(section: str, left: Snapshot, right: Snapshot) -> Iterator[Difference]:
-    one, two = left.sections[section], right.sections[section]
-    recorded = section == "knobs" and "recording" in (left.kind, right.kind)
-    as_compared = _untyped_text if recorded else _typed_text
-    for key in sorted({*one, *two}):
-        if section == "profile" and key in NOT_INHERITED:
-            continue
-        if section != "started":  # how a run was started is shown as it is
-            if section not in ABSENT_IS_UNSET and not (key in one and key in two):
-                continue
-            if is_unknown(one.get(key)) or is_unknown(two.get(key)):
-                continue
-        if as_compared(one.get(key)) != as_compared(two.get(key)):
-            hardware = _lacking_hardware(key, left, right) if section == "knobs" else ""
-            yield Difference(section, key, one.get(key), two.get(key), hardware=hardware)
-
-
-def _lacking_hardware(name: str, left: Snapshot, right: Snapshot) -> str:
-    """Return the hardware of a knob that one side could not set for the lack of it, or nothing."""
-    knob = knobs_by_name().get(name)
-    lacking = any(
-        side.sections["knobs"].get(name) == Outcome.UNSUPPORTED
-        and name in side.sections.get(ABSENT_HARDWARE, {})
-        for side in (left, right)
-    )
-    return knob.hardware if knob and lacking else ""
-
-
-def is_unknown(value: Any) -> bool:
+def _is_unknown(value: Any) -> bool:
     """Whether a value is only the reason why there is none."""
     return isinstance(value, str) and (value.startswith(UNKNOWN) or HIDDEN in value)
 
@@ -278,7 +322,7 @@ def _gaps(left: Snapshot, right: Snapshot) -> Iterator[Gap]:
                 yield from (Gap(mine.name, section, key) for key in sorted(absent))
         for section, its in mine.sections.items():
             if section not in ("started", ABSENT_HARDWARE):
-                unknown = sorted(key for key, value in its.items() if is_unknown(value))
+                unknown = sorted(key for key, value in its.items() if _is_unknown(value))
                 yield from (Gap(mine.name, section, key) for key in unknown)
 
 
@@ -287,21 +331,17 @@ def _follows(
 ) -> bool:
     """Whether another difference, or a knob that the profile sets, already says it."""
     if found.section == "knobs":
-        return ("profile", _profile_key(found.key)) in differ
+        known = knobs_by_name().get(found.key)
+        key = known.profile_key if known else found.key.replace("env.", "env_extra.", 1)
+        return ("profile", key) in differ
     knobs = {*left.sections.get("knobs", {}), *right.sections.get("knobs", {})}
     if found.section == "environment":
         name = f"env.{found.key}"
         setting = {knob.name for knob in CATALOGUE if name in (knob.name, *knob.aliases)}
-        setting.add(variable(found.key).name)
-        return not knobs.isdisjoint(setting)
+        return not knobs.isdisjoint({*setting, variable(found.key).name})
     if (found.section, found.key) == ("hardware", "threads"):
         return not knobs.isdisjoint(THREADS)
     return (found.section, FOLLOWS.get(found.key, "")) in differ
-
-
-def _profile_key(knob: str) -> str:
-    known = knobs_by_name().get(knob)
-    return known.profile_key if known else knob.replace("env.", "env_extra.", 1)
 
 
 _PREFIXES = {
@@ -336,25 +376,23 @@ def _comparison_parts(found: Comparison) -> tuple[Part, ...]:
 
 
 def difference_parts(rows: Sequence[Difference], left: str, right: str) -> tuple[Part, ...]:
-    """Return a table of differences, and a line for those of hardware that one side lacks."""
-    kept = [each for each in rows if not each.hardware]
-    names = [each.hardware for each in rows if each.hardware]
-    lines = [f"{for_hardware(names)}: not on both sides"] if names else []
-    return *([difference_table(kept, left, right)] if kept else []), *lines
-
-
-def difference_table(rows: Iterable[Difference], left: str, right: str) -> Table:
-    """Return a table of differences, with these headings for the two sides.
+    """Return a table of differences, and a line for those of hardware that one side lacks.
 
     How likely they change numbers is a column where it is not the same for all of them.
     """
-    rows = tuple(rows)
-    cells = [(_name(each), _value(each, each.left), _value(each, each.right)) for each in rows]
-    headings = ("what differs", left, right)
-    if shared_impact(rows):
-        return table(headings, cells)
-    likely = [(str(row.impact), *its) for row, its in zip(rows, cells, strict=True)]
-    return table(("how likely", *headings), likely)
+    found: list[Part] = []
+    kept = [each for each in rows if not each.hardware]
+    if kept:
+        headings = ("what differs", left, right)
+        cells = [(_name(each), _value(each, each.left), _value(each, each.right)) for each in kept]
+        if shared_impact(kept):
+            found.append(table(headings, cells))
+        else:
+            likely = [(str(row.impact), *its) for row, its in zip(kept, cells, strict=True)]
+            found.append(table(("how likely", *headings), likely))
+    if lacking := [each.hardware for each in rows if each.hardware]:
+        found.append(f"{for_hardware(lacking)}: not on both sides")
+    return tuple(found)
 
 
 def shared_impact(rows: Sequence[Difference]) -> Impact | None:

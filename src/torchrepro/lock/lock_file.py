@@ -1,21 +1,38 @@
-"""Writing a lock, reading it back whole, and the name of the profile in it."""
+"""Writing a lock, and whether this machine still is what a lock says."""
 
 from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.console import parts
 from torchrepro.errors import ProfileError
 from torchrepro.imports import import_torch
+from torchrepro.lock.diff import (
+    ENFORCED,
+    ENFORCED_STRICTLY,
+    Comparison,
+    Difference,
+    Gap,
+    Impact,
+    change,
+    compare,
+    difference_parts,
+    gap_lines,
+)
+from torchrepro.lock.snapshot import of_contents
 from torchrepro.manifest.contents import (
     FORMAT,
     as_text,
     common_contents,
+    read_complete,
     read_contents,
     secrets_here,
 )
+from torchrepro.manifest.environment import hardware, software
 from torchrepro.messages import some
 from torchrepro.planner import Plan, make_plan
 from torchrepro.profile.load import resolve
@@ -25,69 +42,19 @@ from torchrepro.profile.search_path import SUFFIXES
 from torchrepro.redaction import HIDDEN, without_secrets
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
+    from torchrepro.console import Part
     from torchrepro.report import Report
 
 
-PARTS: Mapping[str, tuple[str, ...]] = {
-    "named": ("profile", "overrides"),
-    "profile": (),
-    "digest": (),
-    "origins": (),
-    "notes": (),
-    "report": ("knobs",),
-    "versions": ("python", "torch"),
-    "hardware": ("system", "machine", "cpu", "threads"),
-    "environment": (),
-    "repository": (),
-    "manifest": (),
-}
-"""Every part that a lock is written with, and what is in it on every machine."""
-
-
-def read_whole(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return what `read_contents` does; a lock that is damaged is refused.
-
-    Raises `ProfileError` for a lock without one of `PARTS`: it would forbid less than it was
-    written to forbid.
-    """
-    kind, contents = read_contents(path)
-    lacking = list(_lacking(contents)) if kind == "lock" else []
-    if lacking:
-        raise ProfileError.about(
-            f"damaged: these parts are missing: {some(lacking)}",
-            str(path),
-            todo="lock again: torchrepro lock PROFILE -o FILE",
-        )
-    return kind, contents
+HERE = "this machine"
 
 
 def true_digest(contents: Mapping[str, Any]) -> str | None:
     """Return the digest of the profile in a lock; None where a part of it was redacted."""
     profile = contents["profile"]
     return None if HIDDEN in json.dumps(profile) else ResolvedProfile.of(profile).digest
-
-
-def _lacking(contents: Mapping[str, Any]) -> Iterator[str]:
-    for part, inner in PARTS.items():
-        if part not in contents:
-            yield part
-        elif isinstance(contents[part], dict):
-            yield from (f"{part}.{key}" for key in inner if key not in contents[part])
-
-
-def named_in(lock: Path, named: Any) -> tuple[str, list[str]]:
-    """Return the profile and the overrides that `lock` names, as they are found from here.
-
-    Raises `ProfileError` if it does not name them.
-    """
-    its = named if isinstance(named, dict) else {}
-    profile, overrides = its.get("profile"), its.get("overrides")
-    given: list[Any] = overrides if isinstance(overrides, list) else [None]
-    if not (isinstance(profile, str) and profile and all(isinstance(o, str) for o in given)):
-        raise ProfileError.about("damaged: it does not name its profile", str(lock), "named")
-    return (str(lock.parent / profile) if _is_relative_path(profile) else profile), given
 
 
 def refuse_lost_file(profile: str) -> None:
@@ -103,6 +70,12 @@ def _is_relative_path(profile: str) -> bool:
     return is_path and "://" not in profile and not os.path.isabs(profile) and profile[0] != "~"  # noqa: PTH117 - the text of a name
 
 
+def plan_of_a_run(resolved: ResolvedProfile) -> Plan:
+    """Return the plan for a run of `resolved` that `torchrepro run` starts here; imports torch."""
+    import_torch()
+    return make_plan(resolved, closed={})
+
+
 def write_lock(path: Path, profile: str, overrides: Sequence[str]) -> Report:
     """Write what a run of `profile` would be here, and return the report on it.
 
@@ -110,18 +83,37 @@ def write_lock(path: Path, profile: str, overrides: Sequence[str]) -> Report:
     override that holds a secret, and a file that cannot be written or is no lock. Raises
     `ApplyError` if a strict profile could not be applied here.
     """
-    _refuse_another_file(path)
+    if path.exists():
+        try:
+            kind = read_contents(path)[0]
+        except ProfileError:
+            kind = ""
+        if kind != "lock" and (path.is_dir() or path.stat().st_size):
+            raise ProfileError.about(
+                "exists already and is not a lock",
+                found=str(path),
+                todo="name another file, or remove it",
+            )
     resolved = resolve(profile, overrides)
-    _refuse_secrets(resolved, overrides)
-    named = {"profile": _relative_to_lock(path, profile), "overrides": list(overrides)}
+    secrets = secrets_here(resolved)
+    for text in overrides:
+        if without_secrets(text, secrets) != text:
+            raise ProfileError.about(
+                "an override that may hold a secret, and a lock is shared",
+                key=key_of(text),
+                todo="put it into the environment of the run instead",
+            )
+    named = profile
+    if _is_relative_path(profile):  # from the lock's own folder
+        named = Path(os.path.relpath(profile, path.parent)).as_posix()
     plan = plan_of_a_run(resolved)
     plan.refuse_if_stopping()
     its = common_contents(resolved, plan.report)
     for row in its["report"]["knobs"]:
         del row["before"]  # the state of this process, such as a random seed
-    text = as_text({"lock": FORMAT, "named": named, **its})
+    its |= {"lock": FORMAT, "named": {"profile": named, "overrides": list(overrides)}}
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(as_text(its), encoding="utf-8")
     except OSError as error:
         raise ProfileError.about(
             f"the lock cannot be written: {error.strerror}",
@@ -131,45 +123,132 @@ def write_lock(path: Path, profile: str, overrides: Sequence[str]) -> Report:
     return plan.report
 
 
-def _relative_to_lock(lock: Path, profile: str) -> str:
-    """Return `profile` as the file `lock` names it: a relative path from the lock's own folder."""
-    if not _is_relative_path(profile):
-        return profile
-    try:
-        return Path(os.path.relpath(profile, lock.parent)).as_posix()
-    except ValueError:  # another drive of Windows has no relative path
-        return str(Path(profile).absolute())
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """In what this machine differs from a lock."""
+
+    lock: str
+    strict: bool
+    resolved: ResolvedProfile | None
+    """The locked profile as it is here; None where it cannot be resolved any more."""
+
+    comparison: Comparison
+
+    @property
+    def enforced(self) -> tuple[Impact, ...]:
+        """The impacts that the lock forbids."""
+        return ENFORCED_STRICTLY if self.strict else ENFORCED
+
+    @property
+    def forbidden(self) -> tuple[Difference, ...]:
+        """The differences that the lock forbids."""
+        return self.comparison.having(*self.enforced)
+
+    @property
+    def allowed(self) -> tuple[Difference, ...]:
+        """The differences that are shown and that nothing forbids."""
+        return tuple(each for each in self.comparison.differences if each not in self.forbidden)
+
+    @property
+    def met(self) -> bool:
+        """Whether a run here may start."""
+        return not self.forbidden
+
+    @property
+    def gaps(self) -> tuple[Gap, ...]:
+        """What the lock would forbid and could not be compared."""
+        return tuple(each for each in self.comparison.gaps if each.section != "source")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the answer as plain JSON values."""
+        return {
+            "met": self.met,
+            "lock": self.lock,
+            "strict": self.strict,
+            "differences": [each.to_json("locked", "here") for each in self.forbidden],
+            "not_held": [each.to_json("locked", "here") for each in self.allowed],
+            "not_compared": [each.to_json() for each in self.gaps],
+        }
 
 
-def plan_of_a_run(resolved: ResolvedProfile) -> Plan:
-    """Return the plan for a run of `resolved` that `torchrepro run` starts here; imports torch."""
-    import_torch()
-    return make_plan(resolved, closed={})
+def check(
+    path: Path,
+    *,
+    strict: bool = False,
+    profile: str = "",
+    overrides: Sequence[str] = (),
+) -> CheckResult:
+    """Return in what this machine differs from the lock in the file `path`.
 
-
-def _refuse_secrets(resolved: ResolvedProfile, overrides: Sequence[str]) -> None:
-    """Raise `ProfileError` for an override with a secret, which the lock would show."""
-    secrets = secrets_here(resolved)
-    for text in overrides:
-        if without_secrets(text, secrets) != text:
-            raise ProfileError.about(
-                "an override that may hold a secret, and a lock is shared",
-                key=key_of(text),
-                todo="put it into the environment of the run instead",
-            )
-
-
-def _refuse_another_file(path: Path) -> None:
-    """Raise `ProfileError` if another file than a lock would be overwritten."""
-    if not path.exists():
-        return
-    try:
-        kind = read_contents(path)[0]
-    except ProfileError:
-        kind = ""
-    if kind != "lock" and (path.is_dir() or path.stat().st_size):
+    The profile is resolved again from its name, so that a pack that has changed is seen. The name
+    is the lock's own unless `profile` is given. Imports torch. Raises `ProfileError` for a file
+    that is no lock or is damaged, and for a `profile` that is not valid.
+    """
+    kind, contents = read_complete(path)
+    if kind != "lock":
         raise ProfileError.about(
-            "exists already and is not a lock",
-            found=str(path),
-            todo="name another file, or remove it",
+            "a manifest, not a lock",
+            str(path),
+            todo="write a lock: torchrepro lock PROFILE -o FILE; to compare, use "
+            f"`torchrepro diff {path} OTHER`",
         )
+    locked = of_contents(str(path), kind, contents)
+    first = []
+    written, true = contents["digest"], true_digest(contents)
+    if true not in (None, written):
+        first.append(Difference("profile", "digest, as the lock was edited", written, true))
+    its: dict[str, Any] = contents["named"] if isinstance(contents["named"], dict) else {}
+    name, own = its.get("profile", ""), its.get("overrides")
+    if not (name and isinstance(own, list) and all(isinstance(text, str) for text in (name, *own))):
+        raise ProfileError.about("damaged: it does not name its profile", str(path), "named")
+    if _is_relative_path(name):
+        name = str(path.parent / name)
+    resolved = None
+    if profile:
+        resolved = resolve(profile, overrides)
+    else:
+        try:
+            refuse_lost_file(name)
+            resolved = resolve(name, own, typed=False)  # the lock is a file
+        except ProfileError as error:
+            problem = error.problems[0]
+            words = ": ".join(filter(None, (problem.key, problem.found, problem.what)))
+            first.append(Difference("profile", "(the whole)", "as locked", words))
+    if resolved is None:
+        import_torch()
+        here = {"versions": software(), "hardware": hardware()}
+    else:
+        here = common_contents(resolved, plan_of_a_run(resolved).report)
+    comparison = compare(locked, of_contents(HERE, "lock", here))
+    every = (*first, *comparison.differences)
+    return CheckResult(str(path), strict, resolved, replace(comparison, differences=every))
+
+
+_PLURAL = {
+    Impact.CHANGES: "change numbers",
+    Impact.MAY: "may change numbers",
+    Impact.SHOULD_NOT: "should not change numbers",
+}
+
+
+@parts.register(CheckResult)
+def _check_parts(found: CheckResult) -> tuple[Part, ...]:
+    """Return what the lock forbids, the answer, what it allows, and what was not compared."""
+    counts = [
+        f"{number} that {impact if number == 1 else _PLURAL[impact]}"
+        for impact in found.enforced
+        if (number := len(found.comparison.having(impact)))
+    ]
+    allowed = [
+        f"allowed, {impact}: {some(map(change, rows))}"
+        for impact in Impact
+        if impact not in found.enforced and (rows := found.comparison.having(impact))
+    ]
+    return (
+        *difference_parts(found.forbidden, "locked", "here"),
+        f"{found.lock} is not met: {', '.join(counts)}"
+        if counts
+        else f"{found.lock} is met: nothing that it forbids differs",
+        *allowed,
+        *gap_lines(found.gaps),
+    )

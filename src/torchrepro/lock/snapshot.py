@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import ProfileError
-from torchrepro.lock.lock_file import read_whole
-from torchrepro.manifest.contents import FILE
+from torchrepro.manifest.contents import FILE, read_complete
 from torchrepro.messages import some
 from torchrepro.outcomes import Outcome, is_set
 from torchrepro.profile.composition import flatten, plain
@@ -67,7 +66,7 @@ def snapshot_of(name: str) -> Snapshot:
     if os.path.isdir(name) and not _is_profile(name):  # noqa: PTH112 - never raises
         return _of_folder(name, place)
     if place.suffix in (".json", ".lock") or os.path.isfile(name):  # noqa: PTH113 - see above
-        return of_contents(name, *read_whole(place))
+        return of_contents(name, *read_complete(place))
     return of_profile(name, resolve(name))
 
 
@@ -204,7 +203,7 @@ def _of_folder(name: str, folder: Path) -> Snapshot:
 
     recorded = any(folder.glob(f"rank*{SUFFIX}"))
     if not recorded and (path := manifest_in(name, folder)) is not None:
-        return of_contents(name, *read_whole(path))
+        return of_contents(name, *read_complete(path))
     if not recorded:
         raise ProfileError.about(
             "holds neither a manifest nor a recording",

@@ -1,4 +1,4 @@
-"""What a manifest and a lock hold; writing a manifest, and reading either back."""
+"""What a manifest and a lock hold; writing a manifest, of a process too; reading either back."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.console import say_once
 from torchrepro.errors import ProfileError
 from torchrepro.knobs.variables import RECORDED
 from torchrepro.manifest.environment import hardware, repository, software
 from torchrepro.manifest.started import started_here
+from torchrepro.messages import some
 from torchrepro.profile.composition import plain
 from torchrepro.redaction import secret_values, shareable, without_secrets
 from torchrepro.seeding import streams
+from torchrepro.seeding.ranks import VARIABLES as RANKS
+from torchrepro.seeding.ranks import world
 from torchrepro.seeding.seeding_calls import seeding_calls
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from omegaconf import DictConfig
 
@@ -39,6 +43,24 @@ LARGEST = 16 * 2**20
 
 DEEPEST = 40
 """Levels of nesting above which a file is no manifest."""
+
+LOG_TO = "TORCHREPRO_LOG_TO"
+"""Variable that holds the folder of `torchrepro run --log-to`, for every process below it."""
+
+PARTS_OF_A_LOCK: Mapping[str, tuple[str, ...]] = {
+    "named": ("profile", "overrides"),
+    "profile": (),
+    "digest": (),
+    "origins": (),
+    "notes": (),
+    "report": ("knobs",),
+    "versions": ("python", "torch"),
+    "hardware": ("system", "machine", "cpu", "threads"),
+    "environment": (),
+    "repository": (),
+    "manifest": (),
+}
+"""Every part that a lock is written with, and what is in it on every machine."""
 
 
 def manifest(
@@ -121,12 +143,26 @@ def read_contents(path: Path) -> tuple[str, dict[str, Any]]:
 
     Raises `ProfileError` for a file that is neither, or of another format.
     """
-    contents = _json(path)
-    kind = next((kind for kind in KINDS if kind in contents), "")
+    try:
+        if path.stat().st_size > LARGEST:
+            raise DamagedError.about("too large for a manifest or a lock", str(path))
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        what = f"cannot be read: {error.strerror}"
+        raise ProfileError.about(what, str(path), todo=_NAME_ONE) from None
+    except RecursionError:
+        raise DamagedError.about("nested too deep", str(path)) from None
+    except DamagedError:
+        raise
+    except ValueError:
+        what = "neither a manifest nor a lock: not JSON"
+        raise DamagedError.about(what, str(path), todo=_NAME_ONE) from None
+    if _too_deep(contents):
+        raise DamagedError.about("nested too deep", str(path))
+    kind = next((key for key in KINDS if isinstance(contents, dict) and key in contents), "")
     if not kind or not isinstance(contents.get("profile"), dict):
-        raise DamagedError.about(
-            "neither a manifest nor a lock: it holds no `profile`", str(path), todo=_NAME_ONE
-        )
+        what = "neither a manifest nor a lock: it holds no `profile`"
+        raise DamagedError.about(what, str(path), todo=_NAME_ONE)
     for key in KINDS:
         if contents.get(key, FORMAT) != FORMAT:
             raise ProfileError.about(
@@ -140,22 +176,26 @@ def read_contents(path: Path) -> tuple[str, dict[str, Any]]:
     return kind, contents
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > LARGEST:
-            raise DamagedError.about("too large for a manifest or a lock", str(path))
-        contents = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        what = f"cannot be read: {error.strerror}"
-        raise ProfileError.about(what, str(path), todo=_NAME_ONE) from None
-    except RecursionError:
-        raise DamagedError.about("nested too deep", str(path)) from None
-    except ValueError:
-        what = "neither a manifest nor a lock: not JSON"
-        raise DamagedError.about(what, str(path), todo=_NAME_ONE) from None
-    if _too_deep(contents):
-        raise DamagedError.about("nested too deep", str(path))
-    return contents if isinstance(contents, dict) else {}
+def read_complete(path: Path) -> tuple[str, dict[str, Any]]:
+    """Return what `read_contents` does; a lock that is damaged is refused.
+
+    Raises `ProfileError` for a lock without one of `PARTS_OF_A_LOCK`: it would forbid less than it
+    was written to forbid.
+    """
+    kind, contents = read_contents(path)
+    lacking = []
+    for part, inner in PARTS_OF_A_LOCK.items() if kind == "lock" else ():
+        if part not in contents:
+            lacking.append(part)
+        elif isinstance(contents[part], dict):
+            lacking += [f"{part}.{key}" for key in inner if key not in contents[part]]
+    if lacking:
+        raise ProfileError.about(
+            f"damaged: these parts are missing: {some(lacking)}",
+            str(path),
+            todo="lock again: torchrepro lock PROFILE -o FILE",
+        )
+    return kind, contents
 
 
 def _too_deep(value: Any, levels: int = DEEPEST) -> bool:
@@ -181,3 +221,54 @@ def hydra_folder(config: DictConfig) -> Path:
     (hydra.runtime.output_dir, output_subdir).
     """
     return Path(config.runtime.output_dir) / (config.output_subdir or ".hydra")
+
+
+def refuse_used_folder(folder: Path) -> None:
+    """Raise `ProfileError` if `folder` holds the manifest of another run, which stays, or is none.
+
+    Of several processes the one that writes it looks: the others may start after it has written.
+    """
+    what = ""
+    if world().rank == 0:
+        there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        if (folder / FILE).exists():
+            what = "holds the manifest of another run already"
+        elif not there.is_dir():
+            what = "cannot be a folder: there is a file"
+    if what:
+        todo = "name a new folder"
+        raise ProfileError.about(what, key="--log-to", found=str(folder), todo=todo)
+
+
+class ProcessManifest:
+    """Written when torch is there, and again, complete, when the process ends.
+
+    One process of a run has it: the first that imports torch, or else rank 0, whose launcher may
+    have imported torch before it.
+    """
+
+    def __init__(self, folder: str, read: Callable[[], tuple[ResolvedProfile, Report]]) -> None:
+        self._folder = Path(folder)
+        self._read = read
+        self._process = os.getpid()
+        self._written = ""
+
+    def write(self) -> None:
+        """Write it, unless another process has it; a folder that cannot be written is said."""
+        if os.getpid() != self._process or world().rank or not self._is_ours():
+            return
+        its = manifest(*self._read())
+        try:
+            write_manifest(self._folder, its)
+        except OSError as error:
+            say_once(f"the manifest cannot be written: {self._folder}: {error.strerror}")
+            return
+        self._written = as_text(its)
+
+    def _is_ours(self) -> bool:
+        try:
+            found = (self._folder / FILE).read_text(encoding="utf-8")
+        except OSError:
+            return True
+        ranked = any(rank in os.environ for rank, _ in RANKS)
+        return found == self._written or (ranked and not self._written)

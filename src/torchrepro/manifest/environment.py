@@ -257,7 +257,7 @@ def commit() -> dict[str, Any]:
     the reason. git runs once per process and folder. It writes nothing and runs no hook, file
     monitor or external diff (https://git-scm.com/docs/git#_environment_variables).
     """
-    return dict(_commit(_folder()))
+    return dict(_answer(_status, _folder()))
 
 
 def repository(folder: str = "") -> dict[str, Any]:
@@ -265,7 +265,7 @@ def repository(folder: str = "") -> dict[str, Any]:
 
     `folder` takes the place of the program's own.
     """
-    return dict(_repository(folder or _folder()))
+    return dict(_answer(_changes, folder or _folder()))
 
 
 def _folder() -> str:
@@ -281,26 +281,21 @@ def _folder() -> str:
 
 
 @cache
-def _commit(folder: str) -> Mapping[str, Any]:
-    return _answered(partial(_status, folder))
-
-
-@cache
-def _repository(folder: str) -> Mapping[str, Any]:
-    found = _commit(folder)
-    return found if "unknown" in found else _answered(partial(_changes, folder, found))
-
-
-def _answered(ask: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+def _answer(ask: Callable[[str], Mapping[str, Any]], folder: str) -> Mapping[str, Any]:
     """Return what git says, or why it says nothing."""
     try:
-        return ask()
+        return ask(folder)
     except subprocess.TimeoutExpired:
         return {"unknown": f"git took longer than {TIMEOUT:g} s"}
     except FileNotFoundError:
         return {"unknown": "git is not installed"}
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        return {"unknown": _reason(error)}
+        said = getattr(error, "stderr", b"") or b""  # never quoted
+        if b"not a git repository" in said:
+            return {"unknown": "not in a git repository"}
+        if b"dubious ownership" in said:
+            return {"unknown": "git does not trust the repository: another user owns it"}
+        return {"unknown": f"git failed ({type(error).__name__})"}
 
 
 def _status(folder: str) -> Mapping[str, Any]:
@@ -310,10 +305,15 @@ def _status(folder: str) -> Mapping[str, Any]:
     return {"commit": heads.get("branch.oid", ""), "changed_files": changed}
 
 
-def _changes(folder: str, found: Mapping[str, Any]) -> Mapping[str, Any]:
-    digest = hashlib.sha256(_git(folder, *_DIFF)).hexdigest()[:16] if found["changed_files"] else ""
-    changes = {"changes": digest} if digest else {}
-    return {**found, **changes, "remotes": _remotes(folder)}
+def _changes(folder: str) -> Mapping[str, Any]:
+    found = {**_answer(_status, folder)}
+    if "unknown" in found:
+        return found
+    if found["changed_files"]:
+        found["changes"] = hashlib.sha256(_git(folder, *_DIFF)).hexdigest()[:16]
+    lines = _git(folder, "remote", "-v").decode(errors="replace").splitlines()
+    urls = {line.split("\t")[1].removesuffix(" (fetch)") for line in lines if "(fetch)" in line}
+    return {**found, "remotes": sorted(map(_without_login, urls))}
 
 
 def _git(folder: str, *words: str) -> bytes:
@@ -329,25 +329,8 @@ def _git(folder: str, *words: str) -> bytes:
     ).stdout
 
 
-def _remotes(folder: str) -> list[str]:
-    """Return the URLs that the repository is fetched from, without logins."""
-    lines = _git(folder, "remote", "-v").decode(errors="replace").splitlines()
-    urls = {line.split("\t")[1].removesuffix(" (fetch)") for line in lines if "(fetch)" in line}
-    return sorted(_shown(url) for url in urls)
-
-
-def _shown(url: str) -> str:
+def _without_login(url: str) -> str:
     if "://" in url:
         return url_without_login(url)
     place = url.rpartition("@")[2]  # as in user@host:path
     return place if ordinary(place) else HIDDEN
-
-
-def _reason(error: Exception) -> str:
-    """Return why git did not answer, without quoting it."""
-    said = getattr(error, "stderr", b"") or b""
-    if b"not a git repository" in said:
-        return "not in a git repository"
-    if b"dubious ownership" in said:
-        return "git does not trust the repository: another user owns it"
-    return f"git failed ({type(error).__name__})"
