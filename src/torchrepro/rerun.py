@@ -101,28 +101,25 @@ class Rerun:
         """The differences that may change numbers, a changed program included."""
         return self.comparison.having(*_FORBIDDEN)
 
-    @property
-    def others(self) -> tuple[Difference, ...]:
-        """The differences that should not change numbers."""
-        return self.comparison.having(Impact.SHOULD_NOT)
-
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON values."""
         return {
             "run": str(self.run),
             "into": str(self.into),
-            "profile": self._profile(),
+            "profile": {
+                "name": self.resolved.name,
+                "digest": self.resolved.digest,
+                **({"files_now": self.changed} if self.changed else {}),
+            },
             "folder": self.started.folder,
             "command": self.shown_command(),
             "same": not self.differences,
             "differences": [each.to_json("then", "here") for each in self.differences],
-            "should_not_matter": [each.to_json("then", "here") for each in self.others],
+            "should_not_matter": [
+                each.to_json("then", "here") for each in self.comparison.having(Impact.SHOULD_NOT)
+            ],
             "not_compared": [each.to_json() for each in self.comparison.gaps],
         }
-
-    def _profile(self) -> dict[str, str]:
-        now = {"files_now": self.changed} if self.changed else {}
-        return {"name": self.resolved.name, "digest": self.resolved.digest, **now}
 
     def shown_command(self) -> list[str]:
         """Return the command as it may be shown."""
@@ -131,27 +128,24 @@ class Rerun:
     def start(self) -> NoReturn:
         """Replace this process by the command; raises as `torchrepro.launch.start` does."""
         os.chdir(self.started.folder)
-        more = {REPEATED: self._told()}
-        if self.started.by == RUN:
-            start(self.resolved, self.command, {**more, **self._recorded()})
-        replace_process(program_of(self.command), self.command, {**os.environ, **more})
-
-    def _told(self) -> str:
         profile = self.resolved.to_json()
-        its = {"profile": profile, "asked": profile["asked"], "named": _names(self.started)}
-        return json.dumps({**its, "folder": str(self.run), "into": str(self.into)})
-
-    def _recorded(self) -> dict[str, str]:
-        """Return what has a run write what the one of then has written, elsewhere."""
-        more = {} if self.started.hydra else {LOG_TO: str(self.into)}
-        if self.started.recording:
-            its = {key: _tuple(value) for key, value in self.started.recording.items()}
-            before = Path(its["folder"])
+        told = {"profile": profile, "asked": profile["asked"], "named": _names(self.started)}
+        told |= {"folder": str(self.run), "into": str(self.into)}
+        more = {REPEATED: json.dumps(told)}
+        if self.started.by != RUN:
+            replace_process(program_of(self.command), self.command, {**os.environ, **more})
+        # What the run of then has written is written again, elsewhere.
+        if not self.started.hydra:
+            more[LOG_TO] = str(self.into)
+        recording = self.started.recording
+        request = Request.inherited({RECORD: json.dumps(recording)} if recording else {})
+        if request is not None:
+            before = Path(request.folder)
             folder = self.into if same_file(before, self.run) else beside(before)
-            request = replace(Request(**its), folder=str(folder))
+            request = replace(request, folder=str(folder))
             request.prepare_folder()
             more[RECORD] = request.to_variable()
-        return more
+        start(self.resolved, self.command, more)
 
 
 def _names(started: Started) -> list[str]:
@@ -160,10 +154,6 @@ def _names(started: Started) -> list[str]:
     words = started.command if job is None else job.task
     in_words = [word.partition("=")[2] for word in words if key_of(word) == SECTION]
     return [*started.asked[:1], *in_words, *([job.choice] if job and job.choice else [])]
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def prepare(
@@ -177,7 +167,13 @@ def prepare(
     for a folder or a program that is gone.
     """
     path = _manifest(Path(name))
-    kind, contents = _contents(path)
+    try:
+        kind, contents = read_complete(path)
+    except DamagedError:
+        damage = ": it is cut or damaged" if path.suffix == Path(FILE).suffix else ""
+        todo = "name the folder of another run" if damage else "name the folder of a run"
+        what = f"not the manifest of a run{damage}"
+        raise ProfileError.about(what, str(path), todo=todo) from None
     if kind != "manifest":
         todo = f"`torchrepro run --lock {name} -- COMMAND` holds a run to it"
         raise ProfileError.about("a lock, which no run has left", str(path), todo=todo)
@@ -191,8 +187,13 @@ def prepare(
         todo = f"give the command, where the program is now: torchrepro rerun {name} -- COMMAND"
         what = "the folder in which it was started is gone"
         raise ProfileError.about(what, str(path), "started.folder", started.folder, todo=todo)
-    run = _folder_of_run(path, started)
-    new = _new_folder(run, into)
+    run = path.absolute().parent
+    if started.hydra is not None and run.name == started.hydra.subdir:
+        run = run.parent
+    new = Path(into).absolute() if into else beside(run)
+    if new.exists() and (not new.is_dir() or any(new.iterdir())):
+        todo = "name a new or an empty folder"
+        raise ProfileError.about("exists already", key="--output", found=into, todo=todo)
     with chdir(folder):
         words = tuple(command) or _command_of_then(name, path, started)
         words = into_new_folder(words, started, new, repeated=not command)
@@ -219,17 +220,6 @@ def _manifest(place: Path) -> Path:
     return found
 
 
-def _contents(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return what `read_complete` does, and refuse what is no manifest in the words of a rerun."""
-    try:
-        return read_complete(path)
-    except DamagedError:
-        damage = ": it is cut or damaged" if path.suffix == Path(FILE).suffix else ""
-        todo = "name the folder of another run" if damage else "name the folder of a run"
-        what = f"not the manifest of a run{damage}"
-        raise ProfileError.about(what, str(path), todo=todo) from None
-
-
 def _profile_of_then(path: Path, contents: Mapping[str, Any]) -> ResolvedProfile:
     """Return the profile in a manifest, validated as that of a file which somebody else wrote."""
     digest = true_digest(contents)
@@ -254,22 +244,6 @@ def _profile_of_then(path: Path, contents: Mapping[str, Any]) -> ResolvedProfile
     return ResolvedProfile(valid.values, origins, asked)
 
 
-def _folder_of_run(path: Path, started: Started) -> Path:
-    folder = path.absolute().parent
-    inside = started.hydra is not None and folder.name == started.hydra.subdir
-    return folder.parent if inside else folder
-
-
-def _new_folder(run: Path, into: str) -> Path:
-    if not into:
-        return beside(run)
-    place = Path(into).absolute()
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        todo = "name a new or an empty folder"
-        raise ProfileError.about("exists already", key="--output", found=into, todo=todo)
-    return place
-
-
 def beside(run: Path) -> Path:
     """Return a folder that is not there yet, next to that of a run and named after it."""
     first = _RERUN.sub("", run.name)
@@ -292,13 +266,13 @@ def _command_of_then(name: str, path: Path, started: Started) -> tuple[str, ...]
             todo=f"give the command of the launcher: {again} {line}",
         )
     words = _single_run(started)
-    hidden = hidden_in(words)
-    if hidden:
+    if hidden := hidden_in(words):
+        line = shell_line([word.replace(HIDDEN, "VALUE") for word in words])
         raise ProfileError.about(
             f"the manifest hides {len(hidden)} of the arguments, which may be secret",
             str(path),
             found=", ".join(hidden),
-            todo=f"give the command with each VALUE: {again} {shell_line(_to_fill_in(words))}",
+            todo=f"give the command with each VALUE: {again} {line}",
         )
     if is_python(words[0]):
         if _program(words)[1][:1] in ((), ("-",)):
@@ -307,11 +281,6 @@ def _command_of_then(name: str, path: Path, started: Started) -> tuple[str, ...]
             raise ProfileError.about(what, str(path), todo=todo)
         return (sys.executable, *words[1:])  # what differs is said of this Python
     return words
-
-
-def _to_fill_in(words: Sequence[str]) -> list[str]:
-    """Return a command that a shell takes as it is, with a word for each hidden value."""
-    return [word.replace(HIDDEN, "VALUE") for word in words]
 
 
 def _program(command: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -329,7 +298,8 @@ def _single_run(started: Started) -> tuple[str, ...]:
     before, program = _program(started.command)
     number = 2 if program[:1] == ("-m",) else 1
     its = (*program[:number], *_options(program[number:]), *job.task)
-    own = [text for text in job.own if not _is_of(key_of(text), _NOT_FOR_ONE_JOB)]
+    left_out = tuple(f"{section}." for section in _NOT_FOR_ONE_JOB)
+    own = [text for text in job.own if not f"{key_of(text)}.".startswith(left_out)]
     numbered = [] if job.number is None else [f"hydra.job.num={job.number}"]
     return (*before, *its, *own, *numbered, "hydra.mode=RUN")
 
@@ -342,10 +312,6 @@ def _options(words: Sequence[str]) -> Iterator[str]:
         if is_option or before in _OPTIONS_WITH_VALUE:
             yield word
         before = word
-
-
-def _is_of(key: str, sections: Sequence[str]) -> bool:
-    return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 
 def into_new_folder(
@@ -397,37 +363,31 @@ def _differences(
     words: Sequence[str],
 ) -> Comparison:
     """Return in what this machine differs from then."""
+    program = _program(words)[1] if is_python(words[0]) else ()
+    source = Path.cwd()  # the folder whose commit counts
+    if program and program[0] not in ("-c", "-m"):
+        script = Path(program[0]).absolute()
+        source = source if script.is_relative_to(sys.prefix) else script.parent
     then = of_contents(str(path), "manifest", contents)
     report = plan_of_a_run(resolved).report
-    here = {**common_contents(resolved, report), "repository": repository(_source_of(words))}
+    here = {**common_contents(resolved, report), "repository": repository(str(source))}
     found = compare(then, of_contents(HERE, "manifest", here))
-    ranked = started.ranked
-    rows = tuple(e for e in found.differences if _matters(e) and not (ranked and _of_launcher(e)))
+    rows = []
+    for each in found.differences:
+        # What was late then is late again: the command is started in the same way.
+        if each.section not in _COMPARED or each.left == Outcome.TOO_LATE:
+            continue
+        # A launcher gives a value to each of its processes, which is none of them here.
+        exported = each.section == "environment" and each.right is None
+        threads = (each.section, each.key) == ("hardware", "threads")
+        if not (started.ranked and (exported or threads)):
+            rows.append(each)
     gaps = tuple(each for each in found.gaps if each.section in _COMPARED)
-    return replace(found, differences=rows, gaps=gaps)
+    return replace(found, differences=tuple(rows), gaps=gaps)
 
 
 _COMPARED = ("knobs", "environment", "versions", "hardware", "source")
 """What can differ although the profile is the same; what the program did comes with its end."""
-
-
-def _matters(found: Difference) -> bool:
-    # What was late then is late again: the command is started in the same way.
-    return found.section in _COMPARED and found.left != Outcome.TOO_LATE
-
-
-def _of_launcher(found: Difference) -> bool:
-    """Whether a launcher gives a value to each of its processes, which is none of them here."""
-    exported = found.section == "environment" and found.right is None
-    return exported or (found.section, found.key) == ("hardware", "threads")
-
-
-def _source_of(words: Sequence[str]) -> str:
-    """Return the folder whose commit counts: that of the script, or else the present one."""
-    program = _program(words)[1] if is_python(words[0]) else ()
-    script = Path(program[0]).absolute() if program and program[0] not in ("-c", "-m") else None
-    installed = script is None or script.is_relative_to(sys.prefix)
-    return str(Path.cwd() if script is None or installed else script.parent)
 
 
 def _changed_profile(resolved: ResolvedProfile, started: Started) -> str:
@@ -449,18 +409,15 @@ def _changed_profile(resolved: ResolvedProfile, started: Started) -> str:
 @parts.register(Rerun)
 def _rerun_parts(found: Rerun) -> tuple[Part, ...]:
     """Return what differs from then, and what is started where."""
-    rows = found.differences
+    rows, others = found.differences, found.comparison.having(Impact.SHOULD_NOT)
     changed = [changed_files(found.resolved.asked[0], found.changed)] if found.changed else []
     return (
         *difference_parts(rows, "then", "here"),
         *([f"each of these: {shared}"] if (shared := shared_impact(rows)) else []),
         *changed,
-        *([f"should not change numbers: {some(map(change, found.others))}"] * bool(found.others)),
+        *([f"should not change numbers: {some(map(change, others))}"] * bool(others)),
         *gap_lines(found.comparison.gaps),
-        *([] if rows else [_NOTHING]),
+        *([] if rows else ["nothing that may change numbers differs from then"]),
         f"in {found.started.folder}: {shell_line(found.shown_command())}",
         "not started: --strict" if found.refused else f"into {found.into}",
     )
-
-
-_NOTHING = "nothing that may change numbers differs from then"

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torchrepro.lock.check import check
 
 import torchrepro
 from torchrepro import process_state

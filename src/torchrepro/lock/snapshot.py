@@ -63,19 +63,14 @@ def snapshot_of(name: str) -> Snapshot:
     place = Path(name)
     if place.suffix in (".yaml", ".yml") or name.startswith("pkg://"):
         return of_profile(name, resolve(name))
-    if os.path.isdir(name) and not _is_profile(name):  # noqa: PTH112 - never raises
-        return _of_folder(name, place)
+    if os.path.isdir(name):  # noqa: PTH112 - never raises
+        try:
+            return of_profile(name, resolve(name))
+        except ProfileError:
+            return _of_folder(name, place)
     if place.suffix in (".json", ".lock") or os.path.isfile(name):  # noqa: PTH113 - see above
         return of_contents(name, *read_complete(place))
     return of_profile(name, resolve(name))
-
-
-def _is_profile(name: str) -> bool:
-    try:
-        resolve(name)
-    except ProfileError:
-        return False
-    return True
 
 
 def of_profile(name: str, resolved: ResolvedProfile) -> Snapshot:
