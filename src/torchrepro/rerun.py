@@ -40,7 +40,7 @@ from torchrepro.manifest.contents import (
 )
 from torchrepro.manifest.environment import repository
 from torchrepro.manifest.started import HYDRA, RUN, Started, hidden_in, started_in
-from torchrepro.messages import Problem, some
+from torchrepro.messages import some
 from torchrepro.outcomes import Outcome
 from torchrepro.process_state import REPEATED, changed_files, same_file
 from torchrepro.profile.compose import compose_document
@@ -226,21 +226,17 @@ def _profile_of_then(path: Path, contents: Mapping[str, Any]) -> ResolvedProfile
     if digest is None:
         raise ProfileError.about("a value of the profile is hidden", str(path), "profile")
     if digest != contents.get("digest"):
-        problem = Problem(
-            "damaged: the values of the profile are not those of its digest",
-            str(path),
-            "digest",
-            str(contents.get("digest"))[:80],
-        )
-        raise ProfileError(problem)
+        what = "damaged: the values of the profile are not those of its digest"
+        found = str(contents.get("digest"))[:80]
+        raise ProfileError.about(what, str(path), "digest", found)
     document = Document(str(path), contents["profile"], ("_self_",), typed=False)
     valid = validate(compose_document(document)).resolved
     try:
         origins = {str(k): Origin.from_json(each) for k, each in contents["origins"].items()}
         asked = tuple(map(str, contents["started"]["asked"]))
     except (TypeError, KeyError, AttributeError):
-        problem = Problem("damaged: not what is written there", str(path), "origins or started")
-        raise ProfileError(problem) from None
+        what = "damaged: not what is written there"
+        raise ProfileError.about(what, str(path), "origins or started") from None
     return ResolvedProfile(valid.values, origins, asked)
 
 

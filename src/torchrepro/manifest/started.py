@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torchrepro.errors import ProfileError
-from torchrepro.messages import Problem
 from torchrepro.process_state import FOLDER, inherited
 from torchrepro.redaction import HIDDEN, shareable
 from torchrepro.relaunch import is_interactive, launcher
@@ -172,8 +171,8 @@ def started_in(path: Path, contents: Mapping[str, Any]) -> Started:
     try:
         return TypeAdapter(Started).validate_python(contents.get("started"))
     except ValidationError:
-        problem = Problem("damaged: it does not say how the run was started", str(path), "started")
-        raise ProfileError(problem) from None
+        what = "damaged: it does not say how the run was started"
+        raise ProfileError.about(what, str(path), "started") from None
 
 
 def hidden_in(words: Sequence[str]) -> list[str]:
