@@ -22,7 +22,7 @@ from torchrepro.messages import shown
 from torchrepro.patching import wrap
 from torchrepro.seeding import streams
 from torchrepro.seeding.global_seeds import seed_as_this_rank
-from torchrepro.seeding.program_seed import agree_on, given_seed
+from torchrepro.seeding.streams import agree_on, given_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import torchrepro
 from torchrepro import console
-from torchrepro.frameworks.loader_state import give_state
+from torchrepro.frameworks.run_state import give_loaders_state
 
 from .training import Augmented
 
@@ -210,7 +210,7 @@ def _loaded_in_turn() -> list[list[Any]]:
 def test_accelerate_loads_the_same_beside_lightning() -> None:
     """Whether a program imports Lightning too, for which loaders get a state, changes no batch."""
     alone = _loaded_in_turn()
-    with give_state():
+    with give_loaders_state():
         beside = _loaded_in_turn()
 
     assert alone == beside

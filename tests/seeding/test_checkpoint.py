@@ -316,3 +316,44 @@ def test_two_loaders_at_once_are_refused(tmp_path: Path) -> None:
             list(zip(checkpoint.batches([1, 2]), checkpoint.batches([3, 4]), strict=True))
 
         assert list(checkpoint.batches([5, 6])) == [5, 6]
+
+
+class Drawing(Dataset[float]):
+    """Samples with noise from a generator of the dataset's own, or of what it is made of."""
+
+    def __init__(self, within: bool) -> None:
+        own = np.random.default_rng(4)
+        self.transforms: Any = [{"noise": own}] if within else own
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> float:
+        own = self.transforms[0]["noise"] if isinstance(self.transforms, list) else self.transforms
+        return index + float(own.random())
+
+
+@pytest.mark.parametrize("profile", [{}, AUTO], ids=["plain", "auto"])
+@pytest.mark.parametrize("within", [False, True])
+def test_a_dataset_with_a_generator_of_its_own_goes_on_as_without_a_profile(
+    tmp_path: Path, profile: Any, within: bool
+) -> None:
+    """Batches that are done are loaded again where that moves a generator of the dataset."""
+
+    def train(folder: Path | None, stop: int) -> list[Any]:
+        with torchrepro.apply(profile):
+            torch.manual_seed(5)
+            checkpoint = torchrepro.Checkpoint(folder)
+            loader = DataLoader(Drawing(within), BATCH, shuffle=True)
+            found = []
+            for _ in checkpoint.epochs(1):
+                for batch in checkpoint.batches(loader):
+                    found.append(batch.tolist())
+                    checkpoint.save()
+                    if checkpoint.step == stop:
+                        return found
+            return found
+
+    begun = train(tmp_path, 2)
+
+    assert begun + train(tmp_path, STEPS) == train(None, STEPS)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro.seeding.ranks import AGREEING, Mesh, World, coordinate, world
+from torchrepro.seeding.streams import seed_of_rank
 
 LAUNCHERS = [("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")]
 NO_NUMBERS = ("", "-1", "one", "1.0", "0x1", " 1", "\uff11")
@@ -173,6 +174,34 @@ def test_distinct_ranks_start_from_seeds_of_their_own(
     assert drawn[0] == alone
     for numbers in zip(*drawn, strict=True):
         assert len(set(map(str, numbers))) == 4
+
+
+LATE = """
+import json, random, sys, numpy as np, torch, torch.distributed as dist, torchrepro
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+def seed(number):
+    random.seed(number), np.random.seed(number), torch.manual_seed(number)
+
+def draws():
+    return [random.random(), np.random.random(), torch.rand(()).item()]
+
+seed(int(sys.argv[2]))
+expected = draws()
+with torchrepro.apply({"seed": 1, "ranks": "distinct"}):
+    if sys.argv[1] == "program":
+        seed(int(sys.argv[2]))
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+    print(json.dumps(draws() == expected))
+"""
+
+
+@pytest.mark.parametrize(("by", "seed"), [("program", 3), ("profile", seed_of_rank(1, 5))])
+def test_a_rank_that_learns_its_number_late_keeps_what_its_program_seeded(
+    forked_answer_of: Callable[..., Any], by: str, seed: int
+) -> None:
+    """Once the group is made it draws from its own seed, or goes on from the program's."""
+    assert forked_answer_of(LATE, by, seed)
 
 
 @pytest.mark.parametrize("ranks", [None, "distinct"])

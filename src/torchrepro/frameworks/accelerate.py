@@ -1,8 +1,11 @@
-"""accelerate's Accelerator: the state of the run in what `save_state` writes.
+"""accelerate's Accelerator: the state of the run in what `save_state` writes, and its loaders.
 
 An Accelerator calls hooks before it saves and before it loads, which are public. It loads its own
 generators after that, and its loaders fetch one batch ahead: the generators are put back once more
 before the first batch of an epoch that was interrupted.
+
+accelerate, and with it the Hugging Face Trainer, resumes an epoch with `skip_first_batches`, which
+returns another loader. The epoch of that one counts as one of the loader that it was made from.
 """
 
 from __future__ import annotations
@@ -13,14 +16,9 @@ from inspect import signature
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torchrepro.errors import SeedingError
-from torchrepro.frameworks.accelerate_loaders import (
-    places_at_end,
-    saved_loaders,
-    take_up_loaders,
-)
 from torchrepro.frameworks.hooking import in_force
 from torchrepro.frameworks.loggers import log_profile
 from torchrepro.frameworks.run_state import (
@@ -35,11 +33,19 @@ from torchrepro.frameworks.run_state import (
 from torchrepro.frameworks.switches import Switch, say_switches
 from torchrepro.messages import Problem, shown
 from torchrepro.patching import MissingHookError, wrap, wrap_everywhere
+from torchrepro.seeding.loader_places import (
+    batches_of_pass,
+    is_at_end,
+    place_of,
+    reads_items,
+    skip_batches,
+)
 from torchrepro.seeding.state import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import ModuleType
+    from weakref import ReferenceType
 
 _HOOKS = ("register_save_state_pre_hook", "register_load_state_pre_hook")
 _FILE = "torchrepro_{}.json"
@@ -139,14 +145,25 @@ class _Hooks:
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator
 
+    def _prepared(self) -> list[Any]:
+        """Return the loaders that the Accelerator has prepared, in their order.
+
+        Undocumented (`_dataloaders`); its own checkpoints number their files by it. Without it,
+        loaders are told apart by their data and the order in which they are first iterated.
+        """
+        return list(getattr(self.accelerator, "_dataloaders", ()))
+
     def save(self, models: Any, weights: Any, folder: str) -> None:
         """Write the state of this rank, whole, before accelerate writes its own files."""
         if in_force() is None:
             return
-        here = ranks()
-        prepared, state = _prepared(self.accelerator), state_of_rank()
-        state["iterations"] = saved_loaders(prepared)
-        done = places_at_end(prepared)
+        here, state, prepared = ranks(), state_of_rank(), self._prepared()
+        counted = [(getattr(loader, "iteration", None), base_loader(loader)) for loader in prepared]
+        # accelerate counts an epoch when the program asks for one more batch than there are
+        state["iterations"] = [n if n is None else n + is_at_end(loader) for n, loader in counted]
+        # A rank to which another one sends its batches has no place from which its end is seen.
+        ends = [loader for loader in prepared if getattr(loader, "end_of_dataloader", False)]
+        done = [place["number"] for loader in ends if (place := place_of(base_loader(loader)))]
         state["interrupted"] = [p for p in state["interrupted"] if p["number"] not in done]
         entry = checkpoint_entry([state]) | here._asdict()
         write_whole(Path(folder, _FILE.format(here.rank)), json.dumps(entry).encode())
@@ -155,34 +172,77 @@ class _Hooks:
         """Put back the state of this rank; accelerate then loads what it has of the same."""
         if in_force() is None:
             return
-        where = f"accelerate: {folder}"
+        where, own = f"accelerate: {folder}", Path(folder, _FILE.format(ranks().rank))
+        there = own if own.exists() else next(Path(folder).glob(_FILE.format("*")), None)
+        entry = None
         try:
-            entry = _read(Path(folder))
+            if there is not None:  # a file holds the state of one rank
+                entry = json.loads(there.read_text(encoding="utf-8"))
+                states = [None] * entry["size"]
+                (states[entry["rank"]],) = entry["ranks"]
+                entry["ranks"] = states
         except (OSError, ValueError, KeyError, TypeError) as error:
-            say_not_resumed(where, f"{_FILE.format(ranks().rank)} is damaged: {error}")
+            say_not_resumed(where, f"{own.name} is damaged: {error}")
             return
         state = own_state(entry, where)
         if state is not None and put_back(state, where):
-            take_up_loaders(_prepared(self.accelerator), state["iterations"])
+            for loader, iteration in zip(self._prepared(), state["iterations"], strict=False):
+                if iteration is not None and hasattr(loader, "iteration"):
+                    loader.iteration = iteration
             begin_interrupted_epochs(state)
 
 
-def _prepared(accelerator: Any) -> list[Any]:
-    """Return the loaders that `accelerator` has prepared, in their order.
+_made_from: WeakKeyDictionary[Any, ReferenceType[Any]] = WeakKeyDictionary()
+"""Loaders without first batches, each with the one that it was made from."""
 
-    Undocumented (`_dataloaders`); its own checkpoints number their files by it. Without it, loaders
-    are told apart by their data and the order in which they are first iterated.
+
+def hook_loaders(module: ModuleType) -> ExitStack:
+    """Wrap what accelerate's `data_loader` makes loaders with, wherever it was imported to.
+
+    Raises `MissingHookError` where a function is not there.
     """
-    return list(getattr(accelerator, "_dataloaders", ()))
+    with ExitStack() as undo:
+        wrap_everywhere(undo, module, "skip_first_batches", _skipping)
+        mixin = getattr(module, "DataLoaderStateMixin", None)
+        if mixin is None:
+            raise MissingHookError("DataLoaderStateMixin")
+        wrap(undo, mixin, "end", _ending)
+        return undo.pop_all()
 
 
-def _read(folder: Path) -> Mapping[str, Any] | None:
-    """Return what `_Hooks.save` of all ranks wrote, as far as this rank needs to know it."""
-    own = folder / _FILE.format(ranks().rank)
-    there = own if own.exists() else next(folder.glob(_FILE.format("*")), None)
-    if there is None:
-        return None
-    entry: dict[str, Any] = json.loads(there.read_text(encoding="utf-8"))
-    states = [None] * entry["size"]
-    (states[entry["rank"]],) = entry["ranks"]
-    return entry | {"ranks": states}
+def base_loader(loader: Any) -> Any:
+    """Return the loader of torch that one of accelerate's iterates; any other as it is."""
+    return getattr(loader, "base_dataloader", loader)
+
+
+def _skipping(original: Any) -> Any:
+    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+        if in_force() is None:
+            return original(dataloader, num_batches)
+        # A `DataLoaderDispatcher` loads a batch for each process, and accelerate skips as many as
+        # it is asked to where it has a sampler to skip in.
+        dispatched = type(dataloader).__name__ == "DataLoaderDispatcher"
+        if dispatched and not dataloader.split_batches and not reads_items(dataloader):
+            num_batches *= dataloader.state.num_processes
+        base = base_loader(dataloader)
+        number = batches_of_pass(base, num_batches)
+        skipped = original(dataloader, number)
+        leaves_nothing = skip_batches(base, base_loader(skipped), number)
+        if not leaves_nothing and hasattr(dataloader, "iteration"):
+            skipped.iteration = dataloader.iteration
+            # accelerate's own does not reach the samplers through the sampler that skips
+            dataloader.set_epoch(dataloader.iteration)
+            _made_from[skipped] = ref(dataloader)
+        return skipped
+
+    return skip_first_batches
+
+
+def _ending(original: Any) -> Any:
+    def end(self: Any) -> Any:
+        loader = _made_from[self]() if self in _made_from else None
+        if loader is not None:
+            loader.iteration = self.iteration
+        return original(self)
+
+    return end

@@ -11,15 +11,17 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.frameworks.hooking import going_on_without, in_force
-from torchrepro.frameworks.loader_state import give_state, go_on, loaded_states
 from torchrepro.frameworks.loggers import log_profile, place_of_lightning
 from torchrepro.frameworks.run_state import (
     KEY,
     begin_interrupted_epochs,
     checkpoint_entry,
+    give_loaders_state,
+    loaded_states,
     of_all_ranks,
     own_state,
     put_back,
+    resume_loader,
     state_of_rank,
 )
 from torchrepro.patching import MissingHookError, wrap
@@ -55,7 +57,7 @@ def hook_fabric(module: ModuleType) -> ExitStack:
     if fabric is None:
         raise MissingHookError("Fabric")
     with ExitStack() as undo:
-        undo.enter_context(give_state())
+        undo.enter_context(give_loaders_state())
         wrap(undo, fabric, "save", _saving)
         wrap(undo, fabric, "load", _loading)
         return undo.pop_all()
@@ -76,29 +78,18 @@ def _loading(original: Any) -> Any:
         with loaded_states() as loaders:
             rest = original(self, path, state, *args, **kwargs)
             entry = rest.pop(KEY, None) if isinstance(rest, dict) else None
-            if in_force() is not None and _resumes(state):
+            # A program that goes on with a training loads an optimizer as well. Weights alone are
+            # those of a teacher, of the best model, of what is fine-tuned.
+            parts = state.values() if isinstance(state, dict) else ()
+            if in_force() is not None and any(hasattr(part, "param_groups") for part in parts):
                 with going_on_without("fabric", f"going on from {path}"):
-                    _go_on(entry, f"fabric: {path}", loaders)
+                    where = f"fabric: {path}"
+                    run = own_state(entry, where)
+                    if run is not None and put_back(run, where):
+                        begin_interrupted_epochs(run)
+                        for loader, saved in loaders:
+                            if not saved["over"]:
+                                resume_loader(loader, saved, run)
         return rest
 
     return load
-
-
-def _resumes(state: Any) -> bool:
-    """Whether a program that loads into `state` goes on with a training.
-
-    It then loads an optimizer as well. Weights alone are those of a teacher, of the best model, of
-    what is fine-tuned.
-    """
-    parts = state.values() if isinstance(state, dict) else ()
-    return any(hasattr(part, "param_groups") for part in parts)
-
-
-def _go_on(entry: Any, where: str, loaders: list[Any]) -> None:
-    state = own_state(entry, where)
-    if state is None or not put_back(state, where):
-        return
-    begin_interrupted_epochs(state)
-    for loader, saved in loaders:
-        if not saved["over"]:
-            go_on(loader, saved, state)

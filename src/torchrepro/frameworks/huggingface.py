@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from torchrepro.console import say_once
-from torchrepro.frameworks.accelerate_loaders import base_loader
+from torchrepro.frameworks.accelerate import base_loader
 from torchrepro.frameworks.hooking import in_force
 from torchrepro.frameworks.run_state import (
     KEY,
@@ -58,7 +58,12 @@ def hook_trainer(module: ModuleType) -> ExitStack:
     callback = callback_class(DEFAULT)
     with ExitStack() as undo:
         defaults.append(callback)
-        undo.callback(_take_out, defaults, callback)
+
+        @undo.callback
+        def _() -> None:
+            if callback in defaults:
+                defaults.remove(callback)
+
         with suppress(MissingHookError):  # without it, streams are read again in the first step
             wrap(undo, module.Trainer, "_load_rng_state", _loading_generators)
         return undo.pop_all()
@@ -78,11 +83,6 @@ def _loading_generators(original: Any) -> Any:
         return original(self, *args, **kwargs)
 
     return _load_rng_state
-
-
-def _take_out(defaults: list[Any], callback: type) -> None:
-    if callback in defaults:
-        defaults.remove(callback)
 
 
 def hook_reporters(module: ModuleType) -> ExitStack:
@@ -172,12 +172,8 @@ class RunState:
     def state(self) -> dict[str, Any]:
         """Return what the Trainer writes with a checkpoint; it asks for it on rank 0 alone."""
         exported: dict[str, Any] = {"args": {}, "attributes": {}}
-        if self._attends and in_force() is not None:
-            exported[KEY] = checkpoint_entry(self._states())
-        return exported
-
-    def _states(self) -> list[Any]:
-        """Return the states of all ranks without asking them: None for one that is not known."""
+        if not self._attends or in_force() is None:
+            return exported
         if self._within_step:
             say_once(
                 f"{_FRAMEWORK}: a checkpoint is saved in the middle of a step; a run that goes on "
@@ -191,7 +187,7 @@ class RunState:
                 "goes on from it is not the uninterrupted one"
             )
         others: list[Any] = [*self._all_ranks[1:]] or [None] * (size - 1)
-        return [self._state(), *others]
+        return exported | {KEY: checkpoint_entry([self._state(), *others])}
 
     def _state(self) -> dict[str, Any]:
         state = state_of_rank()
@@ -205,7 +201,11 @@ class RunState:
         """Go on from the checkpoint that the Trainer has read its own state from, if any."""
         # Saving, the Trainer looks it up, and the state of a checkpoint without us lacks it.
         state.stateful_callbacks.setdefault(type(self).__name__, {})
-        self._attends = _takes_charge(self, control)
+        # The first of ours to see a training begin attends to it.
+        training, attending = _in_charge[0] if _in_charge else (ref(control), ref(self))
+        self._attends = training() is not control or attending() in (None, self)
+        if self._attends:
+            _in_charge[:] = [(ref(control), ref(self))]
         self._kind = kind_of(base_loader(train_dataloader))
         self._saves, self._all_ranks, self._pending = False, [], None
         self._within_step, self.has_gone_on = False, False
@@ -213,20 +213,22 @@ class RunState:
             return
         if state.is_world_process_zero:
             say_switches(_FRAMEWORK, _switches(args))
-        if state.global_step:
-            where = f"{_FRAMEWORK}: the checkpoint of step {state.global_step}"
-            self._go_on(_entry_in(state.stateful_callbacks), where)
-
-    def _go_on(self, entry: Any, where: str) -> None:
+        if not state.global_step:
+            return
+        where = f"{_FRAMEWORK}: the checkpoint of step {state.global_step}"
+        entry = None
+        for name in (DEFAULT, EXPLICIT):
+            exported = state.stateful_callbacks.get(name) or {}
+            for each in exported if isinstance(exported, list) else [exported]:
+                entry = entry or each.get(KEY)
         if entry is not None and None in entry.get("ranks", ()):
             say_not_resumed(where, "it holds the state of rank 0 alone")
             return
-        state = own_state(entry, where)
-        if state is None or not put_back(state, where):
-            return
-        self.has_gone_on = True
-        begin_interrupted_epochs(state)
-        self._pending = generators_of(state)
+        run = own_state(entry, where)
+        if run is not None and put_back(run, where):
+            self.has_gone_on = True
+            begin_interrupted_epochs(run)
+            self._pending = generators_of(run)
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         """Put the generators back once more: what the start of the training drew does not count."""
@@ -274,26 +276,6 @@ class RunState:
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Attend no longer."""
         self._attends, self._saves = False, False
-
-
-def _takes_charge(callback: RunState, control: Any) -> bool:
-    """Whether `callback` is the first of ours to see the training of `control` begin."""
-    if _in_charge:
-        training, attending = _in_charge[0]
-        if training() is control and attending() not in (None, callback):
-            return False
-    _in_charge[:] = [(ref(control), ref(callback))]
-    return True
-
-
-def _entry_in(stateful_callbacks: Mapping[str, Any]) -> Any:
-    """Return what a callback of ours has exported with a checkpoint, or None."""
-    for name in (DEFAULT, EXPLICIT):
-        exported = stateful_callbacks.get(name) or {}
-        for each in exported if isinstance(exported, list) else [exported]:
-            if KEY in each:
-                return each[KEY]
-    return None
 
 
 def _switches(args: Any) -> Iterator[Switch]:

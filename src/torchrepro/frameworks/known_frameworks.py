@@ -28,7 +28,7 @@ HOOKS = {
     "lightning_fabric.fabric": "frameworks.fabric:hook_fabric",
     "accelerate.accelerator": "frameworks.accelerate:hook_accelerator",
     "accelerate.utils.random": "frameworks.accelerate:hook_seeds",
-    "accelerate.data_loader": "frameworks.accelerate_loaders:hook_loaders",
+    "accelerate.data_loader": "frameworks.accelerate:hook_loaders",
     "transformers.trainer": "frameworks.huggingface:hook_trainer",
     "transformers.integrations.integration_utils": "frameworks.huggingface:hook_reporters",
 }

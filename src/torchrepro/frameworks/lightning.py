@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import say
 from torchrepro.frameworks.hooking import going_on_without, in_force
-from torchrepro.frameworks.loader_state import give_state
 from torchrepro.frameworks.loggers import log_profile, place_of_lightning
 from torchrepro.frameworks.run_state import (
     KEY,
     checkpoint_entry,
     generators_of,
+    give_loaders_state,
     of_all_ranks,
     own_state,
     put_back,
@@ -60,7 +60,7 @@ def hook_trainer(module: ModuleType) -> ExitStack:
     Raises `MissingHookError` where `module` has no Trainer, or where loaders have a state.
     """
     with ExitStack() as undo:
-        undo.enter_context(give_state())
+        undo.enter_context(give_loaders_state())
         trainer = getattr(module, "Trainer", None)
         if trainer is None:
             raise MissingHookError("Trainer")
@@ -143,8 +143,14 @@ class TrainerHooks:
     def _go_on(self, trainer: Any, checkpoint: Any, state: Any, where: str) -> None:
         keeping = [each for each in state["interrupted"] if each["keeps_place"]]
         await_loaders(keeping, generators_of(state))
-        _put_in(checkpoint, state)
-        if not _goes_on_exactly(trainer):
+        fit = checkpoint["loops"]["fit_loop"]["state_dict"]
+        states = fit[_LOADERS] = list(fit.get(_LOADERS, []))
+        for number, saved in state["loaders"]:
+            states.insert(number, {KEY: saved, "run": state})
+        # Before 2.5.3 Lightning makes another iterator in a later epoch than the one that it makes
+        # as it resumes, and before 2.5 it trains once more on the batch after which a checkpoint
+        # was saved. What tells them apart is `is_resuming` of its loop.
+        if not hasattr(trainer.fit_loop, "is_resuming"):
             say(f"{where}: Lightning may begin another epoch here; from 2.5.3 on it does not")
         if not keeping and not any(saved is not None for _, saved in state["loaders"]):
             # Its loaders begin the next epoch too soon here: before the program's hooks are called.
@@ -174,33 +180,6 @@ def __getattr__(name: str) -> Any:
     return _callback_class(name)
 
 
-def _epoch_is_over(trainer: Any) -> bool:
-    """Whether the batch that was trained on last is the last one of its epoch.
-
-    Undocumented (``fit_loop.epoch_loop.batch_progress``), but part of each of its checkpoints.
-    """
-    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
-
-
-def _goes_on_exactly(trainer: Any) -> bool:
-    """Whether this Lightning goes on with the iterator that it makes as it resumes.
-
-    Before 2.5.3 it makes another one in a later epoch, and before 2.5 it trains once more on the
-    batch after which a checkpoint was saved. What tells them apart is `is_resuming` of its loop.
-    """
-    return hasattr(trainer.fit_loop, "is_resuming")
-
-
-def _fetched_ahead(trainer: Any) -> int:
-    """Return how many batches wait to be trained on: one where a loader has no length, else none.
-
-    Private (``fit_loop._data_fetcher.batches``), because Lightning says nowhere else how far it
-    has read ahead. Where that is gone, a loader without a length goes on one batch too far.
-    """
-    fetcher = getattr(trainer.fit_loop, "_data_fetcher", None)
-    return len(getattr(fetcher, "batches", ()))
-
-
 def _taken_out(checkpoint: Any, trainer: Any) -> list[Any]:
     """Take the states of our loaders out of Lightning's list, and return them with their places.
 
@@ -208,26 +187,21 @@ def _taken_out(checkpoint: Any, trainer: Any) -> list[Any]:
     """
     fit = checkpoint["loops"]["fit_loop"]["state_dict"]
     states = fit.pop(_LOADERS, [])
-    ours = {number: state[KEY] for number, state in enumerate(states) if _has(state, KEY)}
-    others = [state for state in states if not _has(state, KEY)]
+    # A program's loader may have any state.
+    ours = {n: s[KEY] for n, s in enumerate(states) if isinstance(s, Mapping) and KEY in s}
+    others = [state for number, state in enumerate(states) if number not in ours]
     if others:
         fit[_LOADERS] = others
+    # Undocumented (``batch_progress``), but part of each of Lightning's checkpoints: whether the
+    # batch that was trained on last is the last one of its epoch.
+    epoch_is_over = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+    # Private (``_data_fetcher.batches``): batches that wait to be trained on, one where a loader
+    # has no length. Where that is gone, a loader without a length goes on one batch too far.
+    fetcher = getattr(trainer.fit_loop, "_data_fetcher", None)
+    fetched_ahead = len(getattr(fetcher, "batches", ()))
     for number, saved in ours.items():
-        if saved is not None and (saved["over"] or _epoch_is_over(trainer)):
+        if saved is not None and (saved["over"] or epoch_is_over):
             ours[number] = None
         elif saved is not None:
-            saved["done"] = saved["batches"] - _fetched_ahead(trainer)
+            saved["done"] = saved["batches"] - fetched_ahead
     return [[number, saved] for number, saved in ours.items()]
-
-
-def _has(state: Any, key: str) -> bool:
-    return isinstance(state, Mapping) and key in state  # a program's loader may have any state
-
-
-def _put_in(checkpoint: Any, state: Any) -> None:
-    """Put the states of our loaders back into Lightning's list, where they were."""
-    fit = checkpoint["loops"]["fit_loop"]["state_dict"]
-    states = list(fit.get(_LOADERS, []))
-    for number, saved in state["loaders"]:
-        states.insert(number, {KEY: saved, "run": state})
-    fit[_LOADERS] = states

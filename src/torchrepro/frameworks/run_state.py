@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from torchrepro.console import say
 from torchrepro.errors import SeedingError
 from torchrepro.frameworks.hooking import in_force
+from torchrepro.patching import MissingHookError
 from torchrepro.seeding.loader_places import (
     await_loaders,
     await_resting,
     ended,
     interrupted,
+    place_of,
     resting,
+    take_up,
 )
 from torchrepro.seeding.ranks import World, process_group
 from torchrepro.seeding.state import rng_state, run_begins, set_generators, set_rng_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 KEY = "torchrepro"
 """Under this name a checkpoint holds the state of its run."""
@@ -101,14 +105,11 @@ def _why_not(entry: Any, size: int) -> str:
         return f"its format is {entry.get('format')}, and this torchrepro reads {FORMAT}"
     if entry.get("alone"):
         return "one process saved it alone, after an error"
-    then = len(entry["ranks"])
-    if then != size:
-        return f"it was saved by {_processes(then)}, and this run has {_processes(size)}"
-    return ""
-
-
-def _processes(number: int) -> str:
-    return "1 process" if number == 1 else f"{number} processes"
+    saved, now = (
+        "1 process" if number == 1 else f"{number} processes"
+        for number in (len(entry["ranks"]), size)
+    )
+    return "" if saved == now else f"it was saved by {saved}, and this run has {now}"
 
 
 def say_not_resumed(where: str, why: str) -> None:
@@ -142,3 +143,64 @@ def begin_interrupted_epochs(state: Mapping[str, Any]) -> None:
     What the program draws until then does not count: the generators are put back once more.
     """
     await_loaders(state["interrupted"], generators_of(state), state["ended"])
+
+
+# A state for torch's loaders, by which Lightning and Fabric resume one within an epoch. Both ask
+# whether a loader has `state_dict` and `load_state_dict`. torch's own has neither.
+
+_loaded: list[tuple[Any, Mapping[str, Any]]] = []
+_in_use: list[ExitStack] = []  # one entry for everyone who asks for it
+
+
+def give_loaders_state() -> ExitStack:
+    """Give ``torch.utils.data.DataLoader`` a state until what is returned is closed.
+
+    Raises `MissingHookError` where loaders have one by themselves.
+    """
+    from torch.utils.data import DataLoader
+
+    methods: dict[str, Any] = {"state_dict": _state_dict, "load_state_dict": _load_state_dict}
+
+    def take_away() -> None:
+        _in_use.pop()
+        for name, method in methods.items() if not _in_use else ():
+            if vars(DataLoader).get(name) is method:
+                delattr(DataLoader, name)
+
+    with ExitStack() as undo:
+        undo.callback(take_away)
+        _in_use.append(undo)
+        for name, method in methods.items():
+            if getattr(DataLoader, name, method) is not method:
+                raise MissingHookError(
+                    "use for our state of loaders: torch gives them one of its own"
+                )
+            setattr(DataLoader, name, method)
+        return undo.pop_all()
+
+
+def _state_dict(loader: Any) -> dict[str, Any]:
+    return {KEY: place_of(loader)}
+
+
+def _load_state_dict(loader: Any, state: Mapping[str, Any]) -> None:
+    saved = state.get(KEY)
+    if saved is not None and "run" in state:
+        resume_loader(loader, saved, state["run"])
+    elif saved is not None:
+        _loaded.append((loader, saved))
+
+
+def resume_loader(loader: Any, saved: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+    """Have `loader` go on after the batches of `saved`, with the generators of the state `run`."""
+    take_up(loader, saved, generators_of(run), saved.get("done", saved["batches"]))
+
+
+@contextmanager
+def loaded_states() -> Iterator[list[tuple[Any, Mapping[str, Any]]]]:
+    """Collect the loaders whose state is loaded within the block, each with that state."""
+    _loaded.clear()
+    try:
+        yield _loaded
+    finally:
+        _loaded.clear()

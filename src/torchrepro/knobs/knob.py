@@ -295,7 +295,7 @@ class Calls:
 
 
 _ALWAYS_ACTIVE = object()
-_HAND_ON = "seeding.loader_hook:hand_on"
+_IN_WORKERS = "seeding.loader_hook:pass_to_workers"
 """The function that passes a value on to data-loading workers."""
 
 
@@ -321,7 +321,7 @@ class LazyAccess:
     def write(self, value: Any) -> None:
         if not self._resting or value != self.at_rest:
             self._access().write(value)
-            self._hand_on()
+            self._pass_to_workers()
 
     def save(self) -> Any:
         return self.at_rest if self._resting else self._access().save()
@@ -329,7 +329,7 @@ class LazyAccess:
     def restore(self, saved: Any) -> None:
         if not self._resting:
             self._access().restore(saved)
-            self._hand_on()
+            self._pass_to_workers()
 
     def refuses(self, value: Any) -> str:
         if value == self.at_rest:
@@ -352,11 +352,11 @@ class LazyAccess:
         access: Access = named(self.path)
         return access
 
-    def _hand_on(self) -> None:
+    def _pass_to_workers(self) -> None:
         """Have spawned workers apply the present value, unless it is the one at rest."""
         if self.inherited:
             value = self.read()
-            named(_HAND_ON)(self.path, None if value == self.at_rest else value)
+            named(_IN_WORKERS)(self.path, None if value == self.at_rest else value)
 
 
 @dataclass(frozen=True, slots=True)

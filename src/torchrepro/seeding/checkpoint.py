@@ -15,7 +15,7 @@ from zipfile import BadZipFile, ZipFile
 from torchrepro.errors import SeedingError
 from torchrepro.messages import Problem, shown, some
 from torchrepro.seeding.loader import named_loading_of, set_epochs
-from torchrepro.seeding.loader_hook import tell_epoch
+from torchrepro.seeding.loader_hook import set_epoch_of_parts
 from torchrepro.seeding.loader_places import (
     Delivery,
     Resumption,
@@ -36,10 +36,6 @@ if TYPE_CHECKING:
 FORMAT = 1
 _KEPT = 2  # a rank may have written a step that another had not when the run was killed
 _STEP = re.compile(r"step-(\d+)")
-_LOOP_OF_STEPS, _LOOP_OF_BATCHES = (
-    "steps",
-    "batches",
-)  # the loops that say how far the program has come
 
 
 class Checkpoint:
@@ -100,7 +96,16 @@ class Checkpoint:
         """The seed of the loader that has a name: the program's own where no profile gives one."""
 
         self._rng: dict[str, Any] | None = None
-        self._check_parts()
+        for name, part in parts.items():
+            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+                raise SeedingError(
+                    Problem(
+                        "has no state_dict and load_state_dict",
+                        key=name,
+                        found=shown(part),
+                        legal="a module, an optimizer, a scheduler, a scaler",
+                    )
+                )
         step = None if self.folder is None else _latest(self.folder)
         await_resting(())
         if self.folder is not None and step is not None:
@@ -113,21 +118,18 @@ class Checkpoint:
         try:
             while self.epoch < whole("count", count):
                 self._counted = False
-                self._begin_epoch()
+                # The generators stand where they stood as the uninterrupted run began the epoch.
+                if self._waits_for("batches") and not self.batch:
+                    self._restore_generators()
+                elif self._waits_for("batches") and self._begun is not None:
+                    put_states(None, self._begun)
+                if self.folder is not None:
+                    self._begun = encoded_states(read_states(None))
                 yield self.epoch
                 self.epoch, self.batch, self._whole_epoch = self.epoch + 1, 0, False
             self._counted = True
         finally:
             self._within_epochs = False
-
-    def _begin_epoch(self) -> None:
-        """Have the generators stand where they stood as the uninterrupted run began the epoch."""
-        if self._waits_for(_LOOP_OF_BATCHES) and not self.batch:
-            self._restore_generators()
-        elif self._waits_for(_LOOP_OF_BATCHES) and self._begun is not None:
-            put_states(None, self._begun)
-        if self.folder is not None:
-            self._begun = encoded_states(read_states(None))
 
     def steps(self, count: int) -> Iterator[int]:
         """Yield the numbers, from 0, of the steps that are left of `count`: a loop without loaders.
@@ -144,11 +146,11 @@ class Checkpoint:
                 )
             )
         self._counted = True
-        if self._waits_for(_LOOP_OF_BATCHES):
+        if self._waits_for("batches"):
             if self.step < whole("count", count):
-                raise self._of_another_loop(_LOOP_OF_STEPS)
+                raise self._of_another_loop("steps")
             return  # done before the batches began, whose place the checkpoint holds
-        self._loop = _LOOP_OF_STEPS
+        self._loop = "steps"
         self._restore_generators()
         while self.step < whole("count", count):
             self.step += 1
@@ -159,7 +161,8 @@ class Checkpoint:
 
         Tells the loader and its samplers which epoch it is. Under `dataloader.seeding: auto`, and
         for a loader made with `dataloader_kwargs`, batches that are done are not loaded again,
-        except from an `IterableDataset`, which names no samples. They count into `batch`, by which
+        except from an `IterableDataset`, which names no samples, and from a dataset with a
+        generator of its own. They count into `batch`, by which
         a program that takes only some batches of an epoch knows when to stop. Raises `SeedingError`
         while the batches of another loader are counted.
         """
@@ -171,17 +174,20 @@ class Checkpoint:
                     todo="iterate the other loader by itself, or make one loader of both",
                 )
             )
-        if self._waits_for(_LOOP_OF_STEPS):
-            raise self._of_another_loop(_LOOP_OF_BATCHES)
-        self._loop = _LOOP_OF_BATCHES
+        if self._waits_for("steps"):
+            raise self._of_another_loop("batches")
+        self._loop = "batches"
         named = named_loading_of(loader)
         if named is not None:
             named.root = named.root if self._root is None else self._root
             self._root = named.root
-            named.go_to(self.epoch, 0)
-        tell_epoch(loader, self.epoch)
-        resumption = self._resumption()
-        if resumption is None:
+            named.go_to(self.epoch)
+        set_epoch_of_parts(loader, self.epoch)
+        place, self._place = self._place, None
+        resumption = None
+        if self.batch and place is not None:  # the present epoch is the interrupted one
+            resumption = Resumption(place, self._restore_generators, self.batch)
+        else:
             self._restore_generators()
         delivery = self._delivery = Delivery(loader, partial(iter, loader), resumption)
         self._counted = self._counts_batches = True
@@ -192,13 +198,6 @@ class Checkpoint:
         finally:
             self._counts_batches = False
         self._whole_epoch = True
-
-    def _resumption(self) -> Resumption | None:
-        """Return the interrupted epoch, where the present one is that."""
-        place, self._place = self._place, None
-        if not self.batch or place is None:
-            return None
-        return Resumption(place, self._restore_generators, self.batch)
 
     def _waits_for(self, loop: str) -> bool:
         """Whether only `loop` can take up the checkpoint, which nothing has taken up yet."""
@@ -240,6 +239,7 @@ class Checkpoint:
             )
         if self.folder is None or self.step % max(whole("every", every), 1):
             return
+        within = self.batch and not self._whole_epoch
         states = {name: part.state_dict() for name, part in self.parts.items()}
         if self._first_save:
             for name, state in states.items():
@@ -253,7 +253,7 @@ class Checkpoint:
                 "batch": 0 if self._whole_epoch else self.batch,
                 "step": self.step,
                 "loop": self._loop,
-                "place": self._place_to_go_on_at(),
+                "place": self._delivery.place() if within and self._delivery is not None else None,
                 "root": self._root,
                 "begun": self._begun,
                 "resting": resting(),
@@ -271,22 +271,6 @@ class Checkpoint:
                 path.parent.rmdir()  # what cannot be written leaves no empty step
             raise
         _delete_old_steps(self.folder)
-
-    def _place_to_go_on_at(self) -> dict[str, Any] | None:
-        within = self.batch and not self._whole_epoch
-        return self._delivery.place() if within and self._delivery is not None else None
-
-    def _check_parts(self) -> None:
-        for name, part in self.parts.items():
-            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-                raise SeedingError(
-                    Problem(
-                        "has no state_dict and load_state_dict",
-                        key=name,
-                        found=shown(part),
-                        legal="a module, an optimizer, a scheduler, a scaler",
-                    )
-                )
 
     def _load(self, path: Path) -> None:
         try:

@@ -40,12 +40,12 @@ class Given(NamedTuple):
 _given = Given()
 
 
-def given_to_host() -> Given:
+def given_seeds() -> Given:
     """Return what the program has last seeded `random` and numpy with under the present seed."""
     return _given
 
 
-def put_given(given: Given) -> None:
+def put_given_seeds(given: Given) -> None:
     """Have samples draw as if the program had given these seeds."""
     global _given  # noqa: PLW0603 - a fact about the process
     _given = given
@@ -189,6 +189,11 @@ def devices_in_use() -> dict[str, Any]:
     return {name: module for name, module in modules.items() if module and initialised(module)}
 
 
+def slot_of(generator: Any) -> Slot:
+    """Return the slot of a generator of one of `KINDS`; raises `StopIteration` for another."""
+    return next(kind.slot(generator) for kind in KINDS if kind.is_one(generator))
+
+
 def device_states(module: Any) -> list[Any]:
     """Return a copy of the state of every device's generator, as byte tensors on the CPU."""
     if hasattr(module, "get_rng_state_all"):
@@ -311,11 +316,11 @@ def isolated_rng() -> Iterator[None]:
     registered ones; restores after an exception too. Also a decorator. `torch.random.fork_rng`
     covers torch alone.
     """
-    before, given = States(all_slots().values()), given_to_host()
+    before, given = States(all_slots().values()), given_seeds()
     try:
         yield
     finally:
-        put_given(given)
+        put_given_seeds(given)
         before.put_back()
 
 

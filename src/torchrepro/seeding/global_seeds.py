@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from inspect import getclosurevars, isfunction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.knob import MissingState
 from torchrepro.seeding import generators, libraries, loader, streams
@@ -19,6 +19,9 @@ from torchrepro.seeding.libraries import LibrarySeeds
 from torchrepro.seeding.ranks import Mesh, mesh_place
 from torchrepro.seeding.seeding_calls import SeedingCalls
 from torchrepro.seeding.streams import SeedPlan, seed_of_rank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,48 +72,26 @@ class RootSeed(PlanField):
         loader.put_register(register)
 
 
-class PythonSeed:
-    """The generator behind the functions of `random`."""
+@dataclass(frozen=True, slots=True)
+class HostSeed:
+    """The global generator behind the functions of a module; it does not remember its seed."""
 
-    __slots__ = ()
-
-    def read(self) -> Any:
-        return None  # the generator does not remember its seed
-
-    def write(self, value: int) -> None:
-        random.seed(value)
-
-    def save(self) -> Any:
-        return random.getstate()
-
-    def restore(self, saved: Any) -> None:
-        random.setstate(saved)
-
-    def holds(self, value: int) -> bool:
-        return random.getstate() == random.Random(value).getstate()  # noqa: S311 - compared only
-
-
-class NumpySeed:
-    """The legacy global generator behind ``numpy.random.rand`` and its like."""
-
-    __slots__ = ()
+    module: str
+    save: Callable[[], Any]
+    restore: Callable[[Any], Any]
+    fresh: Callable[[int], Any]
+    """Return the state of a generator that was just seeded."""
 
     def read(self) -> Any:
         return None
 
     def write(self, value: int) -> None:
-        _numpy_random().seed(value)
-
-    def save(self) -> Any:
-        return _numpy_random().get_state(legacy=False)
-
-    def restore(self, saved: Any) -> None:
-        _numpy_random().set_state(saved)
+        import_module(self.module).seed(value)
 
     def holds(self, value: int) -> bool:
-        fresh = _numpy_random().RandomState(value).get_state()
-        now = _numpy_random().get_state()
-        return bool((fresh[1] == now[1]).all() and fresh[2:] == now[2:])
+        return bool(
+            generators.plain_state(self.save()) == generators.plain_state(self.fresh(value))
+        )
 
 
 class TorchSeed:
@@ -264,12 +245,24 @@ def _numpy_random() -> Any:
     return import_module("numpy.random")
 
 
+_PYTHON = HostSeed(
+    "random",
+    random.getstate,
+    random.setstate,
+    lambda seed: random.Random(seed).getstate(),  # noqa: S311 - compared only
+)
+_NUMPY = HostSeed(
+    "numpy.random",
+    lambda: _numpy_random().get_state(legacy=False),
+    lambda saved: _numpy_random().set_state(saved),
+    lambda seed: _numpy_random().RandomState(seed).get_state(legacy=False),
+)
 streams_field = PlanField("streams", {})
 ranks_field = PlanField("ranks")
 root_seed = RootSeed()
 library_seeds = SeedByRank(LibrarySeeds())
-python_seed = SeedByRank(PythonSeed())
-numpy_seed = SeedByRank(NumpySeed())
+python_seed = SeedByRank(_PYTHON)
+numpy_seed = SeedByRank(_NUMPY)
 torch_seed = SeedByRank(TorchSeed())
 seeding_calls = SeedingCalls()
 cuda_seed = SeedByRank(AcceleratorSeed("cuda"))
@@ -298,22 +291,28 @@ def use_mesh(mesh: Any) -> Mesh:
 def seed_as_this_rank() -> None:
     """Start the global generators from this rank's seed, if they started from another rank's.
 
-    A process that only learns its rank when the process group is made started as rank 0.
+    A process that only learns its rank when the process group is made started as rank 0. What the
+    program itself has seeded since stays as it is.
     """
     plan = streams.current_plan()
     if plan.ranks_differ and plan.coordinate() != plan.started_as:
-        _start(plan)
+        given = generators.given_seeds()._asdict() | {"torch": streams.given_seed() is not None}
+        _start(plan, [name for name, seeded in given.items() if seeded])
 
 
-def _start(plan: SeedPlan) -> None:
-    """Start every global generator from the seed of this rank, if ranks have seeds of their own."""
+def _start(plan: SeedPlan, own: Collection[str] = ()) -> None:
+    """Start the global generators from the seed of this rank, if ranks have seeds of their own.
+
+    Those whose names are in `own` stay where they are.
+    """
     if plan.seed is None or not plan.ranks_differ:
         return
     rank = plan.coordinate()
     streams.put_plan(replace(plan, started_as=rank))
     seed = seed_of_rank(plan.seed, rank)
-    for generator in (PythonSeed(), NumpySeed(), TorchSeed()):
-        generator.write(seed)
-    for module in generators.devices_in_use().values():
+    for name, generator in (("python", _PYTHON), ("numpy", _NUMPY), ("torch", TorchSeed())):
+        if name not in own:
+            generator.write(seed)
+    for module in generators.devices_in_use().values() if "torch" not in own else ():
         generators.seed_device(module, seed)
     libraries.seed_again(seed)

@@ -13,8 +13,7 @@ from torchrepro.console import say
 from torchrepro.errors import SeedingError
 from torchrepro.imports import AfterImport
 from torchrepro.messages import Problem, shown
-from torchrepro.seeding.program_seed import note_not_given
-from torchrepro.seeding.streams import derive
+from torchrepro.seeding.streams import derive, note_not_given
 
 if TYPE_CHECKING:
     from collections.abc import Callable

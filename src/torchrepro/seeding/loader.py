@@ -10,28 +10,27 @@ numpy. A loader made with `dataloader_kwargs` has a name instead: its order and 
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 from torchrepro.seeding import streams
-from torchrepro.seeding.generators import Given, given_to_host
+from torchrepro.seeding.generators import Given, given_seeds, host_slots, slot_of
 from torchrepro.seeding.loader_worker import (
     Position,
     Request,
-    draw_from,
-    is_loading,
+    epoch_stream,
+    in_loader,
     isolated_draws,
     label,
     seed_readers_of_worker,
-    stream_of,
+    start_from,
     worker_stream,
 )
-from torchrepro.seeding.program_seed import seed_left_out, seed_of_loaders, with_given
 from torchrepro.seeding.streams import Stream, derive, whole
-from torchrepro.seeding.worker_seeders import worker_seeder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -43,8 +42,49 @@ _AGAIN = "torchrepro_again"
 """Under this key the state of a sampler's iterator holds how often it has yielded each index."""
 
 
+class WorkerSeeder(NamedTuple):
+    """A framework's `worker_init_fn`, which does nothing but seed workers."""
+
+    framework: str
+    module: str
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.function} of {self.framework}"
+
+
+WORKER_SEEDERS = (
+    WorkerSeeder("Lightning", "lightning.fabric.utilities.seed", "pl_worker_init_function"),
+    WorkerSeeder("Lightning", "lightning_fabric.utilities.seed", "pl_worker_init_function"),
+    WorkerSeeder("transformers", "transformers.trainer_utils", "seed_worker"),
+    WorkerSeeder("timm", "timm.data.loader", "_worker_init"),
+    WorkerSeeder("detectron2", "detectron2.data.build", "worker_init_reset_seed"),
+)
+"""Under `dataloader.seeding: auto` a loader that has one of these is seeded as if it had none.
+
+A function is known by its identity: one of the same name, or one that the program has put in its
+place, is the program's own. A framework is never imported for it.
+"""
+
+
+def worker_seeder(init: Any) -> WorkerSeeder | None:
+    """Return the row of a loader's `worker_init_fn`; None for one of the program's own.
+
+    A framework's function that calls one of the program's (timm's `worker_seeding`) is its own.
+    """
+    while isinstance(init, partial):
+        if any(map(callable, (*init.args, *init.keywords.values()))):
+            return None
+        init = init.func
+    for row in WORKER_SEEDERS:
+        module = sys.modules.get(row.module)
+        if module is not None and vars(module).get(row.function) is init:
+            return row
+    return None
+
+
 class Loading:
-    """What the samples of a loader draw from; also its `worker_init_fn`."""
+    """What the samples of one iteration draw from by torch's protocol; its `worker_init_fn`."""
 
     stream: Stream | None = None
     """What the samples of the present epoch are parts of; None until torch has drawn its base seed.
@@ -58,11 +98,14 @@ class Loading:
     start = 0
     """How many batches of the present epoch are left out."""
 
-    def __init__(self, author_init: Callable[[int], Any] | None = None) -> None:
-        self.author_init = author_init
-        self.active = True
+    author_init: Callable[[int], Any] | None = None
+    active = True
+    _draws_base_seed = False
+
+    def __init__(self) -> None:
         plan = streams.current_plan()
         self.plan = replace(plan, rank=plan.coordinate(), program_seed=plan.own_seed())
+        self.given = given_seeds()
 
     def __call__(self, worker: int) -> None:
         """Seed worker number `worker`: torch calls this in the worker when it starts."""
@@ -72,33 +115,25 @@ class Loading:
             streams.put_plan(self.plan)
             seed_readers_of_worker(worker, self.stream, self.given)
         elif self.stream is not None:
-            draw_from(worker_stream(self.stream, worker))
+            start_from(worker_stream(self.stream, worker))
         if self.author_init is not None:
             self.author_init(worker)
 
-
-class FollowingLoading(Loading):
-    """The seeding of a loader by torch's own protocol, for one iterator of it."""
-
-    def __init__(self) -> None:
-        Loading.__init__(self)
-        self.given = given_to_host()
-        self._draws_base_seed = False
-
     def begin_again(self) -> None:
         """Begin another epoch with the same workers, for which torch draws no base seed."""
-        self.given = given_to_host()
-        self.stream, self.start = None, 0
+        self.given, self.stream, self.start = given_seeds(), None, 0
         self._draws_base_seed = True
 
-    def order_begins(self, generator: torch.Generator | None) -> None:
-        """Draw the base seed where torch does not, as it would: the sampler has just been asked."""
+    def indices(self, sampler: Any, generator: torch.Generator | None) -> Iterator[Any]:
+        """Return what `sampler` yields, and draw the base seed where torch does not."""
+        indices: Iterator[Any] = iter(sampler)
         if self._draws_base_seed:
             import torch
 
             self._draws_base_seed = False
             drawn = torch.empty((), dtype=torch.int64).random_(generator=generator)
-            self.stream = stream_of(int(drawn.item()))
+            self.stream = epoch_stream(int(drawn.item()))
+        return indices
 
 
 class NamedLoading(Loading):
@@ -112,17 +147,17 @@ class NamedLoading(Loading):
     def __init__(
         self, name: str, epoch: int = 0, author_init: Callable[[int], Any] | None = None
     ) -> None:
-        Loading.__init__(self, author_init)
-        self.name = name
+        Loading.__init__(self)
+        self.name, self.author_init, self.given = name, author_init, None
         self.root = streams.current_plan().root(name)
         streams.note_drawn(name)
         self.next_epoch = whole("epoch", epoch)
         self.next_start = 0
-        self.given_seed = self._given_now()
+        self.program_seed = self._program_seed_now()
         """What the program had seeded torch with when the present epoch began, if that is part of
-        the seed; see `program_seed.py`."""
+        the seed."""
 
-        self._given_then: list[int | None] = []
+        self._resumed_seed: list[int | None] = []
         self._enter(self.next_epoch)
 
     def __repr__(self) -> str:
@@ -134,47 +169,53 @@ class NamedLoading(Loading):
         if (now.seed, now.streams) == (self.plan.seed, self.plan.streams):
             own = self.plan.program_seed if now.seed is None else now.own_seed()
             self.plan = replace(now, rank=now.coordinate(), program_seed=own)
-            self.given_seed = self._given_now()
-        if self._given_then:
-            self.given_seed = self._given_then.pop()
+            self.program_seed = self._program_seed_now()
+        if self._resumed_seed:
+            self.program_seed = self._resumed_seed.pop()
         self._enter(self.next_epoch)
         self.next_epoch += 1
         self.start, self.next_start = self.next_start, 0
 
-    def go_to(self, epoch: int, start: int) -> None:
+    def go_to(self, epoch: int, start: int = 0) -> None:
         """Have the next iteration be the epoch `epoch`, without its first `start` batches."""
         self.next_epoch, self.next_start = epoch, start
 
-    def go_on_with(self, given_seed: int | None) -> None:
-        """Have the next iteration be an epoch that began with this and was interrupted."""
-        self._given_then = [given_seed]
+    def resume(self, epoch: int, program_seed: int | None) -> None:
+        """Have the next iteration be an epoch that began with this seed and was interrupted."""
+        self.go_to(epoch)
+        self._resumed_seed = [program_seed]
 
     def start_order(self, generator: torch.Generator) -> None:
         """Start the generator of the loader, from which torch draws the workers' own seeds."""
         generator.set_state(self.order.torch().get_state())
 
-    def _given_now(self) -> int | None:
-        """Return what an epoch that begins now has as its `given_seed`."""
+    def indices(self, sampler: Any, generator: torch.Generator | None) -> Iterator[Any]:
+        """Return what `sampler` yields, which draws from a place of its own in the generators."""
+        return _from_own_place(sampler, generator, self.order)
+
+    def _program_seed_now(self) -> int | None:
         if self.name in self.plan.streams:
             return None  # it has a seed of its own, to be varied alone
-        left_out = seed_left_out()
+        left_out = streams.seed_left_out()
         if left_out:
             loaders.register.notes["seed of ranks"] = left_out
-        return seed_of_loaders()
+        return streams.seed_of_loaders()
 
     def _enter(self, epoch: int) -> None:
         self.epoch = epoch
-        rank = self.plan.rank or 0
         order = derive(self.name, self.root, epoch=epoch, kind="order")  # same on every rank
-        stream = derive(self.name, self.root, rank, epoch=epoch, kind="loader")
-        self.order, self.stream = (with_given(each, self.given_seed) for each in (order, stream))
+        stream = derive(self.name, self.root, self.plan.rank or 0, epoch=epoch, kind="loader")
+        if self.program_seed is not None:
+            own = b"program/%d" % self.program_seed
+            order, stream = order.part(own), stream.part(own)
+        self.order, self.stream = order, stream
 
 
-class StandingSampler:
-    """Stands for a loader's sampler: yields what it yields, as requests for seeded samples."""
+class SeededSampler:
+    """Replaces the sampler of a loader: yields what it yields, as requests for seeded samples."""
 
     def __init__(
-        self, sampler: Any, loading: Any, generator: torch.Generator | None, yields: str
+        self, sampler: Any, loading: Loading, generator: torch.Generator | None, yields: str
     ) -> None:
         self.sampler, self.loading, self.generator = sampler, loading, generator
         self.yields = yields
@@ -187,24 +228,13 @@ class StandingSampler:
         if not self.loading.active:  # undone, while workers that live on still use this sampler
             return iter(self.sampler)
         inner, skipped = unskipped(self.sampler)
-        repeats = Repeats(self.yields) if _may_repeat(inner) else None
-        return self._requests(inner, skipped, repeats)
-
-    def _requests(self, inner: Any, skipped: int, repeats: Repeats | None) -> Iterator[Any]:
-        raise NotImplementedError
-
-
-class FollowingSampler(StandingSampler):
-    """The same where the order is the sampler's own."""
-
-    def _requests(self, inner: Any, skipped: int, repeats: Repeats | None) -> Iterator[Any]:
-        indices = iter(inner)
-        self.loading.order_begins(self.generator)
-        kind = _StatefulRequests if _has_state(indices) else _Requests
-        return kind(indices, self.loading, skipped, repeats)
+        indices = self.loading.indices(inner, self.generator)
+        return (_StatefulRequests if _has_state(indices) else _Requests)(
+            indices, self.loading, skipped, self.yields if _may_repeat(inner) else ""
+        )
 
 
-class StatefulFollowingSampler(FollowingSampler):
+class StatefulSeededSampler(SeededSampler):
     """The same for a sampler of torchdata, which keeps its place itself."""
 
     def state_dict(self) -> Any:
@@ -214,8 +244,8 @@ class StatefulFollowingSampler(FollowingSampler):
         self.sampler.load_state_dict(state)
 
 
-def standing_for(loader: Any, loading: Loading, generator: Any) -> dict[str, StandingSampler]:
-    """Return what stands for the sampler of `loader` in an iteration that `loading` seeds.
+def seeded_sampler(loader: Any, loading: Loading, generator: Any) -> dict[str, SeededSampler]:
+    """Return what replaces the sampler of `loader` in an iteration that `loading` seeds.
 
     By the name of the attribute that holds it.
     """
@@ -223,20 +253,24 @@ def standing_for(loader: Any, loading: Loading, generator: Any) -> dict[str, Sta
     if loader.batch_sampler is None:
         holder, yields = "sampler", "samples"
     sampler = getattr(loader, holder)
-    kind: type[StandingSampler] = NamedSampler
-    if not isinstance(loading, NamedLoading):
-        kind = StatefulFollowingSampler if _has_state(sampler) else FollowingSampler
+    keeps_place = _has_state(sampler) and not isinstance(loading, NamedLoading)
+    kind = StatefulSeededSampler if keeps_place else SeededSampler
     return {holder: kind(sampler, loading, generator, yields)}
 
 
 class _Requests:
-    """The requests of one epoch."""
+    """The requests of one epoch.
+
+    They count how often each sample comes, where it may come again: it then draws other numbers.
+    """
 
     def __init__(
-        self, indices: Iterator[Any], loading: Loading, skipped: int, repeats: Repeats | None
+        self, indices: Iterator[Any], loading: Loading, skipped: int, repeats: str
     ) -> None:
         self._indices, self._loading, self._repeats = indices, loading, repeats
+        self._stream = loading.stream  # of this epoch, whichever a named loader goes to later
         self._left_out = skipped + loading.start
+        self._so_far: Counter[bytes] = Counter()
 
     def __iter__(self) -> _Requests:
         return self
@@ -246,11 +280,25 @@ class _Requests:
             self._left_out -= 1
             self._next()
         index, again = self._next()
-        return Request(self._loading.stream, index, again, self._loading.given)
+        loading = self._loading
+        return Request(self._stream or loading.stream, index, again, loading.given)
 
     def _next(self) -> tuple[Any, Mapping[bytes, int]]:
+        """Return the next index, and how often the epoch has had each of its samples before.
+
+        Samples that come for the first time, and once, are left out.
+        """
         index = next(self._indices)
-        return index, _NOTHING if self._repeats is None else self._repeats.of(index)
+        if not self._repeats:
+            return index, _NOTHING
+        within = Counter(map(label, index) if self._repeats == "batches" else [label(index)])
+        again = {
+            name: self._so_far[name]
+            for name, times in within.items()
+            if times > 1 or name in self._so_far
+        }
+        self._so_far.update(within)
+        return index, again
 
 
 class _StatefulRequests(_Requests):
@@ -258,16 +306,34 @@ class _StatefulRequests(_Requests):
 
     def state_dict(self) -> Any:
         state = self._indices.state_dict()  # type: ignore[attr-defined]
-        if self._repeats is None:
+        if not self._repeats:
             return state
-        return {**state, _AGAIN: {name.decode(): n for name, n in self._repeats.so_far.items()}}
+        return {**state, _AGAIN: {name.decode(): n for name, n in self._so_far.items()}}
 
     def load_state_dict(self, state: Any) -> None:
         own = dict(state)
         again = own.pop(_AGAIN, {})
         self._indices.load_state_dict(own)  # type: ignore[attr-defined]
-        if self._repeats is not None:
-            self._repeats.so_far = Counter({name.encode(): n for name, n in again.items()})
+        self._so_far = Counter({name.encode(): n for name, n in again.items()})
+
+
+def _from_own_place(
+    sampler: Any, generator: torch.Generator | None, order: Stream
+) -> Iterator[Any]:
+    own = [] if generator is None else [slot_of(generator)]
+    end = object()
+    with isolated_draws(own):
+        start_from(order)
+        if generator is not None:
+            generator.set_state(order.torch().get_state())
+        indices = iter(sampler)
+        index = next(indices, end)
+        moved = own if _draws_at_first_only(sampler) else [*host_slots().values(), *own]
+        position = Position(moved)
+    while index is not end:
+        yield index
+        with position:
+            index = next(indices, end)
 
 
 def _has_state(part: Any) -> bool:
@@ -282,79 +348,6 @@ def unskipped(sampler: Any) -> tuple[Any, int]:
     if type(sampler).__name__ == "SkipBatchSampler":
         return sampler.batch_sampler, sampler.skip_batches
     return sampler, 0
-
-
-class NamedSampler(StandingSampler):
-    """The same where the order is drawn from its own place in the generators."""
-
-    def _requests(self, inner: Any, skipped: int, repeats: Repeats | None) -> Iterator[Any]:
-        indices = self._indices(inner, self.loading.order)
-        return _Requests(indices, _Begun(self.loading), skipped, repeats)
-
-    def _indices(self, sampler: Any, order: Stream) -> Iterator[Any]:
-        own = OrderPlace([] if self.generator is None else [self.generator], order)
-        with isolated_draws():
-            draw_from(order)
-            with own:
-                indices = iter(sampler)
-                index = next(indices, _END)
-            place = nullcontext() if _draws_at_first_only(sampler) else Position()
-        while index is not _END:
-            yield index
-            with place, own:
-                index = next(indices, _END)
-
-
-_END = object()
-
-
-class _Begun(Loading):
-    """What a named loader's epoch draws from, whichever epoch it goes to later."""
-
-    def __init__(self, loading: NamedLoading) -> None:
-        self.stream, self.start = loading.stream, loading.start
-
-
-class OrderPlace:
-    """A place in the generators that only the order of an epoch is drawn from."""
-
-    def __init__(self, generators: list[torch.Generator], order: Stream) -> None:
-        self._inside = [(generator, order.torch().get_state()) for generator in generators]
-
-    def __enter__(self) -> None:
-        self._outside = [(generator, generator.get_state()) for generator, _ in self._inside]
-        self._go(self._inside)
-
-    def __exit__(self, *_: object) -> None:
-        self._inside = [(generator, generator.get_state()) for generator, _ in self._inside]
-        self._go(self._outside)
-
-    def _go(self, states: list[tuple[torch.Generator, torch.Tensor]]) -> None:
-        for generator, state in states:
-            generator.set_state(state)
-
-
-class Repeats:
-    """Counts the samples of an epoch, so that one which comes again draws other numbers."""
-
-    def __init__(self, yields: str) -> None:
-        self.so_far: Counter[bytes] = Counter()
-        self._yields = yields
-
-    def of(self, index: Any) -> Mapping[bytes, int]:
-        """Return how often the epoch has had each sample of the batch `index` before.
-
-        Samples that come for the first time, and once, are left out.
-        """
-        names = [label(part) for part in index] if self._yields == "batches" else [label(index)]
-        within = Counter(names)
-        again = {
-            name: self.so_far[name]
-            for name, times in within.items()
-            if times > 1 or name in self.so_far
-        }
-        self.so_far.update(within)
-        return again
 
 
 def _sampler_of_indices(sampler: Any) -> Any:
@@ -451,46 +444,32 @@ def put_register(register: Register) -> None:
     set_automatic(loaders.automatic)
 
 
-def first_epoch(name: str) -> int:
-    """Return the epoch with which a new loader called `name` goes on: 0 unless it is resumed."""
-    return loaders.register.named.pop(name, 0)
-
-
 def named_loading_of(loader: Any) -> NamedLoading | None:
     """Return what seeds `loader` by its name, or None."""
-    own = getattr(loader, "worker_init_fn", None)
-    if isinstance(own, NamedLoading):
-        return own
-    found = loaders.register.loadings.get(loader) if is_kept(loader) else None
+    found = getattr(loader, "worker_init_fn", None)
+    if not isinstance(found, NamedLoading):
+        found = loaders.register.loadings.get(loader) if is_kept(loader) else None
     return found if isinstance(found, NamedLoading) else None
 
 
 def loading_of_iteration(loader: Any) -> Loading | None:
     """Return what seeds the iteration of `loader` that begins now; None where nothing does."""
     named = named_loading_of(loader)
-    if named is not None:
+    seeded = loaders.automatic and is_kept(loader) and not author_seeds_workers(loader)
+    # A dataset's own loader draws from what its sample draws from. A class that makes its samplers
+    # up has no place where seeding could step in.
+    if named is not None or not seeded or in_loader():
         return named
-    if not can_be_seeded(loader):
+    if not {"sampler", "batch_sampler"} <= vars(loader).keys():
         return None
     loadings = loaders.register.loadings
-    lives_on = getattr(loader, "_iterator", None) is not None
-    if lives_on and loader.persistent_workers:
+    if getattr(loader, "_iterator", None) is not None and loader.persistent_workers:
         present = loadings.get(loader)
-        if isinstance(present, FollowingLoading):
+        if present is not None:
             present.begin_again()
         return present  # None where its workers started before the profile was in force
-    loadings[loader] = FollowingLoading()
+    loadings[loader] = Loading()
     return loadings[loader]
-
-
-def name_loader(loader: Any) -> NamedLoading:
-    """Return the seeding by which epochs of `loader`, which nobody named, can be named.
-
-    It is called after its dataset.
-    """
-    loading = NamedLoading(kind_of_dataset(loader.dataset))
-    loaders.register.loadings[loader] = loading
-    return loading
 
 
 def author_seeds_workers(loader: Any) -> bool:
@@ -504,16 +483,6 @@ def is_kept(loader: Any) -> bool:
     from torch.utils.data import DataLoader
 
     return isinstance(loader, DataLoader) and type(loader).__hash__ is not None
-
-
-def can_be_seeded(loader: Any) -> bool:
-    """Whether `dataloader.seeding: auto` seeds the samples of `loader`, were it iterated now."""
-    if not loaders.automatic or not is_kept(loader) or author_seeds_workers(loader):
-        return False
-    if is_loading():
-        return False  # a dataset's own loader draws from what its sample draws from
-    # A class that makes them up has no place where seeding could step in.
-    return bool({"sampler", "batch_sampler"} <= vars(loader).keys())
 
 
 def kind_of_dataset(dataset: Any) -> str:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, finalize
@@ -20,21 +20,21 @@ from torchrepro.errors import SeedingError
 from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.imports import AfterImport, named
 from torchrepro.messages import Problem, shown
-from torchrepro.seeding import own_resumes, streams
+from torchrepro.patching import wrap
+from torchrepro.seeding import streams
 from torchrepro.seeding.loader import (
-    FollowingLoading,
     Loading,
     NamedLoading,
     author_seeds_workers,
-    first_epoch,
     is_kept,
+    kind_of_dataset,
     loaders,
     loading_of_iteration,
-    name_loader,
     named_loading_of,
     samplers_within,
+    seeded_sampler,
     set_automatic,
-    standing_for,
+    worker_seeder,
 )
 from torchrepro.seeding.loader_places import (
     Delivery,
@@ -45,21 +45,20 @@ from torchrepro.seeding.loader_places import (
     parts_with_epochs,
     reads_items,
     say_other_batch_size,
+    watch_own_resumes,
 )
 from torchrepro.seeding.loader_worker import (
-    draw_from,
-    is_loading,
+    epoch_stream,
+    in_loader,
     isolated_draws,
-    isolated_reader,
-    reader_in_main_thread,
-    reader_in_program,
-    reader_of_epoch,
+    named_reader,
+    reader_of_items,
+    reader_of_samples,
     readers_made_by,
-    stream_of,
+    start_from,
     worker_stream,
 )
 from torchrepro.seeding.streams import Stream, checked_name, whole
-from torchrepro.seeding.worker_seeders import worker_seeder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -77,8 +76,8 @@ KEY = "torchrepro_data"
 """Key of a StatefulDataLoader's state under which is kept what its samples draw from."""
 
 _forced: list[int] = []  # the number of workers of every loader, where a profile says so
-_handed_on: dict[str, Any] = {}  # what a worker that is started afresh puts in force first
-_wrapped: dict[tuple[type, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
+_passed_on: dict[str, Any] = {}  # what a worker that is started afresh puts in force first
+_wrapped: dict[str, ExitStack] = {}  # module -> the undo
 _unsettled: list[bool] = []  # one entry for every time that the state has changed
 _starting = fork_safe_lock()  # torch's maker of readers is one for all threads
 _being_started: list[Any] = []
@@ -96,7 +95,7 @@ class SeedingPolicy:
 
     def write(self, value: str) -> None:
         set_automatic(value == "auto")
-        own_resumes.watch(begins=value == "auto")
+        watch_own_resumes(begins=value == "auto")
         if value != "auto":
             forget_places()
         _settle()
@@ -132,16 +131,16 @@ def author_worker_init(init: Any) -> Any:
     return init.author_init if isinstance(init, Loading) else init
 
 
-def hand_on(policy: str, value: Any) -> None:
+def pass_to_workers(policy: str, value: Any) -> None:
     """Have workers that are started afresh put `value` of `policy` in force before all else.
 
     `policy` is a path as `named` takes it; a value of None stops that. Workers that are forked
     have what is in force in this process.
     """
     if value is None:
-        _handed_on.pop(policy, None)
+        _passed_on.pop(policy, None)
     else:
-        _handed_on[policy] = value
+        _passed_on[policy] = value
     _settle()
 
 
@@ -163,7 +162,7 @@ def dataloader_kwargs(
     import torch
 
     checked_name(name)
-    first = first_epoch(name) if epoch is None else epoch
+    first = loaders.register.named.pop(name, 0) if epoch is None else epoch
     loading = NamedLoading(name, first, worker_init_fn)
     loaders.explicit.add(loading)
     finalize(loading, _settle)
@@ -185,12 +184,17 @@ def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
     """
     number, left_out = whole("epoch", epoch), whole("start", start)
     loading = named_loading_of(loader)
-    if loading is None and loaders.automatic and _can_be_named(loader):
-        loading = name_loader(loader)
-    if loading is None and not seeds_loaders():
+    author_decides = (
+        not is_kept(loader) or loader.generator is not None or author_seeds_workers(loader)
+    )
+    if loading is None and loaders.automatic and not author_decides and not loader._iterator:  # noqa: SLF001 - torch keeps it nowhere else
+        # One that nobody named is called after its dataset.
+        loading = NamedLoading(kind_of_dataset(loader.dataset))
+        loaders.register.loadings[loader] = loading
+    if loading is None and not loaders.automatic and streams.current_plan().seed is None:
         if left_out:
-            say_once(f"set_epoch: nothing seeds this loader, so it begins anew: {advice(loader)}")
-        tell_epoch(loader, number)
+            say_once(f"set_epoch: nothing seeds this loader, so it begins anew: {_advice(loader)}")
+        set_epoch_of_parts(loader, number)
         return
     if left_out and (loading is None or reads_items(loader)):
         why = "an IterableDataset" if loading is not None else "a loader that is not seeded here"
@@ -199,30 +203,22 @@ def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
         )
     if loading is None and not parts_with_epochs(loader):
         raise SeedingError(
-            Problem("nothing in this loader knows epochs", found=shown(loader), todo=advice(loader))
+            Problem(
+                "nothing in this loader knows epochs", found=shown(loader), todo=_advice(loader)
+            )
         )
     if loading is not None:
         loading.go_to(number, left_out)
-    tell_epoch(loader, number)
+    set_epoch_of_parts(loader, number)
 
 
-def tell_epoch(loader: Any, epoch: int) -> None:
+def set_epoch_of_parts(loader: Any, epoch: int) -> None:
     """Call `set_epoch` of the samplers and of the dataset of `loader`, where they have one."""
     for part in parts_with_epochs(loader):
         part.set_epoch(epoch)
 
 
-def _can_be_named(loader: Any) -> bool:
-    """Whether epochs of `loader` can be named: its author has decided neither order nor workers."""
-    return (
-        is_kept(loader)
-        and loader.generator is None
-        and not author_seeds_workers(loader)
-        and getattr(loader, "_iterator", None) is None
-    )
-
-
-def advice(loader: Any) -> str:
+def _advice(loader: Any) -> str:
     """Return what makes torchrepro seed `loader`."""
     if getattr(loader, "generator", None) is not None or author_seeds_workers(loader):
         return (
@@ -235,11 +231,6 @@ def advice(loader: Any) -> str:
     )
 
 
-def seeds_loaders() -> bool:
-    """Whether a profile is in force under which a loader could have been seeded."""
-    return loaders.automatic or streams.current_plan().seed is not None
-
-
 def _settle() -> None:
     """Wrap the methods of every loader class that is loaded, or of none, as the state asks."""
     _unsettled.append(True)
@@ -250,40 +241,30 @@ def _settle() -> None:
         try:
             # Iterating, because the length of a WeakSet counts what is just going away.
             explicit = any(True for _ in loaders.explicit)
-            if loaders.automatic or explicit or _forced or _handed_on:
+            if loaders.automatic or explicit or _forced or _passed_on:
                 _finder.watch()
                 for module in filter(sys.modules.__contains__, LOADERS):
                     _wrap(module)
             else:
-                _unwrap_all()
+                _finder.unwatch()
+                while _wrapped:
+                    _wrapped.popitem()[1].close()
         finally:
             del _unsettled[:changes]
 
 
 def _wrap(module: str) -> None:
-    name, methods = LOADERS[module]
-    kind = getattr(sys.modules[module], name)
-    for method in methods:
-        if (kind, method) not in _wrapped:
-            original = getattr(kind, method)
-            wrapper = _WRAPPERS[method](original)
-            _wrapped[kind, method] = wrapper, original
-            setattr(kind, method, wrapper)
-
-
-def _unwrap_all() -> None:
-    _finder.unwatch()
-    while _wrapped:
-        (kind, method), (wrapper, original) = _wrapped.popitem()
-        if getattr(kind, method) is wrapper:  # else somebody has wrapped it since: it stays inside
-            setattr(kind, method, original)
+    if module not in _wrapped:
+        undo = _wrapped[module] = ExitStack()
+        name, methods = LOADERS[module]
+        for method in methods:
+            wrap(undo, getattr(sys.modules[module], name), method, _WRAPPERS[method])
 
 
 _finder = AfterImport(LOADERS, _wrap)
 
 
 def _wrapped_iter(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
     def __iter__(loader: Any) -> Any:  # noqa: N807 - it stands for that method
         if any(other is loader for other in _being_started):
             return original(loader)  # a wrapper of an earlier profile, inside somebody's own
@@ -296,25 +277,19 @@ def _wrapped_iter(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _iterate(original: Callable[[Any], Any], loader: Any) -> Any:
     delivery = delivery_of(loader)
-    if not _is_begun(loader):
+    # torchdata has begun the iteration where a state was asked for before the first batch. It does
+    # not go on with one that was loaded at its end.
+    is_begun = getattr(loader, "_initial_iter_for_state_dict", False)
+    if not is_begun or loader._iterator._finished:  # noqa: SLF001 - it is kept nowhere else
         return _start(original, loader, delivery)
     if delivery is not None:
         delivery.loading = loaders.register.loadings.get(loader)
     return original(loader)
 
 
-def _is_begun(loader: Any) -> bool:
-    """Whether torchdata has begun the iteration, as a state was asked for before the first batch.
-
-    It does not go on with one that was loaded at its end.
-    """
-    is_begun = getattr(loader, "_initial_iter_for_state_dict", False)
-    return is_begun and not loader._iterator._finished  # noqa: SLF001 - it is kept nowhere else
-
-
 def _is_followed(loader: Any) -> bool:
     """Whether somebody may ask how far the program has come with `loader`."""
-    if not is_kept(loader) or is_loading():
+    if not is_kept(loader) or in_loader():
         return False
     in_main = threading.current_thread() is threading.main_thread()
     return (loaders.automatic and in_main) or named_loading_of(loader) is not None
@@ -322,7 +297,7 @@ def _is_followed(loader: Any) -> bool:
 
 def _note_seeding_of_workers(loader: Any, loading: Loading | None) -> None:
     """Note what a `worker_init_fn` means for what `loader` loads, once for each line."""
-    if is_loading():
+    if in_loader():
         return
     seeder = worker_seeder(loader.worker_init_fn)
     where = program_place(sys._getframe())  # noqa: SLF001 - documented; `inspect` takes 100 times as long
@@ -341,7 +316,6 @@ def _note_seeding_of_workers(loader: Any, loading: Loading | None) -> None:
 
 
 def _wrapped_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
     def state_dict(loader: Any) -> Any:
         started = loader._iterator is not None  # noqa: SLF001 - it starts an iteration otherwise
         state = original(loader) if started else _start(original, loader, None)
@@ -357,8 +331,8 @@ def _wrapped_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
 def _state_of(loading: Loading, loader: Any, *, finished: bool) -> dict[str, Any]:
     if isinstance(loading, NamedLoading):
         epoch = loading.next_epoch - (not finished)
-        given_seed = None if finished else loading.given_seed
-        return {"epoch": epoch, "given_seed": given_seed, "within": not finished}
+        program_seed = None if finished else loading.program_seed
+        return {"epoch": epoch, "program_seed": program_seed, "within": not finished}
     if finished or loading.stream is None or loading.given is None:
         return {}
     given = [seed.hex() for seed in loading.given]
@@ -366,7 +340,6 @@ def _state_of(loading: Loading, loader: Any, *, finished: bool) -> dict[str, Any
 
 
 def _wrapped_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
     def load_state_dict(loader: Any, state_dict: Mapping[str, Any]) -> Any:
         own = {key: value for key, value in state_dict.items() if key != KEY}
         saved = state_dict.get(KEY) or {}
@@ -377,9 +350,9 @@ def _wrapped_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]
                 loader.state_dict()
         named = named_loading_of(loader)
         if named is not None and "epoch" in saved:
-            named.go_to(saved["epoch"], 0)
+            named.go_to(saved["epoch"])
             if saved["within"]:
-                named.go_on_with(saved["given_seed"])
+                named.resume(saved["epoch"], saved["program_seed"])
         if "stream" in saved:
             _saved_streams[loader] = saved
         return loaded
@@ -396,7 +369,10 @@ _WRAPPERS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 
 def _start(original: Callable[[Any], Any], loader: Any, delivery: Delivery | None) -> Any:
     """Call `original`, which starts an iteration of `loader`, as the profile says."""
-    prepared = bool(_handed_on) and _starts_workers_afresh(loader)
+    prepared = False
+    if _passed_on and loader.num_workers:
+        context = loader.multiprocessing_context or import_module("multiprocessing")
+        prepared = context.get_start_method() != "fork"
     with _starting, ExitStack() as until_begun:
         _being_started.append(loader)
         until_begun.callback(_being_started.pop)
@@ -406,35 +382,24 @@ def _start(original: Callable[[Any], Any], loader: Any, delivery: Delivery | Non
         if loaders.automatic and loader.num_workers:
             _note_seeding_of_workers(loader, loading)
         if loading is not None:
-            until_begun.enter_context(_begun(loader, loading, delivery))
+            _seed_iteration(until_begun, loader, loading, delivery)
         if prepared:
-            first = _PreparedWorker(dict(_handed_on), loader.worker_init_fn)
+            first = _PreparedWorker(dict(_passed_on), loader.worker_init_fn)
             until_begun.enter_context(_with(loader, worker_init_fn=first))
         begun = original(loader)
-    if isinstance(loading, FollowingLoading) and loading.stream is None:
-        loading.stream = stream_of(_base_seed_of(begun, loader))
-    return begun
-
-
-def _base_seed_of(begun: Any, loader: Any) -> int:
-    """Return the number that torch has drawn for the iteration of `loader` that has just begun.
-
-    Private (``_base_seed``), because torch shows it to workers alone. Where it is gone, seeding a
-    loader raises.
-    """
-    iterator = begun if hasattr(begun, "_base_seed") else getattr(loader, "_iterator", None)
-    seed = getattr(iterator, "_base_seed", None)
-    if seed is None:
-        raise SeedingError(
-            Problem("this torch draws the base seed of a loader in a way torchrepro does not know")
+    if loading is not None and loading.stream is None:
+        # Private, because torch shows the number that it has drawn to workers alone.
+        iterator: Any = (
+            begun if hasattr(begun, "_base_seed") else getattr(loader, "_iterator", None)
         )
-    return int(seed)
-
-
-def _starts_workers_afresh(loader: Any) -> bool:
-    context = loader.multiprocessing_context or import_module("multiprocessing")
-    method = context.get_start_method()
-    return bool(loader.num_workers) and method != "fork"
+        if not hasattr(iterator, "_base_seed"):
+            raise SeedingError(
+                Problem(
+                    "this torch draws the base seed of a loader in a way torchrepro does not know"
+                )
+            )
+        loading.stream = epoch_stream(int(iterator._base_seed))  # noqa: SLF001 - see above
+    return begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,76 +416,49 @@ class _PreparedWorker:
             self.then(worker)
 
 
-@contextmanager
-def _begun(loader: Any, loading: Loading, delivery: Delivery | None) -> Iterator[None]:
-    """Begin an epoch of `loader`: what it builds within the block is seeded."""
-    skip = 0 if delivery is None or reads_items(loader) else delivery.skip
+def _seed_iteration(
+    undo: ExitStack, loader: Any, loading: Loading, delivery: Delivery | None
+) -> None:
+    """Have what `loader` builds until `undo` is closed be seeded.
+
+    By torch's protocol, torch draws the order and the base seed as ever. A named loader draws its
+    order and samples from the streams of its epoch, and moves no generator of the program.
+    """
+    is_named = isinstance(loading, NamedLoading)
     if isinstance(loading, NamedLoading):
         loading.begin()
-    loading.start = loading.start or skip
     if delivery is not None:
         delivery.seeded_by(loading)
-        loading.given = delivery.saved_given or loading.given
-    by_name = isinstance(loading, NamedLoading)
-    noting = None if delivery is None else partial(setattr, delivery, "samples_draw")
-    with _begun_by_name(loader, loading) if by_name else _begun_by_torch(loader, loading, noting):
-        yield
-
-
-@contextmanager
-def _begun_by_torch(
-    loader: Any, loading: Any, noting: Callable[[bool], None] | None
-) -> Iterator[None]:
-    """Have torch draw the order and the base seed as ever, and samples draw from these."""
-    saved = _saved_streams.pop(loader, None)
-    if saved is not None:
+    generator = loader.generator
+    if isinstance(loading, NamedLoading) and loading.stream is not None:
+        undo.enter_context(isolated_draws())
+        # In the main process an IterableDataset is read as by the only worker of a loader.
+        start_from(worker_stream(loading.stream, 0))
+        # A loader that was made of a named one may keep the generator in a sampler alone:
+        # accelerate's dispatcher does.
+        within = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        parts = (getattr(part, "generator", None) for part in (loader, *samplers_within(within)))
+        generator = next((own for own in parts if own is not None), None)
+        if generator is not None:
+            loading.start_order(generator)
+    elif saved := _saved_streams.pop(loader, None):
         loading.stream = Stream("data", bytes.fromhex(saved["stream"]))
         loading.given = given_from(saved["given"])
         say_other_batch_size(loader, saved["batch_size"])
-    standing = standing_for(loader, loading, loader.generator)
-
-    def make_reader(by_index: bool, make: Callable[[], Any]) -> Any:  # noqa: FBT001 - torch's kind
-        if by_index:
-            return reader_in_main_thread(make(), noting)
-        return reader_in_program(lambda: loading.stream, make)
-
-    with (
-        _with(loader, worker_init_fn=loading, **standing),
-        # A worker that is forked here must find torch's own readers.
-        nullcontext() if loader.num_workers else readers_made_by(make_reader),
-    ):
-        yield
-
-
-@contextmanager
-def _begun_by_name(loader: Any, loading: Any) -> Iterator[None]:
-    """Have order and samples draw from the streams of the epoch, and nothing else move."""
     epoch: Any = loading.stream
+    note = None if delivery is None else partial(setattr, delivery, "samples_draw")
 
     def make_reader(by_index: bool, make: Callable[[], Any]) -> Any:  # noqa: FBT001 - torch's kind
-        return isolated_reader(make()) if by_index else reader_of_epoch(epoch, make)
+        if is_named:
+            return named_reader(by_index, make, epoch)
+        if by_index:
+            return reader_of_samples(make(), note)
+        return reader_of_items(make, lambda: loading.stream)
 
-    with isolated_draws():
-        # In the main process an IterableDataset is read as by the only worker of a loader.
-        draw_from(worker_stream(epoch, 0))
-        within = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        generator = _generator_in(loader, within)
-        if generator is not None:
-            loading.start_order(generator)
-        with (
-            _with(loader, worker_init_fn=loading, **standing_for(loader, loading, generator)),
-            nullcontext() if loader.num_workers else readers_made_by(make_reader),
-        ):
-            yield
-
-
-def _generator_in(loader: Any, sampler: Any) -> Any:
-    """Return the generator that `loader` was made with.
-
-    A loader that was made of it may keep it in a sampler alone: accelerate's dispatcher does.
-    """
-    parts = (getattr(part, "generator", None) for part in (loader, *samplers_within(sampler)))
-    return next((own for own in parts if own is not None), None)
+    replaced = seeded_sampler(loader, loading, generator)
+    undo.enter_context(_with(loader, worker_init_fn=loading, **replaced))
+    if not loader.num_workers:  # a worker that is forked here must find torch's own readers
+        undo.enter_context(readers_made_by(make_reader))
 
 
 @contextmanager

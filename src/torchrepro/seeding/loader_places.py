@@ -7,12 +7,16 @@ where they stood when the epoch was interrupted.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, finalize
 
-from torchrepro.console import say
+from torchrepro.callers import package
+from torchrepro.console import say, say_once
+from torchrepro.seeding.call_listeners import listen, stop_listening
 from torchrepro.seeding.generators import KINDS, Given, Slot, host_slots
 from torchrepro.seeding.loader import (
     NamedLoading,
@@ -27,13 +31,14 @@ from torchrepro.seeding.state import decoded, encoded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from types import FrameType
 
     from torchrepro.seeding.loader import Loading
 
 
 @dataclass(slots=True, eq=False)
 class Known:
-    """A loader with generators of its own, and those that stand for it."""
+    """A loader with generators of its own, and those that are made from it."""
 
     kind: str
     number: int
@@ -53,7 +58,7 @@ class Resumption:
     """Batches that are passed over here; a program may pass over those that are done itself."""
 
     found_epochs: list[int] = field(default_factory=list)
-    """What the samplers that count epochs had been told, as the epoch was taken up."""
+    """What the samplers that count epochs said, as the epoch was taken up."""
 
     iterations: int = 0
     """How many have begun since."""
@@ -61,22 +66,21 @@ class Resumption:
     def begin(self, loader: Any) -> None:
         """Put `loader` where it stood as the epoch began."""
         put_states(loader, self.place["start"])
-        named, then = named_loading_of(loader), self.place["named"]
-        if named is not None and then is not None:
-            named.go_to(then["epoch"], 0)
-            named.go_on_with(then["given_seed"])
+        named, saved = named_loading_of(loader), self.place["named"]
+        if named is not None and saved is not None:
+            named.resume(saved["epoch"], saved["program_seed"])
         say_other_batch_size(loader, self.place["batch_size"])
 
-    def tell_epochs(self, loader: Any) -> None:
+    def count_on(self, loader: Any) -> None:
         """Have the samplers of `loader` count the epochs of the uninterrupted run.
 
-        Whoever tells them has begun at 0 again, or they count by themselves from where they were.
+        Whoever sets them has begun at 0 again, or they count by themselves from where they were.
         """
-        counting = counting_parts(loader)
+        counting = _counting_parts(loader)
         if not self.iterations:
             self.found_epochs = [part.epoch for part in counting]
-        told = zip(counting, self.found_epochs, self.place["samplers"], strict=False)
-        for part, found, saved in told:
+        rows = zip(counting, self.found_epochs, self.place["samplers"], strict=False)
+        for part, found, saved in rows:
             if part.epoch == found + self.iterations:
                 part.set_epoch(saved + self.iterations)
         self.iterations += 1
@@ -106,8 +110,9 @@ _taken_up: WeakKeyDictionary[Any, Resumption] = WeakKeyDictionary()
 
 _deliveries: WeakSet[Delivery] = WeakSet()
 _beginning: list[Delivery] = []
-_NOWHERE: Mapping[str, Any] = {"batches": 0, "first": None, "last": None}
+_NO_PLACE: Mapping[str, Any] = {"batches": 0, "first": None, "last": None}
 _begun = iter(range(2**63))
+_DEPTH, _FEW = 5, 100  # how deep, and in how long lists, a dataset's own generators are looked for
 _first_of_run = -1
 
 
@@ -149,14 +154,18 @@ class Delivery:
         known = _know(loader)
         if known is not None:
             known.epochs += 1
-        if resumption is None:
-            _put_rested(loader)
-        else:
+        if resumption is not None:
             resumption.begin(loader)
+        elif _resting:
+            kind = kind_of(loader)
+            rested = next((each for each in _resting if each["kind"] == kind), None)
+            if rested is not None:
+                _resting.remove(rested)
+                put_states(loader, rested["own"])
         taken = _taken_up.get(loader) if is_kept(loader) else None
         if taken is not None:
-            taken.tell_epochs(loader)
-        self.epochs = [part.epoch for part in counting_parts(loader)]
+            taken.count_on(loader)
+        self.epochs = [part.epoch for part in _counting_parts(loader)]
         self.batches = unskipped(_top_sampler(loader))[1]
         """Those of the epoch that the program has got; those left out by a sampler count."""
 
@@ -176,15 +185,13 @@ class Delivery:
 
     def seeded_by(self, loading: Loading) -> None:
         """Note what seeds the samples: its requests may leave out the batches to pass over."""
+        if not reads_items(self.loader) and not _holds_generator(self.loader.dataset):
+            loading.start = loading.start or self.skip
         self.loading = loading
         self.batches += loading.start
         self.skip = max(self.skip - loading.start, 0)
-
-    @property
-    def saved_given(self) -> Given | None:
-        """The seeds with which the epoch began that is taken up here, if one is."""
         saved = None if self._resumption is None else self._resumption.place["given"]
-        return None if saved is None else given_from(saved)
+        loading.given = given_from(saved) if saved is not None else loading.given
 
     def __iter__(self) -> Delivery:
         return self
@@ -227,18 +234,18 @@ class Delivery:
         """Note, or put, where the generators stand before a batch is read in this process.
 
         A sampler first draws as the first batch is asked for. What no stream seeds draws from the
-        program's generators, whose numbers a training draws as well: in a resumed run those of a
-        batch that was read ahead are the numbers of then.
+        program's generators, whose numbers a training draws as well: in a resumed run a batch that
+        was read ahead draws the numbers of the interrupted one.
         """
         draws_on = self._is_read_ahead and (self.loading is None or reads_items(self.loader))
-        then = _NOWHERE if self._resumption is None else self._resumption.place
-        left = then["batches"] - self.batches
+        place = _NO_PLACE if self._resumption is None else self._resumption.place
+        left = place["batches"] - self.batches
         if self._first is None:
-            if then["first"] is not None:
-                put_states(self.loader, then["first"])
+            if place["first"] is not None:
+                put_states(self.loader, place["first"])
             self._first = read_states(self.loader)
-        elif draws_on and left == 1 and then["last"] is not None:
-            put_states(self.loader, then["last"])
+        elif draws_on and left == 1 and place["last"] is not None:
+            put_states(self.loader, place["last"])
         if left <= 0 and reads_items(self.loader):  # no order is still to be drawn
             self._go_on()
         if draws_on:
@@ -261,7 +268,7 @@ class Delivery:
             "batches": self.batches,
             "batch_size": None if keeps_place else batch_size(self.loader),  # its own state says it
             "samplers": self.epochs,
-            "named": named and {"epoch": named.epoch, "given_seed": named.given_seed},
+            "named": named and {"epoch": named.epoch, "program_seed": named.program_seed},
             "given": given and [seed.hex() for seed in given],
             "keeps_place": keeps_place,
             "start": encoded_states(self.states),
@@ -289,29 +296,29 @@ def delivery_of(loader: Any) -> Delivery | None:
     return next((each for each in _beginning if each.loader is loader), None)
 
 
-def interrupted() -> list[dict[str, Any]]:
-    """Return the places of the loaders that the program is in the middle of, first begun first."""
-    return [each.place() for each in deliveries() if not each.is_over]
-
-
-def ended() -> list[dict[str, Any]]:
-    """Return the places of the loaders at their end that somebody has batches left of."""
-    return [each.place() for each in deliveries() if each.is_over]
-
-
-def is_at_end(loader: Any) -> bool:
-    """Whether `loader` is at its end, and somebody has batches left of it."""
-    return any(each.loader is loader and each.is_over for each in deliveries())
-
-
-def deliveries() -> list[Delivery]:
+def _alive() -> list[Delivery]:
     """Return the iterations that somebody holds, first begun first."""
     return sorted(_deliveries, key=lambda each: each.number)
 
 
+def interrupted() -> list[dict[str, Any]]:
+    """Return the places of the loaders that the program is in the middle of, first begun first."""
+    return [each.place() for each in _alive() if not each.is_over]
+
+
+def ended() -> list[dict[str, Any]]:
+    """Return the places of the loaders at their end that somebody has batches left of."""
+    return [each.place() for each in _alive() if each.is_over]
+
+
+def is_at_end(loader: Any) -> bool:
+    """Whether `loader` is at its end, and somebody has batches left of it."""
+    return any(each.loader is loader and each.is_over for each in _deliveries)
+
+
 def place_of(loader: Any) -> dict[str, Any] | None:
     """Return how far the program has come in the latest iteration of `loader` that is alive."""
-    own = [each for each in deliveries() if each.loader is loader]
+    own = [each for each in _alive() if each.loader is loader]
     return own[-1].place() if own else None
 
 
@@ -358,14 +365,6 @@ def await_resting(saved: Sequence[Mapping[str, Any]]) -> None:
     _lived_for_one.clear()
 
 
-def _put_rested(loader: Any) -> None:
-    kind = kind_of(loader) if _resting else ""
-    rested = next((each for each in _resting if each["kind"] == kind), None)
-    if rested is not None:
-        _resting.remove(rested)
-        put_states(loader, rested["own"])
-
-
 def begin_late(put_back: Callable[[], None], together: int) -> None:
     """Have the loaders that are iterated next begin as the first batch is asked for.
 
@@ -390,7 +389,7 @@ def await_loaders(
 
 
 def skip_batches(loader: Any, other: Any, number: int) -> bool:
-    """Have `other` stand for `loader` without the first `number` batches of its epoch.
+    """Have `other` count as `loader` without the first `number` batches of its epoch.
 
     Returns whether that leaves nothing of an epoch that had come to its end.
     """
@@ -410,12 +409,10 @@ def batches_of_pass(loader: Any, number: int) -> int:
 
     A framework cannot know where a stream without a length began again. It reads one batch ahead.
     """
-    kind = kind_of(loader)
-    places = (each.place for each in _awaited if each.place["kind"] == kind)
-    place = next(places, None)
-    if place is None or not reads_items(loader) or number < place["batches"]:
+    resumption = _awaited_by(loader) if reads_items(loader) else None
+    if resumption is None or number < resumption.place["batches"]:
         return number
-    return int(place["batches"]) - 1
+    return int(resumption.place["batches"]) - 1
 
 
 def take_up(
@@ -428,12 +425,13 @@ def take_up(
 
 def forget_places() -> None:
     """Have no loader go on anywhere: the profile under which a run went on is taken back."""
-    _awaited.clear()
-    _ended.clear()
-    _resting.clear()
-    _lived_for_one.clear()
-    _late.clear()
-    _taken_up.clear()
+    for waiting in (_awaited, _ended, _resting, _lived_for_one, _late, _taken_up):
+        waiting.clear()
+
+
+def _awaited_by(loader: Any) -> Resumption | None:
+    kind = kind_of(loader) if _awaited else ""
+    return next((each for each in _awaited if each.place["kind"] == kind), None)
 
 
 def _next_resumption(loader: Any) -> Resumption | None:
@@ -441,13 +439,11 @@ def _next_resumption(loader: Any) -> Resumption | None:
     own = _taken_up.get(loader) if is_kept(loader) else None
     if own is not None and not own.iterations:
         return own
-    kind = kind_of(loader) if _awaited else ""
-    for resumption in _awaited:
-        if resumption.place["kind"] == kind:
-            _awaited.remove(resumption)
-            _taken_up[loader] = resumption
-            return resumption
-    return None
+    resumption = _awaited_by(loader)
+    if resumption is not None:
+        _awaited.remove(resumption)
+        _taken_up[loader] = resumption
+    return resumption
 
 
 def kind_of(loader: Any) -> str:
@@ -468,15 +464,15 @@ def given_from(saved: list[str]) -> Given:
     return Given(*map(bytes.fromhex, saved))
 
 
-def say_other_batch_size(loader: Any, then: int | None) -> None:
-    """Say that an epoch of `loader` goes on with batches of another size than `then`."""
+def say_other_batch_size(loader: Any, saved: int | None) -> None:
+    """Say that an epoch of `loader` goes on with batches of another size than the `saved` one."""
     now = batch_size(loader)
-    if then is None or now is None or then == now or world().rank:
+    if saved is None or now is None or saved == now or world().rank:
         return
     say(
         f"the loader over {kind_of_dataset(loader.dataset)}: its epoch was interrupted with "
-        f"batch_size={then} and goes on with batch_size={now}, so its batches hold other samples "
-        f"than those of the uninterrupted run; resume with batch_size={then} to go on exactly"
+        f"batch_size={saved} and goes on with batch_size={now}, so its batches hold other samples "
+        f"than those of the uninterrupted run; resume with batch_size={saved} to go on exactly"
     )
 
 
@@ -494,8 +490,8 @@ def parts_with_epochs(loader: Any) -> list[Any]:
     return list(own.values())
 
 
-def counting_parts(loader: Any) -> list[Any]:
-    """Return those that say which epoch they were told, or count it themselves."""
+def _counting_parts(loader: Any) -> list[Any]:
+    """Return those that say which epoch was set, or count it themselves."""
     return [p for p in parts_with_epochs(loader) if isinstance(getattr(p, "epoch", None), int)]
 
 
@@ -509,6 +505,23 @@ def reads_items(loader: Any) -> bool:
     from torch.utils.data import IterableDataset
 
     return isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+
+def _holds_generator(dataset: Any) -> bool:
+    """Whether `dataset`, or what it is made of, has a generator of its own, which loading moves."""
+    parts = [dataset]
+    for _ in range(_DEPTH):
+        if any(kind.is_one(part) for part in parts for kind in KINDS):
+            return True
+        within: list[Any] = []
+        for part in parts:
+            if isinstance(part, list | tuple | dict):
+                few = part if len(part) <= _FEW else ()
+                within += few.values() if isinstance(few, dict) else few
+            elif not isinstance(part, type | ModuleType):
+                within += getattr(part, "__dict__", {}).values()
+        parts = within
+    return False
 
 
 def _own_slots(loader: Any) -> dict[str, Slot]:
@@ -543,3 +556,52 @@ def put_states(loader: Any, states: Mapping[str, Any]) -> None:
 def encoded_states(states: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return `states` as plain JSON values."""
     return None if states is None else {name: encoded(state) for name, state in states.items()}
+
+
+# A program may put torch's generator where it was at a step, and not where it was as the epoch
+# began. That is exact in plain Python as long as it loads in the main process, where its samples
+# draw from that generator. Under `auto` they draw from the base seed with which the epoch began,
+# which is then another than in the uninterrupted run: this is said.
+
+_READ, _PUT, _MANY = "get_rng_state", "set_rng_state", 1000
+_states_read: dict[int, None] = {}
+"""Digests of the states of torch's generator that the program has read in this process."""
+
+_states_put: list[bool] = []
+"""One entry for each state that it has put back without having read it here: it was saved."""
+
+
+def watch_own_resumes(*, begins: bool) -> None:
+    """Hear of the program's reading and putting of torch's generator from now on, or no more."""
+    _states_read.clear()
+    _states_put.clear()
+    if not begins:
+        stop_listening(_note_state)
+        return
+    for module in ("torch", "torch.random"):
+        for name in (_READ, _PUT):
+            listen(module, name, _note_state)
+
+
+def _note_state(
+    function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
+) -> None:
+    if package(frame) in ("torch", "torchrepro"):
+        return  # `fork_rng` and checkpointed layers put back what they have read
+    state = hash(sys.modules["torch"].default_generator.get_state().numpy().tobytes())
+    if function.endswith(_READ):
+        while len(_states_read) >= _MANY:
+            del _states_read[next(iter(_states_read))]
+        _states_read[state] = None
+    elif state not in _states_read:
+        _states_put.append(True)
+        del _states_put[2:]
+        late = [e for e in _alive() if e.batches and e.samples_draw and not e.is_over]
+        by_torch = late and late[-1].loading is not None
+        if len(_states_put) == 1 and by_torch and not isinstance(late[-1].loading, NamedLoading):
+            say_once(
+                f"the program put torch's generator back after {late[-1].batches} batches of an "
+                "epoch. Samples draw from a base seed that torch draws as an epoch begins, so they "
+                "may not be those of the uninterrupted run: save torch.get_rng_state() before the "
+                "epoch as well, and put it back there (or: dataloader.seeding=none)"
+            )

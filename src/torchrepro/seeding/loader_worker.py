@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import SeedingError
 from torchrepro.messages import Problem
-from torchrepro.seeding.generators import host_states, seed_host, seed_sample
+from torchrepro.seeding.generators import States, host_slots, seed_host, seed_sample
 from torchrepro.seeding.streams import (
     current_plan,
     derive,
@@ -29,12 +29,11 @@ from torchrepro.seeding.streams import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import numpy as np
 
-    from torchrepro.seeding.generators import Given
+    from torchrepro.seeding.generators import Given, Slot
     from torchrepro.seeding.streams import Stream
 
 
@@ -49,8 +48,8 @@ class _Draw:
 
 
 class _Present(threading.local):
-    first_sample: Callable[[bool], None] | None = None  # is told whether the next one draws
     draw: _Draw | None = None  # None outside of loading
+    note_first: Callable[[bool], None] | None = None  # called once: does the next sample draw?
     unseeded: tuple[Any, np.random.Generator] | None = None  # where nothing seeds what is loaded
 
 
@@ -60,6 +59,11 @@ _here = _Present()
 def loads_sample() -> bool:
     """Whether this thread loads a sample for a loader that is seeded, or is a loader's worker."""
     return _here.draw is not None or present_worker() is not None
+
+
+def in_loader() -> bool:
+    """Whether this thread is loading a sample or a batch of a seeded loader."""
+    return _here.draw is not None
 
 
 def sample_rng() -> np.random.Generator:
@@ -73,7 +77,11 @@ def sample_rng() -> np.random.Generator:
     """
     draw = _here.draw
     if draw is None and current_plan().seed is None:
-        return _of_program()
+        source = stream("sample_rng")  # the program's own seed may have changed
+        key = (os.getpid(), source.key)
+        if _here.unseeded is None or _here.unseeded[0] != key:
+            _here.unseeded = (key, source.numpy())
+        return _here.unseeded[1]
     if draw is None:
         raise SeedingError(
             Problem(
@@ -88,21 +96,7 @@ def sample_rng() -> np.random.Generator:
     return draw.generator
 
 
-def _of_program() -> np.random.Generator:
-    """Return the generator of this thread for the program's own seed, which may have changed."""
-    source = stream("sample_rng")
-    key = (os.getpid(), source.key)
-    if _here.unseeded is None or _here.unseeded[0] != key:
-        _here.unseeded = (key, source.numpy())
-    return _here.unseeded[1]
-
-
-def is_loading() -> bool:
-    """Whether this thread is loading a sample or a batch now."""
-    return _here.draw is not None
-
-
-def draw_from(stream: Stream, given: Given | None = None) -> None:
+def start_from(stream: Stream, given: Given | None = None) -> None:
     """Start the host's generators and `sample_rng` from `stream`, and the `given` seeds if any."""
     _here.draw = _Draw(stream)
     keep_program_seed()
@@ -112,7 +106,7 @@ def draw_from(stream: Stream, given: Given | None = None) -> None:
         seed_sample(stream, *given)
 
 
-def stream_of(base_seed: int) -> Stream:
+def epoch_stream(base_seed: int) -> Stream:
     """Return what the samples of an epoch are parts of, for which torch has drawn `base_seed`."""
     return derive("data", base_seed, kind="data")
 
@@ -126,7 +120,7 @@ def _stream_of_worker() -> Stream:
     from torch.utils.data import get_worker_info
 
     info: Any = get_worker_info()
-    return stream_of(info.seed - info.id)
+    return epoch_stream(info.seed - info.id)
 
 
 def worker_stream(stream: Stream, worker: int) -> Stream:
@@ -135,23 +129,22 @@ def worker_stream(stream: Stream, worker: int) -> Stream:
 
 
 class _Place:
-    """Where the host's generators and `sample_rng` stood when this was made."""
+    """Where some generators and `sample_rng` stood when this was made."""
 
-    def __init__(self) -> None:
-        self._states, self._draw = host_states(), _here.draw
+    def __init__(self, slots: Iterable[Slot]) -> None:
+        self._states, self._draw = States(slots), _here.draw
         self._program_seed = current_plan().program_seed
 
     def put_back(self) -> None:
-        """Go back to this place."""
         self._states.put_back()
         _here.draw = self._draw
         put_program_seed(self._program_seed)
 
 
 @contextmanager
-def isolated_draws() -> Iterator[None]:
-    """Leave the host's generators and `sample_rng` where they are, whatever the block draws."""
-    outside = _Place()
+def isolated_draws(slots: Iterable[Slot] = ()) -> Iterator[None]:
+    """Leave the host's generators, `sample_rng` and `slots` where they are, whatever is drawn."""
+    outside = _Place((*host_slots().values(), *slots))
     try:
         yield
     finally:
@@ -159,18 +152,19 @@ def isolated_draws() -> Iterator[None]:
 
 
 class Position:
-    """A place in the host's generators that is not the program's: entered, moved, and left."""
+    """A place in some generators that is not the program's: entered, moved, and left."""
 
-    def __init__(self) -> None:
-        self._inside = _Place()
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = slots
+        self._inside = _Place(slots)
         self._outside: list[_Place] = []
 
     def __enter__(self) -> None:
-        self._outside.append(_Place())
+        self._outside.append(_Place(self._slots))
         self._inside.put_back()
 
     def __exit__(self, *_: object) -> None:
-        self._inside = _Place()
+        self._inside = _Place(self._slots)
         self._outside.pop().put_back()
 
 
@@ -210,29 +204,32 @@ class Request:
 
     def fetch(self, reader: Any, fetch: Callable[[Any], Any]) -> Any:
         """Load the batch through `fetch`, the own method of torch's `reader`, sample by sample."""
+        from torch.utils.data import Subset
+
         stream = self.stream or _stream_of_worker()
         dataset, collate = reader.dataset, reader.collate_fn
-        view = _SeededBatches if _reads_batches(dataset) else _SeededSamples
-        reader.dataset = view(dataset, self, stream)
-        reader.collate_fn = partial(self._collate, stream, collate)
+
+        def seeded_collate(samples: Any) -> Any:
+            self.start_batch(stream)
+            return collate(samples)
+
+        read = dataset
+        while isinstance(read, Subset) and type(read).__getitems__ is Subset.__getitems__:
+            read = read.dataset
+        reads_batches = bool(getattr(read, "__getitems__", None))
+        reader.dataset = (_SeededBatches if reads_batches else _SeededSamples)(
+            dataset, self, stream
+        )
+        reader.collate_fn = seeded_collate
         try:
             return fetch(self.index)
         finally:
             reader.dataset, reader.collate_fn = dataset, collate
 
-    def draw(self, stream: Stream) -> None:
+    def start_batch(self, stream: Stream) -> None:
         """Start the generators from the batch's part of `stream`."""
         times = b",".join(b"%d" % self.again[name] for name in sorted(self.again))
-        draw_from(stream.part(b"batch/" + times + b"/" + label(self.index)), self.given)
-
-    def _collate(self, stream: Stream, collate: Callable[[Any], Any], samples: Any) -> Any:
-        self.draw(stream)
-        return collate(samples)
-
-
-def _index_in(request: Any) -> Any:
-    """Return what a sampler has yielded, of which a `Request` may have been made."""
-    return request.index if isinstance(request, Request) else request
+        start_from(stream.part(b"batch/" + times + b"/" + label(self.index)), self.given)
 
 
 class _SeededSamples:
@@ -249,13 +246,13 @@ class _SeededSamples:
         times = self._again.get(name, 0)
         if name in self._again:
             self._again[name] = times + 1
-        draw_from(self._stream.part(b"sample/%d/" % times + name), self._request.given)
-        tell, _here.first_sample = _here.first_sample, None
-        if tell is None:
+        start_from(self._stream.part(b"sample/%d/" % times + name), self._request.given)
+        note, _here.note_first = _here.note_first, None
+        if note is None:
             return self._dataset[index]
-        before = host_states()
+        before = States(host_slots().values())
         sample = self._dataset[index]
-        tell(not before.are_present())
+        note(not before.are_present())
         return sample
 
 
@@ -263,17 +260,38 @@ class _SeededBatches(_SeededSamples):
     """A dataset that reads whole batches; each batch starts from a stream of its own."""
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
-        self._request.draw(self._stream)
+        self._request.start_batch(self._stream)
         return self._dataset.__getitems__(indices)
 
 
-def _reads_batches(dataset: Any) -> bool:
-    """Whether `dataset` itself reads batches, rather than sample by sample."""
-    from torch.utils.data import Subset
+def _put_reader_maker(make: Callable[[bool, Callable[[], Any]], Any]) -> Callable[[], None]:
+    """Have `make` make torch's readers, and return the undo.
 
-    while isinstance(dataset, Subset) and type(dataset).__getitems__ is Subset.__getitems__:
-        dataset = dataset.dataset
-    return bool(getattr(dataset, "__getitems__", None))
+    Private (``torch.utils.data._DatasetKind.create_fetcher``), because torch has no public place
+    between a sampler and a dataset. Where it is gone, seeding a loader raises.
+    """
+    from torch.utils import data
+
+    maker: Any = getattr(data, "_DatasetKind", None)
+    if not hasattr(maker, "create_fetcher"):
+        raise SeedingError(
+            Problem("this torch reads datasets in a way that torchrepro does not know")
+        )
+    original = maker.create_fetcher
+    maker.create_fetcher = staticmethod(
+        lambda kind, *rest: make(kind == maker.Map, partial(original, kind, *rest))
+    )
+    return lambda: setattr(maker, "create_fetcher", staticmethod(original))
+
+
+@contextmanager
+def readers_made_by(make: Callable[[bool, Callable[[], Any]], Any]) -> Iterator[None]:
+    """Have ``make(reads samples by index, original)`` make the readers of torch in the block."""
+    undo = _put_reader_maker(make)
+    try:
+        yield
+    finally:
+        undo()
 
 
 def seed_readers_of_worker(worker: int, begun: Stream | None, given: Given | None) -> None:
@@ -281,61 +299,77 @@ def seed_readers_of_worker(worker: int, begun: Stream | None, given: Given | Non
 
     `begun` is the epoch's stream; None for that of the epoch with which the worker was started.
     """
-    kinds = _dataset_kinds()
-    original = kinds.create_fetcher
     begun = begun or _stream_of_worker()
     # Only the first reader is made right after the worker was started. A worker that lives on makes
     # another for every epoch.
     streams_begun = [begun]
 
-    def create_fetcher(kind: int, *rest: Any) -> Any:
-        if kind == kinds.Map:
-            return _seeded_map(original(kind, *rest))
-        make = partial(original, kind, *rest)
-        return _ItemReader(make, worker, streams_begun.pop() if streams_begun else None)
+    def make(by_index: bool, original: Callable[[], Any]) -> Any:  # noqa: FBT001 - torch's kind
+        if by_index:
+            reader = original()
+            reader.fetch = _seeded_fetch(reader)
+            return reader
+        return _ItemReader(original, worker, streams_begun.pop() if streams_begun else None)
 
-    kinds.create_fetcher = staticmethod(create_fetcher)
-    draw_from(worker_stream(begun, worker), given)
-
-
-@contextmanager
-def readers_made_by(make: Callable[[bool, Callable[[], Any]], Any]) -> Iterator[None]:
-    """Have ``make(reads samples by index, original)`` make the readers of torch in the block."""
-    kinds = _dataset_kinds()
-    original = kinds.create_fetcher
-
-    def create_fetcher(kind: int, *rest: Any) -> Any:
-        return make(kind == kinds.Map, partial(original, kind, *rest))
-
-    kinds.create_fetcher = staticmethod(create_fetcher)
-    try:
-        yield
-    finally:
-        kinds.create_fetcher = staticmethod(original)
+    _put_reader_maker(make)  # for as long as the process lives
+    start_from(worker_stream(begun, worker), given)
 
 
-def isolated_reader(reader: Any) -> Any:
-    """Have `reader`, torch's of a map-style dataset, draw as its requests say, and move nothing.
+def _seeded_fetch(reader: Any) -> Callable[[Any], Any]:
+    """Return how torch's `reader` of a map-style dataset loads what a `Request` asks for."""
+    original = reader.fetch
+    return lambda request: (
+        request.fetch(reader, original) if isinstance(request, Request) else original(request)
+    )
 
-    For the main process, where the program's own generators stay where they are.
+
+def _index_in(request: Any) -> Any:
+    """Return what a sampler has yielded, of which a `Request` may have been made."""
+    return request.index if isinstance(request, Request) else request
+
+
+def named_reader(reads_samples: bool, make: Callable[[], Any], epoch: Stream) -> Any:  # noqa: FBT001 - torch's kind
+    """Return the reader of a named loader in the main process.
+
+    It leaves the program's own generators where they are. An `IterableDataset` draws from `epoch`.
     """
-    return _fetching_within(isolated_draws, _seeded_map(reader))
+    if reads_samples:
+        reader = make()
+        fetch = _seeded_fetch(reader)
+
+        def fetch_samples(request: Any) -> Any:
+            with isolated_draws():
+                return fetch(request)
+
+        reader.fetch = fetch_samples
+        return reader
+    start_from(worker_stream(epoch, 0))  # torch has drawn from it since the epoch began
+    items = _ItemReader(make, 0, epoch)
+    position, fetch = Position([*host_slots().values()]), items.fetch
+
+    def fetch_items(request: Any) -> Any:
+        with position:
+            return fetch(request)
+
+    vars(items)["fetch"] = fetch_items
+    return items
 
 
-def reader_in_main_thread(reader: Any, tell: Callable[[bool], None] | None) -> Any:
-    """Do as `isolated_reader`, and tell `tell` whether the first sample draws.
+def reader_of_samples(reader: Any, note: Callable[[bool], None] | None) -> Any:
+    """Have `reader`, torch's of a map-style dataset, seed what it reads in the main thread.
 
+    The program's own generators stay where they are. `note` is told whether the first sample draws.
     A thread beside the main one reads as without a profile: samples are seeded through the global
     generators, from which the main thread draws meanwhile.
     """
-    unseeded = reader.fetch
-    seeded = isolated_reader(reader).fetch
+    unseeded, seeded = reader.fetch, _seeded_fetch(reader)
     warned: list[bool] = []
-    _here.first_sample = tell
+    _here.note_first = note
 
     def fetch(request: Any) -> Any:
         if threading.current_thread() is threading.main_thread():
-            return seeded(request)
+            with isolated_draws():
+                return seeded(request)
         if not warned:
             warned.append(True)
             warnings.warn(
@@ -350,27 +384,16 @@ def reader_in_main_thread(reader: Any, tell: Callable[[bool], None] | None) -> A
     return reader
 
 
-def reader_of_epoch(stream: Stream, make: Callable[[], Any]) -> Any:
-    """Return a reader of an `IterableDataset` that draws from `stream` in the main process.
-
-    It leaves the program's own generators where they are.
-    """
-    draw_from(worker_stream(stream, 0))  # torch has drawn from it since the epoch began
-    reader = _ItemReader(make, 0, stream)
-    position = Position()
-    return _fetching_within(lambda: position, reader)
-
-
-def reader_in_program(rng: Callable[[], Stream | None], make: Callable[[], Any]) -> Any:
+def reader_of_items(make: Callable[[], Any], epoch: Callable[[], Stream | None]) -> Any:
     """Return a reader of an `IterableDataset` that draws from the program's own generators.
 
-    `sample_rng` draws from the stream that `rng` returns, once there is one.
+    `sample_rng` draws from the stream that `epoch` returns, once there is one.
     """
     draws: list[_Draw] = []
 
     @contextmanager
     def reading() -> Iterator[None]:
-        stream = rng()
+        stream = epoch()
         if not draws and stream is not None:
             draws.append(_Draw(worker_stream(stream, 0)))
         before, _here.draw = _here.draw, draws[0] if draws else None
@@ -381,46 +404,10 @@ def reader_in_program(rng: Callable[[], Stream | None], make: Callable[[], Any])
 
     reader = make()
     original = reader.fetch
-    reader.fetch = lambda request: original(_index_in(request))
-    return _fetching_within(reading, reader)
-
-
-def _dataset_kinds() -> Any:
-    """Return the class that makes torch's readers.
-
-    Private (``torch.utils.data._DatasetKind.create_fetcher``), because torch has no public place
-    between a sampler and a dataset. Where it is gone, seeding a loader raises.
-    """
-    from torch.utils import data
-
-    kinds = getattr(data, "_DatasetKind", None)
-    if not hasattr(kinds, "create_fetcher"):
-        raise SeedingError(
-            Problem("this torch reads datasets in a way that torchrepro does not know")
-        )
-    return kinds
-
-
-def _seeded_map(reader: Any) -> Any:
-    """Have `reader`, torch's reader of a map-style dataset, draw as its requests say."""
-    original = reader.fetch
 
     def fetch(request: Any) -> Any:
-        if isinstance(request, Request):
-            return request.fetch(reader, original)
-        return original(request)
-
-    reader.fetch = fetch
-    return reader
-
-
-def _fetching_within(place: Callable[[], AbstractContextManager[None]], reader: Any) -> Any:
-    """Have every fetch of `reader` run within `place`."""
-    original = reader.fetch
-
-    def fetch(request: Any) -> Any:
-        with place():
-            return original(request)
+        with reading():
+            return original(_index_in(request))
 
     reader.fetch = fetch
     return reader
@@ -447,7 +434,7 @@ class _ItemReader:
         if self._begun != stream:
             late = self._reader is not None
             vars(self)["_begun"] = stream
-            draw_from(worker_stream(stream, self._worker), request.given)
+            start_from(worker_stream(stream, self._worker), request.given)
             if late:  # somebody looked at it before the epoch was known
                 self._reader.dataset_iter = iter(self._reader.dataset)
         return self._made().fetch(request.index)
@@ -461,7 +448,4 @@ class _ItemReader:
         return getattr(self._made(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "fetch":
-            vars(self)[name] = value
-        else:
-            setattr(self._made(), name, value)
+        setattr(self._made(), name, value)

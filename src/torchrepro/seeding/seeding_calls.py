@@ -13,10 +13,21 @@ from torchrepro.callers import package, program_place
 from torchrepro.messages import shown
 from torchrepro.policies.policy import count
 from torchrepro.seeding.call_listeners import is_listening, listen, stop_listening
-from torchrepro.seeding.generators import Given, given_to_host, host_slots, plain_state, put_given
-from torchrepro.seeding.loader_worker import is_loading
-from torchrepro.seeding.program_seed import LEFT_TO_CHANCE, note_not_given
-from torchrepro.seeding.streams import WORDS, current_plan, seed_of_rank
+from torchrepro.seeding.generators import (
+    Given,
+    given_seeds,
+    host_slots,
+    plain_state,
+    put_given_seeds,
+)
+from torchrepro.seeding.loader_worker import in_loader
+from torchrepro.seeding.streams import (
+    LEFT_TO_CHANCE,
+    WORDS,
+    current_plan,
+    note_not_given,
+    seed_of_rank,
+)
 from torchrepro.seeding.worker_notes import say_in_first_worker
 
 if TYPE_CHECKING:
@@ -96,17 +107,17 @@ class SeedingCalls:
     def write(self, value: Any) -> None:
         _calls.clear()
         _given_at.clear()
-        put_given(Given())
+        put_given_seeds(Given())
         note_calls_of_new_modules()
 
     def save(self) -> Any:
-        return is_listening(_note), dict(_calls), given_to_host()
+        return is_listening(_note), dict(_calls), given_seeds()
 
     def restore(self, saved: Any) -> None:
         listened, calls, given = saved
         _calls.clear()
         _calls.update(calls)
-        put_given(given)
+        put_given_seeds(given)
         if not listened:
             stop_listening(_note)
             stop_listening(_note_state)
@@ -158,7 +169,7 @@ def _note(
             text = f"seeded by the program itself, in workers: {call}"
             say_in_first_worker(f"{function} at {where}", text)
     generator = HOST.get(function.rpartition(".")[0])
-    if generator is not None and not is_loading():  # what a sample seeds is gone with it
+    if generator is not None and not in_loader():  # what a sample seeds is gone with it
         of_chance = all(value is None for value in (*args, *kwargs.values()))
         _put(generator, b"" if of_chance else _name_of(generator, host_slots()[generator].read()))
 
@@ -171,7 +182,7 @@ def _note_state(
     It is known for a state that this process has read, and for one from which nothing was drawn
     since it was seeded. Any other leaves it.
     """
-    if package(frame) in _OWN or is_loading():
+    if package(frame) in _OWN or in_loader():
         return
     module, _, name = function.rpartition(".")
     generator = HOST[module]
@@ -180,7 +191,7 @@ def _note_state(
     if "get" in name:
         while len(_given_at) >= _MANY:
             del _given_at[next(iter(_given_at))]
-        _given_at[key] = getattr(given_to_host(), generator)
+        _given_at[key] = getattr(given_seeds(), generator)
     elif key in _given_at:
         _put(generator, _given_at[key])
     elif _is_fresh(generator, state):
@@ -188,7 +199,7 @@ def _note_state(
 
 
 def _put(generator: str, seed: bytes) -> None:
-    put_given(given_to_host()._replace(**{generator: seed}))
+    put_given_seeds(given_seeds()._replace(**{generator: seed}))
 
 
 def _name_of(generator: str, state: Any) -> bytes:

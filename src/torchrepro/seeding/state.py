@@ -20,8 +20,8 @@ from torchrepro.seeding.generators import (
     States,
     all_slots,
     devices_in_use,
-    given_to_host,
-    put_given,
+    given_seeds,
+    put_given_seeds,
     registered,
 )
 from torchrepro.seeding.ranks import world
@@ -52,7 +52,7 @@ def rng_state() -> dict[str, Any]:
         "devices": _device_names(),
         "kinds": {name: kind.name for name, (kind, _) in registered().items()},
         "generators": {name: encoded(slot.read()) for name, slot in slots.items()},
-        "given": {name: seed.hex() for name, seed in given_to_host()._asdict().items()},
+        "given": {name: seed.hex() for name, seed in given_seeds()._asdict().items()},
         "loaders": loader.epochs(),
     }
     return {**state, "checksum": _checksum(state)}
@@ -90,7 +90,7 @@ def set_generators(snapshot: Mapping[str, Any]) -> None:
                 raise SeedingError(Problem(f"a generator refused its state: {why}")) from error
         raise
     saved = snapshot["given"]
-    put_given(Given(bytes.fromhex(saved["python"]), bytes.fromhex(saved["numpy"])))
+    put_given_seeds(Given(bytes.fromhex(saved["python"]), bytes.fromhex(saved["numpy"])))
 
 
 def save_rng_state(path: str | os.PathLike[str]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.errors import SeedingError
 from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.messages import Problem, shown
-from torchrepro.seeding.ranks import Mesh, RankPolicy, coordinate
+from torchrepro.seeding.ranks import Mesh, RankPolicy, coordinate, world
 
 if TYPE_CHECKING:
     import numpy as np
@@ -221,7 +222,7 @@ class SeedPlan:
     """The program's own seed, where torchrepro has seeded torch since."""
 
     agreed_seed: int | None = None
-    """The seed that the program gave on every rank before they met; see `program_seed.py`."""
+    """The seed that the program gave on every rank before the process group was made."""
 
     started_as: int = 0
     """The rank from whose seed the global generators started."""
@@ -292,6 +293,55 @@ def put_program_seed(seed: int | None) -> None:
     """Make `seed` the kept seed of the program; None where torch still knows it."""
     if _plan.program_seed != seed:
         put_plan(replace(_plan, program_seed=seed))
+
+
+# The seed that a program gives to torch itself, as in ``torch.manual_seed(args.seed)``, joins that
+# of a profile in named loaders: otherwise a sweep over ``--seed`` would load the same samples in
+# the same order in every run. Ranks that share one order of samples must not draw it from different
+# seeds, or some samples are loaded twice and others never: with several ranks, a seed joins only if
+# every rank had given the same one when the process group was made.
+
+LEFT_TO_CHANCE = ("torch.seed", "torch.random.seed")
+"""Functions that seed torch with a number which no other run has."""
+
+_not_given: deque[int] = deque(maxlen=1000)
+
+
+def note_not_given(seed: int) -> None:
+    """Remember that torch has been seeded with `seed`, which the program did not choose."""
+    _not_given.append(seed % 2**64)  # torch takes a negative seed for the one with the same bits
+
+
+def given_seed() -> int | None:
+    """Return what the program has last seeded torch with; None where that is no seed of its own."""
+    if _plan.seed is None:
+        return None  # streams derive from the program's seed anyway
+    of_profile = seed_of_rank(_plan.seed, _plan.started_as if _plan.ranks_differ else 0) % 2**64
+    seed = _plan.own_seed()
+    is_own = seed not in (_plan.seed % 2**64, of_profile) and seed not in _not_given
+    return seed if is_own else None
+
+
+def seed_of_loaders() -> int | None:
+    """Return the program's own seed if what named loaders draw depends on it, else None."""
+    return given_seed() if world().size == 1 else _plan.agreed_seed
+
+
+def seed_left_out() -> str:
+    """Return why named loaders do not depend on the seed that the program has given, or nothing."""
+    seed, ranks = given_seed(), world().size
+    if ranks == 1 or seed in (None, _plan.agreed_seed):
+        return ""
+    return (
+        f"named loaders do not depend on the program's own seed {seed}: with {ranks} ranks only "
+        "one that all of them give before init_process_group counts; vary the profile's seed "
+        "instead"
+    )
+
+
+def agree_on(seed: int | None) -> None:
+    """Let loaders depend on `seed`, which every rank had given when the ranks met."""
+    put_plan(replace(_plan, agreed_seed=seed))
 
 
 def begin_plan(**fields: Any) -> None:
