@@ -17,7 +17,7 @@ from torchrepro.profile.load import resolve
 from torchrepro.profile.needs import NEEDS, WEAKER
 from torchrepro.profile.search_path import SHIPPED, Folder
 from torchrepro.relaunch import IMPOSSIBLE, UNSAFE
-from torchrepro.trace.format import FORMAT, SCHEMA, SCHEMAS
+from torchrepro.trace.format import FORMAT, SCHEMA
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -203,11 +203,11 @@ def variables_without_effect() -> str:
 def trace_tables() -> str:
     """Return the tables and columns of a trace, with what the code says of the columns."""
     docs = attribute_docs("torchrepro.trace.format")
-    classes = {"site": "Site", "part": "PartRow", "step": "StepRow", "loss": "Loss"}
+    classes = {"part": "Part", "step": "StepRow"}
     connection = sqlite3.connect(":memory:")
     connection.executescript(SCHEMA)
     tables = connection.execute("select name from sqlite_master where type = 'table'").fetchall()
-    lines = [f"The format is number {FORMAT}; formats {', '.join(map(str, SCHEMAS))} are read."]
+    lines = [f"The format is number {FORMAT}."]
     for (name,) in tables:
         columns = connection.execute(f"pragma table_info({name})").fetchall()
         lines += [

@@ -29,7 +29,7 @@ STEPS, OPS, MODULES = 1000, 1000, 100
 READS, MEGABYTES = 4, 500
 """What a comparison may take: times a plain read of the records of both traces, and memory.
 
-A plain read fetches a row for each record from a table, as it lay in a trace of format 2.
+A plain read fetches a row for each record from a table.
 """
 
 CHILD = """
@@ -59,11 +59,13 @@ def _write(path: Path, change: Change, steps: int = STEPS) -> Path:
     """Write a trace whose last 300 of a thousand ops run on two other threads, by turns."""
     path.mkdir(exist_ok=True)
     store = Store(path / "rank0.sqlite")
-    store.write_meta({"format": FORMAT, "level": "op", "rank": 0, "ordinal": 0, "finished": True})
-    store.add_threads([(0, "MainThread"), (1, "first"), (2, "second")])
+    store.write_meta({"format": FORMAT, "level": "op", "rank": 0, "ordinal": 0})
+    store.add_threads(["MainThread", "first", "second"])
     store.add_sites(
-        (number, ("forward", f"layers.{number % MODULES}", f"aten::op{number}", "m.py:1", "f[2]"))
-        for number in range(1, OPS + 1)
+        [
+            ("forward", f"layers.{number % MODULES}", f"aten::op{number}", "m.py:1", "f[2]")
+            for number in range(1, OPS + 1)
+        ]
     )
     numbers, first = random.Random(5), 1
     for step in range(steps):
@@ -84,7 +86,7 @@ def _write(path: Path, change: Change, steps: int = STEPS) -> Path:
         store.add_records(rows)
         store.end_step(StepRow(step, first, len(rows), 0, b"", b"", {}, finished=True))
         first += len(rows)
-    store.close()
+    store.finish({})
     return path
 
 
@@ -228,14 +230,14 @@ def test_digests_are_a_small_part_of_writing(
         store = Store(tmp_path / next(names))
         for step in range(STEPS):
             store.add_records(rows)
-            store.add_losses([(step, 0, 0.5, bytes(16), "m.py:1")])
+            store.add_losses([(0.5, bytes(16), "m.py:1")])
             first = step * len(rows) + 1
             store.end_step(StepRow(step, first, len(rows), 0, b"", b"", {}, finished=True))
         store.close()
 
     def without() -> float:
         with monkeypatch.context() as patch:
-            patch.setattr(store_module, "as_bytes", lambda rows: b"")
+            patch.setattr(store_module, "digest_of", lambda rows: b"")
             patch.setattr(xxhash, "xxh3_128_digest", lambda content: b"")
             return _seconds(write)
 

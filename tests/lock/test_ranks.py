@@ -8,9 +8,8 @@ import sqlite3
 from contextlib import closing
 
 import pytest
-import xxhash
 
-from torchrepro.trace.format import as_bytes
+from torchrepro.trace.format import digest_of
 
 
 @pytest.fixture
@@ -32,10 +31,10 @@ def ranks(job, tmp_path):
                     "world_size": size or len(changes),
                     "versions": {**meta["versions"], **versions},
                 }
+                del meta["seal"]
                 meta = {key: json.dumps(its) for key, its in {**meta, **new}.items()}
+                meta["seal"] = json.dumps(digest_of(sorted(meta.items())).hex())
                 connection.executemany("insert or replace into meta values (?, ?)", meta.items())
-                seal = xxhash.xxh3_128_digest(as_bytes(sorted(meta.items())))
-                connection.execute("update seal set digest = ? where name = 'meta'", (seal,))
         return folder
 
     return ranks

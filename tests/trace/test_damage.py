@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sqlite3
+import struct
 import time
+import zlib
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -17,20 +20,10 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro import TraceError
-from torchrepro.trace.format import (
-    DETAILS,
-    FORMAT,
-    MANY,
-    OF_RUN,
-    SEALED,
-    WITH_ROWS,
-    WITHOUT_SEALS,
-    as_bytes,
-)
+from torchrepro.trace.format import DETAILS, MANY, digest_of
 from torchrepro.trace.reader import read_run
 from torchrepro.verdict.value import Kind
 
-from ..older_traces import rewrite
 from .conftest import Net, train
 
 if TYPE_CHECKING:
@@ -45,7 +38,14 @@ TRIES = 3
 """Answers of which the quickest counts: what else a machine does only adds to them."""
 
 FILE = "rank0.sqlite"
-TABLES = (*SEALED[FORMAT], *DETAILS, "part", "sequence", "seal")
+TABLES = {
+    "meta": "key",
+    "step": "step",
+    "part": "first",
+    "statistics": "record",
+    "tensor": "record",
+}
+"""Each table with the column that says which row it is."""
 
 
 @pytest.fixture(scope="module")
@@ -82,28 +82,35 @@ def _content(path: Path) -> list[list[Any]]:
     return [_ask(path, f"select * from {table}") for table in TABLES]
 
 
-def _digest(content: bytes | str) -> bytes:
-    return xxhash.xxh3_128_digest(content.encode() if isinstance(content, str) else content)
+def _plain(outline: Any) -> bytes:
+    try:
+        return zlib.decompressobj().decompress(outline, 20 * MANY + 1)
+    except (TypeError, zlib.error):
+        return b""
 
 
 def _resealed(path: Path) -> None:
     """Give a trace the digests that fit its records and what it says of them."""
     for step, first, records in _ask(path, "select step, first, records from step"):
+        which = first, min(first + records, 2**63 - 1)
         digest = xxhash.xxh3_128()
-        which = "where first >= ? and first < ? order by first"
-        for row in _ask(
-            path, f"select * from part {which}", first, min(first + records, 2**63 - 1)
-        ):
-            for number in row[1:6]:
-                found = _ask(path, "select numbers from sequence where id = ?", number)
-                digest.update(_digest(found[0][0] if found else b""))
-            for content in row[6:]:
-                digest.update(_digest(content))
-        _ask(path, "update step set digest = ? where step = ?", digest.digest(), step)
-    for table in SEALED[FORMAT]:
-        rows = _ask(path, f"select * from {table} order by {'key' if table == 'meta' else 'rowid'}")
-        seal = xxhash.xxh3_128_digest(as_bytes(rows))
-        _ask(path, "update seal set digest = ? where name = ?", seal, table)
+        parts = "select * from part where first >= ? and first < ? order by first"
+        for _, outline, *values in _ask(path, parts, *which):
+            for content in (_plain(outline), *values):
+                found = content.encode() if isinstance(content, str) else content
+                digest.update(xxhash.xxh3_128_digest(found))
+        rows = "select * from {} where record >= ? and record < ? order by 1, 2, 3"
+        details = [row for table in DETAILS for row in _ask(path, rows.format(table), *which)]
+        new = digest.digest(), digest_of(details), step
+        _ask(path, "update step set digest = ?, details = ? where step = ?", *new)
+    for row in _ask(path, "select * from step"):
+        _ask(path, "update step set seal = ? where step = ?", digest_of([row[:-1]]), row[0])
+    meta = _ask(path, "select * from meta where key != 'seal' order by key")
+    seal = json.dumps(digest_of(meta).hex())
+    _ask(path, "update meta set value = ? where key = 'seal'", seal)
+
+
+# Damage that nobody meant.
 
 
 def _flip(path: Path, draw: Callable[..., Any]) -> None:
@@ -125,22 +132,23 @@ def _truncate(path: Path, draw: Callable[..., Any]) -> None:
 
 
 def _drop(path: Path, draw: Callable[..., Any]) -> None:
-    _ask(path, f"drop table {draw(st.sampled_from(TABLES))}")
+    _ask(path, f"drop table {draw(st.sampled_from(sorted(TABLES)))}")
 
 
 def _delete(path: Path, draw: Callable[..., Any]) -> None:
-    table, key, row = _row(path, draw)
-    _ask(path, f"delete from {table} where {key} = ?", row[0])
+    table = draw(st.sampled_from(sorted(TABLES)))
+    row = draw(st.sampled_from(_ask(path, f"select * from {table}")))
+    _ask(path, f"delete from {table} where {TABLES[table]} = ?", row[0])
 
 
 def _edit(path: Path, draw: Callable[..., Any]) -> None:
     """Put another value, of whatever type, or that of another row, into a cell."""
-    table, key, row = _row(path, draw)
+    table = draw(st.sampled_from(sorted(TABLES)))
     columns = [name for (name,) in _ask(path, "select name from pragma_table_info(?)", table)]
     column = draw(st.sampled_from(columns))
-    found = _ask(path, f"select {column} from {table}")
+    row = draw(st.sampled_from(_ask(path, f"select * from {table}")))
     values = (
-        st.sampled_from([cell for (cell,) in found])
+        st.sampled_from([cell for (cell,) in _ask(path, f"select {column} from {table}")])
         | st.integers(-(2**63), 2**63 - 1)
         | st.text(st.characters(exclude_categories=("Cs",)), max_size=9)
         | st.binary(max_size=32)
@@ -148,20 +156,8 @@ def _edit(path: Path, draw: Callable[..., Any]) -> None:
         | st.none()
     )
     with suppress(sqlite3.IntegrityError):
-        _ask(path, f"update {table} set {column} = ? where {key} = ?", draw(values), row[0])
-
-
-def _key(path: Path, table: str) -> str:
-    """Return the first column of a table."""
-    return str(_ask(path, "select name from pragma_table_info(?)", table)[0][0])
-
-
-def _row(path: Path, draw: Callable[..., Any]) -> tuple[str, str, Any]:
-    """Return a table that is not empty, its first column, and a row."""
-    filled = [table for table in TABLES if _ask(path, f"select 1 from {table} limit 1")]
-    table = draw(st.sampled_from(filled))
-    key = _key(path, table)
-    return table, key, draw(st.sampled_from(_ask(path, f"select * from {table}")))
+        change = f"update {table} set {column} = ? where {TABLES[table]} = ?"
+        _ask(path, change, draw(values), row[0])
 
 
 @pytest.mark.parametrize("damage", [_flip, _overwrite, _truncate, _drop, _delete, _edit])
@@ -181,25 +177,38 @@ def test_no_damaged_trace_is_the_same(
     assert not same or _content(path) == _content(two / FILE)
 
 
+def _swapped(columns: str, table: str, one: int, two: int) -> str:
+    """Return a statement by which two rows have each other's values."""
+    key = TABLES[table]
+    return (
+        f"with old as (select * from {table}) update {table} set ({columns}) = (select {columns}"
+        f" from old where old.{key} = {one} + {two} - {table}.{key}) where {key} in ({one}, {two})"
+    )
+
+
+OF_A_STEP = "level, digest, details, parameters, gradients, random, names, losses, seal"
 LOST = {
     "a step in the middle": "delete from step where step = 1",
     "the last step": f"delete from step where step = {STEPS - 1}",
+    "the number of a step": f"update step set step = {STEPS} where step = {STEPS - 1}",
+    "which step is which": _swapped(OF_A_STEP, "step", 0, 1),
+    "the level of a step": "update step set level = 'module' where step = 1",
     "records": "delete from part where first = 1",
+    "that records are there": "update step set parts = 0 where step = 1",
     "what a record wrote": "update part set outputs = zeroblob(length(outputs)) where first = 1",
+    "what records are": "update part set outline = zeroblob(length(outline)) where first = 1",
     "which part is which": "update part set first = 2 where first = 1",
-    "a sequence": "delete from sequence where id = 2",
-    "numbers of a sequence": "update sequence set numbers = zeroblob(length(numbers)) where id = 1",
-    "that records are there": "insert into dropped values (1)",
-    "a loss": "delete from loss where step = 1",
-    "a table": "drop table loss",
-    "a site": "update site set module = module || 'x' where id = 2",
+    "a loss": "update step set losses = '[]' where step = 1",
+    "a name": "update step set names = replace(names, 'layers.1', 'layers.2') where step = 0",
+    "a table": "drop table statistics",
     "statistics": "delete from statistics where record = 5",
+    "all statistics": "delete from statistics",
     "kept tensors": "update tensor set data = zeroblob(length(data))",
     "the states of generators": """update step set random = '{"torch": "x"}' where step = 1""",
     "what it says of its run": "delete from meta where key = 'versions'",
     "that it has ended": "update meta set value = 'false' where key = 'finished'",
-    "a seal": "delete from seal where name = 'loss'",
-    "all seals": "drop table seal",
+    "how many steps it has": "delete from meta where key = 'rows'",
+    "its seal": "delete from meta where key = 'seal'",
 }
 
 
@@ -210,10 +219,61 @@ def test_what_was_lost_is_one_line_and_status_two(
     """A trace that lost a part is malformed: neither the same nor diverged."""
     path = _copy(pair[1], tmp_path / "lost")
     _ask(path, LOST[what])
+    assert _content(path) != _content(pair[1] / FILE) if what != "a table" else True
     status, out, err = command("compare", pair[0], path.parent)
 
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert str(path) in err
+
+
+# What somebody has put into the place of a trace.
+
+
+def _with(*statements: str) -> Callable[[Path], None]:
+    """Return what changes a trace, under digests that fit."""
+
+    def make(path: Path) -> None:
+        for statement in statements:
+            _ask(path, statement)
+        _resealed(path)
+
+    return make
+
+
+def _says(column: str, text: str) -> Callable[[Path], None]:
+    """Return what has a step say something, under a seal that fits."""
+
+    def make(path: Path) -> None:
+        _ask(path, f"update step set {column} = ? where step = 1", text)
+        _resealed(path)
+
+    return make
+
+
+def _outline(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    """Return what changes the outline of the first part, under digests that fit."""
+
+    def make(path: Path) -> None:
+        ((old,),) = _ask(path, "select outline from part where first = 1")
+        _ask(path, "update part set outline = ? where first = 1", change(old))
+        _resealed(path)
+
+    return make
+
+
+def _numbers(change: Callable[[list[int]], object]) -> Callable[[Path], None]:
+    """Return what changes the numbers of an outline: threads, sites, arguments, two lengths."""
+
+    def changed(old: bytes) -> bytes:
+        numbers = [each for (each,) in struct.iter_unpack("<I", _plain(old))]
+        change(numbers)
+        return zlib.compress(struct.pack(f"<{len(numbers)}I", *numbers))
+
+    return _outline(changed)
+
+
+def _set(place: int, number: int) -> Callable[[list[int]], object]:
+    return lambda numbers: numbers.__setitem__(place * len(numbers) // 5, number)
 
 
 def _endless(table: str) -> Callable[[Path], None]:
@@ -236,122 +296,105 @@ def _fifo(name: str) -> Callable[[Path], None]:
     return make
 
 
-def _says(value: str) -> Callable[[Path], None]:
-    """Return what has a trace say something of its run, under a seal that fits."""
-    return _with(f"insert into meta values ('more', {value})")
-
-
-def _with(*statements: str) -> Callable[[Path], None]:
-    """Return what changes a trace, under digests that fit."""
-
+def _another_file(*statements: str) -> Callable[[Path], None]:
     def make(path: Path) -> None:
+        path.unlink()
         for statement in statements:
             _ask(path, statement)
-        _resealed(path)
 
     return make
 
 
-def _one_part_again_and_again(path: Path) -> None:
-    """Have a step of a great many records, in few bytes."""
-    numbers = {"sites": b"\1" * MANY, "others": b"\0" * MANY}
-    for number, each in enumerate(numbers.values(), 1000):
-        _ask(path, "insert into sequence values (?, ?)", number, b"\1" + each)
+def _many_records_in_few_bytes(path: Path) -> None:
+    """Have a step of a great many records, each part of which takes a few bytes."""
     ((step, first),) = _ask(path, "select max(step), first from step")
+    column = struct.pack("<I", 0) * MANY
+    sites = struct.pack("<I", 1) * MANY
+    outline = zlib.compress(b"".join((column, sites, column, column, column)))
     _ask(path, "delete from part where first >= ?", first)
-    _ask(path, "update step set records = ? where step = ?", TIMES * MANY, step)
+    new = TIMES * MANY, TIMES, step
+    _ask(path, "update step set records = ?, parts = ? where step = ?", *new)
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.executemany(
-            "insert into part values (?, 1001, 1000, 1001, 1001, 1001, x'', x'')",
-            [(first + number * MANY,) for number in range(TIMES)],
+            "insert into part values (?, ?, x'', x'')",
+            [(first + number * MANY, outline) for number in range(TIMES)],
         )
     _resealed(path)
 
 
-def _old_with(statement: str) -> Callable[[Path], None]:
-    return lambda path: _ask(rewrite(path, WITHOUT_SEALS), statement) and None
-
-
-def _other_numbers(column: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    """Return what gives the last part another sequence, made from its old one."""
-
-    def make(path: Path) -> None:
-        last = "where first = (select max(first) from part)"
-        joined = f"select numbers from sequence join part on id = {column} {last}"
-        ((numbers,),) = _ask(path, joined)
-        _ask(path, "insert into sequence values (1000, ?)", change(numbers))
-        _ask(path, f"update part set {column} = 1000 {last}")
-        _ask(path, f"delete from sequence where id not in ({USED})")
-        _resealed(path)
-
-    return make
-
-
-USED = " union ".join(
-    f"select {column} from part"
-    for column in ("thread", "site", "argument", "input_lengths", "output_lengths")
-)
-TIMES = 2000
+TIMES = 300
 HOSTILE: dict[str, Callable[[Path], None]] = {
-    **{
-        f"{name} without end": _endless(name)
-        for name in ("meta", "loss", "part", "sequence", "seal")
-    },
+    "no database": lambda path: path.write_bytes(b"SQLite format 3\0" + bytes(5000)) and None,
+    "a text": lambda path: path.write_text("loss 0.5\n" * 999) and None,
+    "another database": _another_file("create table loss (step, value)"),
+    "another table of its name": _another_file("create table meta (key, value)"),
+    "another format": _with("update meta set value = '7' where key = 'format'"),
+    "a format that is none": _with("update meta set value = '[1]' where key = 'format'"),
+    **{f"{name} without end": _endless(name) for name in ("meta", "step", "part", "tensor")},
     "a trigger": lambda path: (
-        _ask(path, "create trigger t after insert on loss begin delete from loss; end") and None
+        _ask(path, "create trigger t after insert on part begin delete from part; end") and None
     ),
     "a FIFO": _fifo(FILE),
     "a FIFO as its log": _fifo(f"{FILE}-wal"),
-    "much JSON": _says("""'"' || hex(zeroblob(50000000)) || '"'"""),
-    "deep JSON": _says("replace(hex(zeroblob(50000)), '0', '[')"),
-    "a rank that is none": _old_with("update meta set value = '[]' where key = 'rank'"),
-    "no rank": _old_with("delete from meta where key = 'rank'"),
+    "much JSON": _with("insert into meta values ('more', hex(zeroblob(50000000)))"),
+    "deep JSON": _with("insert into meta values ('x', replace(hex(zeroblob(50000)), '0', '['))"),
+    "a rank that is none": _with("update meta set value = '[]' where key = 'rank'"),
+    "no rank": _with("delete from meta where key = 'rank'"),
     "dropped records beyond all": _with(
-        "insert into dropped select step from step where step < 2",
-        f"update step set first = 1 + {2**62} * step, records = {2**62} where step < 2",
-        "delete from step where step > 1",
-        *(f"delete from {table}" for table in (*DETAILS, "part", "sequence")),
+        f"update step set first = 1 + {2**62} * step, records = {2**62}, parts = 0",
+        *(f"delete from {table}" for table in (*DETAILS, "part")),
     ),
-    "records beyond all": _old_with(f"update step set records = {2**62} where step = 0"),
-    "fewer than no records": _old_with("update step set records = -1 where step = 0"),
-    "sites that are not there": _old_with(f"update record set site = {2**40} where id = 3"),
-    "a text for numbers": _old_with("update record set inputs = 'x' where id = 3"),
-    "a width that is none": _other_numbers("site", lambda old: b"\3" + old[1:]),
-    "no numbers": _other_numbers("site", lambda old: b""),
-    "half a number": _other_numbers("thread", lambda old: b"\2" + old[1:] + bytes(len(old))),
-    "a site that is not there": _other_numbers("site", lambda old: old[:-1] + b"\xff"),
-    "a site too many": _other_numbers("site", lambda old: old + b"\1"),
-    "lengths that do not add up": _other_numbers(
-        "input_lengths", lambda old: b"\1" + bytes(len(old) - 1)
+    "records beyond all": _with(f"update step set records = {2**62} where step = 2"),
+    "fewer than no records": _with("update step set records = -1 where step = 0"),
+    "parts beyond all": _with(f"update step set parts = {2**62} where step = 0"),
+    "no parts": _with("update step set parts = 0 where step = 0"),
+    "a level that is none": _with("update step set level = 'x' where step = 0"),
+    "a step beyond all": _with(f"update step set step = {2**62} where step = {STEPS - 1}"),
+    "a lost step": _with("delete from step where step = 1"),
+    "a lost last step": _with(f"delete from step where step = {STEPS - 1}"),
+    "text that is none": lambda path: (
+        _ask(path, "update step set names = cast(x'ff' as text) where step = 1") and None
     ),
-    "a sequence longer than any part": _other_numbers("thread", lambda old: b"\1" + bytes(2**25)),
+    "generators that are none": _says("random", "3"),
+    "deep generators": _says("random", "[" * 50_000),
+    "deep names": _says("names", '{"sites":' * 50_000),
+    "names that are none": _says("names", "3"),
+    "a site of another kind": _says("names", '{"sites": [["forward", "", "", "", 3]]}'),
+    "a site too short": _says("names", '{"sites": [["forward"]]}'),
+    "an argument of another kind": _says("names", '{"arguments": [{}]}'),
+    "half a character": _says("names", r'{"threads": ["\ud800"]}'),
+    "losses that are none": _says("losses", "[[1.0]]"),
+    "a loss of no number": _says("losses", '[[[], "00", "x"]]'),
+    "a loss of no fingerprint": _says("losses", '[[1.0, "xyz", "x"]]'),
+    "no outline": _outline(lambda _: b""),
+    "an outline that is none": _outline(lambda old: old[::-1]),
+    "half an outline": _outline(lambda old: old[:-5]),
+    "more than an outline": _outline(lambda old: old + b"x"),
+    "no numbers": _numbers(list.clear),
+    "a number too many": _numbers(lambda numbers: numbers.append(0)),
+    "an outline longer than any": _outline(lambda _: zlib.compress(bytes(20 * (MANY + 1)))),
+    "a bomb": _outline(lambda _: zlib.compress(bytes(1 << 28))),
+    "a thread that is not there": _numbers(_set(0, 99)),
+    "a site that is not there": _numbers(_set(1, 2**32 - 1)),
+    "site 0": _numbers(_set(1, 0)),
+    "an argument that is not there": _numbers(_set(2, 2**32 - 1)),
+    "lengths that do not add up": _numbers(_set(3, 800)),
     "digests of no record": _with(
         "update part set inputs = cast(inputs || x'00' as blob) where first = 1"
     ),
-    "a sequence that is not there": _with(f"update part set site = {2**40} where first = 1"),
-    "a sequence of no part": _with("insert into sequence values (1000, x'0101')"),
     "texts for digests": _with(
         "update part set inputs = hex(zeroblob(length(inputs) / 2)) where first = 1"
     ),
-    "a text for a sequence": _with("update sequence set numbers = 'xx' where id = 1"),
     "a part of no step": _with(
-        f"insert into part select {2**40}, thread, site, argument, input_lengths, output_lengths,"
-        " inputs, outputs from part where first = 1"
+        f"insert into part select {2**40}, outline, inputs, outputs from part where first = 1"
     ),
-    "records that are dropped and there": _with(
-        "insert into dropped values (1)",
-        *(
-            f"delete from {table} where record >= (select first from step where step = 1)"
-            " and record < (select first from step where step = 2)"
-            for table in DETAILS
-        ),
+    "records that are dropped and there": _with("update step set parts = 0 where step = 1"),
+    "many records in few bytes": _many_records_in_few_bytes,
+    "statistics of no record": _with(
+        f"insert into statistics values ({2**40}, 0, 1, null, null, null, null)"
     ),
-    "records dropped of no step": _with("insert into dropped values (77)"),
-    "one part again and again": _one_part_again_and_again,
-    "a lost step": _old_with("delete from step where step = 1"),
-    "a step beyond all": _old_with(f"update step set step = {2**62} where step = {STEPS - 1}"),
-    "generators that are none": _old_with("update step set random = '3' where step = 1"),
-    "text that is none": _old_with("update site set op = cast(x'ff' as text) where id = 1"),
+    "a word for a number": _with("update statistics set mean = 'x' where record = 5"),
+    "a number for a shape": _with("update tensor set shape = x'00'"),
 }
 
 
@@ -369,33 +412,12 @@ def test_a_hostile_trace_is_refused_at_once(
         status, out, err = command("compare", pair[0], path.parent)
         took.append(time.perf_counter() - began)
 
-        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert (status, out) == (2, "")
+        assert "Traceback" not in err
+        assert err.count("\n") == (
+            3 if what == "another format" else 1
+        )  # with what is legal, and what to do
     assert min(took) < SOON
-
-
-def test_a_trace_without_digests_is_read_with_a_note(
-    pair: tuple[Path, Path], tmp_path: Path
-) -> None:
-    """What 0.2.0 has recorded is compared, and said to be less certain."""
-    path = rewrite(_copy(pair[1], tmp_path / "old"), WITHOUT_SEALS)
-    verdict = torchrepro.compare(pair[0], path.parent)
-
-    assert verdict.same
-    assert ["B" in note and "0.2.0" in note for note in verdict.notes] == [True]
-
-
-def test_a_trace_with_rows_is_read_and_whole(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """What was recorded in format 2 is compared with what is now, and its digests hold."""
-    path = rewrite(_copy(pair[1], tmp_path / "old"), WITH_ROWS)
-
-    assert torchrepro.compare(pair[0], path.parent).same
-    assert torchrepro.compare(path.parent, pair[0]).notes == ()
-    for table in (*OF_RUN, *DETAILS, "record", "seal"):
-        damaged = _copy(path.parent, tmp_path / table)
-        key = _key(path, table)
-        _ask(damaged, f"delete from {table} where {key} in (select max({key}) from {table})")
-        with pytest.raises(TraceError, match="damaged"):
-            read_run(damaged.parent)
 
 
 def test_a_trace_whose_digests_fit_is_read(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -403,35 +425,8 @@ def test_a_trace_whose_digests_fit_is_read(pair: tuple[Path, Path], tmp_path: Pa
     path = _copy(pair[1], tmp_path / "sealed")
     _resealed(path)
 
+    assert _content(path) == _content(pair[1] / FILE)
     assert torchrepro.compare(pair[0], path.parent).same
-
-
-def test_records_that_were_dropped_leave_their_step(
-    pair: tuple[Path, Path], tmp_path: Path
-) -> None:
-    """A step whose records are no longer there says so; the others keep theirs, and their ids."""
-    path = _copy(pair[1], tmp_path / "dropped")
-    (whole,), digests = read_run(pair[1]), dict(_ask(path, "select step, digest from step"))
-    row = whole.steps[1]
-    for table, column in (("part", "first"), ("statistics", "record"), ("tensor", "record")):
-        _ask(
-            path,
-            f"delete from {table} where {column} >= ? and {column} < ?",
-            *(row.first, row.first + row.records),
-        )
-    _ask(path, "insert into dropped values (1)")
-    _ask(path, f"delete from sequence where id not in ({USED})")
-    rows = _ask(path, "select * from dropped")
-    seal = xxhash.xxh3_128_digest(as_bytes(rows))
-    _ask(path, "update seal set digest = ? where name = 'dropped'", seal)
-    (trace,) = read_run(path.parent)
-
-    assert [its.dropped for its in trace.steps.values()] == [False, True, False]
-    assert {step: its.digest for step, its in trace.steps.items()} == digests
-    assert trace.records(1) == []
-    assert (trace.records(0), trace.records(2)) == (whole.records(0), whole.records(2))
-    trace.close()
-    whole.close()
 
 
 @pytest.fixture(scope="module")

@@ -127,7 +127,7 @@ DAMAGE = {
     "its description": "update meta set value = '{' where key = 'level'",
     "a step": "update step set random = '{'",
     "its records": "delete from part where first > 3",
-    "its sites": "delete from site",
+    "its sites": "update step set names = '{}'",
 }
 
 

@@ -1,4 +1,4 @@
-"""How a trace stores records: what repeats is written once, and nothing is lost."""
+"""How a trace stores records: nothing is lost, and what a reader has to hold at once is bounded."""
 
 from __future__ import annotations
 
@@ -6,24 +6,20 @@ import random
 import sqlite3
 import tempfile
 import tracemalloc
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrepro.trace import sequences, store
-from torchrepro.trace.format import FORMAT, WITH_ROWS, StepRow, as_bytes
+from torchrepro.trace import store
+from torchrepro.trace.format import FORMAT, StepRow
 from torchrepro.trace.reader import Trace
-from torchrepro.trace.sequences import Recent, packed, unpacked
-
-from ..older_traces import rewrite
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from torchrepro.trace.format import Row
 
@@ -32,26 +28,27 @@ GROWTH = 50_000
 """Bytes that 2,000 more steps may take in memory."""
 
 
-def _written(folder: Path, steps: Sequence[Sequence[Row]]) -> Path:
-    """Write records as the recorder does, and return their file."""
-    path = folder / "rank0.sqlite"
-    to = store.Store(path)
-    to.write_meta({"format": FORMAT, "level": "op", "rank": 0, "finished": True})
-    to.add_threads([(number, str(number)) for number in range(3)])
-    to.add_sites((number, ("forward", "", "op", "", "")) for number in range(1, SITES + 1))
-    to.add_arguments((number, str(number)) for number in range(1, 3))
+def _written(folder: Path, steps: Sequence[Sequence[Row]], dropped: int | None = None) -> Path:
+    """Write records as the recorder does, drop those of a step again, and return their file."""
+    to = store.Store(folder / "rank0.sqlite", shrinks=True)
+    to.write_meta({"format": FORMAT, "level": "op", "rank": 0})
+    to.add_threads([str(number) for number in range(3)])
+    to.add_sites([("forward", "", "op", "", "")] * SITES)
+    to.add_arguments(["1", "2"])
     first = 1
     for number, rows in enumerate(steps):
         to.add_records(list(rows))
         to.end_step(StepRow(number, first, len(rows), 0, b"", b"", {}, finished=True))
         first += len(rows)
-    to.close()
-    return path
+    if dropped is not None:
+        to.drop(dropped)
+        to.shrink(file=True)
+    to.finish({})
+    return to.path
 
 
 def _read(path: Path) -> list[list[Row]]:
-    trace = Trace(path)
-    with closing(trace):
+    with closing(Trace(path)) as trace:
         return [
             [(one.thread, one.site, one.argument, one.inputs, one.outputs) for one in records]
             for records in map(trace.records, trace.steps)
@@ -76,18 +73,13 @@ row = st.tuples(
 )
 
 
-@pytest.mark.parametrize("version", [FORMAT, WITH_ROWS])
 @given(steps=st.lists(st.lists(row, max_size=9), max_size=4), many=st.integers(1, 9))
 @settings(max_examples=25)
-def test_records_are_read_as_they_were_taken(
-    version: int, steps: list[list[Row]], many: int
-) -> None:
+def test_records_are_read_as_they_were_taken(steps: list[list[Row]], many: int) -> None:
     """Whatever records a step has, and in how many parts they lie, every one is read again."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "MANY", many)
         path = _written(Path(folder), steps)
-        if version != FORMAT:
-            rewrite(path, version)
 
         assert _read(path) == steps
         with closing(Trace(path)) as trace:
@@ -108,17 +100,12 @@ def _last_writer(trace: Trace, value: bytes, before: int) -> int | None:
     return next((number for number in found if number is not None), None)
 
 
-def test_what_repeats_is_written_once(tmp_path: Path) -> None:
-    """Steps of the same ops share all that is not a digest, and one that differs adds its own."""
-    steps = [_step(number) for number in range(20)]
-    alike = _asked(_written(tmp_path, steps), "select count(*) from sequence")
-    steps[7][3] = (0, 1 + 3, 2, *steps[7][3][3:])
-    (tmp_path / "other").mkdir()
-    path = _written(tmp_path / "other", steps)
+def test_what_records_are_takes_few_bytes(tmp_path: Path) -> None:
+    """Besides its digests, a record of steps that are alike takes at most eight bytes on disk."""
+    path = _written(tmp_path, [_step(number, 300) for number in range(200)])
 
-    assert (alike, _asked(path, "select count(*) from sequence")) == (5, 6)
-    assert _asked(path, "select count(*) from part") == len(steps)
-    assert _read(path) == steps
+    print(path.stat().st_size / (200 * 300) - 8 - 16)
+    assert path.stat().st_size < 200 * 300 * (8 + 16 + 8)
 
 
 def test_digests_that_are_too_much_for_a_part_become_two(
@@ -143,85 +130,40 @@ def test_a_file_has_a_byte_for_each_record(tmp_path: Path) -> None:
     assert _read(path) == steps
 
 
-def test_records_that_were_dropped_are_not_counted_among_those_of_a_file(tmp_path: Path) -> None:
-    """A file of a few bytes may say of a great many records that they are no longer there."""
-    few = [_step(1)]
-    path = _written(tmp_path, [*few, [(0, 1, 0, b"", b"")] * 200_000])
-    with closing(sqlite3.connect(path)) as file:
-        file.execute("delete from part where first > 50")
-        file.execute("delete from sequence where id > 5")
-        file.execute("insert into dropped values (1)")
-        seal = xxhash.xxh3_128_digest(as_bytes([(1,)]))
-        file.execute("update seal set digest = ? where name = 'dropped'", (seal,))
-        file.commit()
-        file.execute("vacuum")
+def test_dropped_records_leave_their_step(tmp_path: Path) -> None:
+    """A step whose records are gone says so and keeps its digest; the others keep records and ids.
+
+    However many they were, they are not counted among those that a file of this size can hold.
+    """
+    steps = [_step(0), [(0, 1, 0, b"", b"")] * 200_000, _step(1)]
+    path = _written(tmp_path, steps, dropped=1)
 
     assert path.stat().st_size < 100_000
-    assert _read(path) == [*few, []]
+    assert _read(path) == [steps[0], [], steps[2]]
+    (tmp_path / "whole").mkdir()
+    whole = _written(tmp_path / "whole", steps)
+    with closing(Trace(path)) as trace, closing(Trace(whole)) as other:
+        assert [row.dropped for row in trace.steps.values()] == [False, True, False]
+        assert trace.records(2) == other.records(2)
+        assert [(row.digest, row.first, row.records) for row in trace.steps.values()] == [
+            (row.digest, row.first, row.records) for row in other.steps.values()
+        ]
 
 
-def test_sequences_are_forgotten_and_memory_stays_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A program whose every step differs is recorded as any other, in bounded memory."""
-    held = []
-
-    class Watched(Recent[Any, Any]):
-        def add(self, key: Any, value: Any, numbers: int) -> None:
-            super().add(key, value, numbers)
-            held.append(sum(map(len, (*self._used, *self._older))))
-
-    monkeypatch.setattr(store, "Recent", lambda: Watched(1000))
-    steps = [random.Random(number).sample(_step(number), 50) for number in range(60)]
-    path = _written(tmp_path, steps)
-
-    assert 500 < max(held) <= 1000
-    assert _read(path) == steps
-
-
-def test_a_long_run_whose_every_step_differs_takes_no_more_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a recorder holds of sequences does not grow with the number of steps."""
-    monkeypatch.setattr(store, "Recent", lambda: Recent(1000))
+def test_a_long_run_whose_every_step_differs_takes_no_more_memory(tmp_path: Path) -> None:
+    """What a recorder holds of steps that it has written does not grow with their number."""
     to = store.Store(tmp_path / "rank0.sqlite")
     rows, held = _step(0), []
-    with _traced_memory():
+    tracemalloc.start()
+    try:
         for number in range(3000):
             random.Random(number).shuffle(rows)
             to.add_records(rows)
             to.end_step(StepRow(number, 1 + 50 * number, 50, 0, b"", b"", {}, finished=True))
             if number % 1000 == 999:
                 held.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
     to.close()
 
     assert held[2] - held[0] < GROWTH
-
-
-@contextmanager
-def _traced_memory() -> Iterator[None]:
-    tracemalloc.start()
-    try:
-        yield
-    finally:
-        tracemalloc.stop()
-
-
-@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50))
-def test_numbers_are_packed_into_as_few_bytes_as_the_largest_takes(numbers: list[int]) -> None:
-    """A sequence is read as it was written, and has one way to be written."""
-    content = packed(numbers)
-
-    assert unpacked(content) == tuple(numbers)
-    assert content[0] == next(width for width in (1, 2, 4) if max(numbers) < 1 << 8 * width)
-    assert len(content) == 1 + content[0] * len(numbers)
-
-
-@pytest.mark.parametrize("content", [b"", b"\1", b"\3abc", b"\2abc", b"\0a"])
-def test_what_is_no_sequence_is_refused(content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes that no recorder writes are not read as numbers, nor more than a part can have."""
-    with pytest.raises(ValueError, match="not valid"):
-        unpacked(content)
-    monkeypatch.setattr(sequences, "MANY", 2)
-    with pytest.raises(ValueError, match="not valid"):
-        unpacked(packed([1, 2, 3]))

@@ -77,20 +77,20 @@ class Writer:
         folder.mkdir(parents=True, exist_ok=True)
         ordinal = f".{values['ordinal']}" if values["ordinal"] else ""
         self.store = Store(folder / f"rank{values['rank']}{ordinal}.sqlite", shrinks=True)
+        self.finished = values.pop("finished")
         self.store.write_meta({key: each for key, each in values.items() if each is not None})
         self.level = str(values["level"])
         self.records = 0
         self.sites: dict[tuple[str, ...], int] = {}
         self.arguments: dict[str, int] = {"": 0}
-        self.threads: dict[int, int] = {}
+        self.threads = 0
 
     def step(self, number: int, step: Step) -> None:
         """Write one step."""
         last = max((op.thread for op in step.ops), default=0)
-        for thread in sorted({*range(last + 1)} - self.threads.keys()):  # in the order of numbers
-            self.threads[thread] = thread
-            name = f"worker {thread}" if thread else "MainThread"
-            self.store.add_threads([(thread, name)])
+        for thread in range(self.threads, last + 1):
+            self.store.add_threads([f"worker {thread}" if thread else "MainThread"])
+        self.threads = max(self.threads, last + 1)
         rows = [self._row(op) for op in step.ops]
         first, self.records = self.records + 1, self.records + len(rows)
         self.store.add_records(rows)
@@ -99,10 +99,7 @@ class Writer:
                 (first + position, output, *one) for output, one in enumerate(op.statistics)
             )
             self.store.add_tensors((first + position, *one) for one in op.tensors)
-        self.store.add_losses(
-            (number, position, loss, value(repr(loss)), "train.py:9")
-            for position, loss in enumerate(step.losses)
-        )
+        self.store.add_losses((loss, value(repr(loss)), "train.py:9") for loss in step.losses)
         self.store.end_step(
             StepRow(
                 step=number,
@@ -117,15 +114,22 @@ class Writer:
             )
         )
         if step.dropped:
-            self.store.drop(number, first, len(rows))
+            self.store.drop(number)
+
+    def close(self) -> None:
+        """Write the end of the trace, unless its run was cut off."""
+        if self.finished:
+            self.store.finish({})
+        else:
+            self.store.close()
 
     def _row(self, op: Op) -> Row:
         if op.site not in self.sites:
             self.sites[op.site] = len(self.sites) + 1
-            self.store.add_sites([(self.sites[op.site], op.site)])
+            self.store.add_sites([op.site])
         if op.argument not in self.arguments:
             self.arguments[op.argument] = len(self.arguments)
-            self.store.add_arguments([(self.arguments[op.argument], op.argument)])
+            self.store.add_arguments([op.argument])
         return (
             op.thread,
             self.sites[op.site],
@@ -144,7 +148,7 @@ def write(
     writer = Writer(folder, {**steps, **(meta or {})})
     for number, step in enumerate(run, start=first):
         writer.step(number, step)
-    writer.store.close()
+    writer.close()
     return folder
 
 

@@ -44,9 +44,9 @@ class RecordBuffer:
         self._site_numbers: dict[tuple[str, ...], int] = {}
         self._threads: dict[int, int] = {}  # by the identifier of the thread
         self._count = 0
-        self._new_sites: list[tuple[int, tuple[str, ...]]] = []
-        self._new_arguments: list[tuple[int, str]] = []
-        self._new_threads: list[tuple[int, str]] = []
+        self._new_sites: list[tuple[str, ...]] = []  # in the order of their numbers
+        self._new_arguments: list[str] = []
+        self._new_threads: list[str] = []
         self._lock = threading.RLock()
 
     def new_site(self, key: Hashable, phase: str, place: Place, op: str, shapes: Any) -> int:
@@ -56,7 +56,7 @@ class RecordBuffer:
             number = self._site_numbers.get(site)
             if number is None:
                 number = self._site_numbers[site] = len(self._site_numbers) + 1
-                self._new_sites.append((number, site))
+                self._new_sites.append(site)
             self.sites[key] = number
             return number
 
@@ -66,7 +66,7 @@ class RecordBuffer:
             number = self._texts.get(text)
             if number is None:
                 number = self._texts[text] = self._number_of_texts = self._number_of_texts + 1
-                self._new_arguments.append((number, text))
+                self._new_arguments.append(text)
             self.arguments[key] = number
             return number
 
@@ -79,7 +79,7 @@ class RecordBuffer:
             known = self._passing.get(owner)
             if known is None or known[0] != text:
                 self._number_of_texts += 1
-                self._new_arguments.append((self._number_of_texts, text))
+                self._new_arguments.append(text)
                 known = self._passing[owner] = text, self._number_of_texts
             return known[1]
 
@@ -88,7 +88,7 @@ class RecordBuffer:
         with self._lock:
             number, self._count = self._count, self._count + 1
             self._threads[threading.get_ident()] = number
-            self._new_threads.append((number, threading.current_thread().name))
+            self._new_threads.append(threading.current_thread().name)
             return number
 
     def thread(self, otherwise: int) -> int:

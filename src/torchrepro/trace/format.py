@@ -1,31 +1,38 @@
-"""The format of a trace: its tables, the values of their rows, the digests in them."""
+"""The format of a trace: its tables, the values of their rows, how records lie in them."""
 
 from __future__ import annotations
 
 import marshal
+import struct
+import zlib
+from array import array
+from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+import xxhash
 
-FORMAT = 3
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+FORMAT = 1
 SUFFIX = ".sqlite"
 
 BY_RUN, BY_PROGRAM = "run", "program"
 """Who asked for a recording: ``torchrepro run --record``, or the program by a call of `record`."""
 
-_OF_EVERY_FORMAT = """
+SCHEMA = """
 create table meta (key text primary key, value text not null) without rowid;
-create table site (
-    id integer primary key, phase text not null, module text not null, op text not null,
-    source text not null, outputs text not null
+create table step (
+    step integer primary key, first integer not null, records integer not null,
+    parts integer not null, bytes integer not null, level text not null, finished integer not null,
+    digest blob not null, details blob not null, parameters blob not null, gradients blob not null,
+    random text not null, names text not null, losses text not null, seal blob not null
 );
-create table argument (id integer primary key, text text not null);
-create table thread (id integer primary key, name text not null);
-create table loss (
-    step integer not null, position integer not null, value real, fingerprint blob not null,
-    source text not null
+create table part (
+    first integer primary key, outline blob not null, inputs blob not null, outputs blob not null
 );
 create table statistics (
     record integer not null, position integer not null, count integer not null,
@@ -33,74 +40,22 @@ create table statistics (
 ) without rowid;
 create table tensor (
     record integer not null, role text not null, position integer not null,
-    dtype text not null, shape text not null, data blob not null
+    dtype text not null, shape text not null, data blob not null,
+    primary key (record, role, position)
 );
 """
-_WITH_ROWS = """
-create table step (
-    step integer primary key, first integer not null, records integer not null,
-    bytes integer not null,
-    digest blob not null, parameters blob not null, gradients blob not null,
-    random text not null, finished integer not null
-);
-create table record (
-    id integer primary key, step integer not null, thread integer not null,
-    site integer not null, argument integer not null, inputs blob not null, outputs blob not null
-);
-"""
-_WITH_PARTS = """
-create table step (
-    step integer primary key, first integer not null, records integer not null,
-    bytes integer not null,
-    digest blob not null, details blob not null, parameters blob not null, gradients blob not null,
-    random text not null, finished integer not null, level text not null
-);
-create table dropped (step integer not null);
-create table part (
-    first integer primary key, thread integer not null, site integer not null,
-    argument integer not null, input_lengths integer not null, output_lengths integer not null,
-    inputs blob not null, outputs blob not null
-);
-create table sequence (id integer primary key, numbers blob not null);
-"""
-_SEAL = "create table seal (name text primary key, digest blob not null) without rowid;"
-
-WITHOUT_SEALS = 1
-"""The format of 0.2.0."""
-
-WITH_ROWS = 2
-"""The last format that has a row for each record."""
-
-SCHEMA = f"{_OF_EVERY_FORMAT}{_WITH_PARTS}{_SEAL}"
 """The values of the rows below say what the tables hold.
 
-A step differs from the one before in its digests, and hardly ever in its ops. So a `part` holds the
-digests of many records, and says by numbers of `sequence` what these records are: rows there are
-written once. The digests of a `step` cover its parts and the sequences that they refer to, its
-statistics and its tensors. `seal` has a digest of the rows of every other table. All of them are
-written in the same transaction as what they cover.
+`step` has a row for each step, whose `seal` covers the row and, by the digests in it, all that
+belongs to the step in other tables: a row that was changed, moved or lost does not fit it. A trace
+that is finished says in `meta` how many steps it has. All of a step is written in one transaction.
 """
 
-SCHEMAS = {
-    WITHOUT_SEALS: f"{_OF_EVERY_FORMAT}{_WITH_ROWS}"
-    "create index tensor_of_record on tensor (record);",
-    WITH_ROWS: f"{_OF_EVERY_FORMAT}{_WITH_ROWS}{_SEAL}",
-    FORMAT: SCHEMA,
-}
-"""The tables of every format that is still read."""
-
-OF_RUN = ("meta", "site", "argument", "thread", "step", "loss")
-"""Tables of the run as a whole and of its steps."""
-
 DETAILS = ("statistics", "tensor")
-"""Tables with details of single records. Since format 3 their step has a digest of them."""
+"""Tables with details of single records, whose first three columns give the order of their rows."""
 
-SEALED: Mapping[int, tuple[str, ...]] = {
-    WITHOUT_SEALS: (),
-    WITH_ROWS: (*OF_RUN, *DETAILS),
-    FORMAT: (*OF_RUN, "dropped"),
-}
-"""The tables of each format that have a digest of their own."""
+SEAL = "seal"
+"""The key of `meta` whose value is a digest of all its other rows."""
 
 MANY = 1 << 16
 """Records of a part at most."""
@@ -196,6 +151,7 @@ class StepRow:
     parameters: Fingerprint
     gradients: Fingerprint
     random: Mapping[str, str]
+    """JSON: the state of each generator when it ended."""
     finished: bool
     """Whether an optimizer, or the program itself, has ended the step.
 
@@ -208,42 +164,131 @@ class StepRow:
     """Of its records; the store fills it in."""
     details: Fingerprint = b""
     """Of its statistics and tensors; the store fills it in. Empty if it has none."""
-    dropped: bool = False
-    """Whether its records are no longer there. All else of it is, their number included."""
+    parts: int = 0
+    """How many rows of `part` have its records; the store fills it in."""
+
+    @property
+    def dropped(self) -> bool:
+        """Whether its records are no longer there. All else of it is, their number included."""
+        return bool(self.records) and not self.parts
+
+
+@dataclass(frozen=True, eq=False)
+class Outline:
+    """What records that follow one another are, apart from their values.
+
+    Steps are alike. Parts whose outlines are equal mostly share one, which is a key for whatever is
+    worked out of it.
+    """
+
+    digest: bytes
+    threads: Sequence[int]
+    sites: Sequence[int]
+    arguments: Sequence[int]
+    input_lengths: Sequence[int]
+    """How many bytes of digests each record read."""
+    output_lengths: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    @cached_property
+    def input_ends(self) -> Sequence[int]:
+        """Where the digests that a record read end among those of the part."""
+        return array("Q", accumulate(self.input_lengths))
+
+    @cached_property
+    def output_ends(self) -> Sequence[int]:
+        """Where the digests that a record wrote end among those of the part."""
+        return array("Q", accumulate(self.output_lengths))
+
+    @cached_property
+    def limits(self) -> tuple[int, int, int, int]:
+        """The largest number of a thread, of a site and of an argument; the least of a site."""
+        return max(self.threads), max(self.sites), max(self.arguments), min(self.sites)
 
 
 @dataclass(frozen=True, slots=True)
-class PartRow:
+class Part:
     """Records of a step that follow one another. A step has one part, or several if it is long."""
 
     first: int
     """The id of its first record; the others follow."""
-    thread: int
-    """The number of the sequence that has the thread of each record."""
-    site: int
-    """Likewise for their sites."""
-    argument: int
-    """Likewise for their arguments; 0 in that sequence stands for none."""
-    input_lengths: int
-    """Likewise for how many bytes of `inputs` belong to each record."""
-    output_lengths: int
-    """Likewise for `outputs`."""
+    outline: Outline
+    """Five numbers for each record, compressed with zlib."""
     inputs: bytes
     """The first 8 bytes of each input tensor's fingerprint, record by record."""
     outputs: bytes
     """16 bytes per output tensor, record by record; none for a view, whose memory is another's."""
 
+    def __len__(self) -> int:
+        return len(self.outline)
+
+    @property
+    def ids(self) -> range:
+        """The ids of its records."""
+        return range(self.first, self.first + len(self))
+
+    def record(self, number: int) -> Record:
+        """Return one of its records by its id."""
+        its, place = self.outline, number - self.first
+        end, other_end = its.input_ends[place], its.output_ends[place]
+        return Record(
+            *(number, its.threads[place], its.sites[place], its.arguments[place]),
+            self.inputs[end - its.input_lengths[place] : end],
+            self.outputs[other_end - its.output_lengths[place] : other_end],
+        )
+
+    def last_writer(self, value: bytes, before: int) -> int | None:
+        """Return the id of the last record before another that wrote what `value` stands for."""
+        ends, lengths = self.outline.output_ends, self.outline.output_lengths
+        place = min(before - self.first, len(self))
+        end = ends[place - 1] if place > 0 else 0
+        while (at := self.outputs.rfind(value, 0, end)) >= 0:
+            place = bisect_right(ends, at)
+            if (at - ends[place] + lengths[place]) % OUTPUT == 0:  # not across two digests
+                return self.first + place
+            end = at + len(value) - 1
+        return None
+
 
 Row = tuple[int, int, int, bytes, bytes]
 """A record as it is taken: thread, site, argument, inputs, outputs."""
 
-_HEAD = len(marshal.dumps([], 2))
+_WIDTH = 20
+"""Bytes of an outline for each record: five numbers of 32 bits, the lowest byte first."""
 
 
-def as_bytes(rows: list[Any]) -> memoryview:
-    """Return rows as bytes for a digest; those of two lists are those of one after the other.
+def packed(columns: Sequence[Sequence[int]]) -> bytes:
+    """Return the columns of an outline as bytes, one column after the other."""
+    return b"".join(struct.pack(f"<{len(column)}I", *column) for column in columns)
+
+
+@lru_cache(maxsize=32)
+def unpacked(content: bytes) -> Outline:
+    """Return the outline of a part. Raises `ValueError` for bytes that are none."""
+    unpacking = zlib.decompressobj()
+    try:
+        plain = unpacking.decompress(content, _WIDTH * MANY + 1)
+    except zlib.error:
+        plain = b""
+    count, rest = divmod(len(plain), _WIDTH)
+    if rest or not 0 < count <= MANY or not unpacking.eof or unpacking.unused_data:
+        raise ValueError("what records are is not valid")
+    columns = (
+        array("I", struct.unpack_from(f"<{count}I", plain, start))
+        for start in range(0, len(plain), 4 * count)
+    )
+    return Outline(xxhash.xxh3_128_digest(plain), *columns)
+
+
+def digest_of(rows: Iterable[tuple[Any, ...]]) -> bytes:
+    """Return a digest of rows with the types of their values; nothing if there are none.
 
     Version 2 of marshal writes equal values as equal bytes, and values of different types as
     different ones.
     """
-    return memoryview(marshal.dumps(rows, 2))[_HEAD:]
+    digest, row = xxhash.xxh3_128(), None
+    for row in rows:
+        digest.update(marshal.dumps(row, 2))
+    return b"" if row is None else digest.digest()

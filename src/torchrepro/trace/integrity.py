@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from bisect import bisect_right
 from contextlib import closing, contextmanager
+from dataclasses import astuple
 from functools import cache
-from itertools import chain, groupby
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -18,18 +18,18 @@ import xxhash
 from torchrepro.trace.format import (
     DETAILS,
     FORMAT,
-    OF_RUN,
-    SCHEMAS,
-    SEALED,
-    WITHOUT_SEALS,
+    SCHEMA,
+    SEAL,
+    Loss,
+    Site,
     StepRow,
-    as_bytes,
+    digest_of,
+    unpacked,
 )
-from torchrepro.trace.parts import AT_ONCE, STORED_RECORDS
-from torchrepro.trace.request import LEVELS, is_range, level_of_step
+from torchrepro.trace.request import LEVELS, is_range
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
 META = 1 << 20
@@ -53,11 +53,16 @@ LEAST, EACH = 10_000, 100
 """So many counts are allowed, and one more for so many bytes of the file. Reading every row takes a
 tenth of that at most."""
 
-Tables = dict[str, tuple[str, str]]
-Columns = dict[str, dict[str, frozenset[type]]]
+_REAL = float, type(None)
+TYPES: Mapping[str, tuple[Any, ...]] = {
+    "step": (*[int] * 5, str, int, *[bytes] * 4, *[str] * 3, bytes),
+    "part": (int, bytes, bytes, bytes),
+    "statistics": (int, int, int, *[_REAL] * 4),
+    "tensor": (int, str, int, str, str, bytes),
+}
+"""The types of the values in each row of a table."""
 
-_TYPES = {"integer": int, "text": str, "blob": bytes, "real": float}
-_ORDERS = {"meta": "key", "statistics": "record, position"}
+Tables = dict[str, tuple[str, str]]
 
 
 @contextmanager
@@ -139,40 +144,58 @@ def _bounded(connection: sqlite3.Connection, size: int) -> Iterator[None]:
 def has_begun(connection: sqlite3.Connection) -> bool:
     """Whether there are rows; a process killed before its first step leaves empty tables."""
     tables = _tables(connection)
-    if not any(tables.items() <= _schema(each)[0].items() for each in SCHEMAS):
+    if not tables.items() <= _tables_of_format().items():
         return True  # opening it says why it is no trace
     return any(
         connection.execute(f"select 1 from {name} limit 1").fetchone()  # noqa: S608 - ours
-        for name in tables.keys() & {"meta", "step", "record", "part"}
+        for name in tables.keys() & {"meta", "step", "part"}
     )
 
 
-def format_of(connection: sqlite3.Connection) -> int | None:
-    """Return the format of a trace; None for one that is not supported.
+def is_of_format(connection: sqlite3.Connection) -> bool:
+    """Whether a trace has the format that is read.
 
-    Raises `ValueError` unless the tables are exactly those of the format.
+    Raises `ValueError` if it is no trace, or if its tables are not exactly those of the format.
     """
-    tables = _tables(connection)
-    if tables.get("meta") != _schema(WITHOUT_SEALS)[0]["meta"]:
+    tables, expected = _tables(connection), _tables_of_format()
+    if tables.get("meta") != expected["meta"]:
         raise ValueError("its tables are not those of a trace")
     row = connection.execute("select value from meta where key = 'format'").fetchone()
     if row is None or not isinstance(row[0], str) or not row[0].isdecimal():
         raise ValueError("its format is missing")
-    if row[0] not in map(str, SCHEMAS):
-        return None
-    if tables != _schema(int(row[0]))[0]:
+    if row[0] != str(FORMAT):
+        return False
+    if tables != expected:
         raise ValueError("its tables are not those of a trace")
-    return int(row[0])
+    return True
+
+
+def _tables(connection: sqlite3.Connection) -> Tables:
+    """Return all that a database holds, by name: its type, and how it was made."""
+    master = connection.execute("select name, type, sql from sqlite_master")
+    rows = master.fetchmany(OBJECTS)
+    return {str(name): (str(kind), " ".join(str(sql).split())) for name, kind, sql in rows}
+
+
+@cache
+def _tables_of_format() -> Tables:
+    with closing(sqlite3.connect(":memory:")) as connection:
+        connection.executescript(SCHEMA)
+        return _tables(connection)
 
 
 def meta_of(connection: sqlite3.Connection) -> dict[str, Any]:
     """Return what a trace says of its run; raises `ValueError` if it cannot be right."""
     texts, size = {}, 0
     for key, value in connection.execute("select key, value from meta"):
+        if not {str}.issuperset(map(type, (key, value))):
+            raise ValueError("its facts about the run are no texts")
         size += len(key) + len(value)
         if size > META:
             raise ValueError("its facts about the run are too large")
         texts[key] = value
+    if texts.pop(SEAL, None) != json.dumps(digest_of(sorted(texts.items())).hex()):
+        raise ValueError("its facts about the run were changed after they were written")
     try:
         meta = {key: json.loads(text) for key, text in texts.items()}
     except RecursionError:
@@ -226,184 +249,126 @@ _META: Mapping[str, Callable[[Any], bool]] = {
     "level": lambda value: value is None or value in LEVELS,
     "steps": lambda value: value is None or is_range(value),
     "every": lambda value: value is None or (type(value) is int and value > 0),
-    **dict.fromkeys(("max_size", "dropped"), lambda value: value is None or type(value) is int),
+    **dict.fromkeys(
+        ("max_size", "dropped", "rows"), lambda value: value is None or type(value) is int
+    ),
 }
 """What is read of a run, each with a test of whether a value can be right."""
 
 
-def check_tables(connection: sqlite3.Connection, version: int) -> None:
-    """Raise `ValueError` if tables of the run and its steps are not those that were written.
+class Contents:
+    """The steps of a trace, each row of which is checked as it is read.
 
-    Without digests, raise it if they cannot be.
+    Raises `ValueError` for what was changed, and for what cannot be right. Its time and memory are
+    bounded by the bytes of the file, whatever they say.
     """
-    seals = _seals(connection, version)
-    names = (*OF_RUN, *(name for name in SEALED[version] if name not in (*OF_RUN, *DETAILS)))
-    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LENGTH)
-    for name in names:
-        _check_table(connection, version, name, seals)
 
-
-def check_details(
-    connection: sqlite3.Connection, version: int, steps: Mapping[int, StepRow]
-) -> None:
-    """Raise `ValueError` if statistics or tensors are not those that were written."""
-    seals = _seals(connection, version)
-    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, ANY_LENGTH)
-    if version < FORMAT:
-        for name in DETAILS:
-            _check_table(connection, version, name, seals)
-        return
-    found = {name: dict(_digests_by_step(connection, version, name, steps)) for name in DETAILS}
-    for number, row in steps.items():
-        digests = [found[name].pop(number, NOTHING) for name in DETAILS]
-        whole = b"" if digests == [NOTHING] * len(DETAILS) else b"".join(digests)
-        if whole != (b"" if row.dropped else row.details):
-            raise ValueError(
-                f"the statistics or tensors of step {number} were changed after they were written"
+    def __init__(self, connection: sqlite3.Connection, meta: Mapping[str, Any], size: int) -> None:
+        self._connection = connection
+        self._left = size
+        self.steps: dict[int, StepRow] = {}
+        self.sites: list[Site] = []
+        self.arguments: list[str] = []
+        self.threads: list[str] = []
+        self.losses: list[Loss] = []
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LENGTH)
+        # A recording begins with step 0, or the first one requested, and leaves none out.
+        following, after = (meta.get("steps") or [0])[0], 1
+        for row in self._rows("step", "order by step"):
+            number, first, records, parts, read, level, finished, *rest = row
+            digest, details, parameters, gradients, random, names, losses, seal = rest
+            if number != following:
+                raise ValueError(f"step {following} is missing")
+            if digest_of([row[:-1]]) != seal:
+                raise ValueError(f"step {number} was changed after it was written")
+            if first != after or not 0 <= records <= RECORDS or parts < 0 or level not in LEVELS:
+                raise ValueError(f"step {number} is not valid")
+            try:
+                self._read_texts(number, json.loads(names), json.loads(losses))
+                generators = json.loads(random)
+            except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+                raise ValueError(f"the texts of step {number} are not valid") from None
+            if not isinstance(generators, dict) or not _is_mapping_of_words(generators):
+                raise ValueError(f"the states of generators of step {number} are not valid")
+            self.steps[number] = StepRow(
+                *(number, first, records, read, parameters, gradients, generators),
+                *(bool(finished), level, digest, details, parts),
             )
+            following, after = number + 1, first + records
+        self._end = after
+        if meta.get("finished") and meta.get("rows") != len(self.steps):
+            raise ValueError(f"it has {len(self.steps)} steps and says {meta.get('rows')}")
 
+    def _rows(self, table: str, which: str, values: Sequence[int] = ()) -> Iterator[Any]:
+        types = TYPES[table]
+        for row in self._connection.execute(f"select * from {table} {which}", values):  # noqa: S608 - ours
+            if not all(map(isinstance, row, types)):
+                raise ValueError(f"its table `{table}` has a value of another type")
+            self._take(sum(len(cell) for cell in row if isinstance(cell, str | bytes)))
+            yield row
 
-def _digests_by_step(
-    connection: sqlite3.Connection, version: int, table: str, steps: Mapping[int, StepRow]
-) -> Iterator[tuple[int, bytes]]:
-    """Yield a digest of the rows of each step that has any. Raises `ValueError` for a lone row."""
-    ends = [row.first + row.records for row in steps.values()]
-    numbers = list(steps)
-    at_once = 1 if table == "tensor" else AT_ONCE
-    rows = chain.from_iterable(_rows(connection, table, _schema(version)[1][table], at_once))
-    last = -1
-    for place, group in groupby(rows, key=lambda row: bisect_right(ends, row[0])):
-        if place == len(ends) or place <= last:
-            raise ValueError(f"its table `{table}` has rows in the wrong place")
-        last = place
-        digest = xxhash.xxh3_128()
-        for row in group:
-            digest.update(as_bytes([row]))
-        yield numbers[place], digest.digest()
+    def _take(self, count: int) -> None:
+        self._left -= count
+        if self._left < 0:
+            raise ValueError("it has more in it than a file of its size can hold")
 
+    def _read_texts(self, step: int, names: Any, losses: Any) -> None:
+        sites = [Site(*words) for words in names.get("sites", ())]
+        arguments, threads = names.get("arguments", ()), names.get("threads", ())
+        of_step = [
+            Loss(step, place, None if value is None else float(value), bytes.fromhex(mark), source)
+            for place, (value, mark, source) in enumerate(losses)
+        ]
+        texts = chain(*map(astuple, sites), arguments, threads, (loss.source for loss in of_step))
+        "".join(texts).encode()  # raises if one of them is no text
+        self.sites += sites
+        self.arguments += arguments
+        self.threads += threads
+        self.losses += of_step
 
-NOTHING = xxhash.xxh3_128_digest(b"")
-"""The digest of no rows."""
+    def check_records(self) -> None:
+        """Raise `ValueError` if a record is missing, was changed, or refers to no name."""
+        rows = self._rows("part", "order by first")
+        for step in self.steps.values():
+            digest, following = xxhash.xxh3_128(), step.first
+            for _ in range(step.parts):
+                first, content, inputs, outputs = next(rows, (None, b"", b"", b""))
+                if first != following:
+                    raise ValueError(f"records of step {step.step} are missing")
+                outline = unpacked(content)
+                # The recorder sees to it that a file has a byte for each record.
+                self._take(max(0, len(outline) - len(content) - len(inputs) - len(outputs)))
+                thread, site, argument, least_site = outline.limits
+                if not (
+                    thread < max(len(self.threads), 1)
+                    and 0 < least_site <= site <= len(self.sites)
+                    and argument <= len(self.arguments)
+                    and sum(outline.input_lengths) == len(inputs)
+                    and sum(outline.output_lengths) == len(outputs)
+                ):
+                    raise ValueError(f"a record of step {step.step} is not valid")
+                of_values = xxhash.xxh3_128_digest(inputs), xxhash.xxh3_128_digest(outputs)
+                digest.update(b"".join((outline.digest, *of_values)))
+                following += len(outline)
+            if not step.dropped and (following, digest.digest()) != (
+                step.first + step.records,
+                step.digest,
+            ):
+                raise ValueError(f"records of step {step.step} were changed or are missing")
+        if next(rows, None) is not None:
+            raise ValueError("it has records that belong to no step")
 
-
-def _seals(connection: sqlite3.Connection, version: int) -> Mapping[str, bytes]:
-    if not SEALED[version]:
-        return {}
-    seals = dict(connection.execute("select name, digest from seal"))
-    if seals.keys() != set(SEALED[version]):
-        raise ValueError("not all of its tables have a digest")
-    return seals
-
-
-def _check_table(
-    connection: sqlite3.Connection, version: int, name: str, seals: Mapping[str, bytes]
-) -> None:
-    at_once = 1 if name == "tensor" else AT_ONCE
-    digest = xxhash.xxh3_128()
-    for rows in _rows(connection, name, _schema(version)[1][name], at_once):
-        digest.update(as_bytes(rows))
-    if seals and seals[name] != digest.digest():
-        raise ValueError(f"its table `{name}` was changed after it was written")
-
-
-def _rows(
-    connection: sqlite3.Connection, table: str, columns: dict[str, frozenset[type]], at_once: int
-) -> Iterator[list[tuple[Any, ...]]]:
-    """Yield the rows of a table in the order in which they were written, so many at a time."""
-    names, order = ", ".join(columns), _ORDERS.get(table, "rowid")
-    cursor = connection.execute(f"select {names} from {table} order by {order}")  # noqa: S608 - ours
-    while rows := cursor.fetchmany(at_once):
-        for (column, types), cells in zip(columns.items(), zip(*rows, strict=True), strict=True):
-            if not types.issuperset(map(type, cells)):
-                raise ValueError(
-                    f"column `{column}` of its table `{table}` has a value of another type"
-                )
-        yield rows
-
-
-def steps_of(
-    connection: sqlite3.Connection, version: int, meta: Mapping[str, Any]
-) -> dict[int, StepRow]:
-    """Return every step by its number; raises `ValueError` if one is missing.
-
-    A recording begins with step 0, or the first one requested, and leaves none out.
-    """
-    own, dropped = "x'', ''", set[int]()
-    if version == FORMAT:
-        own = "details, level"
-        dropped = {step for (step,) in connection.execute("select step from dropped")}
-    columns = "step, first, records, bytes, parameters, gradients, random, finished, digest"
-    rows = connection.execute(f"select {columns}, {own} from step order by step")  # noqa: S608 - ours
-    steps: dict[int, StepRow] = {}
-    following, after = (meta.get("steps") or [0])[0], 1
-    for number, first, records, size, parameters, gradients, random, finished, *rest in rows:
-        generators = _generators(random)
-        if number != following:
-            raise ValueError(f"step {following} is missing")
-        if first != after or not 0 <= records <= RECORDS:
-            raise ValueError(f"the records of step {number} are in the wrong place")
-        digest, of_details, level = rest
-        if level not in {"", *LEVELS}:
-            raise ValueError(f"the level of step {number} is not valid")
-        steps[number] = StepRow(
-            *(number, first, records, size, parameters, gradients, generators),
-            finished=bool(finished),
-            level=level or level_of(meta, number),
-            digest=digest,
-            details=of_details,
-            dropped=number in dropped,
-        )
-        following, after = number + 1, first + records
-    if not dropped <= steps.keys():
-        raise ValueError("records were dropped of a step that is missing")
-    return steps
-
-
-def check_records(
-    connection: sqlite3.Connection, version: int, steps: Mapping[int, StepRow], size: int
-) -> None:
-    """Raise `ValueError` if a record is missing, was changed, or refers to no row."""
-    threads, sites, arguments = (
-        {number for (number,) in connection.execute(f"select id from {name}")}  # noqa: S608 - ours
-        for name in ("thread", "site", "argument")
-    )
-    known = {0, *threads}, sites - {0}, {0, *arguments}
-    STORED_RECORDS[version](connection).check(steps, known, size)
-
-
-def level_of(meta: Mapping[str, Any], number: int) -> str:
-    """Return the level at which a step was to be recorded."""
-    return level_of_step(number, meta.get("level") or LEVELS[-1], meta.get("every") or 1)
-
-
-def _generators(text: str) -> Mapping[str, str]:
-    try:
-        found = json.loads(text)
-    except RecursionError:
-        found = None
-    if not isinstance(found, dict) or not _is_mapping_of_words(found):
-        raise ValueError("the states of generators are not valid")
-    return found
-
-
-def _tables(connection: sqlite3.Connection) -> Tables:
-    """Return all that a database holds, by name: its type, and how it was made."""
-    master = connection.execute("select name, type, sql from sqlite_master")
-    rows = master.fetchmany(OBJECTS)
-    return {str(name): (str(kind), " ".join(str(sql).split())) for name, kind, sql in rows}
-
-
-@cache
-def _schema(version: int) -> tuple[Tables, Columns]:
-    """Return the tables of a format, and of each table the types that a cell of a column has."""
-    with closing(sqlite3.connect(":memory:")) as connection:
-        connection.executescript(SCHEMAS[version])
-        info = 'select name, type, "notnull" or pk from pragma_table_info(?)'
-        columns = {
-            table: {
-                column: frozenset({_TYPES[kind.lower()], *(() if filled else (type(None),))})
-                for column, kind, filled in connection.execute(info, (table,))
-            }
-            for table in (*OF_RUN, *DETAILS, *SEALED[version])
-        }
-        return _tables(connection), columns
+    def check_details(self) -> None:
+        """Raise `ValueError` if statistics or tensors are not those that were written."""
+        self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, ANY_LENGTH)
+        for step in self.steps.values():
+            which = step.first, step.first + step.records
+            rows = (
+                self._rows(table, "where record >= ? and record < ? order by 1, 2, 3", which)
+                for table in DETAILS
+            )
+            if digest_of(chain.from_iterable(rows)) != step.details:
+                raise ValueError(f"the statistics or tensors of step {step.step} were changed")
+        for table in DETAILS:
+            for _ in self._rows(table, "where record < 1 or record >= ?", (self._end,)):
+                raise ValueError(f"its table `{table}` has rows of no record")

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.errors import TraceError
 from torchrepro.messages import Problem, near, some
 from torchrepro.trace import integrity
-from torchrepro.trace.format import SCHEMAS, SUFFIX, WITHOUT_SEALS, Loss, Record, Site, StepRow
-from torchrepro.trace.parts import STORED_RECORDS
+from torchrepro.trace.format import FORMAT, SUFFIX, Part, unpacked
+from torchrepro.trace.request import LEVELS, level_of_step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from torchrepro.trace.parts import Outline, Part, StoredRecords
+    from torchrepro.trace.format import Loss, Outline, Record, Site, StepRow
 
 
 class Trace:
@@ -41,27 +41,30 @@ class Trace:
             raise TraceError(Problem(f"cannot be read as a trace: {error}", str(path))) from None
 
     def _read(self, *, records: bool) -> None:
-        version = integrity.format_of(self._connection)
-        if version is None:
+        if not integrity.is_of_format(self._connection):
             raise TraceError(
                 Problem(
                     "a trace of another format",
                     str(self.path),
-                    legal=" or ".join(map(str, sorted(SCHEMAS))),
+                    legal=str(FORMAT),
                     todo="read it with the version of torchrepro that wrote it",
                 )
             )
-        self.sealed = version != WITHOUT_SEALS
-        """Whether it has digests, which show damage."""
         self.meta: Mapping[str, Any] = integrity.meta_of(self._connection)
-        integrity.check_tables(self._connection, version)
-        self.steps: Mapping[int, StepRow] = integrity.steps_of(self._connection, version, self.meta)
-        """Every step by its number, in order."""
+        found = integrity.Contents(self._connection, self.meta, integrity.size_of(self.path))
         if records:
-            size = integrity.size_of(self.path)
-            integrity.check_records(self._connection, version, self.steps, size)
-            integrity.check_details(self._connection, version, self.steps)
-        self._records: StoredRecords = STORED_RECORDS[version](self._connection)
+            found.check_records()
+            found.check_details()
+        self.steps: Mapping[int, StepRow] = found.steps
+        """Every step by its number, in order."""
+        self.sites: Mapping[int, Site] = dict(enumerate(found.sites, 1))
+        """Every site by its number."""
+        self.arguments: Mapping[int, str] = dict(enumerate(["", *found.arguments]))
+        """The text of arguments that are not tensors, by its number; 0 stands for none."""
+        self.threads: Mapping[int, str] = dict(enumerate(found.threads))
+        """The name of each thread by its number; 0 is the main thread."""
+        self.losses: Sequence[Loss] = found.losses
+        """Every loss in its order."""
         self._last_part: Part | None = None
 
     def close(self) -> None:
@@ -86,7 +89,11 @@ class Trace:
     def level_of(self, number: int) -> str:
         """Return the level at which a step was recorded, or would have been."""
         row = self.steps.get(number)
-        return integrity.level_of(self.meta, number) if row is None else row.level
+        if row is not None:
+            return row.level
+        return level_of_step(
+            number, self.meta.get("level") or LEVELS[-1], self.meta.get("every") or 1
+        )
 
     def ends_before(self, number: int) -> bool:
         """Whether it shows that the program ended no step of this number."""
@@ -98,45 +105,28 @@ class Trace:
             or (asked and not asked[0] <= number <= asked[1])
         )
 
-    @cached_property
-    def sites(self) -> Mapping[int, Site]:
-        """Every site by its id."""
-        rows = self._connection.execute("select id, phase, module, op, source, outputs from site")
-        return {number: Site(*rest) for number, *rest in rows}
-
-    @cached_property
-    def arguments(self) -> Mapping[int, str]:
-        """The text of arguments that are not tensors, by its id; 0 stands for none."""
-        return {0: "", **dict(self._connection.execute("select id, text from argument"))}
-
-    @cached_property
-    def threads(self) -> Mapping[int, str]:
-        """The name of each thread by its id; 0 is the main thread."""
-        return dict(self._connection.execute("select id, name from thread"))
-
-    @cached_property
-    def losses(self) -> list[Loss]:
-        """Every loss in its order."""
-        rows = self._connection.execute(
-            "select step, position, value, fingerprint, source from loss order by step, position"
-        )
-        return [Loss(*row) for row in rows]
-
     def outlines(self, step: int) -> Iterator[Outline]:
         """Yield what the records of a step are, without their values; nothing if dropped."""
-        return self._records.outlines(*self._range(step))
+        row = self.steps[step]
+        rows = self._connection.execute(
+            "select outline from part where first >= ? and first < ? order by first",
+            (row.first, row.first + row.records),
+        )
+        return (unpacked(content) for (content,) in rows)
 
     def parts(self, step: int) -> Iterator[Part]:
         """Yield the records of a step in parts that fit into memory; nothing if dropped."""
-        return self._records.parts(*self._range(step))
+        row = self.steps[step]
+        which = "where first >= ? and first < ? order by first"
+        return self._parts(which, row.first, row.first + row.records)
 
     def parts_before(self, record: int) -> Iterator[Part]:
         """Yield all that came before a record, the last first; a part may go on after it."""
-        return self._records.parts_before(record)
+        return self._parts("where first < ? order by first desc", record)
 
-    def _range(self, step: int) -> tuple[int, int]:
-        row = self.steps[step]
-        return row.first, row.first + row.records
+    def _parts(self, which: str, *values: int) -> Iterator[Part]:
+        rows = self._connection.execute(f"select * from part {which}", values)  # noqa: S608 - ours
+        return (Part(first, unpacked(content), *rest) for first, content, *rest in rows)
 
     def records(self, step: int) -> list[Record]:
         """Return the records of a step in order."""

@@ -91,8 +91,7 @@ class Recording:
         if self._store is not None:
             with self._unwritable_handled():
                 self._store.write_knobs_in_effect()
-                self._store.write_meta({**self._facts(), "finished": True})
-                self._store.close()
+                self._store.finish(self._facts())
                 self._store.must_exist()
                 self._say_what_was_dropped(self._store)
 
@@ -222,7 +221,7 @@ class Recording:
     def _write_losses(self, store: Store) -> None:
         marks = joined([mark for _, mark, _ in self._losses], OUTPUT)
         store.add_losses(
-            (self.state.step, n, _real(value), marks[n * OUTPUT : (n + 1) * OUTPUT], source)
+            (_real(value), marks[n * OUTPUT : (n + 1) * OUTPUT], source)
             for n, (value, _, source) in enumerate(self._losses)
         )
 

@@ -8,10 +8,10 @@ import os
 import platform
 import sqlite3
 import sys
-from collections import Counter
+import zlib
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import cache, cached_property
+from functools import cached_property
 from importlib import import_module
 from itertools import chain, count
 from multiprocessing import current_process
@@ -38,14 +38,14 @@ from torchrepro.trace.format import (
     FORMAT,
     MANY,
     SCHEMA,
-    SEALED,
+    SEAL,
     SUFFIX,
     Row,
     StepRow,
-    as_bytes,
+    digest_of,
+    packed,
 )
 from torchrepro.trace.request import Request
-from torchrepro.trace.sequences import Recent, packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -80,17 +80,11 @@ class Store:
         self.records = 0
         self._clean = clean
         self._meta: dict[str, str] = {}
+        self._steps = 0
         self._sources: dict[str, str] = {}  # of losses: the same in every step
         self._states: tuple[Mapping[str, str], str] = {}, "{}"
-        self._of_step = xxhash.xxh3_128()
-        self._of_details = {name: xxhash.xxh3_128() for name in DETAILS}
-        self._has_details = False
-        self._sequences = 0
-        self._recent: Recent[tuple[int, ...], tuple[int, bytes]] = Recent()  # number, digest
-        self._shrinks = shrinks
-        self._uses: Counter[int] = Counter()  # of each sequence by parts, where parts are dropped
-        self._digests = {name: xxhash.xxh3_128() for name in SEALED[FORMAT]}
-        self._unsealed = set(SEALED[FORMAT])
+        self._outline = b"", b"", b""  # the last one, compressed, and its digest
+        self._begin_step()
         self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         execute = self._connection.execute
         if shrinks:
@@ -102,13 +96,19 @@ class Store:
         self._connection.executescript(f"begin; {SCHEMA} commit;")  # all tables or none
         execute("begin")
 
+    def _begin_step(self) -> None:
+        self._of_step = xxhash.xxh3_128()
+        self._parts = 0
+        self._names: dict[str, list[Any]] = {"sites": [], "arguments": [], "threads": []}
+        self._losses: list[Any] = []
+        self._details: dict[str, list[tuple[Any, ...]]] = {table: [] for table in DETAILS}
+
     def write_meta(self, values: Mapping[str, Any]) -> None:
         """Write what is known of the run as a whole."""
-        rows = [(key, json.dumps(self._clean(value))) for key, value in values.items()]
-        self._many("insert or replace into meta values (?, ?)", rows)
-        self._meta.update(rows)
-        self._digests["meta"] = xxhash.xxh3_128(as_bytes(sorted(self._meta.items())))
-        self._unsealed.add("meta")
+        self._meta |= {key: json.dumps(self._clean(value)) for key, value in values.items()}
+        rows = sorted(self._meta.items())
+        rows.append((SEAL, json.dumps(digest_of(rows).hex())))
+        self._insert("meta", rows)
 
     def write_knobs_in_effect(self) -> None:
         """Write the values of knobs that have changed since to others as good."""
@@ -117,24 +117,20 @@ class Store:
             now = {each.knob: shown(each.now) for each in rewrites}
             self.write_meta({"knobs": json.loads(self._meta["knobs"]) | now})
 
-    def add_sites(self, sites: Iterable[tuple[int, Sequence[str]]]) -> None:
-        """Add places of the program that records refer to."""
-        sites = list(sites)
-        shown = self._shown(chain.from_iterable(words for _, words in sites))
-        self._add("site", [(number, *map(shown.__getitem__, words)) for number, words in sites])
+    def add_sites(self, sites: Sequence[Sequence[str]]) -> None:
+        """Add places of the program that records refer to, by numbers from 1 on."""
+        shown = self._shown(chain.from_iterable(sites))
+        self._names["sites"] += [[*map(shown.__getitem__, words)] for words in sites]
 
-    def add_arguments(self, texts: Iterable[tuple[int, str]]) -> None:
-        """Add arguments of ops that are not tensors."""
-        texts = list(texts)
+    def add_arguments(self, texts: Sequence[str]) -> None:
+        """Add arguments of ops that are not tensors, which are numbered from 1 on."""
         # A text without quotes has only numbers and types in it, and may be new in every step.
-        shown = self._shown(text for _, text in texts if "'" in text or '"' in text)
-        self._add("argument", [(number, shown.get(text, text)) for number, text in texts])
+        shown = self._shown(text for text in texts if "'" in text or '"' in text)
+        self._names["arguments"] += [shown.get(text, text) for text in texts]
 
-    def add_threads(self, names: Iterable[tuple[int, str]]) -> None:
-        """Add threads that records come from."""
-        names = list(names)
-        shown = self._shown(name for _, name in names)
-        self._add("thread", [(number, shown[name]) for number, name in names])
+    def add_threads(self, names: Sequence[str]) -> None:
+        """Add threads that records come from, which are numbered from 0 on."""
+        self._names["threads"] += map(self._shown(names).__getitem__, names)
 
     def add_records(self, rows: list[Row]) -> None:
         """Add records of the running step in their order."""
@@ -144,80 +140,66 @@ class Store:
     def _add_part(self, rows: list[Row]) -> None:
         threads, sites, arguments, each_input, each_output = zip(*rows, strict=True)
         inputs, outputs = b"".join(each_input), b"".join(each_output)
-        if len(inputs) + len(outputs) > LARGE and len(rows) > 1:
+        size = len(inputs) + len(outputs)
+        if size > LARGE and len(rows) > 1:
             half = len(rows) // 2
             self._add_part(rows[:half])
             self._add_part(rows[half:])
             return
-        # A reader relies on it that a file has a byte for each of its records.
-        find = self._sequence if len(inputs) + len(outputs) >= len(rows) else self._new_sequence
-        lengths = tuple(map(len, each_input)), tuple(map(len, each_output))
-        found = [find(numbers) for numbers in (threads, sites, arguments, *lengths)]
-        numbers, digests = zip(*found, strict=True)
-        if self._shrinks:
-            self._uses.update(numbers)
+        lengths = [*map(len, each_input)], [*map(len, each_output)]
+        plain = packed((threads, sites, arguments, *lengths))
+        if plain != self._outline[0]:  # steps are alike
+            # A reader relies on it that a file has a byte for each of its records.
+            content = zlib.compress(plain, 1 if size >= len(rows) else 0)
+            self._outline = plain, content, xxhash.xxh3_128_digest(plain)
+        _, content, digest = self._outline
         of_values = xxhash.xxh3_128_digest(inputs), xxhash.xxh3_128_digest(outputs)
-        self._of_step.update(b"".join((*digests, *of_values)))
-        values = (self.records + 1, *numbers, inputs, outputs)
-        self._execute("insert into part values (?, ?, ?, ?, ?, ?, ?, ?)", values)
+        self._of_step.update(b"".join((digest, *of_values)))
+        self._insert("part", [(self.records + 1, content, inputs, outputs)])
         self.records += len(rows)
+        self._parts += 1
 
-    def _sequence(self, numbers: tuple[int, ...]) -> tuple[int, bytes]:
-        """Return the number and the digest of a sequence, which is written if it is new."""
-        found = self._recent.get(numbers)
-        if found is None:
-            found = self._new_sequence(numbers)
-            self._recent.add(numbers, found, len(numbers))
-        return found
-
-    def _new_sequence(self, numbers: tuple[int, ...]) -> tuple[int, bytes]:
-        content = packed(numbers)
-        self._sequences += 1
-        self._execute("insert into sequence values (?, ?)", (self._sequences, content))
-        return self._sequences, xxhash.xxh3_128_digest(content)
-
-    def add_losses(self, rows: Iterable[tuple[int, int, float | None, bytes, str]]) -> None:
-        """Add losses: step, position, value, fingerprint, source."""
-        rows = list(rows)
-        new = {row[4] for row in rows} - self._sources.keys()
-        if new:
-            self._sources |= self._shown(new)
-        self._add(
-            "loss", [(*row[:2], _real(row[2]), row[3], self._sources[row[4]]) for row in rows]
-        )
+    def add_losses(self, rows: Iterable[tuple[float | None, bytes, str]]) -> None:
+        """Add losses of the running step: value, fingerprint, source."""
+        for value, fingerprint, source in rows:
+            if source not in self._sources:
+                self._sources |= self._shown([source])
+            self._losses.append((_real(value), fingerprint.hex(), self._sources[source]))
 
     def add_statistics(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Add statistics of outputs: record, position, count, mean, norm, low, high."""
-        numbers = [(*row[:3], *map(_real, row[3:])) for row in rows]
-        in_order_of_reading = sorted(numbers, key=itemgetter(0, 1))
-        self._add_details("statistics", in_order_of_reading)
+        self._details["statistics"] += ((*row[:3], *map(_real, row[3:])) for row in rows)
 
     def add_tensors(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Add kept tensors: record, role, position, dtype, shape, data."""
-        self._add_details("tensor", list(rows))
+        self._details["tensor"] += rows
 
     def end_step(self, row: StepRow) -> None:
         """Add a step and commit all that belongs to it."""
+        if row.random is not self._states[0]:  # those of many steps are the very same
+            self._states = row.random, json.dumps(dict(row.random))
+        details = []
+        for table, rows in self._details.items():
+            if rows:
+                details += sorted(rows, key=itemgetter(0, 1, 2))
+                self._insert(table, rows)
         values = (
-            *(row.step, row.first, row.records, row.bytes),
-            *(self._of_step.digest(), self._digest_of_details()),
-            *(row.parameters, row.gradients),
-            *(self._text_of(row.random), int(row.finished), row.level),
+            *(row.step, row.first, row.records, self._parts, row.bytes),
+            *(row.level, int(row.finished)),
+            *(self._of_step.digest(), digest_of(details)),
+            *(row.parameters, row.gradients, self._states[1]),
+            json.dumps({kind: its for kind, its in self._names.items() if its}),
+            json.dumps(self._losses),
         )
-        self._of_step.reset()
-        self._add("step", [values])
+        self._insert("step", [(*values, digest_of([values]))])
+        self._steps += 1
+        self._begin_step()
         self.commit()
 
     def commit(self) -> None:
         """Commit what was done since the last time."""
-        self._commit()
-        self._execute("begin")
-
-    def _text_of(self, states: Mapping[str, str]) -> str:
-        """Return the states of generators as JSON; those of many steps are the very same."""
-        if states is not self._states[0]:
-            self._states = states, json.dumps(dict(states))
-        return self._states[1]
+        self.ask("commit")
+        self.ask("begin")
 
     # Dropping records, between two steps.
 
@@ -238,68 +220,53 @@ class Store:
     @property
     def bytes_used(self) -> int:
         """How many bytes of the file, once it has all that the log holds, are in use."""
-        return self.bytes_of_file - self._asked("freelist_count") * self._page
+        return self.bytes_of_file - self._number("freelist_count") * self._page
 
     @property
     def bytes_of_file(self) -> int:
         """How many bytes the file has, once it has all that the log holds."""
-        return self._asked("page_count") * self._page
+        return self._number("page_count") * self._page
 
     @cached_property
     def _page(self) -> int:
-        return self._asked("page_size")
+        return self._number("page_size")
 
-    def _asked(self, pragma: str) -> int:
-        return int(self._rows(f"pragma {pragma}")[0][0])
+    def _number(self, pragma: str) -> int:
+        return int(self.ask(f"pragma {pragma}")[0][0])
 
-    def next_step(self, after: int, level: str) -> tuple[int, int, int]:
-        """Return number, first record and count of records of the next step of a level with any.
-
-        There has to be one.
-        """
-        (found,) = self._rows(
-            "select step, first, records from step where step > ? and records > 0 and level = ?"
-            " order by step limit 1",
-            (after, level),
-        )
-        return found  # type: ignore[no-any-return]
-
-    def drop(self, step: int, first: int, records: int) -> None:
-        """Delete the records of a step and their details; its row stays as it is."""
+    def drop(self, step: int) -> None:
+        """Delete the records of a step and their details; its row says so and stays."""
+        ((first, records),) = self.ask("select first, records from step where step = ?", (step,))
         which = first, first + records
-        rows = self._rows(
-            "select thread, site, argument, input_lengths, output_lengths from part"
-            " where first >= ? and first < ?",
-            which,
-        )
-        self._execute("delete from part where first >= ? and first < ?", which)
+        self.ask("delete from part where first >= ? and first < ?", which)
         for table in DETAILS:
-            self._execute(f"delete from {table} where record >= ? and record < ?", which)  # noqa: S608 - a table of ours
-        self._uses.subtract(chain.from_iterable(rows))
-        unused = [number for number in {*chain.from_iterable(rows)} if not self._uses[number]]
-        if unused:
-            self._many("delete from sequence where id = ?", [(number,) for number in unused])
-            for number in unused:
-                del self._uses[number]
-            self._recent.clear()
-        self._add("dropped", [(step,)])
+            self.ask(f"delete from {table} where record >= ? and record < ?", which)  # noqa: S608 - a table of ours
+        self.ask("update step set parts = 0, details = x'' where step = ?", (step,))
+        ((*values, _),) = self.ask("select * from step where step = ?", (step,))
+        seal = digest_of([tuple(values)])
+        self.ask("update step set seal = ? where step = ?", (seal, step))
 
     def shrink(self, *, file: bool) -> None:
         """Empty the log into the file; with `file`, make that smaller by what is not in use.
 
         While somebody reads the trace, this does less, and does not wait.
         """
-        self._commit()
+        self.ask("commit")
         if file:
-            self._rows("pragma incremental_vacuum")
-        self._rows("pragma busy_timeout = 0")
-        self._rows("pragma wal_checkpoint(truncate)")
-        self._rows(f"pragma busy_timeout = {PATIENCE}")
-        self._execute("begin")
+            self._connection.executescript("pragma incremental_vacuum")  # one page by `execute`
+        self.ask("pragma busy_timeout = 0")
+        self.ask("pragma wal_checkpoint(truncate)")
+        self.ask(f"pragma busy_timeout = {PATIENCE}")
+        self.ask("begin")
+
+    def finish(self, values: Mapping[str, Any]) -> None:
+        """Write that the trace is complete, with `values` of the run, and leave one file behind."""
+        self.write_meta({**values, "finished": True, "rows": self._steps})
+        self.close()
 
     def close(self) -> None:
-        """Commit what is left and leave one file behind."""
-        self._commit()
+        """Commit what is left; a trace that is not finished shows that the run was cut off."""
+        self.ask("commit")
         with suppress(sqlite3.OperationalError):  # a reader may hold it: then it stays as it is
             self._connection.execute("pragma journal_mode = delete")
         self._connection.close()
@@ -315,60 +282,17 @@ class Store:
             self._connection.execute("rollback")
         self._connection.close()
 
-    def _shown(self, texts: Iterable[str]) -> dict[str, str]:
-        """Return each text as it may be written: without secrets, and as a database can hold it."""
-        distinct = list(dict.fromkeys(texts))
-        cleaned = self._clean(distinct) if distinct else []
-        # A path may hold bytes that are not Unicode.
-        storable = (text.encode(errors="backslashreplace").decode() for text in cleaned)
-        return dict(zip(distinct, storable, strict=True))
-
-    def _add(self, table: str, rows: list[tuple[Any, ...]]) -> None:
-        if rows:
-            self._insert(table, rows)
-            self._digests[table].update(as_bytes(rows))
-            self._unsealed.add(table)
-
-    def _add_details(self, table: str, rows: list[tuple[Any, ...]]) -> None:
-        if rows:
-            self._insert(table, rows)
-            self._of_details[table].update(as_bytes(rows))
-            self._has_details = True
-
-    def _digest_of_details(self) -> bytes:
-        """Return a digest of the statistics and tensors of the running step, the last time."""
-        if not self._has_details:
-            return b""
-        found = b"".join(digest.digest() for digest in self._of_details.values())
-        for digest in self._of_details.values():
-            digest.reset()
-        self._has_details = False
-        return found
-
-    def _insert(self, table: str, rows: list[tuple[Any, ...]]) -> None:
-        self._many(_insertion(table, len(rows[0])), rows)
-
-    def _commit(self) -> None:
-        seals = [(name, self._digests[name].digest()) for name in self._unsealed]
-        self._many("insert or replace into seal values (?, ?)", seals)
-        self._unsealed.clear()
-        self._execute("commit")
-
-    def _many(self, statement: str, rows: Iterable[Sequence[Any]]) -> None:
-        try:
-            self._connection.executemany(statement, rows)
-        except sqlite3.Error as error:
-            raise self._refused(error) from error
-
-    def _rows(self, statement: str, values: Sequence[Any] = ()) -> list[Any]:
+    def ask(self, statement: str, values: Sequence[Any] = ()) -> list[Any]:
+        """Run a statement and return its rows. Raises `TraceError` if it cannot be done."""
         try:
             return self._connection.execute(statement, values).fetchall()
         except sqlite3.Error as error:
             raise self._refused(error) from error
 
-    def _execute(self, statement: str, values: Sequence[Any] = ()) -> None:
+    def _insert(self, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
+        marks = ", ".join("?" * len(rows[0]))
         try:
-            self._connection.execute(statement, values)
+            self._connection.executemany(f"replace into {table} values ({marks})", rows)  # noqa: S608 - a table of ours
         except sqlite3.Error as error:
             raise self._refused(error) from error
 
@@ -380,6 +304,14 @@ class Store:
                 todo="make room, or record into another folder",
             )
         )
+
+    def _shown(self, texts: Iterable[str]) -> dict[str, str]:
+        """Return each text as it may be written: without secrets, and as a database can hold it."""
+        distinct = list(dict.fromkeys(texts))
+        cleaned = self._clean(distinct) if distinct else []
+        # A path may hold bytes that are not Unicode.
+        storable = (text.encode(errors="backslashreplace").decode() for text in cleaned)
+        return dict(zip(distinct, storable, strict=True))
 
 
 class _Redaction:
@@ -507,8 +439,3 @@ def _new_file(folder: Path, rank: int) -> tuple[Path, int]:
 def _real(value: float | None) -> float | None:
     """Return a number as it is read again: a database has no NaN and no negative zero."""
     return None if value is None or math.isnan(value) else float(value) + 0.0
-
-
-@cache
-def _insertion(table: str, columns: int) -> str:
-    return f"insert into {table} values ({', '.join('?' * columns)})"  # noqa: S608 - a table of ours

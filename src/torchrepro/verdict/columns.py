@@ -19,8 +19,7 @@ from torchrepro.verdict.evidence import short
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from torchrepro.trace.format import Loss
-    from torchrepro.trace.parts import Outline
+    from torchrepro.trace.format import Loss, Outline
     from torchrepro.trace.reader import Trace
     from torchrepro.verdict.value import Divergence
 
