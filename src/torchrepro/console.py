@@ -12,8 +12,6 @@ import io
 import re
 import sys
 from functools import cache, singledispatch
-from itertools import zip_longest
-from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.messages import ends_in_line_number, printable, shortened
@@ -25,8 +23,9 @@ if TYPE_CHECKING:
 
     Part: TypeAlias = "Table | str"
 
-_WIDE = 200  # columns of a page, which can be scrolled
-_GAP = "  "  # between two columns
+_UNBOUNDED = 10**9  # columns
+_PAGE = 200  # columns of a page, which can be scrolled
+_GAP = 2  # columns between two columns of a table
 _PROSE = 24  # columns that a text of several words needs at least
 _WORD = re.compile(r"\S+")
 _INDENTS = ("", "  ", "    ")  # of the first line of a record, of its others, and of what goes on
@@ -90,7 +89,7 @@ class Displayed:
 
 
 def say(*lines: object) -> None:
-    """Tell standard error each of `lines`, where there is one: `pythonw` has none."""
+    """Tell standard error each of `lines`; where it is closed, as in some services, nobody."""
     for line in lines if sys.stderr is not None else ():
         sys.stderr.write(f"torchrepro: {line}\n")
 
@@ -120,35 +119,35 @@ def show_aside(*parts: Part) -> None:
 
 def _show(stream: TextIO, parts: Iterable[Part]) -> None:
     if stream.isatty():
-        console = _rich()(stderr=stream is sys.stderr)
-        _print(console, parts, console.width)
+        console = _rich()(file=stream)
+        lines = _lines(console, parts, console.width)
     else:
-        stream.write(as_text(*parts) + "\n")
+        lines = _plain_lines(parts)
+    stream.write("\n".join(lines) + "\n")
 
 
 def as_text(*parts: Part) -> str:
     """Return tables and lines as plain text, without trailing blanks: one line for each row."""
-    return "\n".join(_plain_lines(parts, inf))
+    return "\n".join(_plain_lines(parts))
 
 
 def as_html(*parts: Part) -> str:
     """Return tables and lines as HTML, as a notebook shows them."""
-    console = _rich()(record=True, file=io.StringIO(), width=_WIDE)
-    _print(console, parts, _WIDE)
+    console = _rich()(record=True, file=io.StringIO())
+    _print(console, parts, _PAGE)
     html: str = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
     return html
 
 
 def height(columns: int, *parts: Part) -> int:
     """Return how many lines tables and lines take on a terminal of so many columns."""
-    lengths = map(_width, _plain_lines(parts, columns))
-    return sum(max(1, -(-length // columns)) for length in lengths)
+    from rich.cells import cell_len
+
+    return sum(max(1, -(-cell_len(line) // columns)) for line in _plain_lines(parts, columns))
 
 
-def _plain_lines(parts: Iterable[Part], room: float) -> list[str]:
-    stream = io.StringIO()
-    _print(_rich()(file=stream, width=_WIDE, no_color=True), parts, room)
-    return [line.rstrip() for line in stream.getvalue().splitlines()]
+def _plain_lines(parts: Iterable[Part], room: int = _UNBOUNDED) -> list[str]:
+    return _lines(_rich()(color_system=None), parts, room)
 
 
 @cache
@@ -162,107 +161,92 @@ def _rich() -> Any:
     return Console
 
 
-def _print(console: Any, parts: Iterable[Part], room: float) -> None:
-    """Print tables within so many columns; a terminal breaks other lines by itself."""
+def _lines(console: Any, parts: Iterable[Part], room: int) -> list[str]:
+    with console.capture() as captured:
+        _print(console, parts, room)
+    return [line.rstrip() for line in captured.get().splitlines()]
+
+
+def _print(console: Any, parts: Iterable[Part], room: int) -> None:
+    """Print tables laid out in so many columns, and other lines as they are."""
+    console.width = _UNBOUNDED  # what is wider than `room` is broken by the terminal, not by rich
     for part in parts:
-        lines = [_text(part)] if isinstance(part, str) else _laid_out(part, console, room)
-        for line in lines:
-            console.print(line, highlight=False, soft_wrap=True)
+        for each in [_text(part)] if isinstance(part, str) else _laid_out(part, console, room):
+            console.print(each, highlight=False)
 
 
-def _laid_out(table: Table, console: Any, room: float) -> Iterator[Any]:
-    """Return the lines of a table as a grid, or as records where it has no room as a grid."""
-    headings = table.headings or ("", "")
-    columns = list(zip(headings, *(map(_plain, row) for row in table.rows), strict=True))
-    widths = [max(map(_width, "\n".join(cells).split("\n"))) for cells in columns]
-    left = room - sum(widths) + widths[table.fold] - len(_GAP) * (len(widths) - 1)
-    longest = max(map(_width, " ".join(columns[table.fold]).split()), default=0)
-    if table.headings and left < min(widths[table.fold], max(_PROSE, longest)):
-        return _records(table, console, room)
-    if left < widths[table.fold]:
-        widths[table.fold] = max(int(left), min(widths[table.fold], _PROSE))
-    return _grid(table, console, widths)
-
-
-def _grid(table: Table, console: Any, widths: Sequence[int]) -> Iterator[Any]:
+def _laid_out(table: Table, console: Any, room: int) -> Iterator[Any]:
+    """Yield a table as a grid, or as the lines of records where it has no room as a grid."""
+    import rich.table
+    from rich.measure import Measurement
     from rich.text import Text
 
-    heading = tuple(Styled(each, "bold") for each in table.headings)
-    for row in (heading, *table.rows) if heading else table.rows:
-        first = Styled(_plain(row[0]), table.first_style) if table.first_style else row[0]
-        cells = [
-            _broken(_text(cell), console, width)
-            for cell, width in zip((first, *row[1:]), widths, strict=True)
-        ]
-        for pieces in zip_longest(*cells, fillvalue=Text()):
-            line = Text()
-            for piece, width in zip(pieces, widths, strict=True):
-                line.append_text(piece).append(" " * (width - piece.cell_len) + _GAP)
-            line.rstrip()
-            yield line
+    rows = [list(map(_text, row)) for row in table.rows]
+    for row in rows if table.first_style else ():
+        row[0].style = table.first_style
+    headings = [Text(heading, "bold") for heading in table.headings]
+    shown = [headings, *rows] if headings else rows
+    if not shown:
+        return
+    measured = [
+        [Measurement.get(console, console.options, cell) for cell in column]
+        for column in zip(*shown, strict=True)
+    ]
+    widths = [max(each.maximum for each in column) for column in measured]
+    fold = table.fold
+    left = room - sum(widths) + widths[fold] - _GAP * (len(widths) - 1)
+    longest_word = max(each.minimum for each in measured[fold])
+    if headings and left < min(widths[fold], max(_PROSE, longest_word)):
+        first, other, further = _INDENTS
+        for row in rows:
+            indent = first
+            for heading, cell in zip(headings, row, strict=True):
+                if not cell:
+                    continue
+                label = Text.assemble(heading, ": ", style="bold") if heading else Text()
+                for line in _broken(label + cell, console, room - len(further)):
+                    yield Text.assemble(indent, line)
+                    indent = further
+                indent = other
+    else:
+        width = max(left, min(widths[fold], _PROSE))
+        grid = rich.table.Table.grid(padding=(0, _GAP, 0, 0))
+        for row in shown:
+            row[fold] = Text("\n").join(_broken(row[fold], console, width))
+            grid.add_row(*row)
+        yield grid
 
 
-def _records(table: Table, console: Any, room: float) -> Iterator[Any]:
-    """Return a block for each row: a line for each cell that is not empty, with its heading."""
-    from rich.text import Text
+def _broken(text: Any, console: Any, width: int) -> Iterator[Any]:
+    """Yield a text as lines of so many columns, broken between words.
 
-    first, other, further = _INDENTS
-    for row in table.rows:
-        indent = first
-        for heading, cell in zip(table.headings, row, strict=True):
-            if not _plain(cell):
-                continue
-            label = Text(f"{printable(heading)}: " if heading else "", "bold")
-            text = Text("").append_text(label).append_text(_text(cell))
-            for line in _broken(text, console, int(room) - len(further)):
-                yield Text(indent).append_text(line)
-                indent = further
-            indent = other
-
-
-def _broken(text: Any, console: Any, width: int) -> list[Any]:
-    """Return a text as lines of so many columns, broken between words.
-
-    A longer word is left to the terminal, from which it is copied whole. A longer ``file:line`` is
-    cut in the middle instead, so that its line number is seen where the file is named.
+    A longer word is left to the terminal, from which it is copied whole, as rich does not do. A
+    longer ``file:line`` is cut in the middle instead, so that its line number is seen where the
+    file is named.
     """
+    from rich.cells import cell_len
+
     for word in reversed(list(_WORD.finditer(text.plain))):
-        if _width(word[0]) > width and ends_in_line_number(word[0]):
+        if cell_len(word[0]) > width and ends_in_line_number(word[0]):
             start, end = word.span()
             short = shortened(word[0], width)
             text = text[:start].append(short, text.get_style_at_offset(console, start)) + text[end:]
-    return [piece for line in text.split(allow_blank=True) for piece in _pieces(line, width)]
-
-
-def _pieces(line: Any, width: int) -> list[Any]:
-    """Return a line as pieces of so many columns, each of which has at least one word."""
-    breaks, start = [], -1
-    for word in _WORD.finditer(line.plain):
-        if start >= 0 and _width(line.plain[start : word.end()]) > width:
-            breaks.append(word.start())
-        if start < 0 or breaks[-1:] == [word.start()]:
-            start = word.start() if breaks else 0
-    pieces = list(line.divide(breaks))
-    for piece in pieces:
-        piece.rstrip()
-    return pieces
-
-
-def _width(text: str) -> int:
-    """Return how many columns a line takes."""
-    from rich.cells import cell_len
-
-    return cell_len(text)
-
-
-def _plain(cell: str | Styled) -> str:
-    """Return the text of a cell: what others wrote must not steer the terminal that shows it."""
-    if isinstance(cell, Styled):
-        return cell.text
-    return "\n".join(map(printable, cell.split("\n")))
+    for line in text.split(allow_blank=True):
+        breaks, start, empty = [], 0, True
+        for word in _WORD.finditer(line.plain):
+            if not empty and cell_len(line.plain[start : word.end()]) > width:
+                start = word.start()
+                breaks.append(start)
+            empty = False
+        for piece in line.divide(breaks):
+            piece.rstrip()
+            yield piece
 
 
 def _text(cell: str | Styled) -> Any:
+    """Return a cell as rich shows it: what others wrote must not steer the terminal."""
     from rich.text import Text
 
-    return Text(_plain(cell), cell.style if isinstance(cell, Styled) else "")
+    if isinstance(cell, Styled):
+        return Text(cell.text, cell.style)
+    return Text("\n".join(map(printable, cell.split("\n"))))

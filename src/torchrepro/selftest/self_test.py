@@ -126,7 +126,10 @@ class SelfTest(Displayed):
             "promises": {promise.name: promise.sentence for promise in PROMISES},
             "counts": {str(result): len(self.having(result)) for result in Result},
             "seconds": round(self.seconds, 1),
-            "rows": [{**asdict(row), "seconds": round(row.seconds, 3)} for row in self.rows],
+            "rows": [
+                {**asdict(row), "result": str(row.result), "seconds": round(row.seconds, 3)}
+                for row in self.rows
+            ],
         }
 
 
