@@ -21,7 +21,7 @@ from torchrepro.errors import ProfileError
 from torchrepro.manifest.started import APP
 from torchrepro.messages import Problem, near, shown
 from torchrepro.process_state import changed_files, named_then, profile_of_then
-from torchrepro.profile.compose import compose
+from torchrepro.profile.compose import compose, key_of, parsed
 from torchrepro.profile.composition import (
     EXTRA,
     NOT_INHERITED,
@@ -31,7 +31,6 @@ from torchrepro.profile.composition import (
     plain,
 )
 from torchrepro.profile.load import SECTION, from_mapping, validate
-from torchrepro.profile.overrides import key_of, parsed
 from torchrepro.profile.search_path import (
     PIECES,
     folders_for,

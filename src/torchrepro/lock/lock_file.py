@@ -35,8 +35,8 @@ from torchrepro.manifest.contents import (
 from torchrepro.manifest.environment import hardware, software
 from torchrepro.messages import some
 from torchrepro.planner import Plan, make_plan
+from torchrepro.profile.compose import key_of
 from torchrepro.profile.load import resolve
-from torchrepro.profile.overrides import key_of
 from torchrepro.profile.resolved import ResolvedProfile
 from torchrepro.profile.search_path import SUFFIXES
 from torchrepro.redaction import HIDDEN, without_secrets

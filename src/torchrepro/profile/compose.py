@@ -8,7 +8,7 @@ the line that set it, and code that applies a profile does not pay for importing
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.errors import ProfileError
 from torchrepro.knobs.legal_values import SchemaVersion
@@ -20,9 +20,15 @@ from torchrepro.profile.composition import (
     flatten,
     plain,
     versioned,
+    walk,
 )
-from torchrepro.profile.document import Document, read_document
-from torchrepro.profile.overrides import Override, parsed
+from torchrepro.profile.document import (
+    MAX_DEPTH,
+    Document,
+    read_document,
+    refuse_instructions,
+    refuse_interpolation,
+)
 from torchrepro.profile.search_path import (
     PIECES,
     SHIPPED,
@@ -34,7 +40,7 @@ from torchrepro.profile.search_path import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from torchrepro.profile.resolved import ResolvedProfile
@@ -43,6 +49,62 @@ SCHEMA = "schema"
 MAX_DOCUMENTS = 64
 MAX_KEYS = 2000
 """Keys of all files of one profile, each counted as often as it is read."""
+
+
+class Override(NamedTuple):
+    """A dotted key and the value it is given; null for one that is deleted."""
+
+    text: str
+    key: str
+    value: Any
+
+    @property
+    def place(self) -> str:
+        """The place that messages name."""
+        return f"override {self.text}"
+
+    def nested(self) -> dict[str, Any]:
+        """Return the value under its key, a mapping per section."""
+        value = self.value
+        for part in reversed(self.key.split(".")):
+            value = {part: value}
+        nested: dict[str, Any] = value
+        return nested
+
+
+def parsed(text: str) -> Override:
+    """Parse an override in Hydra's grammar; raises `ProfileError` for one that is not plain."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    place = f"override {text}"
+    todo = "write key=value, as in seed=7 or backends.cudnn.benchmark=false"
+    try:
+        found = OverridesParser.create().parse_override(text)
+    except (HydraException, RecursionError, ValueError):
+        raise ProfileError.about("not an override", place, todo=todo) from None
+    if found.is_sweep_override():
+        raise ProfileError.about("a sweep needs Hydra's --multirun; here one value is set", place)
+    depth = found.key_or_group.count(".")
+    if found.package is not None or not found.key_or_group or depth > MAX_DEPTH:
+        raise ProfileError.about("not an override", place, todo=todo)
+    value = None if found.is_delete() else plain(found.value())
+    key = found.key_or_group.replace("/", ".")
+    check_values(value, place, key)
+    return Override(text, key, value)
+
+
+def key_of(text: str) -> str:
+    """Return the dotted key that an override names, without parsing what it sets it to."""
+    return text.partition("=")[0].lstrip("+~").replace("/", ".")
+
+
+def check_values(value: Any, place: str, key: str) -> None:
+    """Raise `ProfileError` for an instruction or an interpolation anywhere in `value`."""
+    for inner, entry in walk(value, key):
+        refuse_instructions(inner.rpartition(".")[2], place, inner)
+        if isinstance(entry, str):
+            refuse_interpolation(entry, place, inner)
 
 
 def compose(
@@ -57,64 +119,26 @@ def compose(
     Bare names are looked up in `folders` and on the search path. `typed` says whether the user who
     starts the run wrote the overrides. Raises `ProfileError`.
     """
-    composition = Composition(asked=(name, *overrides))
-    chain = _Layers(composition, folders)
-    chain.add_named(name)
-    _finish(composition, chain, overrides, typed=typed)
-    return composition
+    layers = _Layers(Composition(asked=(name, *overrides)), folders)
+    layers.add_named(name)
+    return layers.finished(overrides, typed=typed)
 
 
 def compose_document(
     document: Document, overrides: Sequence[str] = (), folders: tuple[Folder, ...] = ()
 ) -> Composition:
     """Compose values that were not read from a file of the search path."""
-    composition = Composition(only_shipped=False)
-    chain = _Layers(composition, folders)
-    chain.add(document, None)
-    _finish(composition, chain, overrides)
-    return composition
+    layers = _Layers(Composition(only_shipped=False), folders)
+    layers.add(document, None)
+    return layers.finished(overrides)
 
 
 def compose_resolved(resolved: ResolvedProfile, overrides: Sequence[str]) -> Composition:
     """Compose a profile that is resolved already with further `overrides`."""
-    origins = dict(resolved.origins)
     values = plain(resolved.values)
-    composition = Composition(values, origins, only_shipped=False)
+    composition = Composition(values, dict(resolved.origins), only_shipped=False)
     composition.typed |= flatten(values).keys()  # judged when they were resolved
-    _finish(composition, _Layers(composition, ()), overrides)
-    return composition
-
-
-def _finish(
-    composition: Composition, chain: _Layers, overrides: Sequence[str], *, typed: bool = True
-) -> None:
-    """Lay the pieces among `overrides` on top, then the other overrides in their order."""
-    given = [parsed(text, typed=typed) for text in overrides]
-    for override in given:
-        if override.key == PIECES:
-            for piece in _pieces(override):
-                chain.add_piece(piece, override.place)
-    for override in given:
-        if override.key != PIECES:
-            values = override.nested()
-            places = dict.fromkeys(flatten(values), override.place)
-            composition.add(values, places, "", typed=override.typed)
-    if given:
-        composition.only_shipped = False
-    chain.refuse_undone()
-
-
-def _pieces(override: Override) -> Iterable[str]:
-    named = [override.value] if isinstance(override.value, str) else override.value
-    if not isinstance(named, list) or not all(isinstance(each, str) for each in named):
-        raise ProfileError.about(
-            "pieces are named in a list",
-            override.place,
-            PIECES,
-            shown(override.value),
-            legal=f"{PIECES}=[dropout-zero,host-rng]",
-        )
-    return named
+    return _Layers(composition, ()).finished(overrides)
 
 
 class _Layers:
@@ -130,7 +154,18 @@ class _Layers:
         self.undone: dict[str, Problem] = {}
 
     def add_named(self, name: str, named_at: str = "") -> None:
-        found = self._found(name, named_at)
+        # A profile may inherit from another one of the same name, but not from itself.
+        beside = [one.folder._replace(prefix="") for one in self.being_read[-1:]]
+        being_read = [other.path for other in self.being_read]
+        try:
+            found = find(name, self.folders, named_at, beside, being_read)
+        except ProfileError:
+            again = find(name, self.folders, named_at, beside) if being_read else None
+            if again is None or again.path not in being_read:
+                raise
+            chain = " -> ".join([*(other.name for other in self.being_read), again.name])
+            what = "a profile inherits from itself"
+            raise ProfileError.about(what, named_at, "defaults", chain) from None
         self.documents += 1
         if self.documents > MAX_DOCUMENTS:
             raise ProfileError.about(
@@ -144,40 +179,28 @@ class _Layers:
         if not self.being_read and not is_piece(found.name):
             self.composition.name_it(found.name, Origin(found.where, found.folder.package))
 
-    def add_piece(self, name: str, named_at: str) -> None:
-        """Lay the piece `name` on top."""
-        with self.composition.without_names():
-            self.add_named(piece_named(name), named_at)
-
     def add(self, document: Document, found: ProfileFile | None) -> None:
         self.keys += len(document.lines)
         if self.keys > MAX_KEYS:
             raise ProfileError.about(
                 f"more than {MAX_KEYS:,} keys in the files of one profile", document.where
             )
-        _refuse_newer_schema(document)
+        schema, newest = document.values.get(SCHEMA), SchemaVersion().newest
+        if isinstance(schema, int) and schema > newest:  # whose keys may be unknown here
+            raise ProfileError.about(
+                "written for a newer torchrepro",
+                document.place(SCHEMA),
+                SCHEMA,
+                shown(schema),
+                legal=f"up to {newest}, which is what {versioned('torchrepro')} reads",
+                todo="upgrade torchrepro: pip install --upgrade torchrepro",
+            )
         for entry in document.defaults:
             if entry == "_self_":
                 self._add_values(document, found)
             else:
                 with self.composition.without_names():
                     self.add_named(entry, document.place("defaults"))
-
-    def _found(self, name: str, named_at: str) -> ProfileFile:
-        """Return the file that `name` means, other than those that are being read.
-
-        So a profile may inherit from another one of the same name, but not from itself.
-        """
-        beside = [one.folder._replace(prefix="") for one in self.being_read[-1:]]
-        being_read = [other.path for other in self.being_read]
-        try:
-            return find(name, self.folders, named_at, beside, being_read)
-        except ProfileError:
-            again = find(name, self.folders, named_at, beside) if being_read else None
-            if again is None or again.path not in being_read:
-                raise
-        chain = " -> ".join([*(other.name for other in self.being_read), again.name])
-        raise ProfileError.about("a profile inherits from itself", named_at, "defaults", chain)
 
     def _add_values(self, document: Document, found: ProfileFile | None) -> None:
         package = found.folder.package if found else ""
@@ -192,40 +215,46 @@ class _Layers:
             self.undone.pop(key, None)
             earlier = before.get(key)
             if again and earlier and earlier.value != value and key not in NOT_INHERITED:
-                self.undone[key] = _undone(key, earlier, self.composition.origins[key])
+                later = self.composition.origins[key]
+                self.undone[key] = Problem(
+                    f"{earlier.set_by} sets {key} to {shown(earlier.value)}, and is undone by a "
+                    "file that was inherited before it and is inherited again",
+                    later.set_by,
+                    key,
+                    shown(later.value),
+                    todo="inherit that file in one place only, or set the value in the profile "
+                    "itself",
+                )
         if found is not None:
             self.read_before.add(found.path)
 
-    def refuse_undone(self) -> None:
+    def finished(self, overrides: Sequence[str], *, typed: bool = True) -> Composition:
+        """Lay the pieces among `overrides` on top, then the other overrides in their order."""
+        given = [parsed(text) for text in overrides]
+        for override in given:
+            pieces = [override.value] if isinstance(override.value, str) else override.value
+            if override.key != PIECES:
+                continue
+            if not isinstance(pieces, list) or not all(isinstance(each, str) for each in pieces):
+                raise ProfileError.about(
+                    "pieces are named in a list",
+                    override.place,
+                    PIECES,
+                    shown(override.value),
+                    legal=f"{PIECES}=[dropout-zero,host-rng]",
+                )
+            for piece in pieces:
+                with self.composition.without_names():
+                    self.add_named(piece_named(piece), override.place)
+        for override in given:
+            if override.key != PIECES:
+                values = override.nested()
+                places = dict.fromkeys(flatten(values), override.place)
+                self.composition.add(values, places, "", typed=typed)
+        if given:
+            self.composition.only_shipped = False
         for key, problem in self.undone.items():
             present = self.composition.origins.get(key)  # gone with its section, perhaps
             if present is not None and present.set_by == problem.where:
                 raise ProfileError(problem)
-
-
-def _refuse_newer_schema(document: Document) -> None:
-    """Raise one `ProfileError` for a document of a later schema, whose keys may be unknown here.
-
-    Any other wrong version is reported together with all other wrong values.
-    """
-    schema, newest = document.values.get(SCHEMA), SchemaVersion().newest
-    if isinstance(schema, int) and schema > newest:
-        raise ProfileError.about(
-            "written for a newer torchrepro",
-            document.place(SCHEMA),
-            SCHEMA,
-            shown(schema),
-            legal=f"up to {newest}, which is what {versioned('torchrepro')} reads",
-            todo="upgrade torchrepro: pip install --upgrade torchrepro",
-        )
-
-
-def _undone(key: str, earlier: Origin, later: Origin) -> Problem:
-    return Problem(
-        f"{earlier.set_by} sets {key} to {shown(earlier.value)}, and is undone by a file that was "
-        "inherited before it and is inherited again",
-        later.set_by,
-        key,
-        shown(later.value),
-        todo="inherit that file in one place only, or set the value in the profile itself",
-    )
+        return self.composition

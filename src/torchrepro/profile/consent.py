@@ -54,11 +54,25 @@ def refuse_without_consent(composition: Composition) -> None:
         return
     consented = _names(os.environ.get(VARIABLE, ""))
     _refuse_dangerous(consented, VARIABLE)
-    problems = [
-        _problem(name, value, composition.place(f"{EXTRA}.{name}"))
-        for name, value in wrong.items()
-        if name not in consented
-    ]
+    known = {knob.variable: f"env.{knob.variable}" for knob in CATALOGUE if knob.variable}
+    known |= {name: f"{EXTRA}.{name}" for name in allowed()}
+    problems = []
+    for name, value in wrong.items():
+        if name in consented:
+            continue
+        key = f"{EXTRA}.{name}"
+        what = "not on the list of variables that a profile may set by itself"
+        legal, close = "", known.get(near(name, known), "")
+        if name in allowed():
+            row = allowed()[name]
+            what = "not a value that a profile may give this variable by itself"
+            legal, close = row.legal.words, near(value, row.legal.choices())
+        todo = (
+            f"if you want it, consent: {OPTION} {name}, or {VARIABLE}={name} in the environment "
+            f"(under Hydra, pytest and in code); or give the override {key}=... yourself"
+        )
+        place = composition.place(key)
+        problems.append(Problem(what, place, key, shown(value), legal, close, todo))
     if problems:
         raise ProfileError(problems)
 
@@ -71,24 +85,3 @@ def _refuse_dangerous(names: Sequence[str], where: str) -> None:
     problems = [Problem(why, where, found=name) for name in names if (why := refusal(name))]
     if problems:
         raise ProfileError(problems)
-
-
-def _problem(name: str, value: str, place: str) -> Problem:
-    key = f"{EXTRA}.{name}"
-    what = "not on the list of variables that a profile may set by itself"
-    legal, close = "", _near(name)
-    if name in allowed():
-        row = allowed()[name]
-        what = "not a value that a profile may give this variable by itself"
-        legal, close = row.legal.words, near(value, row.legal.choices())
-    todo = (
-        f"if you want it, consent: {OPTION} {name}, or {VARIABLE}={name} in the environment (under "
-        f"Hydra, pytest and in code); or give the override {key}=... yourself"
-    )
-    return Problem(what, place, key, shown(value), legal, close, todo)
-
-
-def _near(name: str) -> str:
-    known = {knob.variable: f"env.{knob.variable}" for knob in CATALOGUE if knob.variable}
-    known |= {row: f"{EXTRA}.{row}" for row in allowed()}
-    return known.get(near(name, known), "")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from torchrepro.errors import ProfileError
-from torchrepro.messages import Problem, shown
+from torchrepro.messages import shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -130,7 +130,13 @@ def parse_document(text: str, where: str) -> Document:
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
-        raise ProfileError(_syntax_problem(error, where)) from None
+        mark = error.problem_mark or error.context_mark
+        what = " ".join(part for part in (error.context, error.problem) if part)
+        line = f"{where}:{mark.line + 1}" if mark else where
+        if "maximum nesting depth" in what:  # libyaml has a limit of its own, and reads ahead
+            raise ProfileError.about(f"nested deeper than {MAX_DEPTH} levels", line) from None
+        todo = "mend the line, if this is the file of a profile"
+        raise ProfileError.about(f"YAML syntax error: {what}", line, todo=todo) from None
     except (yaml.YAMLError, UnicodeError) as error:
         raise ProfileError.about(
             f"not YAML: {str(error).splitlines()[0]}", where, todo=_MEND
@@ -143,7 +149,7 @@ def parse_document(text: str, where: str) -> Document:
         kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
         raise ProfileError.about(f"a profile is a mapping of keys to values, not {kind}", where)
     lines: dict[str, int] = {}
-    values = _Builder(where, lines).mapping(root, "")
+    values = _mapping(root, where, lines, "")
     defaults = _defaults(values.pop("defaults", None), f"{where}:{lines.get('defaults', 1)}")
     return Document(where, values, defaults, lines)
 
@@ -236,16 +242,6 @@ def _judge_events(text: str, where: str) -> None:
             depth -= 1
 
 
-def _syntax_problem(error: yaml.MarkedYAMLError, where: str) -> Problem:
-    mark = error.problem_mark or error.context_mark
-    what = " ".join(part for part in (error.context, error.problem) if part)
-    line = f"{where}:{mark.line + 1}" if mark else where
-    if "maximum nesting depth" in what:  # libyaml has a limit of its own, and reads ahead
-        return Problem(f"nested deeper than {MAX_DEPTH} levels", line)
-    todo = "mend the line, if this is the file of a profile"
-    return Problem(f"YAML syntax error: {what}", line, todo=todo)
-
-
 def _defaults(entries: Any, where: str) -> tuple[str, ...]:
     if entries is None:
         return ("_self_",)
@@ -263,56 +259,44 @@ def _defaults(entries: Any, where: str) -> tuple[str, ...]:
     return tuple(entries) if "_self_" in entries else (*entries, "_self_")
 
 
-class _Builder:
-    """Turns YAML nodes into plain values and notes the line of every key."""
+def _mapping(
+    node: yaml.MappingNode, where: str, lines: dict[str, int], prefix: str
+) -> dict[str, Any]:
+    """Return a node as plain values, and note the line of every key in `lines`."""
+    values: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        place = f"{where}:{line}"
+        if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != "tag:yaml.org,2002:str":
+            is_scalar = isinstance(key_node, yaml.ScalarNode)
+            found = shown(key_node.value) if is_scalar else "a list or mapping"
+            raise ProfileError.about("a key must be a word", place, found=found)
+        key: str = key_node.value
+        refuse_characters(key, place, "")
+        refuse_instructions(key, place, key)
+        dotted = f"{prefix}{key}"
+        if key in values:
+            what = f"duplicate key (first in line {lines[dotted]})"
+            raise ProfileError.about(what, place, dotted)
+        lines[dotted] = line
+        values[key] = _value(value_node, where, lines, dotted)
+    return values
 
-    def __init__(self, where: str, lines: dict[str, int]) -> None:
-        self.where = where
-        self.lines = lines
 
-    def mapping(self, node: yaml.MappingNode, prefix: str) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            key = self._key(key_node)
-            dotted = f"{prefix}.{key}" if prefix else key
-            if key in values:
-                raise ProfileError.about(
-                    f"duplicate key (first in line {self.lines[dotted]})",
-                    self._place(key_node),
-                    dotted,
-                )
-            self.lines[dotted] = key_node.start_mark.line + 1
-            values[key] = self._value(value_node, dotted)
-        return values
-
-    def _place(self, node: yaml.Node) -> str:
-        return f"{self.where}:{node.start_mark.line + 1}"
-
-    def _key(self, node: yaml.Node) -> str:
-        if not isinstance(node, yaml.ScalarNode) or node.tag != "tag:yaml.org,2002:str":
-            found = node.value if isinstance(node, yaml.ScalarNode) else "a list or mapping"
-            raise ProfileError.about("a key must be a word", self._place(node), found=shown(found))
-        key: str = node.value
-        refuse_characters(key, self._place(node), "")
-        refuse_instructions(key, self._place(node), key)
-        return key
-
-    def _value(self, node: yaml.Node, dotted: str) -> Any:
-        if isinstance(node, yaml.MappingNode):
-            return self.mapping(node, dotted)
-        if isinstance(node, yaml.SequenceNode):
-            return [self._value(entry, dotted) for entry in node.value]
-        return self._scalar(node, dotted)
-
-    def _scalar(self, node: yaml.Node, dotted: str) -> Any:
-        text: str = node.value
-        refuse_interpolation(text, self._place(node), dotted)
-        refuse_characters(text, self._place(node), dotted)
-        if node.tag not in _SCALARS or len(text) > LONGEST_NUMBER:
-            return text
-        if node.tag.endswith(":int") and not _WHOLE.fullmatch(text):
-            return text
-        try:
-            return yaml.constructor.SafeConstructor().construct_object(node)
-        except (ValueError, OverflowError):  # 0x without digits, say
-            return text
+def _value(node: yaml.Node, where: str, lines: dict[str, int], dotted: str) -> Any:
+    if isinstance(node, yaml.MappingNode):
+        return _mapping(node, where, lines, f"{dotted}.")
+    if isinstance(node, yaml.SequenceNode):
+        return [_value(entry, where, lines, dotted) for entry in node.value]
+    text: str = node.value
+    place = f"{where}:{node.start_mark.line + 1}"
+    refuse_interpolation(text, place, dotted)
+    refuse_characters(text, place, dotted)
+    if node.tag not in _SCALARS or len(text) > LONGEST_NUMBER:
+        return text
+    if node.tag.endswith(":int") and not _WHOLE.fullmatch(text):
+        return text
+    try:
+        return yaml.constructor.SafeConstructor().construct_object(node)
+    except (ValueError, OverflowError):  # 0x without digits, say
+        return text

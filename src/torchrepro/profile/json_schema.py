@@ -28,28 +28,26 @@ _FEW = 16  # of them are listed; more are a range
 def json_schema() -> dict[str, Any]:
     """Return the schema of a profile or a piece: its keys, their values, its defaults list."""
     model = Profile.model_json_schema(by_alias=True)
-    definitions = model.pop("$defs", {})
-    schema = {
-        "$schema": DRAFT,
-        "title": "torchrepro profile",
-        "description": "What a run asks for; a key that is left out, or null, is left alone.",
-        **_section(model, definitions, ""),
-    }
-    schema["properties"] = {"defaults": _defaults(), **schema["properties"]}
-    return schema
-
-
-def _defaults() -> dict[str, Any]:
-    shipped = Folder(SHIPPED, "").names()
     said = (
         "Profiles to inherit from, in order, and pieces to lay on top; `_self_` is this file. "
         f"A piece lies in the folder `{PIECES}` of its pack, as in `team/{PIECES}/zero`."
     )
+    names = ["_self_", *Folder(SHIPPED, "").names()]
+    section = _section(model, model.pop("$defs", {}), "")
+    section["properties"] = {
+        "defaults": {
+            "type": "array",
+            "items": {"type": "string", "examples": names},
+            "description": said.replace("`", ""),
+            "markdownDescription": said,
+        },
+        **section["properties"],
+    }
     return {
-        "type": "array",
-        "items": {"type": "string", "examples": ["_self_", *shipped]},
-        "description": said.replace("`", ""),
-        "markdownDescription": said,
+        "$schema": DRAFT,
+        "title": "torchrepro profile",
+        "description": "What a run asks for; a key that is left out, or null, is left alone.",
+        **section,
     }
 
 
@@ -75,25 +73,21 @@ def _entry(entry: dict[str, Any], definitions: dict[str, Any], key: str) -> dict
         return said | section | {"type": ["object", "null"]}
     kept = {k: v for k, v in entry.items() if k not in ("title", "default", "description")}
     if key == EXTRA:
-        return said | {"properties": _allowed(), **_or_null(kept)}
+        without_consent = {
+            name: {
+                "description": f"{row.why}. Values: {row.legal.words}; null leaves it alone.",
+                "type": ["string", "integer", "null"],
+                "pattern": _pattern(row.legal, []),
+            }
+            for name, row in allowed().items()
+        }
+        return said | {"properties": without_consent, **_or_null(kept)}
     knobs = rows_for_key(key)
     if not knobs:
         return said | _or_null(kept)
     if knobs[0].variable:
         kept = {"anyOf": _texts(knobs[0].legal)}
     return _described(said["description"], knobs) | _or_null(kept)
-
-
-def _allowed() -> dict[str, Any]:
-    """Return the variables that a file may set without consent."""
-    return {
-        name: {
-            "description": f"{row.why}. Values: {row.legal.words}; null leaves it alone.",
-            "type": ["string", "integer", "null"],
-            "pattern": _pattern(row.legal, []),
-        }
-        for name, row in allowed().items()
-    }
 
 
 def _or_null(entry: dict[str, Any]) -> dict[str, Any]:
@@ -128,10 +122,14 @@ def _texts(legal: Legal) -> list[dict[str, Any]]:
     """Return the schemas of a variable: words to choose from, other text, unquoted digits."""
     words = [word.strip('"') for word in legal.choices()]
     numbers = [number for number in _TRIED if not legal.complaint(str(number))]
+    digits: dict[str, Any] = {"enum": numbers}
+    if len(numbers) > _FEW:
+        highest = {"maximum": legal.high} if hasattr(legal, "high") else {}
+        digits = {"type": "integer", "minimum": numbers[0], **highest}
     branches: list[dict[str, Any]] = [
         {"enum": [word for word in words if not legal.complaint(word)]},
         {"type": "string", "pattern": _pattern(legal, numbers)},
-        {"enum": numbers} if len(numbers) <= _FEW else _range(legal, numbers),
+        digits,
         NULL,
     ]
     return [branch for branch in branches if branch.get("enum") != []]
@@ -146,8 +144,3 @@ def _pattern(legal: Legal, numbers: list[int]) -> str:
     if getattr(legal, "ignore_case", False):
         pattern = "".join(f"[{c.lower()}{c.upper()}]" if c.isalpha() else c for c in pattern)
     return f"^({pattern})$"
-
-
-def _range(legal: Legal, numbers: list[int]) -> dict[str, Any]:
-    highest = {"maximum": legal.high} if hasattr(legal, "high") else {}
-    return {"type": "integer", "minimum": numbers[0], **highest}

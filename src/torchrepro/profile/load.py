@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.errors import ProfileError
 from torchrepro.imports import installed_version
 from torchrepro.messages import Problem, shown
-from torchrepro.profile.compose import compose, compose_document, compose_resolved
+from torchrepro.profile.compose import check_values, compose, compose_document, compose_resolved
 from torchrepro.profile.composition import EXTRA, plain, versioned, walk
 from torchrepro.profile.document import Document
-from torchrepro.profile.overrides import check_values
 from torchrepro.profile.resolved import ResolvedProfile
 from torchrepro.profile.search_path import incomplete_packs, is_piece, search_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from packaging.specifiers import SpecifierSet
-
     from torchrepro.profile.composition import Composition
     from torchrepro.profile.schema import Profile
-    from torchrepro.profile.search_path import Folder
 
 
 SECTION = "repro"
@@ -85,7 +82,10 @@ def resolve(source: Any, overrides: Sequence[str] = (), *, typed: bool = True) -
         return validate(compose_resolved(given, overrides)).resolved if overrides else given
     mapping = isinstance(source, Mapping) or _is_dictconfig(source)
     if mapping and SECTION in source:
-        return resolve(_section(source), overrides, typed=typed)
+        if source.get(SECTION) is None:
+            todo = f"choose one, +{SECTION}=NAME, or apply one by its name"
+            raise ProfileError.about("this config asks for no profile", key=SECTION, todo=todo)
+        return resolve(source[SECTION], overrides, typed=typed)
     if mapping:
         composition = from_mapping(source, overrides)
     else:
@@ -111,7 +111,8 @@ def validate(composition: Composition) -> Profile:
     refuse_without_consent(composition)
 
     wanted = {package: text for package, text in profile.requires.items() if text is not None}
-    check_requirements(wanted, composition)
+    if wanted:
+        check_requirements(wanted, composition)
     return profile
 
 
@@ -141,43 +142,58 @@ def from_mapping(source: Any, overrides: Sequence[str] = (), where: str = "") ->
 
 def listed() -> list[ProfileEntry]:
     """Return every profile and piece on the search path; a broken one says so."""
-    entries = [_entry(name, folder) for folder in search_path() for name in folder.names()]
-    broken = [
-        ProfileEntry(
-            f"{pack}/" if pack else NOTHING, NOTHING, origin, f"refused: {_first_line(problem)}"
-        )
-        for pack, origin, problem in incomplete_packs()
-    ]
-    return entries + broken
+    entries = []
+    for folder in search_path():
+        origin = f"package {versioned(folder.package)}" if folder.package else folder.origin
+        for name in folder.names():
+            kind = PIECE if is_piece(name) else PROFILE
+            try:
+                values = compose(name).values
+            except ProfileError as error:
+                guarantee, about = NOTHING, _refused(error.problems[0])
+            else:
+                guarantee = values.get("guarantee", NOTHING if kind == PIECE else "seeded")
+                about = values.get("description", "")
+            entries.append(ProfileEntry(name, str(guarantee), origin, str(about), kind))
+    for pack, origin, problem in incomplete_packs():
+        name = f"{pack}/" if pack else NOTHING
+        entries.append(ProfileEntry(name, NOTHING, origin, _refused(problem)))
+    return entries
+
+
+def _refused(problem: Problem) -> str:
+    first, _, _ = str(problem).partition("\n")
+    return f"refused: {first}"
 
 
 def check_requirements(requires: Mapping[str, str], composition: Composition) -> None:
     """Raise `ProfileError` for every package that is absent or of another version."""
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet  # few profiles name a range
+    from packaging.version import InvalidVersion
+
     problems = []
     for package, wanted in requires.items():
         key = f"requires.{package}"
-        place = composition.place(key)
-        specifier, installed = _specifier(wanted), installed_version(package)
+        place, installed = composition.place(key), installed_version(package)
+        specifier, fits = None, False
+        # The operator === takes any text, and a number of thousands of digits is none to Python.
+        if len(wanted) <= LONGEST and _ORDINARY.fullmatch(wanted):
+            with suppress(InvalidSpecifier):
+                specifier = SpecifierSet(wanted)
+        if specifier is not None and installed is not None:
+            with suppress(InvalidVersion):  # metadata may hold a text that is no version
+                fits = specifier.contains(installed, prereleases=True)
         if specifier is None:
             legal = '">=2.6"'
             problems.append(Problem("not a version range", place, key, shown(wanted), legal))
         elif installed is None:
             problems.append(Problem("the package is not installed", place, key, wanted))
-        elif not _contains(specifier, installed):
+        elif not fits:
             what = f"{package} {shown(installed)} is installed"
             todo = f"install {package}{wanted}, or take a profile made for {installed}"
             problems.append(Problem(what, place, key, wanted, todo=todo))
     if problems:
         raise ProfileError(problems)
-
-
-def _section(config: Any) -> Any:
-    """Return the profile in the `config` of a program; raises `ProfileError` if there is none."""
-    section = config.get(SECTION)
-    if section is None:
-        todo = f"choose one, +{SECTION}=NAME, or apply one by its name"
-        raise ProfileError.about("this config asks for no profile", key=SECTION, todo=todo)
-    return section
 
 
 def _refuse_other_types(source: Any, overrides: Any) -> None:
@@ -217,45 +233,3 @@ def _plain_config(config: Any, where: str) -> Any:
         key = str(getattr(error, "full_key", "") or "")
         raise ProfileError.about(what, where, key) from None
     return plain(values)
-
-
-def _first_line(problem: Problem) -> str:
-    return str(problem).partition("\n")[0]
-
-
-def _entry(name: str, folder: Folder) -> ProfileEntry:
-    origin = f"package {versioned(folder.package)}" if folder.package else folder.origin
-    kind = PIECE if is_piece(name) else PROFILE
-    try:
-        values = compose(name).values
-    except ProfileError as error:
-        return ProfileEntry(
-            name, NOTHING, origin, f"refused: {_first_line(error.problems[0])}", kind
-        )
-    promised = str(values.get("guarantee", NOTHING if kind == PIECE else "seeded"))
-    return ProfileEntry(name, promised, origin, str(values.get("description", "")), kind)
-
-
-def _specifier(wanted: str) -> SpecifierSet | None:
-    """Return the version range `wanted`, or None for a text that is none.
-
-    The operator === takes any text, and a number of thousands of digits is none to Python.
-    """
-    if len(wanted) > LONGEST or not _ORDINARY.fullmatch(wanted):
-        return None
-    from packaging.specifiers import InvalidSpecifier, SpecifierSet  # few profiles name a range
-
-    try:
-        return SpecifierSet(wanted)
-    except InvalidSpecifier:
-        return None
-
-
-def _contains(specifier: SpecifierSet, installed: str) -> bool:
-    """Whether a version is in the range; metadata may hold a text that is no version."""
-    from packaging.version import InvalidVersion
-
-    try:
-        return specifier.contains(installed, prereleases=True)
-    except InvalidVersion:
-        return False

@@ -223,52 +223,27 @@ def contradictions(resolved: ResolvedProfile) -> list[tuple[str, str, str]]:
         and row.knob in (key, *(knob.name for knob in other_names().get(key, ())))
         and folded(leaves[key]) in row.broken_by
     ]
-    found += _two_names(leaves)
-    found += _npu_modes(leaves)
-    found += _idle_fallback(leaves)
-    return found
-
-
-def _two_names(leaves: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the keys of `leaves` that name the same state as another key."""
-    found = []
     for key in leaves:
         knob = knobs_by_name().get(key)
         for alias in knob.aliases if knob else ():
             twice_listed = alias in knobs_by_name() and key < alias
             if alias in leaves and (twice_listed or alias not in knobs_by_name()):
                 found.append((alias, shown(leaves[alias]), f"is another name of `{key}`; set one"))
-    return found
-
-
-def _idle_fallback(leaves: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the fallback if no op can ever fall back under the profile's other values."""
-    fallback = leaves.get("device.fallback")
     algorithms = leaves.get("backends.torch.deterministic_algorithms")
-    if fallback is None or algorithms not in ("none", "warn") or not waits_for_refusal(fallback):
-        return []
-    return [
-        (
-            "device.fallback",
-            shown(fallback),
-            f"with deterministic_algorithms: {algorithms} no op raises, and none would fall back",
-        )
-    ]
-
-
-def _npu_modes(leaves: dict[str, Any]) -> list[tuple[str, str, str]]:
     level = leaves.get("backends.npu.deterministic_level")
-    algorithms = leaves.get("backends.torch.deterministic_algorithms")
-    if level is None or algorithms is None or (level > 0) == (algorithms != "none"):
-        return []
-    return [
-        (
-            "backends.npu.deterministic_level",
-            shown(level),
+    is_set = level is not None and algorithms is not None
+    if is_set and bool(level) != (algorithms != "none"):
+        why = (
             f"and deterministic_algorithms: {algorithms} undo each other: the level moves "
-            "torch's own flag along",
+            "torch's own flag along"
         )
-    ]
+        found.append(("backends.npu.deterministic_level", shown(level), why))
+    fallback = leaves.get("device.fallback")
+    never_refuses = algorithms in ("none", "warn")
+    if never_refuses and fallback is not None and waits_for_refusal(fallback):
+        why = f"with deterministic_algorithms: {algorithms} no op raises, and none would fall back"
+        found.append(("device.fallback", shown(fallback), why))
+    return found
 
 
 def legal_values(knob: str) -> Values:

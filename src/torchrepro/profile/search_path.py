@@ -149,32 +149,24 @@ class Pack(NamedTuple):
         except (AttributeError, ValueError):
             return ""
 
-    def owns(self, folder: Path) -> bool:
-        """Whether `folder`, found as this package, came with the distribution itself.
-
-        An entry point may name any installed package, or a folder of the working directory.
-        """
-        source = _source(self.distribution)
-        root = source or Path(str(self.distribution.locate_file("")))
-        if not folder.resolve().is_relative_to(root.resolve()):
-            return False
-        installed = _text(self.distribution, "RECORD")
-        inside = self.package.replace(".", "/")
-        return (
-            source is not None
-            or not installed
-            or any(line.startswith(f"{inside}/") for line in installed.splitlines())
-        )
-
     def folders(self) -> list[Folder]:
-        """Return the folders of the pack, each with what its names begin with."""
+        """Return the folders of the pack, each with what its names begin with.
+
+        They came with the distribution itself: an entry point may name any installed package, or a
+        folder of the working directory.
+        """
         if self.complaint:
             return []
-        owner, source = self.owner, _source(self.distribution)
+        source = _source(self.distribution)
+        root = (source or Path(str(self.distribution.locate_file("")))).resolve()
+        installed = _text(self.distribution, "RECORD").splitlines()
+        inside = f"{self.package.replace('.', '/')}/"
+        if installed and not source and not any(line.startswith(inside) for line in installed):
+            return []
         return [
-            Folder(path, f"package {owner}", f"{self.name}/", owner, source)
+            Folder(path, f"package {self.owner}", f"{self.name}/", self.owner, source)
             for path in package_folders(self.package)[0]
-            if self.owns(path)
+            if path.resolve().is_relative_to(root)
         ]
 
     @property
@@ -214,12 +206,13 @@ def find(
             return _in_package(name, named_at)
         if name.endswith(SUFFIXES) and not named_at and Path(name).is_file():
             return _at_path(name, Path(name))  # a file that is there is meant by its own name
-        found = _by_name(name, folders, beside, set(without)) if is_name(name) else None
+        found = _by_name(name, folders, beside, set(without)) if is_name(name) else []
         if found:
-            return found
+            return found[0]
         if not named_at and name:
             path = Path(name).expanduser()
-            if _looks_like_a_path(name) or path.exists():
+            is_a_path = name.endswith(SUFFIXES) or name.startswith(("/", "./", "../", "~"))
+            if is_a_path or path.exists():
                 return _at_path(name, path)
     except ProfileError:
         raise
@@ -276,10 +269,30 @@ def packs() -> list[Pack]:
         text = _text(distribution, "entry_points.txt")
         if ENTRY_POINTS not in text:
             continue
-        owner = _owner(distribution)
-        if owner not in owners:
-            found += _packs(len(text), owner, distribution)
+        try:
+            owner = printable(str(distribution.metadata["Name"] or ""))
+        except (TypeError, ValueError, PackageNotFoundError):  # its metadata may hold anything
+            owner = ""
+        owner = owner or "a distribution without a name"
+        if owner in owners:
+            continue
         owners.add(owner)
+        unreadable = Pack(owner, distribution, complaint="its entry points cannot be read")
+        if len(text) > LARGEST:
+            found.append(unreadable)
+            continue
+        try:
+            lines = distribution.entry_points.select(group=ENTRY_POINTS)
+            values = {line.name: line.value for line in lines}
+        except (TypeError, ValueError, AttributeError):  # a line that is no entry point
+            found.append(unreadable)
+            continue
+        names = [name for name in values if is_name(name) and "/" not in name and name != PIECES]
+        if len(values) > MOST:
+            many = f"one distribution declares more than {MOST} packs"
+            found += [unreadable._replace(name=name, complaint=many) for name in names[:1]]
+        else:
+            found += [Pack(owner, distribution, name, values[name]) for name in names]
     return found
 
 
@@ -322,25 +335,13 @@ def piece_short_name(name: str) -> str:
 
 def _by_name(
     name: str, folders: Sequence[Folder], beside: Sequence[Folder], without: set[Path]
-) -> ProfileFile | None:
+) -> list[ProfileFile]:
+    """Return the files that are called `name`; raises `ProfileError` if they differ."""
     everywhere = (*folders, *folders_for(name))
     # A folder of the search path answers with all others: its names may be taken there.
     places = {(folder.path, folder.prefix) for folder in everywhere}
     own = [folder for folder in beside if (folder.path, folder.prefix) not in places]
-    return _in(own, name, without) or _one_of(everywhere, name, without)
-
-
-def _in(folders: Iterable[Folder], name: str, without: set[Path]) -> ProfileFile | None:
-    for folder in folders:
-        file = folder.file(name)
-        if file and file not in without:
-            return ProfileFile(name, file, folder)
-    return None
-
-
-def _one_of(folders: Sequence[Folder], name: str, without: set[Path]) -> ProfileFile | None:
-    """Return the file that is called `name`; raises `ProfileError` if there are two of them."""
-    found = [one for folder in folders if (one := _in([folder], name, without))]
+    found = _in(own, name, without)[:1] or _in(everywhere, name, without)
     for one, two in combinations(found, 2):
         if not cmp(one.path, two.path, shallow=False):
             raise ProfileError.about(
@@ -348,11 +349,14 @@ def _one_of(folders: Sequence[Folder], name: str, without: set[Path]) -> Profile
                 legal=f"{one.path} ({one.folder.origin}), or {two.path} ({two.folder.origin})",
                 todo="name the one you mean by its path, or rename one of them",
             )
-    return found[0] if found else None
+    return found
 
 
-def _looks_like_a_path(name: str) -> bool:
-    return name.endswith(SUFFIXES) or name.startswith(("/", "./", "../", "~"))
+def _in(folders: Iterable[Folder], name: str, without: set[Path]) -> list[ProfileFile]:
+    found = ((folder, folder.file(name)) for folder in folders)
+    return [
+        ProfileFile(name, file, folder) for folder, file in found if file and file not in without
+    ]
 
 
 def _at_path(name: str, path: Path) -> ProfileFile:
@@ -375,10 +379,10 @@ def _in_package(name: str, named_at: str) -> ProfileFile:
     if not roots or (named_at and not regular):
         raise UnknownProfileError.about("no such package is installed here", named_at, found=name)
     folders = tuple(Folder(root, f"package {where}") for root in roots)
-    found = _in(folders, rest, set()) if is_name(rest) else None
-    if found is None:
+    found = _in(folders, rest, set()) if is_name(rest) else []
+    if not found:
         raise _unknown(name, folders, named_at)
-    return ProfileFile(found.path.stem, found.path, found.folder)
+    return found[0]._replace(name=found[0].path.stem)
 
 
 def _unknown(name: str, folders: Sequence[Folder], named_at: str) -> UnknownProfileError:
@@ -426,30 +430,6 @@ def _fixed_folders() -> Iterator[Folder]:
 
 def _named_folders() -> list[str]:
     return [text for text in os.environ.get(VARIABLE, "").split(os.pathsep) if text]
-
-
-def _packs(size: int, owner: str, distribution: Distribution) -> list[Pack]:
-    unreadable = Pack(owner, distribution, complaint="its entry points cannot be read")
-    if size > LARGEST:
-        return [unreadable]
-    try:
-        values = {e.name: e.value for e in distribution.entry_points.select(group=ENTRY_POINTS)}
-    except (TypeError, ValueError, AttributeError):  # a line that is no entry point
-        return [unreadable]
-    names = [name for name in values if is_name(name) and "/" not in name and name != PIECES]
-    if len(values) > MOST:
-        many = f"one distribution declares more than {MOST} packs"
-        return [unreadable._replace(name=name, complaint=many) for name in names[:1]]
-    return [Pack(owner, distribution, name, values[name]) for name in names]
-
-
-def _owner(distribution: Distribution) -> str:
-    """Return the distribution's name; its metadata may hold anything."""
-    try:
-        name = distribution.metadata["Name"]
-    except (TypeError, ValueError, PackageNotFoundError):
-        name = None
-    return printable(str(name)) if name else "a distribution without a name"
 
 
 def _source(distribution: Distribution) -> Path | None:

@@ -11,7 +11,7 @@ from torchrepro.profile.schema import Profile
 from torchrepro.profile.search_path import PIECES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from pydantic import BaseModel, ValidationError
     from pydantic_core import ErrorDetails
@@ -25,6 +25,16 @@ MAPPINGS = {  # keys whose value is a mapping of the user's own words
     "ranks": knobs_by_name()["ranks"].legal.words,
     "requires": 'a mapping such as {torch: ">=2.6"}',
 }
+
+_SECTION = "a section of keys belongs here"
+_REWORDED = {
+    "string_type": "not text",
+    "model_type": _SECTION,
+    "model_attributes_type": _SECTION,
+    "dict_type": _SECTION,
+    "mapping_type": _SECTION,
+}
+"""pydantic's messages, by the type of the error, in the words of a profile's author."""
 
 _HOW_TO_LAY_PIECES = (
     "choose them with +repro/with=[dropout-zero] under Hydra, with=[dropout-zero] among overrides, "
@@ -54,7 +64,14 @@ def _problems(details: ErrorDetails, composition: Composition) -> list[Problem]:
     inside = context.get("inside", ())
     path += inside
     key = ".".join(part for part in path if part != "[key]")  # pydantic's word for a key itself
-    found = _found(_part(details["input"], inside), context.get("name"))
+    value = details["input"]
+    for each in inside:
+        value = value[each]
+    if "name" in context and isinstance(value, dict):
+        value = value.get(context["name"])
+    found = shown(value)
+    if isinstance(value, dict | list):
+        found = "a section" if isinstance(value, dict) else "a list"
     place = composition.place(key)
     if details["type"] == "extra_forbidden":
         return [_unknown_key(path, found, place)]
@@ -62,46 +79,33 @@ def _problems(details: ErrorDetails, composition: Composition) -> list[Problem]:
         legal = context["legal"]
         close = near(found, legal.choices())
         return [Problem(context["complaint"], place, key, found, legal.words, close)]
-    what = context.get("why") or _reworded(details)
+    what = context.get("why") or _REWORDED.get(details["type"], details["msg"])
     legal = next((words for name, words in MAPPINGS.items() if key.startswith(name)), "")
     return [Problem(what, place, key, found, legal, todo=context.get("todo", ""))]
-
-
-def _part(value: Any, inside: Sequence[str]) -> Any:
-    """Return what the keys `inside` lead to in `value`."""
-    for key in inside:
-        value = value[key]
-    return value
-
-
-def _found(value: Any, name: str | None) -> str:
-    if name is not None and isinstance(value, dict):
-        value = value.get(name)
-    if isinstance(value, dict | list):
-        return "a section" if isinstance(value, dict) else "a list"
-    return shown(value)
-
-
-def _reworded(details: ErrorDetails) -> str:
-    """Return pydantic's message in the words of a profile's author."""
-    return {
-        "string_type": "not text",
-        "model_type": "a section of keys belongs here",
-        "model_attributes_type": "a section of keys belongs here",
-        "dict_type": "a section of keys belongs here",
-        "mapping_type": "a section of keys belongs here",
-    }.get(details["type"], details["msg"])
 
 
 def _unknown_key(path: list[str], found: str, place: str) -> Problem:
     *sections, word = path
     key = ".".join(path)
-    model = _model(sections)
+    model: type[BaseModel] = Profile
+    for section in sections:
+        annotation = model.model_fields[section].annotation
+        model = annotation if isinstance(annotation, type) else get_args(annotation)[0]
     legal = sorted(field.alias or name for name, field in model.model_fields.items())
     if sections == ["env"]:
-        return _unknown_variable(key, word, found, place, legal)
+        if why := refusal(word):
+            return Problem(why, place, key, found)
+        todo = f"to set it all the same, move it to `env_extra: {{{word}: ...}}`"
+        if word in allowed():
+            meant = ""
+        else:
+            meant = near(word, legal)
+            todo += ", which needs the consent of whoever starts the run"
+        what = "the catalogue does not know this variable"
+        return Problem(what, place, key, found, near=meant, todo=todo)
     known = other_names().get(key) or other_names().get(f"torch.{key}") or other_names().get(word)
-    meant = known[0].profile_key if known else _anywhere(word) or near(word, legal)
+    elsewhere = [k.profile_key for k in CATALOGUE if k.profile_key.rpartition(".")[2] == word]
+    meant = known[0].profile_key if known else next(iter(elsewhere), "") or near(word, legal)
     what = "unknown key"
     if known:
         what = "unknown key: another name of the state behind the one below"
@@ -109,33 +113,3 @@ def _unknown_key(path: list[str], found: str, place: str) -> Problem:
     if key == PIECES:
         what, todo = "unknown key: pieces are not values of a profile", _HOW_TO_LAY_PIECES
     return Problem(what, place, key, found, some(legal), meant, todo)
-
-
-def _unknown_variable(key: str, name: str, found: str, place: str, known: list[str]) -> Problem:
-    why = refusal(name)
-    if why:
-        return Problem(why, place, key, found)
-    return Problem(
-        "the catalogue does not know this variable",
-        place,
-        key,
-        found,
-        near="" if name in allowed() else near(name, known),
-        todo=f"to set it all the same, move it to `env_extra: {{{name}: ...}}`"
-        + ("" if name in allowed() else ", which needs the consent of whoever starts the run"),
-    )
-
-
-def _anywhere(word: str) -> str:
-    """Return the full key of a knob that ends in `word`, for a key in the wrong section."""
-    keys = [knob.profile_key for knob in CATALOGUE if knob.profile_key.rpartition(".")[2] == word]
-    return keys[0] if keys else ""
-
-
-def _model(sections: list[str]) -> type[BaseModel]:
-    model: type[BaseModel] = Profile
-    for section in sections:
-        field = model.model_fields[section]
-        annotation = field.annotation
-        model = annotation if isinstance(annotation, type) else get_args(annotation)[0]
-    return model
