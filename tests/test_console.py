@@ -10,7 +10,7 @@ from torchrepro.console import Displayed, as_text, parts, say, show_aside, table
 
 
 def test_a_process_without_standard_error_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python has no standard error under `pythonw` and in some services: that raises nothing."""
+    """Where standard error is closed, as in some services, telling it something raises nothing."""
     monkeypatch.setattr(sys, "stderr", None)
 
     say("one", "two")

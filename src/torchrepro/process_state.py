@@ -84,7 +84,7 @@ def closed_doors() -> dict[str, str]:
 NOT_HERE = "not on this machine"
 _NOT_BUILT = "this torch is not built for it"
 _WSL = "/dev/dxg"
-"""Windows' driver in WSL 2, which does not tell whose GPU it is."""
+"""The driver of Linux in WSL 2, which does not tell whose GPU it is."""
 
 _DRIVERS: Mapping[str, tuple[str, ...]] = {
     "cuda": ("/dev/nvidia[0-9]*", "/dev/nvmap", _WSL),

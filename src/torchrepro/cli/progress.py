@@ -56,6 +56,6 @@ def doing(what: str) -> Iterator[None]:
 
 
 def _write(text: str) -> None:
-    if sys.stderr is not None:  # `pythonw` has none
+    if sys.stderr is not None:  # closed, as in some services
         sys.stderr.write(text)
         sys.stderr.flush()

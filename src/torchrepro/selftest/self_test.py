@@ -289,7 +289,7 @@ def _child(
         if not ready:
             return None, f"no answer within {limit:g} s"
         line = answers.readline()
-        if line:
+        if line.endswith(b"\n"):
             found: dict[str, Any] = json.loads(line)
             return found, ""
         said = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]

@@ -179,8 +179,6 @@ def _some_cpus(number: int) -> RunEnvironment:
 
 
 def _no_choice_of_cpus() -> str:
-    if not hasattr(os, "sched_getaffinity"):
-        return "this system does not tell a process on which CPUs to run"
     return "" if len(os.sched_getaffinity(0)) > 1 else "there is one CPU"
 
 
