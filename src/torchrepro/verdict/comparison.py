@@ -146,19 +146,19 @@ def _open(
     traces = read_run(run, records=records)
     for trace in traces:
         stack.callback(trace.close)
-    # The order in which processes of a rank began is an accident. Their names are not.
-    traces.sort(key=lambda trace: (trace.rank, _name(trace), int(trace.meta.get("ordinal", 0))))
+
+    def order(trace: Trace) -> tuple[int, bool, str, str, int]:
+        """Sort by names: the order in which the processes of a rank began is an accident."""
+        name, meta = str(trace.meta.get("process", "")), trace.meta
+        program, ordinal = str(meta.get("program", "")), int(meta.get("ordinal", 0))
+        return trace.rank, name != "MainProcess", name, program, ordinal
+
+    traces.sort(key=order)
     return {
         (rank, number): trace
         for rank, group in groupby(traces, key=attrgetter("rank"))
         for number, trace in enumerate(group)
     }
-
-
-def _name(trace: Trace) -> tuple[bool, str, str]:
-    """Return the name of a process to sort by: the main process comes first."""
-    name = str(trace.meta.get("process", ""))
-    return name != "MainProcess", name, str(trace.meta.get("program", ""))
 
 
 def _verdict(

@@ -30,7 +30,6 @@ from torchrepro.verdict.value import UNKNOWN_PROGRAM, Advice, Kind
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from torchrepro.knobs.knob import Knob
     from torchrepro.verdict.value import Divergence, Program, Setting, UncontrolledRead, Verdict
 
 
@@ -160,13 +159,10 @@ def _common_values(rule: Rule, evidence: Evidence) -> list[Fix]:
         knob = knobs_by_name().get(setting.name)
         values = [each for each in (setting.left, setting.right) if each not in NO_VALUE]
         key = knob.profile_key if knob else setting.name
-        found += [Fix(key, _written(str(each), knob)) for each in values[:1]]
+        for value in map(str, values[:1]):
+            is_text = knob is not None and knob.variable and not value.isdigit()
+            found.append(Fix(key, f'"{value}"' if is_text else value))
     return found
-
-
-def _written(value: str, knob: Knob | None) -> str:
-    is_text = knob is not None and bool(knob.variable)
-    return f'"{value}"' if is_text and not value.isdigit() else value
 
 
 def _in_force(fix: Fix, evidence: Evidence) -> bool:
@@ -231,13 +227,10 @@ def _generic(evidence: Evidence) -> str:
 
 
 def _listed(settings: Sequence[Setting]) -> str:
-    shown = [f"{each.name} {_or_none(each.left)} and {_or_none(each.right)}" for each in settings]
+    values = [["not set" if x is None else x for x in (e.left, e.right)] for e in settings]
+    shown = [f"{e.name} {' and '.join(x)}" for e, x in zip(settings, values, strict=True)]
     rest = [f"{len(shown) - _FEW} more"] if len(shown) > _FEW else []
     return "; ".join([*shown[:_FEW], *rest])
-
-
-def _or_none(value: str | None) -> str:
-    return "not set" if value is None else value
 
 
 def _may_hide_a_change(rule: Rule, evidence: Evidence, meta: Mapping[str, Any]) -> bool:

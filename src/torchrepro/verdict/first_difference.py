@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchrepro.trace.format import (
     BETWEEN,
@@ -19,15 +19,16 @@ from torchrepro.trace.format import (
     Site,
 )
 from torchrepro.verdict.columns import INPUTLESS, MAIN, NAMES
-from torchrepro.verdict.evidence import DRAWING, OVERWRITING
+from torchrepro.verdict.evidence import DRAWING, OVERWRITING, op_name
 from torchrepro.verdict.render import counted, moment
-from torchrepro.verdict.value import Distance, Divergence, Element, Kind, Side
+from torchrepro.verdict.value import Divergence, Kind, Side
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from torchrepro.trace.reader import Trace
     from torchrepro.verdict.columns import Pair
+    from torchrepro.verdict.value import Distance, Element
 
 MOST = 8
 """Inputs whose origin is searched for. Each may cost a pass over a trace."""
@@ -98,16 +99,19 @@ class RecordView:
     @property
     def inputs(self) -> list[bytes]:
         """The fingerprint of each input."""
-        return _pieces(self.record.inputs, INPUT)
+        its = self.record.inputs
+        return [its[start : start + INPUT] for start in range(0, len(its), INPUT)]
 
     @property
     def outputs(self) -> list[bytes]:
         """The fingerprint of each output."""
-        return _pieces(self.record.outputs, OUTPUT)
+        its = self.record.outputs
+        return [its[start : start + OUTPUT] for start in range(0, len(its), OUTPUT)]
 
-
-def _pieces(text: bytes, length: int) -> list[bytes]:
-    return [text[start : start + length] for start in range(0, len(text), length)]
+    @property
+    def is_optimizer_step(self) -> bool:
+        """Whether it is of the arguments of an optimizer."""
+        return self.site.phase == "optimizer" and self.site.op.endswith(OPTIMIZER_STEP)
 
 
 def describe(
@@ -118,15 +122,57 @@ def describe(
         None if number is None else RecordView.read(trace, number)
         for trace, number in zip(pair.traces, (difference.left, difference.right), strict=True)
     )
-    if left is not None and out_of_tolerance is not None:
+    shown = left or right
+    if shown is None:
+        raise ValueError("a divergence has a record in one of the runs")
+    elements: tuple[Element, ...] = ()
+    distances: tuple[Distance, ...] = ()
+    if left is None or right is None:
+        found = _explain_lone(pair, shown, difference.instead, only_left=right is None)
+    elif out_of_tolerance is not None:
         kind = Kind.DATA if left.site.op in MADE_OUTSIDE else Kind.OUTPUTS
         found = Explanation(kind, out_of_tolerance)
-    elif left is not None and right is not None:
+    else:
         left, right = _first_reader(pair, difference.read) or (left, right)
         found = _explain(pair, left, right, difference.read)
-    else:
-        found = _explain_lone(pair, left, right, difference)
-    return divergence(pair, left, right, found)
+    shown = left or right or shown
+    if left and right:
+        kept = [one.trace.tensors(one.record.id) for one in (left, right)]
+        if all(kept):
+            from torchrepro.verdict.tensor_diff import differences
+
+            elements, distances = differences(*kept)
+    sides = [
+        Side(
+            run=run,
+            source=one.site.source,
+            outputs=one.site.outputs,
+            argument="" if one.is_optimizer_step else one.argument,
+            input_fingerprints=tuple(value.hex() for value in one.inputs),
+            output_fingerprints=tuple(value.hex() for value in one.outputs),
+        )
+        if one
+        else None
+        for run, one in zip(pair.runs, (left, right), strict=True)
+    ]
+    return Divergence(
+        rank=pair.left.rank,
+        step=shown.step,
+        phase=shown.site.phase,
+        module=shown.site.module,
+        op=shown.site.op,
+        source=shown.site.source,
+        kind=found.kind,
+        thread=shown.thread,
+        left=sides[0],
+        right=sides[1],
+        elements=elements,
+        distances=distances,
+        what=found.what,
+        writers=found.threads,
+        record=shown.record.id - 1,
+        after_last=pair.is_after_last(shown.step),
+    )
 
 
 def _first_reader(
@@ -144,76 +190,23 @@ def _first_reader(
     return None
 
 
-def divergence(
-    pair: Pair, left: RecordView | None, right: RecordView | None, found: Explanation
-) -> Divergence:
-    """Return the divergence that a verdict shows for two records, of which one may be missing."""
-    shown = left or right
-    if shown is None:
-        raise ValueError("a divergence has a record in one of the runs")
-    site = shown.site
-    elements, distances = _compare_tensors(left, right) if left and right else ((), ())
-    return Divergence(
-        rank=pair.left.rank,
-        step=shown.step,
-        phase=site.phase,
-        module=site.module,
-        op=site.op,
-        source=site.source,
-        kind=found.kind,
-        thread=shown.thread,
-        left=_side(pair.runs[0], left),
-        right=_side(pair.runs[1], right),
-        elements=elements,
-        distances=distances,
-        what=found.what,
-        writers=found.threads,
-        record=shown.record.id - 1,
-        after_last=pair.is_after_last(shown.step),
-    )
-
-
-def _side(run: str, one: RecordView | None) -> Side | None:
-    if one is None:
-        return None
-    return Side(
-        run=run,
-        source=one.site.source,
-        outputs=one.site.outputs,
-        argument="" if _is_optimizer_step(one) else one.argument,
-        input_fingerprints=tuple(value.hex() for value in one.inputs),
-        output_fingerprints=tuple(value.hex() for value in one.outputs),
-    )
-
-
-def _compare_tensors(
-    left: RecordView, right: RecordView
-) -> tuple[tuple[Element, ...], tuple[Distance, ...]]:
-    kept = [one.trace.tensors(one.record.id) for one in (left, right)]
-    if not all(kept):
-        return (), ()
-    from torchrepro.verdict.tensor_diff import differences  # it imports numpy
-
-    return differences(*kept)
-
-
 def _explain_lone(
-    pair: Pair, left: RecordView | None, right: RecordView | None, difference: FirstDifference
+    pair: Pair, shown: RecordView, instead: int | None, *, only_left: bool
 ) -> Explanation:
-    has, lacks = NAMES if left else NAMES[::-1]
-    other = pair.right if left else pair.left
-    shown = left or right
-    row = other.steps[shown.step] if shown else None
-    on_main = shown is not None and shown.record.thread == MAIN  # other threads may end at any time
-    if row is not None and not row.finished and difference.instead is None and on_main:
-        within = "" if pair.is_after_last(row.step) else f" in the middle of step {row.step},"
-        return Explanation(Kind.ENDED, f"{lacks} ended{within} before this op")
-    if difference.instead is None:
+    """Explain a record that one run has; `instead` is what the other did in its place."""
+    has, lacks = NAMES if only_left else NAMES[::-1]
+    other = pair.right if only_left else pair.left
+    if instead is not None:
+        site = RecordView.read(other, instead).site
+        where = f" in {site.module}" if site.module else ""
+        return Explanation(
+            Kind.ONLY_ONE, f"only {has} has it; {lacks} goes on with {site.op}{where}"
+        )
+    row = other.steps[shown.step]
+    if row.finished or shown.record.thread != MAIN:  # other threads may end at any time
         return Explanation(Kind.ONLY_ONE, f"only {has} has it")
-    instead = RecordView.read(other, difference.instead).site
-    where = f" in {instead.module}" if instead.module else ""
-    what = f"only {has} has it; {lacks} goes on with {instead.op}{where}"
-    return Explanation(Kind.ONLY_ONE, what)
+    within = "" if pair.is_after_last(row.step) else f" in the middle of step {row.step},"
+    return Explanation(Kind.ENDED, f"{lacks} ended{within} before this op")
 
 
 def _explain(
@@ -226,7 +219,11 @@ def _explain(
     if not unequal:
         if left.site.op in INPUTLESS:
             return Explanation(Kind.VALUES, "")
-        return Explanation(Kind.OUTPUTS, _explain_outputs(left))
+        if op_name(left.site.op) in OVERWRITING | DRAWING or left.site.op.endswith("out"):
+            return Explanation(Kind.OUTPUTS, "")
+        places = [str(at) for at, value in enumerate(left.inputs) if value == UNINITIALISED]
+        what = f"input {', '.join(places)} is memory that nothing had written" if places else ""
+        return Explanation(Kind.OUTPUTS, what)
     earlier = [
         (RecordView.read(pair.left, one), RecordView.read(pair.right, other)) for one, other in read
     ]
@@ -241,7 +238,7 @@ def _explain(
 def _explain_what_was_given(left: RecordView, right: RecordView) -> Explanation | None:
     """Explain records that differ in what the program gave them; None if that agrees."""
     op = left.site.op
-    if _is_optimizer_step(left):
+    if left.is_optimizer_step:
         return Explanation(Kind.ARGUMENT, _unequal_options(left, right))
     if op.endswith(RETURNED):
         return Explanation(Kind.DATA, _explain_returned(op, left.argument, right.argument))
@@ -272,52 +269,34 @@ def _explain_returned(op: str, left: str, right: str) -> str:
     return f"{op} returned other values{same}"
 
 
-def _is_optimizer_step(one: RecordView) -> bool:
-    """Whether the record is of the arguments of an optimizer."""
-    return one.site.phase == "optimizer" and one.site.op.endswith(OPTIMIZER_STEP)
-
-
 def _unequal_options(left: RecordView, right: RecordView) -> str:
     """Return the arguments in which an optimizer's groups differ, with both values."""
-    groups = [_groups_of(one) for one in (left, right)]
-    if not all(groups):
+    sides: list[list[dict[str, str]]] = []
+    for one in (left, right):
+        try:
+            groups = json.loads(one.argument)
+            # As text: NaN equals itself there.
+            sides.append([{name: json.dumps(x) for name, x in each.items()} for each in groups])
+        except (ValueError, RecursionError, TypeError, AttributeError):  # a trace may hold anything
+            return "which cannot be read"
+    if not all(sides):
         return "which cannot be read"
-    if len(groups[0]) != len(groups[1]):
-        return f"{counted(len(groups[0]), 'group')} of parameters and {len(groups[1])}"
-    several = len(groups[0]) > 1
+    if len(sides[0]) != len(sides[1]):
+        return f"{counted(len(sides[0]), 'group')} of parameters and {len(sides[1])}"
+    several = len(sides[0]) > 1
     found = [
-        f"{name}{f' of group {number}' * several}: {_option(one, name)} and {_option(other, name)}"
-        for number, (one, other) in enumerate(zip(*groups, strict=True))
+        f"{name}{f' of group {number}' * several}: "
+        f"{one.get(name, 'not set')} and {other.get(name, 'not set')}"
+        for number, (one, other) in enumerate(zip(*sides, strict=True))
         for name in {**one, **other}
-        if _option(one, name) != _option(other, name)  # as text: NaN equals itself there
+        if one.get(name) != other.get(name)
     ]
     return "; ".join(found[:_FEW_OPTIONS]) or "an argument that is a tensor"
-
-
-def _groups_of(one: RecordView) -> list[dict[str, Any]]:
-    """Return the arguments of the groups of an optimizer; a trace may hold anything instead."""
-    try:
-        groups = json.loads(one.argument)
-    except (ValueError, RecursionError):
-        return []
-    return [each for each in groups if isinstance(each, dict)] if isinstance(groups, list) else []
-
-
-def _option(group: dict[str, Any], name: str) -> str:
-    return json.dumps(group[name]) if name in group else "not set"
 
 
 def _unequal(left: RecordView, right: RecordView) -> list[int]:
     pairs = enumerate(zip(left.inputs, right.inputs, strict=False))
     return [place for place, (one, other) in pairs if one != other]
-
-
-def _explain_outputs(left: RecordView) -> str:
-    name = left.site.op.rpartition("::")[2].partition(".")[0]
-    if name in OVERWRITING | DRAWING or left.site.op.endswith("out"):
-        return ""
-    places = [str(place) for place, value in enumerate(left.inputs) if value == UNINITIALISED]
-    return f"input {', '.join(places)} is memory that nothing had written" if places else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,15 +317,6 @@ class Input:
     def name(self) -> str:
         """What a sentence calls it."""
         return f"input {self.place} of {self.left.site.op}"
-
-    def in_step_before(self) -> tuple[bytes | None, bytes | None]:
-        """Return what the same op read there in the step before, in both runs."""
-        before = (_in_step_before(self.left), _in_step_before(self.right))
-        left, right = (
-            one.inputs[self.place] if one and self.place < len(one.inputs) else None
-            for one in before
-        )
-        return left, right
 
 
 def _explain_inputs(inputs: Sequence[Input]) -> Explanation:
@@ -422,7 +392,10 @@ def _explain_by_writers(
 
 def _explain_by_step_before(this: Input) -> Explanation | None:
     """Explain an input that stayed as it was or was trained; None if it is new in every step."""
-    before = this.in_step_before()
+    before = [
+        one.inputs[this.place] if one and this.place < len(one.inputs) else None
+        for one in map(_in_step_before, (this.left, this.right))
+    ]
     kept = [value == now for value, now in zip(before, this.values, strict=True)]
     if all(kept):
         return Explanation(

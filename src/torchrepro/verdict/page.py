@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from jinja2 import Template
 
-    from torchrepro.verdict.agreement import AgreementMap
     from torchrepro.verdict.chart import Curve
     from torchrepro.verdict.diagnosis import EscalationLevel
     from torchrepro.verdict.value import Cell, Divergence, RunFacts, Verdict
@@ -143,7 +142,12 @@ def _contents(comparison: Comparison) -> dict[str, Any]:
     cells: Sequence[Cell] = verdict.map
     if verdict.program.models:
         cells = [replace(cell, module=verdict.program.name_of(cell.module)) for cell in cells]
-    totals = _totals(cells)
+    totals = Counter[str]()
+    for cell in cells:
+        totals[cell.module] += cell.same + cell.differing
+    shown = None  # a map of one colour says nothing
+    if any(cell.differing for cell in cells):
+        shown = agreement_map(cells, first, after_last=verdict.compared.after_last)
     return {
         "verdict": verdict,
         "level": level if level and render.is_more_than_advised(level, verdict) else None,
@@ -153,7 +157,7 @@ def _contents(comparison: Comparison) -> dict[str, Any]:
         "ended": _has_ended(verdict),
         "tensors": _tensors(first) if first else [],
         "in_ulp": first is not None and any(each.max_ulp is not None for each in first.distances),
-        "map": _map_if_any_differs(verdict, cells, first),
+        "map": shown,
         "modules": _modules(verdict, cells),
         "more_modules": max(0, len(verdict.by_module) - _MODULES),
         "compared": _compared(verdict, len(totals)),
@@ -161,23 +165,6 @@ def _contents(comparison: Comparison) -> dict[str, Any]:
         "more_totals": max(0, len(totals) - _TOTALS),
         **_losses(verdict),
     }
-
-
-def _totals(cells: Sequence[Cell]) -> Counter[str]:
-    """Return how many records of each module were compared."""
-    totals = Counter[str]()
-    for cell in cells:
-        totals[cell.module] += cell.same + cell.differing
-    return totals
-
-
-def _map_if_any_differs(
-    verdict: Verdict, cells: Sequence[Cell], first: Divergence | None
-) -> AgreementMap | None:
-    """Return the map of a comparison; None if it would have one colour."""
-    if not any(cell.differing for cell in cells):
-        return None
-    return agreement_map(cells, first, after_last=verdict.compared.after_last)
 
 
 def _tensors(first: Divergence) -> list[dict[str, str]]:
@@ -233,13 +220,19 @@ def _compared(verdict: Verdict, modules: int) -> list[tuple[str, str]]:
 
 def _losses(verdict: Verdict) -> dict[str, Any]:
     """Return the curves of both runs' losses, of what lies between them, and both in words."""
-    losses = [(at, left, right, _apart(left, right)) for at, left, right in verdict.losses]
+    losses = [
+        (at, left, right, None if left is None or right is None else right - left)
+        for at, left, right in verdict.losses
+    ]
     step = verdict.first.step if verdict.first else None
     columns: list[Curve] = [[(float(row[0]), row[n]) for row in losses] for n in (1, 2, 3)]
     curves = chart(columns[:2], _CURVES, step)
     if curves is None:
         return {"curves": None}
-    told = _steps_of_shorter(losses) if _has_ended(verdict) else len(losses)
+    told = len(losses)
+    if _has_ended(verdict):
+        has = [[n for n, row in enumerate(losses, 1) if row[at] is not None] for at in (1, 2)]
+        told = min(max(places, default=0) for places in has)
     gaps = any(row[3] for row in losses)
     each = -(-len(losses) // POINTS)
     read = [row for n, row in enumerate(losses) if n % each == 0 or row[0] == step]
@@ -257,10 +250,6 @@ def _losses(verdict: Verdict) -> dict[str, Any]:
 
 LossRow = tuple[int, float | None, float | None, float | None]
 """A step, the loss of A and of B, and what lies between them."""
-
-
-def _apart(left: float | None, right: float | None) -> float | None:
-    return None if left is None or right is None else right - left
 
 
 def _reading(step: int, left: float | None, right: float | None, apart: float | None) -> str:
@@ -289,14 +278,6 @@ def _losses_in_words(losses: Sequence[LossRow], count: int) -> str:
     if largest[3] is None or largest[0] == step:
         return told
     return f"{told} They are furthest apart at step {largest[0]}, by {abs(largest[3]):.3g}."
-
-
-def _steps_of_shorter(losses: Sequence[LossRow]) -> int:
-    """Return how many losses there are up to the last one of the shorter run."""
-    return min(
-        max((n for n, row in enumerate(losses, start=1) if row[side] is not None), default=0)
-        for side in (1, 2)
-    )
 
 
 def _has_ended(verdict: Verdict) -> bool:

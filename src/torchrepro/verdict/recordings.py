@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.messages import printable, size
@@ -177,43 +175,33 @@ def truncation(pair: Pair) -> Divergence | None:
     """
     last = [_last_step(trace, other) for trace, other in (pair.traces, pair.traces[::-1])]
     if not pair.steps:
-        return at_step(pair, max(min(last), 0), Kind.ENDED, _nothing_in_common(pair, last))
-    short = last.index(min(last))
-    asked = pair.traces[short].meta.get("steps")
-    if last[0] != last[1] and not (asked and last[short] >= asked[1]):
-        shorter, longer = NAMES[short], NAMES[1 - short]
-        killed = CUT if pair.traces[short].is_truncated else ""
-        end = _ended(pair.traces[short], last[short])
-        what = f"{shorter} {end}{killed}; {_goes_on(pair, longer, last)}"
-        return at_step(pair, last[short] + 1, Kind.ENDED, _both_cut(pair, last) or what)
+        empty = [name for name, step in zip(NAMES, last, strict=True) if step < 0]
+        what = "no step was recorded in both runs"
+        if empty:
+            what = f"nothing was recorded in {' and '.join(empty)}"
+        return at_step(pair, max(min(last), 0), Kind.ENDED, what)
     cut = [side for side, trace in enumerate(pair.traces) if trace.is_truncated]
-    if not cut:
-        return None  # more of it was not to be recorded
-    step = min(last[side] for side in cut)
-    what = f"{NAMES[cut[0]]} {_ended(pair.traces[cut[0]], step)}{CUT}"
-    return at_step(pair, step + 1, Kind.ENDED, _both_cut(pair, last) or what)
-
-
-def _ended(trace: Trace, last: int) -> str:
-    """Return where a trace ended, by the number of the last thing in it."""
-    if last not in trace.steps:
-        return "ended before its first step"
-    return f"ended {'after' if trace.steps[last].finished else 'in the middle of'} step {last}"
-
-
-def _goes_on(pair: Pair, longer: str, last: Sequence[int]) -> str:
-    """Return how far the longer of two runs goes on."""
-    final = pair.traces[NAMES.index(longer)].steps[max(last)]
-    step = final.step if final.finished else final.step - 1
-    return f"{longer} goes on to step {step}" if step > min(last) else f"{longer} goes on after it"
-
-
-def _both_cut(pair: Pair, last: Sequence[int]) -> str:
-    """Return a sentence on two runs that were both cut off, or nothing."""
-    if not all(trace.is_truncated for trace in pair.traces):
-        return ""
-    ends = [f"{name} after step {step}" for name, step in zip(NAMES, last, strict=True)]
-    return f"{BOTH_CUT}{CUT}: {' and '.join(ends)}"
+    ended, other = last.index(min(last)), last.index(max(last))
+    asked = pair.traces[ended].meta.get("steps")
+    is_shorter = last[0] != last[1] and not (asked and last[ended] >= asked[1])
+    if not is_shorter:
+        if not cut:
+            return None  # more of it was not to be recorded
+        ended = cut[0]
+    step = last[ended] if is_shorter else min(last[side] for side in cut)
+    if len(cut) == len(NAMES):
+        ends = [f"{name} after step {each}" for name, each in zip(NAMES, last, strict=True)]
+        return at_step(pair, step + 1, Kind.ENDED, f"{BOTH_CUT}{CUT}: {' and '.join(ends)}")
+    row = pair.traces[ended].steps.get(step)
+    what = f"{NAMES[ended]} ended before its first step"
+    if row is not None:
+        what = f"{NAMES[ended]} ended {'after' if row.finished else 'in the middle of'} step {step}"
+    what += CUT if ended in cut else ""
+    if is_shorter:
+        final = pair.traces[other].steps[max(last)]
+        until = final.step if final.finished else final.step - 1
+        what += f"; {NAMES[other]} goes on {f'to step {until}' if until > step else 'after it'}"
+    return at_step(pair, step + 1, Kind.ENDED, what)
 
 
 def _is_not_of(row: StepRow, other: Trace) -> bool:
@@ -243,13 +231,6 @@ def _last_step(trace: Trace, other: Trace) -> int:
     return steps[-1].step if steps else -1
 
 
-def _nothing_in_common(pair: Pair, last: list[int]) -> str:
-    empty = [name for name, step in zip(NAMES, last, strict=True) if step < 0]
-    if empty:
-        return f"nothing was recorded in {' and '.join(empty)}"
-    return "no step was recorded in both runs"
-
-
 def missing_processes(
     left: Mapping[tuple[int, int], Trace],
     right: Mapping[tuple[int, int], Trace],
@@ -260,14 +241,11 @@ def missing_processes(
             rank,
             0,
             Kind.ENDED,
-            f"only {NAMES[(rank, ordinal) not in left]} has {_process(ordinal)} of rank {rank}",
+            f"only {NAMES[(rank, ordinal) not in left]} has "
+            f"{f'process {ordinal}' if ordinal else 'a recording'} of rank {rank}",
         )
         for rank, ordinal in sorted(left.keys() ^ right.keys())
     ]
-
-
-def _process(ordinal: int) -> str:
-    return f"process {ordinal}" if ordinal else "a recording"
 
 
 SECTIONS = {"knobs": "", "versions": "version of ", "hardware": "hardware: "}
@@ -281,7 +259,14 @@ def settings(pair: Pair) -> tuple[Setting, ...]:
 
     Traces of killed runs do not tell whether they are alike.
     """
-    left, right = (_settings(trace.meta) for trace in pair.traces)
+    sides: list[dict[str, str]] = []
+    for meta in (trace.meta for trace in pair.traces):
+        found = {name: str(meta[name]) for name in SINGLE if meta.get(name) is not None}
+        for section, called in SECTIONS.items():
+            its = meta.get(section) or {}
+            found |= {f"{called}{name}": str(value) for name, value in its.items()}
+        sides.append(found)
+    left, right = sides
     return tuple(
         Setting(name, left.get(name), right.get(name))
         for name in {**left, **right}
@@ -290,19 +275,19 @@ def settings(pair: Pair) -> tuple[Setting, ...]:
     )
 
 
-def _settings(meta: Mapping[str, Any]) -> dict[str, str]:
-    found = {name: str(meta[name]) for name in SINGLE if meta.get(name) is not None}
-    for section, called in SECTIONS.items():
-        found |= {
-            f"{called}{name}": str(value) for name, value in (meta.get(section) or {}).items()
-        }
-    return found
-
-
 def program(pair: Pair) -> Program:
     """Return what the program has that may explain why its runs diverge."""
     left, right = (trace.meta for trace in pair.traces)
-    loaders = [_loader(each) for meta in (left, right) for each in meta.get("loaders") or ()]
+    loaders = [
+        Loader(
+            where=each["where"],
+            workers=each["workers"],
+            dataset=each["dataset"],
+            worker_init_fn=each.get("worker_init_fn") or "",
+        )
+        for meta in (left, right)
+        for each in meta.get("loaders") or ()
+    ]
     return Program(
         features=_features(pair, loaders),
         accelerator=accelerator(left) or accelerator(right),
@@ -374,15 +359,6 @@ def _features(pair: Pair, loaders: Sequence[Loader]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _loader(facts: Mapping[str, Any]) -> Loader:
-    return Loader(
-        where=facts["where"],
-        workers=facts["workers"],
-        dataset=facts["dataset"],
-        worker_init_fn=facts.get("worker_init_fn") or "",
-    )
-
-
 def _reads(left: Sequence[Any], right: Sequence[Any]) -> tuple[UncontrolledRead, ...]:
     """Return the places at which either run reads what no seed decides, or gives a seed."""
     sides = [
@@ -411,34 +387,30 @@ def _reads(left: Sequence[Any], right: Sequence[Any]) -> tuple[UncontrolledRead,
 
 def losses(pair: Pair) -> tuple[tuple[int, float | None, float | None], ...]:
     """Return the loss of each step in both runs; the mean where a step has several."""
-    left, right = (_loss_by_step(trace) for trace in pair.traces)
+    sides: list[dict[int, float | None]] = [{}, {}]
+    for means, by_step in zip(sides, pair.losses, strict=True):
+        for step, some in by_step.items():
+            numbers = [loss.value for loss in some if loss.value is not None]
+            means[step] = sum(numbers) / len(numbers) if len(numbers) == len(some) else None
+    left, right = sides
     return tuple((step, left.get(step), right.get(step)) for step in sorted({*left, *right}))
-
-
-def _loss_by_step(trace: Trace) -> dict[int, float | None]:
-    found = {}
-    for step, group in groupby(trace.losses, key=attrgetter("step")):
-        values = [loss.value for loss in group]
-        numbers = [value for value in values if value is not None]
-        whole = bool(numbers) and len(numbers) == len(values)
-        found[step] = sum(numbers) / len(numbers) if whole else None
-    return found
 
 
 def notes(pair: Pair) -> Iterator[str]:
     """Yield what a reader has to know about the two recordings."""
-    yield from _ends_of_resumed(pair)
-    yield from _detail_of_one(pair)
+    yield from _unlike_recordings(pair)
+    detailed = [
+        name for name, trace in zip(NAMES, pair.traces, strict=True) if trace.meta.get("detail")
+    ]
+    if len(detailed) == 1:
+        yield (
+            f"only {detailed[0]} was recorded with --detail: steps are compared by parameters, "
+            "gradients and losses, not op by op"
+        )
     for trace, name in zip(pair.traces, NAMES, strict=True):
         if trace.is_truncated:
             yield f"{name} was killed or still runs: it is compared up to its last whole step"
-        dropped = [step for step, row in trace.steps.items() if row.dropped and row.finished]
-        if dropped:
-            yield (
-                f"{name} dropped the records of {counted(len(dropped), 'step')} "
-                f"({_in_words(dropped)}){_to_stay_within(trace)}: their parameters, gradients and "
-                "losses are there"
-            )
+        yield from _dropped_records(trace, name)
     dropped_tails = [
         name
         for trace, name in zip(pair.traces, NAMES, strict=True)
@@ -473,8 +445,22 @@ def notes(pair: Pair) -> Iterator[str]:
         yield f"the states of {generators} differ {since}"
 
 
-def _detail_of_one(pair: Pair) -> Iterator[str]:
-    """Yield what is compared where one run was recorded with detail and the other without."""
+def _dropped_records(trace: Trace, name: str) -> Iterator[str]:
+    """Yield of which steps the records were dropped, to stay within a size for all ranks."""
+    dropped = [step for step, row in trace.steps.items() if row.dropped and row.finished]
+    most, ranks = trace.meta.get("max_size"), trace.meta.get("world_size", 1)
+    within = f", to stay within {size(most // ranks)}" if most else ""
+    if most and ranks > 1:
+        within += f" (its share of {size(most)} for {ranks:,} ranks)"
+    if dropped:
+        yield (
+            f"{name} dropped the records of {counted(len(dropped), 'step')} "
+            f"({_in_words(dropped)}){within}: their parameters, gradients and losses are there"
+        )
+
+
+def _unlike_recordings(pair: Pair) -> Iterator[str]:
+    """Yield that one run was recorded with detail, and how one ended that was resumed."""
     detailed = [
         name for trace, name in zip(pair.traces, NAMES, strict=True) if trace.meta.get("detail")
     ]
@@ -483,10 +469,6 @@ def _detail_of_one(pair: Pair) -> Iterator[str]:
             f"only {detailed[0]} was recorded with --detail: steps are compared by parameters, "
             "gradients and losses, not op by op"
         )
-
-
-def _ends_of_resumed(pair: Pair) -> Iterator[str]:
-    """Yield whether a run that was resumed ended with the parameters of one that was not."""
     if all(each.name != RESUMED for each in settings(pair)):
         return
     left, right = (
@@ -499,15 +481,6 @@ def _ends_of_resumed(pair: Pair) -> Iterator[str]:
             f"the parameters after the last step of each, {left[0].step} in {NAMES[0]} and "
             f"{right[0].step} in {NAMES[1]}, are {'the same, bit for bit' if equal else 'unequal'}"
         )
-
-
-def _to_stay_within(trace: Trace) -> str:
-    """Return what a trace has dropped records for, of which a rank has a share."""
-    most, ranks = trace.meta.get("max_size"), trace.meta.get("world_size", 1)
-    if not most:
-        return ""
-    share = f" (its share of {size(most)} for {ranks:,} ranks)" if ranks > 1 else ""
-    return f", to stay within {size(most // ranks)}{share}"
 
 
 def _in_words(steps: Sequence[int]) -> str:

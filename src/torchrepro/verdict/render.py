@@ -66,7 +66,7 @@ def verdict_parts(
     groups = (
         [
             *(_where(verdict.first) if verdict.first else []),
-            *_agreed(verdict),
+            *([("agreed", text)] if (text := agreement(verdict)) else []),
             *_after(verdict),
         ],
         _advice(verdict, level),
@@ -135,10 +135,11 @@ def _where(first: Divergence) -> Rows:
     if first.kind in (Kind.ENDED, Kind.INCOMPARABLE):
         return [("what", first.what)] if first.what else []
     what = "" if first.what == arguments(first) else first.what
+    source = f"{first.source}   {source_line(first.source)}"
     return [
         ("op", f"{first.op}: {first.kind}" if first.op else str(first.kind)),
-        *([("what", _cut(what, _LONG))] if what else []),
-        *([("source", _source(first.source))] if first.source else []),
+        *([("what", shortened(what, _LONG))] if what else []),
+        *([("source", source.rstrip())] if first.source else []),
         *_both_sides(first),
         *[("element", element(each)) for each in first.elements[:_ELEMENTS]],
         *[("distance", text) for text in distances(first)[:1]],
@@ -149,10 +150,6 @@ def arguments(first: Divergence) -> str:
     """Return both arguments as a sentence has them: rows of their own show them better."""
     left, right = first.left, first.right
     return f"{left.argument or 'none'} and {right.argument or 'none'}" if left and right else ""
-
-
-def _source(source: str) -> str:
-    return f"{source}   {source_line(source)}".rstrip()
 
 
 def _both_sides(first: Divergence) -> Iterator[tuple[str, str]]:
@@ -181,29 +178,14 @@ def _unequal_fingerprints(
     """Yield the first fingerprints that differ."""
     if left == right:
         return
-    numbered = [
-        (position, a, b)
-        for position, (a, b) in enumerate(
-            zip(fingerprints(left), fingerprints(right), strict=False)
-        )
-        if a != b
-    ]
-    more = f", and {len(numbered) - 1:,} more" if len(numbered) > 1 else ""
-    yield from (
-        (label, f"tensor {position}: {pair(_short(a), _short(b))}{more}")
-        for position, a, b in numbered[:1]
-    )
+    both = enumerate(zip(fingerprints(left), fingerprints(right), strict=False))
+    unequal = [(position, *texts) for position, texts in both if len(set(texts)) > 1]
+    more = f", and {len(unequal) - 1:,} more" if len(unequal) > 1 else ""
+    for position, *texts in unequal[:1]:
+        short = (text if text == NEVER_WRITTEN else text[:_HEX] for text in texts)
+        yield label, f"tensor {position}: {pair(*short)}{more}"
     if len(left) != len(right):
         yield label, f"A {counted(len(left), 'tensor')}   B {len(right):,}"
-
-
-def _short(fingerprint: str) -> str:
-    return fingerprint if fingerprint == NEVER_WRITTEN else fingerprint[:_HEX]
-
-
-def _agreed(verdict: Verdict) -> Rows:
-    text = agreement(verdict)
-    return [("agreed", text)] if text else []
 
 
 def agreement(verdict: Verdict) -> str:
@@ -261,18 +243,16 @@ def _about(verdict: Verdict) -> Rows:
     settings = [each for each in verdict.settings if each.name != "digest"]
     rows: Rows = [] if verdict.same else [("compared", certainty(verdict))]
     rows += [
-        ("differing", f"{each.name}: A {_value(each.left)}   B {_value(each.right)}")
+        ("differing", f"{each.name}: A {left}   B {right}")
         for each in settings[:_SETTINGS]
+        for left, right in [["not set" if x is None else shown(x) for x in (each.left, each.right)]]
     ]
     rest = len(settings) - _SETTINGS
     rows += [("differing", counted(rest, "more setting"))] if rest > 0 else []
     return rows + [
-        ("note", _cut(text, _LONG)) for text in (*verdict.across_ranks, *verdict.notes)[:_NOTES]
+        ("note", shortened(text, _LONG))
+        for text in (*verdict.across_ranks, *verdict.notes)[:_NOTES]
     ]
-
-
-def _value(value: str | None) -> str:
-    return "not set" if value is None else shown(value)
 
 
 def headline(verdict: Verdict) -> str:
@@ -357,7 +337,7 @@ def source_line(source: str) -> str:
     """Return the text of the line ``file:line`` without its indentation, if it can be read."""
     file, _, number = source.rpartition(":")
     text = getline(file, int(number)) if file and number.isdecimal() else ""
-    return _cut(printable(text.strip()))
+    return shortened(printable(text.strip()), _WIDE)
 
 
 def source_excerpt(source: str, around: int = 2) -> list[tuple[int, str]]:
@@ -368,10 +348,6 @@ def source_excerpt(source: str, around: int = 2) -> list[tuple[int, str]]:
     near = range(max(1, int(number) - around), int(number) + around + 1)
     lines = [(at, getline(file, at).rstrip("\n")) for at in near]
     return lines if source_line(source) else []
-
-
-def _cut(text: str, length: int = _WIDE) -> str:
-    return shortened(text, length)
 
 
 def fingerprints(texts: Sequence[str]) -> tuple[str, ...]:
@@ -402,19 +378,15 @@ def number(value: float | None) -> str:
 
 def pair(left: Sequence[str] | str | None, right: Sequence[str] | str | None) -> str:
     """Return what both runs have, once if it is equal; ``-`` for a run that lacks it."""
-    one, two = _one_text(left), _one_text(right)
+    joined = (text if isinstance(text, str) else " ".join(text or ()) for text in (left, right))
+    one, two = (printable(text) if text else "-" for text in joined)
     if one == two:
-        return _cut(one)
+        return shortened(one, _WIDE)
     alike = takewhile(lambda both: both[0] == both[1], zip(one, two, strict=False))
     start = max(sum(1 for _ in alike) - _AROUND, 0)
     if max(len(one), len(two)) > _WIDE and start:
         one, two = f"...{one[start:]}", f"...{two[start:]}"
-    return f"A {_cut(one)}   B {_cut(two)}"
-
-
-def _one_text(text: Sequence[str] | str | None) -> str:
-    joined = text if isinstance(text, str) or text is None else " ".join(text)
-    return printable(joined) if joined else "-"
+    return f"A {shortened(one, _WIDE)}   B {shortened(two, _WIDE)}"
 
 
 def aftermath(verdict: Verdict) -> str:
