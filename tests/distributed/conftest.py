@@ -15,6 +15,41 @@ TORCHRUN = [
     *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
     *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),
 ]
+RANKS = """
+import os, random, runpy, signal, socket, sys, time
+import numpy.random, torch
+import torch.distributed as dist
+
+sys.argv.pop(0)
+door = socket.create_server(("127.0.0.1", 0))
+address, port = door.getsockname()
+os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+ranks = set()
+for rank in range(2):
+    ranks.add(os.fork())
+    if 0 in ranks:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        signal.alarm(500)
+        for seed in (random.seed, numpy.random.seed, torch.seed):
+            seed()  # as they are in a new process
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.exit()
+settings = {"wait_for_workers": False, "master_listen_fd": door.detach()}
+store = dist.TCPStore(address, port, None, True, **settings)
+failed = False
+while ranks:
+    pid, status = os.wait()
+    ranks.discard(pid)
+    if status and not failed:  # one that fails ends the others, a little later
+        failed = True
+        time.sleep(0.5)
+        for other in ranks:
+            os.kill(other, signal.SIGTERM)
+sys.exit(failed)
+"""
+"""Runs a program on two ranks as torchrun does, in forks of a Python that has torch."""
+
 _FOREIGN = ("TORCHREPRO_", "PYTEST_", "CUBLAS_WORKSPACE_CONFIG", "RANK", "WORLD_SIZE", "SLURM_")
 
 
@@ -47,8 +82,21 @@ def _script(folder: Path, script: Path | str) -> Path:
 
 
 @pytest.fixture
-def on_two_ranks(tmp_path):
-    """Run a script, or the text of one, on two ranks."""
+def on_two_ranks(tmp_path, fork_python):
+    """Run the text of a script on two ranks, which are forks of a Python that has torch."""
+
+    def run(script, *words):
+        path = _script(tmp_path, script)
+        env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        ended = fork_python("-c", RANKS, path, *words, env=env)
+        return Ended(ended.returncode, ended.stdout, ended.stderr)
+
+    return run
+
+
+@pytest.fixture
+def by_torchrun(tmp_path):
+    """Start a script, or the text of one, on two ranks by torchrun."""
 
     def run(script, *words, before=()):
         ended = subprocess.run(

@@ -78,7 +78,7 @@ def test_a_rank_without_a_profile_is_named(on_two_ranks):
     assert "rank 1 of 2 did not say what it has in force, waited for 3 s" in ended.err
 
 
-def test_under_hydra_a_disagreement_ends_without_a_traceback(on_two_ranks):
+def test_under_hydra_a_disagreement_ends_without_a_traceback(by_torchrun):
     """Under Hydra the ranks end with status 3 and name the key, without a traceback of theirs."""
     program = """
 import os, sys
@@ -93,7 +93,7 @@ def main(config):
 
 main()
 """
-    ended = on_two_ranks(program, "+repro=seed-only")
+    ended = by_torchrun(program, "+repro=seed-only")
 
     assert "went on" not in ended.out
     assert "seed plan: seed: 0 on rank 0, 1 on rank 1" in ended.err
@@ -101,7 +101,7 @@ main()
     assert "torchrepro.ApplyError" not in ended.err
 
 
-def test_under_run_the_profile_is_in_force_on_every_rank_before_the_group_is_made(on_two_ranks):
+def test_under_run_the_profile_is_in_force_on_every_rank_before_the_group_is_made(by_torchrun):
     """`torchrepro run` puts the profile in force on every rank before its first collective."""
     program = """
 import torch, time
@@ -114,7 +114,7 @@ print("went on", flush=True)
 dist.destroy_process_group()
 time.sleep(1)
 """
-    ended = on_two_ranks(
+    ended = by_torchrun(
         program, before=(sys.executable, "-m", "torchrepro", "run", "debug-strict", "--")
     )
 

@@ -46,17 +46,17 @@ print("went on")
 """
 
 
-def _record(on_two_ranks, folder: Path, *words: str) -> Path:
+def _record(by_torchrun, folder: Path, *words: str) -> Path:
     run = [sys.executable, "-m", "torchrepro", "run", "seed-only", "--record", str(folder), "--"]
-    ended = on_two_ranks(PROGRAM, *words, before=run)
+    ended = by_torchrun(PROGRAM, *words, before=run)
     assert ended.went_on == 2, ended.err[-2000:]
     return folder
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_runs_of_two_ranks_are_the_same(tmp_path, on_two_ranks, kind) -> None:
+def test_two_runs_of_two_ranks_are_the_same(tmp_path, by_torchrun, kind) -> None:
     """Under DDP and FSDP each rank leaves a trace, collectives included, and runs compare equal."""
-    one, two = (_record(on_two_ranks, tmp_path / run, kind) for run in ("one", "two"))
+    one, two = (_record(by_torchrun, tmp_path / run, kind) for run in ("one", "two"))
 
     verdict = torchrepro.compare(one, two)
     assert verdict.same, verdict.first
@@ -68,10 +68,10 @@ def test_two_runs_of_two_ranks_are_the_same(tmp_path, on_two_ranks, kind) -> Non
         trace.close()
 
 
-def test_the_rank_with_another_batch_is_named(tmp_path, on_two_ranks) -> None:
+def test_the_rank_with_another_batch_is_named(tmp_path, by_torchrun) -> None:
     """Of two ranks that differ, the verdict names the one where it began, at its step."""
-    one = _record(on_two_ranks, tmp_path / "one", "ddp")
-    two = _record(on_two_ranks, tmp_path / "two", "ddp", "fault")
+    one = _record(by_torchrun, tmp_path / "one", "ddp")
+    two = _record(by_torchrun, tmp_path / "two", "ddp", "fault")
 
     first = torchrepro.compare(one, two).first
     assert first is not None

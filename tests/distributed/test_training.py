@@ -29,11 +29,11 @@ runpy.run_path(EXAMPLE, run_name="__main__")
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_training_on_two_ranks_is_repeatable(on_two_ranks, distributed_digits, parallel):
+def test_training_by_torchrun_is_repeatable(by_torchrun, distributed_digits, parallel):
     """Under one profile two runs on two ranks end with the same weights, bit for bit."""
     words = ("+repro=debug-strict", "repro.ranks=distinct", f"parallel={parallel}", "epochs=1")
 
-    one, two = (on_two_ranks(distributed_digits, *words) for _ in range(2))
+    one, two = (by_torchrun(distributed_digits, *words) for _ in range(2))
 
     assert one.status == two.status == 0, one.err + two.err
     assert one.out.startswith("weights ")
@@ -42,17 +42,17 @@ def test_training_on_two_ranks_is_repeatable(on_two_ranks, distributed_digits, p
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_a_run_that_lost_a_rank_goes_on_where_it_was(
-    on_two_ranks, distributed_digits, tmp_path, parallel
+    by_torchrun, distributed_digits, tmp_path, parallel
 ):
     """After SIGKILL of one rank, resuming ends with the weights of the uninterrupted run."""
     words = ("+repro=debug-strict", f"parallel={parallel}", "batch_size=64", "epochs=2")
     kept = ("checkpoint=kept", "checkpoint_every=1")
-    whole = on_two_ranks(distributed_digits, *words)
+    whole = by_torchrun(distributed_digits, *words)
 
     losing = LOSING_A_RANK.replace("EXAMPLE", repr(str(distributed_digits)))
-    interrupted = on_two_ranks(losing.replace("KILLED_AFTER", str(KILLED_AFTER)), *words, *kept)
+    interrupted = by_torchrun(losing.replace("KILLED_AFTER", str(KILLED_AFTER)), *words, *kept)
     interrupted_at = sorted((tmp_path / "kept").iterdir())[-1].name
-    resumed = on_two_ranks(distributed_digits, *words, *kept)
+    resumed = by_torchrun(distributed_digits, *words, *kept)
 
     assert whole.status == resumed.status == 0, whole.err + resumed.err
     assert "killed" in interrupted.out, interrupted.err
