@@ -110,7 +110,7 @@ def link_short_names(
     )
 
 
-def drop_words_of_python(  # noqa: PLR0913, PLR0917 - what Sphinx gives
+def drop_words_of_python(
     app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]
 ) -> None:
     """Take away what Python itself says of a field of a named tuple, which is its number."""

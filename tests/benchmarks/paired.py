@@ -80,7 +80,7 @@ class Question:
     bound: float = math.nan
 
 
-def compare(  # noqa: PLR0913 - what two things are, and how surely they are compared
+def compare(
     plain: Callable[[], float],
     other: Callable[[], float],
     bound: float,

@@ -229,7 +229,7 @@ def _put_own(loader, states):
             own.bit_generator.state = state
 
 
-def loop(way, folder, workers, after_step, other_seed):  # noqa: C901, PLR0912 - as a loop of one's own is
+def loop(way, folder, workers, after_step, other_seed):
     """Train by the way that its author has chosen; go on from `folder` if it was interrupted."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))

@@ -37,9 +37,7 @@ class Pipe:
     """A named pipe in place of a file: whoever reads it waits."""
 
 
-def install(  # noqa: PLR0913 - the parts of an installation
-    site, name, files, *, package="", entry_points=None, metadata=None, version="1.0"
-):
+def install(site, name, files, *, package="", entry_points=None, metadata=None, version="1.0"):
     """Write a distribution `name` into the folder `site`, as an installer would leave it.
 
     `files` are those of its package, by their path in it: text, bytes, None for a folder, a `Link`

@@ -356,7 +356,7 @@ def test_runs_that_are_the_same_need_no_advice() -> None:
     step=st.integers(0, 10**6),
     profile=st.text(min_size=1, max_size=8),
 )
-def test_every_divergence_gets_an_advice_that_a_shell_takes(  # noqa: PLR0913, PLR0917 - what varies
+def test_every_divergence_gets_an_advice_that_a_shell_takes(
     op: str, kind: Kind, phase: str, module: str, step: int, profile: str
 ) -> None:
     """Whatever diverges, a cause is told, and the command to look closer names what it is about."""

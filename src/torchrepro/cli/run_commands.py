@@ -355,7 +355,7 @@ def _number(text: str) -> Any:
 
 
 @command(app, "compare")
-def compare_runs(  # noqa: PLR0913, PLR0917 - see above
+def compare_runs(
     left: Annotated[str, typer.Argument(metavar="RUN_A", help="A folder of a recording.")],
     right: Annotated[str, typer.Argument(metavar="RUN_B", help="Another.")],
     rtol: Annotated[float | None, typer.Option(help="Relative tolerance.")] = None,

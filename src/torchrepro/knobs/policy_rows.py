@@ -35,7 +35,7 @@ class StoredValue:
     restore = write
 
 
-def _policy(  # noqa: PLR0913, PLR0917 - the columns of a row
+def _policy(
     name: str,
     legal: Any,
     access: Any,

@@ -139,7 +139,7 @@ def stream(
     return derived
 
 
-def derive(  # noqa: PLR0913, PLR0917 - the coordinates of a stream
+def derive(
     name: str,
     root: int,
     rank: int = 0,

@@ -122,9 +122,7 @@ class RecordingMode(TorchDispatchMode):
         # is loaded, `left_out_of_compilation` keeps it from compiling this.
         return False
 
-    def __torch_dispatch__(  # noqa: C901, PLR0912, PLR0915 - in one piece: the comment below says why
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         now = self.now
         if now.aside and (now.stopped or now.paused == get_ident()):
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -272,7 +270,7 @@ class RecordingMode(TorchDispatchMode):
             self.details.after(before, fingerprinted(facts, args, kwargs, result))
         return returned
 
-    def _outputs(  # noqa: PLR0913, PLR0917 - a tuple of them would be made for every op
+    def _outputs(
         self, facts: OpFacts, key: bytes, args: Any, kwargs: Any, inputs: list[Any], result: Any
     ) -> tuple[Any, Any]:
         """Return the fingerprints of what an op has made or written, and all their shapes."""
@@ -282,7 +280,7 @@ class RecordingMode(TorchDispatchMode):
             return self.cache.unset_output(facts, key, inputs, result)
         return self.cache.outputs(facts, args, kwargs, result)
 
-    def _append(  # noqa: PLR0913, PLR0917 - a tuple of them would be made for every op
+    def _append(
         self,
         facts: OpFacts,
         key: bytes,

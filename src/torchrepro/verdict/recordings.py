@@ -149,7 +149,7 @@ def unequal_seeded_generator(pair: Pair) -> Divergence | None:
     return None
 
 
-def at_step(  # noqa: PLR0913, PLR0917 - the parts of a divergence
+def at_step(
     pair: Pair,
     number: int,
     kind: Kind,

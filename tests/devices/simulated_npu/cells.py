@@ -30,7 +30,7 @@ def _lstm(
     return show * after.tanh(), after, torch.cat((take, keep, new, show), 1)
 
 
-def _lstm_backward(  # noqa: PLR0913, PLR0917 - the op's own arguments
+def _lstm_backward(
     grad_hidden: Some,
     grad_cell: Some,
     cell: torch.Tensor,
