@@ -68,19 +68,15 @@ _counting = threading.local()  # .inside: whether this thread is within an op th
 
 
 def _identity(tensor: Any, p: float, train: bool) -> Any:  # noqa: FBT001 - aten's schema
-    _check(p)
     # A copy, because code after dropout may write to its result in place.
-    return tensor.clone() if p and train else tensor
+    same = _identity_in_place(tensor, p, train)
+    return same.clone() if p and train else same
 
 
 def _identity_in_place(tensor: Any, p: float, train: bool) -> Any:  # noqa: FBT001 - aten's schema
-    _check(p)
-    return tensor
-
-
-def _check(p: float) -> None:
     if not 0 <= p <= 1:  # torch checks it here as well, in these words
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
+    return tensor
 
 
 def _identity_and_mask(tensor: Any, p: float, train: bool | None = True) -> Any:  # noqa: FBT001, FBT002
@@ -156,31 +152,33 @@ WITH_KERNELS: dict[str, Callable[..., Any]] = {
 
 def _zero(undo: ExitStack) -> None:
     """Put the stand-ins in the place of torch's dropout, and count the ops that still draw."""
+
+    def interpose_for_now(op: Any, priority: Priority, around: Callable[..., Any]) -> None:
+        undo.callback(withdraw, op, priority)
+        interpose(op, priority, around)
+
     for table, keys in ((COMPOSITE, _COMPOSITE_KEYS), (WITH_KERNELS, _KERNEL_KEYS)):
         for name, stand_in in table.items():
             for op in ops_named(f"aten::{name}"):
                 for key in filter(partial(has_kernel, op), keys):
                     undo.callback(override(op, key, partial(_instead, stand_in)))
-    for name, stand_in in WITH_KERNELS.items():
-        for op in ops_named(f"aten::{name}"):
-            _interpose(undo, op, Priority.DROPOUT, partial(_instead, stand_in))
+                if table is WITH_KERNELS:
+                    interpose_for_now(op, Priority.DROPOUT, partial(_instead, stand_in))
+                else:
+                    _replace_in_python(undo, op, stand_in)
     for op, places in _larger_kernels():
-        _interpose(undo, op, Priority.DROPOUT, partial(_without_dropout, places))
-    for op in ops_named(*(f"aten::{name}" for name in COMPOSITE)):
-        _replace_in_python(undo, op)
+        interpose_for_now(op, Priority.DROPOUT, partial(_without_dropout, places))
     undo.callback(dropout_masks.restore)
     dropout_masks.zero()
-    for op in filter(_draws_whatever_happens, random_ops()):
-        _interpose(undo, op, Priority.RANDOM_OPS, partial(_count, op.name()))
+    for op in random_ops():
+        arguments = {argument.name for argument in op._schema.arguments}  # noqa: SLF001 - the schema has no public reader
+        # Dropout, and what drops inside, draws nothing when it is zeroed.
+        if packet_name(op) not in WITH_KERNELS and arguments.isdisjoint(PROBABILITIES):
+            interpose_for_now(op, Priority.RANDOM_OPS, partial(_count, op.name()))
 
 
 policy = Toggle("keep", "zero", "dropout zero", _zero)
 """Whether dropout is zeroed: `keep` leaves torch alone, `zero` overrides its dropout."""
-
-
-def _interpose(undo: ExitStack, op: Any, priority: Priority, around: Callable[..., Any]) -> None:
-    undo.callback(withdraw, op, priority)
-    interpose(op, priority, around)
 
 
 def _instead(
@@ -220,7 +218,7 @@ def _without_dropout(
     return proceed(*positional, **kwargs)
 
 
-def _replace_in_python(undo: ExitStack, op: Any) -> None:
+def _replace_in_python(undo: ExitStack, op: Any, stand_in: Callable[..., Any]) -> None:
     """Put the stand-in where torch.compile looks before the dispatcher.
 
     Private (``OpOverload.py_kernels``): the decompositions that torch writes in Python outrank
@@ -235,13 +233,7 @@ def _replace_in_python(undo: ExitStack, op: Any) -> None:
         getattr(op, "_dispatch_cache", {}).clear()
 
     undo.callback(put, before)
-    put(dict.fromkeys(before, COMPOSITE[packet_name(op)]))
-
-
-def _draws_whatever_happens(op: Any) -> bool:
-    """Whether a call of `op` draws: dropout, and what drops inside, draws nothing when zeroed."""
-    arguments = {argument.name for argument in op._schema.arguments}  # noqa: SLF001 - the schema has no public reader
-    return packet_name(op) not in WITH_KERNELS and arguments.isdisjoint(PROBABILITIES)
+    put(dict.fromkeys(before, stand_in))
 
 
 def _count(name: str, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -15,8 +15,7 @@ from __future__ import annotations
 import ast
 import sys
 import warnings
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
@@ -93,16 +92,9 @@ class SourceMissingError(RuntimeError):
     """The source of a function that draws a mask is not there, or is not what is running."""
 
 
-@dataclass(slots=True)
-class _State:
-    """The functions whose masks are zeroed now."""
+_exchanged: dict[FunctionType, tuple[CodeType, CodeType]] = {}
+"""Function -> its own code, and the code that drops nothing, which it has now."""
 
-    in_force: bool = False
-    exchanged: dict[FunctionType, tuple[CodeType, CodeType]] = field(default_factory=dict)
-    """Function -> its own code, and the code that drops nothing."""
-
-
-_state = _State()
 _lock = fork_safe_lock()  # modules are imported in any thread
 
 
@@ -113,7 +105,6 @@ def zero() -> None:
     changes nothing, where the source of one of them cannot be read or is not what is running.
     """
     with _lock:
-        _state.in_force = True
         _finder.watch()
         try:
             for module in filter(_finder.waits_for, list(sys.modules)):
@@ -126,17 +117,16 @@ def zero() -> None:
 def restore() -> None:
     """Give every function its own code back; changes nothing where `zero` is not in force."""
     with _lock:
-        _state.in_force = False
         _finder.unwatch()
-        while _state.exchanged:
-            function, (own, zeroed) = _state.exchanged.popitem()
+        while _exchanged:
+            function, (own, zeroed) = _exchanged.popitem()
             if function.__code__ is zeroed:  # else somebody has replaced it since
                 function.__code__ = own
 
 
 def _zero_when_loaded(module: str) -> None:
     with _lock:
-        if not _state.in_force:
+        if _finder not in sys.meta_path:  # restored while the module was imported
             return
         try:
             _zero_in(module)
@@ -152,23 +142,37 @@ def _zero_in(name: str) -> None:
     module: Any = sys.modules.get(name)
     if module is None:
         return
-    drawing = {
-        function: rows
-        for function in _functions(module)
-        if function not in _state.exchanged and (rows := _rows_of(name, function.__code__))
-    }
+    drawing: dict[FunctionType, list[WrittenMask]] = {}
+    for function in _functions(module):
+        code = function.__code__
+        read = (*code.co_varnames, *code.co_names)
+        rows = [
+            row
+            for row in ROWS
+            if row.draws_in(name, code.co_qualname) and any(fnmatchcase(n, row.name) for n in read)
+        ]
+        if rows and function not in _exchanged:
+            drawing[function] = rows
     if not drawing:
         return
     file = next(iter(drawing)).__code__.co_filename
-    places = {_place(function.__code__): rows for function, rows in drawing.items()}
-    codes = _codes_by_place(_tree(module), file, places)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's, about a library's source
+        tree = _tree(module)
+        # The module is compiled in one piece: what it imports decides about a function's code.
+        as_written = dict(_codes(compile(tree, file, "exec", dont_inherit=True)))
+        rows_by_place = {_place(function.__code__): rows for function, rows in drawing.items()}
+        for place, definition in _definitions(tree):
+            if place in rows_by_place:
+                _NameReplacer(rows_by_place[place]).visit(definition)
+        zeroed = dict(_codes(compile(tree, file, "exec", dont_inherit=True)))
     for function in drawing:
         own = function.__code__
-        as_written, zeroed = codes.get(_place(own), (None, None))
-        if as_written is None or zeroed is None or as_written.co_code != own.co_code:
+        found = as_written.get(_place(own))
+        if found is None or found.co_code != own.co_code:
             raise SourceMissingError(f"{name}.{own.co_qualname} differs from its source")
-        _state.exchanged[function] = own, zeroed
-        function.__code__ = zeroed
+        _exchanged[function] = own, zeroed[_place(own)]
+        function.__code__ = zeroed[_place(own)]
 
 
 def _functions(module: ModuleType) -> Iterator[FunctionType]:
@@ -176,30 +180,13 @@ def _functions(module: ModuleType) -> Iterator[FunctionType]:
     for value in list(vars(module).values()):
         of_class = isinstance(value, type) and value.__module__ == module.__name__
         for member in list(vars(value).values()) if of_class else (value,):
-            function = _undecorated(member)
+            function = member
+            if isinstance(function, staticmethod | classmethod):
+                function = function.__func__
+            while isinstance(function, FunctionType) and "__wrapped__" in vars(function):
+                function = vars(function)["__wrapped__"]
             if isinstance(function, FunctionType) and function.__module__ == module.__name__:
                 yield function
-
-
-def _rows_of(module: str, code: CodeType) -> list[WrittenMask]:
-    names = (*code.co_varnames, *code.co_names)
-    return [
-        row
-        for row in ROWS
-        if row.draws_in(module, code.co_qualname) and any(fnmatchcase(n, row.name) for n in names)
-    ]
-
-
-def _undecorated(value: Any) -> Any:
-    if isinstance(value, staticmethod | classmethod):
-        value = value.__func__
-    while isinstance(value, FunctionType) and "__wrapped__" in vars(value):
-        value = vars(value)["__wrapped__"]
-    return value
-
-
-def _place(code: CodeType) -> _Place:
-    return code.co_name, code.co_firstlineno
 
 
 def _tree(module: ModuleType) -> ast.Module:
@@ -208,51 +195,21 @@ def _tree(module: ModuleType) -> ast.Module:
         source: str | None = get_source(module.__name__) if get_source is not None else None
         if source is None:
             raise SourceMissingError(f"{module.__name__} is there without its source")
-        with _quiet_compiler():
-            return ast.parse(source)
+        return ast.parse(source)
     except (ImportError, SyntaxError) as error:
         raise SourceMissingError(
             f"{module.__name__}: its source cannot be read: {error}"
         ) from error
 
 
-def _codes_by_place(
-    tree: ast.Module, file: str, rows: dict[_Place, list[WrittenMask]]
-) -> dict[_Place, tuple[CodeType, CodeType]]:
-    """Return the code of the functions at `rows`' places: as written, and as the rows say.
-
-    The whole module is compiled each time, because what it imports decides about the code of a
-    function; `tree` is changed.
-    """
-    as_written = _compiled(tree, file)
-    for place, function in _places(tree):
-        if place in rows:
-            _NameReplacer(rows[place]).visit(function)
-    zeroed = _compiled(tree, file)
-    return {place: (as_written[place], zeroed[place]) for place in rows if place in as_written}
-
-
-def _compiled(tree: ast.Module, file: str) -> dict[_Place, CodeType]:
-    with _quiet_compiler():
-        return dict(_codes(compile(tree, file, "exec", dont_inherit=True)))
-
-
-@contextmanager
-def _quiet_compiler() -> Iterator[None]:
-    """Suppress warnings of the compiler about a library's source."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _places(tree: ast.AST) -> Iterator[tuple[_Place, ast.FunctionDef]]:
+def _definitions(tree: ast.AST) -> Iterator[tuple[_Place, ast.FunctionDef]]:
     """Yield the functions in a module's tree, wherever statements can hold one."""
     for part in ast.iter_child_nodes(tree):
         if isinstance(part, ast.FunctionDef):
             first = min([part.lineno, *(decorator.lineno for decorator in part.decorator_list)])
             yield (part.name, first), part
         if isinstance(part, ast.stmt):
-            yield from _places(part)
+            yield from _definitions(part)
 
 
 def _codes(code: CodeType) -> Iterator[tuple[_Place, CodeType]]:
@@ -260,6 +217,10 @@ def _codes(code: CodeType) -> Iterator[tuple[_Place, CodeType]]:
         if isinstance(constant, CodeType):
             yield _place(constant), constant
             yield from _codes(constant)
+
+
+def _place(code: CodeType) -> _Place:
+    return code.co_name, code.co_firstlineno
 
 
 class _NameReplacer(ast.NodeTransformer):

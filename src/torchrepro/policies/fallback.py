@@ -8,31 +8,42 @@ Nothing is decided here about which kernels are deterministic: torch decides tha
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchrepro.callers import frames, place
 from torchrepro.errors import ProfileError
 from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.knobs.knob import MissingState
 from torchrepro.knobs.legal_values import Value, is_pattern, per_op, waits_for_refusal
-from torchrepro.messages import Problem, near
-from torchrepro.policies.deterministic_ops import OPS
-from torchrepro.policies.fallback_calls import (
-    ALWAYS,
-    KNOB,
-    WHEN_REFUSED,
-    filling_outputs,
-    replaced,
-    run_kernel,
+from torchrepro.messages import near
+from torchrepro.policies import interpose
+from torchrepro.policies.deterministic_ops import (
+    IMPLEMENTATIONS,
+    OPS,
+    implementation,
+    is_alert,
+    row_of,
 )
-from torchrepro.policies.interpose import Priority, interpose, overloads_named, withdraw
-from torchrepro.policies.policy import Effect, add_effects
+from torchrepro.policies.interpose import Priority, overloads_named, packet_name, withdraw
+from torchrepro.policies.on_cpu import fit_to, is_on_device, on_cpu
+from torchrepro.policies.policy import Effect, add_effects, count
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+KNOB = "device.fallback"
+ON_CPU = "ran on the CPU"
+OWN = "ran in a deterministic implementation of torchrepro's"
+NATIVE = "ran non-deterministically, as the profile allows"
 
 Action = Callable[..., Any]
-"""What is done at a call of an op: takes `proceed` and the arguments of the call."""
+"""What is done at a call of an op: takes `proceed`, which goes on to the kernel, and arguments."""
 
 _IDLE = {
     0: "torch's deterministic algorithms are off",
@@ -40,27 +51,28 @@ _IDLE = {
 }
 """What torch's debug mode means where no op is refused."""
 
-_lock = fork_safe_lock()
-_registered: dict[str, Callable[..., Any]] = {}
 
-
-@dataclass(slots=True)
-class _InForce:
+class _InForce(NamedTuple):
     """The value in force and what it makes of each op."""
 
     value: Value = None
-    actions: Mapping[Any, Action] = field(default_factory=dict)
+    actions: Mapping[Any, Action] = {}
     named: frozenset[Any] = frozenset()
     """The overloads that the profile decides about by name."""
 
-    interposed: frozenset[Any] = frozenset()
 
-
+_lock = fork_safe_lock()
 _in_force = _InForce()
+_interposed: frozenset[Any] = frozenset()
+_registered: dict[str, Callable[..., Any]] = {}
+
+_handled = threading.local()  # .names: the ops that this thread is already handling
+_modes = fork_safe_lock()
+_varying: list[int] = []  # the mode to go back to, once for every call that may vary just now
 
 
 class FallbackPolicy:
-    """What an op without a deterministic kernel does; None where nobody has said."""
+    """What an op without a deterministic kernel does; None where no profile says."""
 
     def read(self) -> Value:
         return _in_force.value
@@ -99,10 +111,9 @@ def register_replacement(op: Any, fn: Callable[..., Any]) -> None:
     """
     if not callable(fn):
         raise TypeError(f"a replacement is called in place of an op, and {fn!r} cannot be called")
-    name = str(op)
-    overloads_named(name)
+    overloads_named(str(op))
     with _lock:
-        _registered[name] = fn
+        _registered[str(op)] = fn
     _interpose_all()
 
 
@@ -114,13 +125,11 @@ def unregister_replacement(op: Any) -> None:
     name = str(op)
     with _lock:
         if name not in _registered:
-            raise ProfileError(
-                Problem(
-                    "no replacement is registered for this op",
-                    found=name,
-                    legal=", ".join(sorted(_registered)),
-                    near=near(name, _registered),
-                )
+            raise ProfileError.about(
+                "no replacement is registered for this op",
+                found=name,
+                legal=", ".join(sorted(_registered)),
+                near=near(name, _registered),
             )
         del _registered[name]
     _interpose_all()
@@ -132,33 +141,32 @@ def install(value: Value) -> None:
     Raises `ProfileError` for an op that this torch does not have, and what torch raises where it
     refuses a kernel; nothing is changed then.
     """
+    global _in_force  # noqa: PLW0603 - the one value in force in this process
     with _lock:
-        actions, named = ({}, frozenset()) if value is None else _decided(value)
-        before = _in_force.value, _in_force.actions, _in_force.named
-        _in_force.value, _in_force.actions, _in_force.named = value, actions, named
+        before = _in_force
+        _in_force = _InForce() if value is None else _decided(value)
         try:
             _interpose_all()
         except BaseException:
-            _in_force.value, _in_force.actions, _in_force.named = before
+            _in_force = before
             _interpose_all()
             raise
 
 
 def _interpose_all() -> None:
     """Stand in front of every op that the value in force or a replacement is about."""
+    global _interposed  # noqa: PLW0603 - as above
     with _lock:
         actions = dict(_in_force.actions)
         for op, fn in _replacements().items():
-            otherwise = actions.get(op, run_kernel)
-            actions[op] = partial(
-                replaced, filling_outputs(op, fn), _replaced_by(fn), otherwise, op
-            )
-        for op in _in_force.interposed - actions.keys():
+            call, what = _filling_outputs(op, fn), _replaced_by(fn)
+            actions[op] = partial(_replaced, op, call, what, actions.get(op))
+        for op in _interposed - actions.keys():
             withdraw(op, Priority.FALLBACK)
-        _in_force.interposed |= actions.keys()  # what is half done can be taken back
+        _interposed |= actions.keys()  # also where torch refuses one below, and half are there
         for op, action in actions.items():
-            interpose(op, Priority.FALLBACK, action)
-        _in_force.interposed = frozenset(actions)
+            interpose.interpose(op, Priority.FALLBACK, action)
+        _interposed = frozenset(actions)
 
 
 def _replacements() -> dict[Any, Callable[..., Any]]:
@@ -188,62 +196,190 @@ def _uncalled_replacements(counted: list[Effect]) -> tuple[Effect, ...]:
 add_effects(_uncalled_replacements)
 
 
-def _decided(value: str | Mapping[str, Any]) -> tuple[dict[Any, Action], frozenset[Any]]:
-    """Return what `value` makes of each op, and the ops that it names one by one.
+def _decided(value: str | Mapping[str, Any]) -> _InForce:
+    """Return what `value` makes of each op.
 
     A name goes before a pattern and a long pattern before a short one, in whatever order they
     stand. Raises `ProfileError` for an op that this torch does not have.
     """
-    everywhere = value if isinstance(value, str) else "error"
-    choices = {row.name: everywhere for row in OPS}
     asked = per_op(value)
+    choices = {row.name: value if isinstance(value, str) else "error" for row in OPS}
     for pattern in sorted(filter(is_pattern, asked), key=lambda text: (len(text), text)):
-        choices |= dict.fromkeys(_matching(pattern), asked[pattern])
-    actions = {
-        op: partial(WHEN_REFUSED[choice], op)
-        for name, choice in choices.items()
-        for op in _present(f"aten::{name}")
-    }
-    named = {
-        op: partial(ALWAYS[choice], op)
-        for name, choice in asked.items()
-        if not is_pattern(name)
-        for op in _nameable(name, choice)
-    }
-    return {**actions, **named}, frozenset(named)
-
-
-def _matching(pattern: str) -> list[str]:
-    """Return the ops of the table that `pattern` matches; raises `ProfileError` if none does."""
-    plain = pattern.replace("aten.", "aten::").removeprefix("aten::")
-    names = [row.name for row in OPS]
-    found = [name for name in names if fnmatchcase(name, plain)]
-    if not found:
-        close = near(plain, names)
-        hint = f"; did you mean `{close}`?" if close else ""
-        raise ProfileError(
-            Problem(f"`{pattern}` matches none of the ops that torch refuses to run{hint}")
-        )
-    return found
-
-
-def _present(name: str) -> tuple[Any, ...]:
-    """Return the overloads called `name`; none for an op that only another torch has."""
-    try:
-        return overloads_named(name)
-    except ProfileError:
-        return ()
-
-
-def _nameable(name: str, choice: str) -> tuple[Any, ...]:
-    ops = overloads_named(name)
-    if choice == "cpu" and any(_returns_a_view(op) for op in ops):
-        raise ProfileError(
-            Problem(f"`{name}` returns a view: it computes nothing that could run on the CPU")
-        )
-    return ops
+        plain = pattern.replace("aten.", "aten::").removeprefix("aten::")
+        found = [row.name for row in OPS if fnmatchcase(row.name, plain)]
+        if not found:
+            close = near(plain, [row.name for row in OPS])
+            hint = f"; did you mean `{close}`?" if close else ""
+            raise ProfileError.about(
+                f"`{pattern}` matches none of the ops that torch refuses to run{hint}"
+            )
+        choices |= dict.fromkeys(found, asked[pattern])
+    actions: dict[Any, Action] = {}
+    for name, choice in choices.items():
+        try:
+            ops = overloads_named(f"aten::{name}")
+        except ProfileError:  # only another torch has it
+            continue
+        actions |= {op: partial(_where_refused, op, choice) for op in ops}
+    named: dict[Any, Action] = {}
+    for name in asked:
+        if not is_pattern(name):
+            ops, choice = overloads_named(name), asked[name]
+            if choice == "cpu" and any(map(_returns_a_view, ops)):
+                raise ProfileError.about(
+                    f"`{name}` returns a view: it computes nothing that could run on the CPU"
+                )
+            named |= {op: partial(_always, op, choice) for op in ops}
+    return _InForce(value, {**actions, **named}, frozenset(named))
 
 
 def _returns_a_view(op: Any) -> bool:
     returned = [each.alias_info for each in op._schema.returns]  # noqa: SLF001 - no public reader
     return any(alias is not None and not alias.is_write for alias in returned)
+
+
+def _where_refused(op: Any, choice: str, proceed: Action, /, *args: Any, **kwargs: Any) -> Any:
+    """Run the kernel of `op`; where torch refuses to, do what was chosen."""
+    try:
+        return proceed(*args, **kwargs)
+    except RuntimeError as error:
+        if not is_alert(error):
+            raise
+        message = str(error)
+    if choice == "native":
+        return _native(op, proceed, args, kwargs)
+    if choice == "cpu":
+        own = implementation(packet_name(op), args, kwargs)
+        if own is not None:
+            result = _filling_outputs(op, own)(*args, **kwargs)
+            _count(op, OWN)
+            return result
+        if is_on_device(args, kwargs):
+            return _moved(op, args, kwargs)
+    raise RuntimeError(_with_advice(op, message))
+
+
+def _always(op: Any, choice: str, proceed: Action, /, *args: Any, **kwargs: Any) -> Any:
+    """Do what was chosen for `op` at every call, whether its kernel is deterministic or not."""
+    if choice == "error":
+        words = f"{op.name()} may not run: the profile refuses it ({KNOB})"
+        raise RuntimeError(_with_advice(op, words))
+    if choice == "native":
+        return _native(op, proceed, args, kwargs)
+    if not is_on_device(args, kwargs):
+        return _where_refused(op, choice, proceed, *args, **kwargs)
+    if _is_handled(op):
+        return proceed(*args, **kwargs)
+    return _moved(op, args, kwargs)
+
+
+def _native(op: Any, proceed: Action, args: Any, kwargs: Any) -> Any:
+    with _may_vary():
+        result = proceed(*args, **kwargs)
+    _count(op, NATIVE)
+    return result
+
+
+def _moved(op: Any, args: Any, kwargs: Any) -> Any:
+    with _handling(op):
+        result, moved = on_cpu(op, args, kwargs)
+    _count(op, ON_CPU, moved)
+    return result
+
+
+def _replaced(
+    op: Any,
+    fn: Callable[..., Any],
+    what: str,
+    otherwise: Action | None,
+    proceed: Action,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call `fn` in place of the kernel; where `fn` itself calls the op, `otherwise` decides."""
+    if _is_handled(op):
+        return (partial(otherwise, proceed) if otherwise else proceed)(*args, **kwargs)
+    with _handling(op), import_module("torch").no_grad():
+        result = fn(*args, **kwargs)
+    _count(op, what)
+    return result
+
+
+def _filling_outputs(op: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `fn` for the overload `op`, whose ``out=`` is filled with what `fn` returns."""
+    arguments = op._schema.arguments  # noqa: SLF001 - a schema has no public reader
+    names = [argument.name for argument in arguments if argument.is_out]
+    if not names:
+        return fn
+
+    def filling(*args: Any, **kwargs: Any) -> Any:
+        outputs = tuple(kwargs.pop(name) for name in names)
+        results = fn(*args, **kwargs)
+        results = results if isinstance(results, list | tuple) else (results,)
+        for output, result in zip(outputs, results, strict=True):
+            fit_to(output, result)
+            output.copy_(result)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    return filling
+
+
+def _is_handled(op: Any) -> bool:
+    return packet_name(op) in getattr(_handled, "names", ())
+
+
+@contextmanager
+def _handling(op: Any) -> Iterator[None]:
+    """Mark `op` as being handled by this thread for the length of the block."""
+    before = getattr(_handled, "names", ())
+    _handled.names = (*before, packet_name(op))
+    try:
+        yield
+    finally:
+        _handled.names = before
+
+
+@contextmanager
+def _may_vary() -> Iterator[None]:
+    """Let torch take any kernel within the block.
+
+    The mode is the process's: an op that another thread runs meanwhile may vary as well. Of calls
+    in several threads the last to end puts the mode back.
+    """
+    torch = import_module("torch")
+    with _modes:
+        before = _varying[0] if _varying else torch.get_deterministic_debug_mode()
+        _varying.append(before)
+        torch.set_deterministic_debug_mode("default")
+    try:
+        yield
+    finally:
+        with _modes:
+            _varying.pop()
+            if not _varying:
+                torch.set_deterministic_debug_mode(before)
+
+
+def _with_advice(op: Any, message: str) -> str:
+    """Return `message` and what to do, unless an op within this one has said it already."""
+    if "torchrepro:" in message:
+        return message
+    name = packet_name(op)
+    row = row_of(name)
+    advice = [row.instead] if row else []
+    if name in IMPLEMENTATIONS:
+        advice.append(f"set {KNOB}: cpu, and torchrepro computes it in order")
+    elif row is None:
+        advice.append(f"set {KNOB}: {{ops: {{{name}: cpu}}}}, and it runs on the CPU")
+    elif row.on_cpu:
+        advice.append(f"set {KNOB}: cpu, and it runs on the CPU")
+    advice.append(f"or let it vary with {KNOB}: {{ops: {{{name}: native}}}}")
+    return f"{message}\ntorchrepro: {op.name()}: {'; '.join(advice)}"
+
+
+def _count(op: Any, what: str, moved: int = 0) -> None:
+    # The line of the program is what called `interpose`; a thread of torch's own has none.
+    of_ours = [each for each in frames() if each.f_globals.get("__name__") == interpose.__name__]
+    caller = of_ours[-1].f_back if of_ours else None
+    count(KNOB, op.name(), what, place(caller) if caller is not None else "", moved)

@@ -53,17 +53,10 @@ _GENERATORS, _STATES = 256, 64  # kept at most; a state has 5 kB
 
 
 def _host(undo: ExitStack) -> None:
-    if import_module("torch").accelerator.is_available():
-        _draw_on_host(undo)
-        _compose_fused_ops(undo)
     _draw_by_ops_when_compiled(undo)
-
-
-policy = Toggle("native", "host", "host rng", _host)
-"""Where random numbers come from: `native`, each device's generator, or `host`."""
-
-
-def _draw_on_host(undo: ExitStack) -> None:
+    if not import_module("torch").accelerator.is_available():
+        return
+    _compose_fused_ops(undo)
     generators = HostGenerators()
     of_device = [op for op in seeded_ops() if has_kernel(op, _OWN_DEVICE)]
     for op in of_device:
@@ -74,6 +67,10 @@ def _draw_on_host(undo: ExitStack) -> None:
     for op in (*random_ops(), *(op for op in of_device if has_kernel(op, _COMPOSITE))):
         undo.callback(withdraw, op, Priority.HOST_RNG)
         interpose(op, Priority.HOST_RNG, partial(_on_host, op, generators))
+
+
+policy = Toggle("native", "host", "host rng", _host)
+"""Where random numbers come from: `native`, each device's generator, or `host`."""
 
 
 def _on_host(
@@ -121,7 +118,10 @@ class HostGenerators:
         """Return the CPU generator that stands in for `generator`, which may be one itself."""
         if generator.device.type == "cpu":
             return generator
-        pair, state = self._pair(generator), _state(generator)
+        address = generator._cdata  # noqa: SLF001 - see __init__; torch has no public identity
+        pair = self._pairs.get(address) or _Pair(generator, import_module("torch").Generator())
+        _keep(self._pairs, address, pair, _GENERATORS)
+        state = bytes(generator.get_state().tolist())
         if state != pair.left:
             known = pair.states.get(state)
             if known is None:
@@ -129,37 +129,27 @@ class HostGenerators:
             else:
                 pair.stand_in.set_state(known)
         _keep(pair.states, state, pair.stand_in.get_state(), _STATES)
-        pair.left = _moved_on(generator)
+        pair.left = _advanced(generator, state)
         return pair.stand_in
-
-    def _pair(self, generator: Any) -> _Pair:
-        address = generator._cdata  # noqa: SLF001 - see __init__; torch has no public identity
-        pair = self._pairs.get(address) or _Pair(generator, import_module("torch").Generator())
-        _keep(self._pairs, address, pair, _GENERATORS)
-        return pair
 
 
 def _keep(kept: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:
-    """Keep `value` as the latest of at most `most`."""
     kept[key] = value
     kept.move_to_end(key)
     if len(kept) > most:
         kept.popitem(last=False)
 
 
-def _state(generator: Any) -> bytes:
-    return bytes(generator.get_state().tolist())
-
-
-def _moved_on(generator: Any) -> bytes:
+def _advanced(generator: Any, state: bytes) -> bytes:
     """Advance `generator` by a step if its state is a seed and an offset; return its state."""
-    state = _state(generator)
     if len(state) != _SEED_AND_OFFSET:
         return state
-    seed, offset = state[:8], int.from_bytes(state[8:], "little") + _STEP
+    offset = int.from_bytes(state[8:], "little") + _STEP
     torch = import_module("torch")
-    generator.set_state(torch.tensor([*seed, *offset.to_bytes(8, "little")], dtype=torch.uint8))
-    return _state(generator)
+    generator.set_state(
+        torch.tensor([*state[:8], *offset.to_bytes(8, "little")], dtype=torch.uint8)
+    )
+    return bytes(generator.get_state().tolist())
 
 
 def _compose_fused_ops(undo: ExitStack) -> None:
@@ -172,26 +162,23 @@ def _compose_fused_ops(undo: ExitStack) -> None:
     stand_ins = {"aten::scaled_dot_product_attention": _attention}
     for name, stand_in in (stand_ins | dict.fromkeys(_RECURRENT, _recurrent)).items():
         for op in ops_named(name):
-            arguments = op._schema.arguments  # noqa: SLF001 - the schema has no public reader
-            positions = {argument.name: position for position, argument in enumerate(arguments)}
-            undo.callback(override(op, _COMPOSITE, partial(stand_in, positions)))
+            schema = op._schema.arguments  # noqa: SLF001 - the schema has no public reader
+            names = [argument.name for argument in schema]
+            undo.callback(override(op, _COMPOSITE, partial(stand_in, names)))
 
 
-def _argument(positions: dict[str, int], args: Any, kwargs: Any, name: str) -> Any:
-    position = positions[name]
-    return args[position] if position < len(args) else kwargs.get(name)
-
-
-def _attention(positions: Any, original: Any, /, *args: Any, **kwargs: Any) -> Any:
-    torch = import_module("torch")
-    if args[0].device.type == "cpu" or not _argument(positions, args, kwargs, "dropout_p"):
+def _attention(names: list[str], original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    drops = {**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p")
+    if args[0].device.type == "cpu" or not drops:
         return original(*args, **kwargs)
-    return torch.ops.aten._scaled_dot_product_attention_math(*args, **kwargs)[0]  # noqa: SLF001 - an op of torch's
+    composed = import_module("torch").ops.aten._scaled_dot_product_attention_math  # noqa: SLF001 - an op of torch's
+    return composed(*args, **kwargs)[0]
 
 
-def _recurrent(positions: Any, original: Any, /, *args: Any, **kwargs: Any) -> Any:
-    drops = all(_argument(positions, args, kwargs, name) for name in ("dropout", "train"))
+def _recurrent(names: list[str], original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
     cudnn = import_module("torch").backends.cudnn
+    drops = given.get("dropout") and given.get("train")
     if args[0].device.type == "cpu" or not drops or not cudnn.enabled:
         return original(*args, **kwargs)
     cudnn.enabled = False

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, partial
 from importlib import import_module
 from inspect import signature
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from torchrepro.errors import ApplyError
@@ -39,82 +39,49 @@ _ABSENT = object()
 Parts = dict[Any, Any]
 
 
-class Kind(NamedTuple):
-    """A kind of container, and how it is taken to pieces and put together.
+def parts_of(value: Any) -> Parts | None:
+    """Return the parts of a container by their keys, or None for anything else.
 
     torch's pytree knows neither records nor mappings of other classes, and no object that two
     places hold.
     """
-
-    includes: Callable[[Any], bool]
-    parts: Callable[[Any], Parts]
-    refill: Callable[[Any, Parts], None] | None = None
-    """Gives a container other parts; None for one that cannot be changed."""
-
-    made: Callable[[Any, Parts], Any] = lambda old, _: copy(old)
-    """Returns a container like the first argument, with other parts unless it is refilled."""
-
-
-def _is_packed(value: Any) -> bool:
-    return isinstance(value, import_module("torch").nn.utils.rnn.PackedSequence)
-
-
-def _packed_parts(packed: Any) -> Parts:
-    # The sizes of its batches are on the host wherever its data is.
-    return {name: part for name, part in packed._asdict().items() if name != "batch_sizes"}
+    torch = import_module("torch")
+    if isinstance(value, torch.nn.utils.rnn.PackedSequence):
+        # The sizes of its batches are on the host wherever its data is.
+        return {name: part for name, part in value._asdict().items() if name != "batch_sizes"}
+    if isinstance(value, tuple | list):
+        return dict(enumerate(value))
+    if isinstance(value, MutableMapping):
+        return dict(value.items())
+    if is_dataclass(value) and not isinstance(value, type | torch.nn.Module):
+        return {f.name: getattr(value, f.name) for f in fields(value) if hasattr(value, f.name)}
+    return None
 
 
-def _numbered(sequence: Any) -> Parts:
-    return dict(enumerate(sequence))
+def refill(container: Any, parts: Parts) -> None:
+    """Give a list, a mapping or a record other parts; writes those only that differ."""
+    if isinstance(container, list):
+        container[:] = parts.values()
+    elif isinstance(container, MutableMapping):
+        for key in [key for key in container if key not in parts]:
+            del container[key]
+        for key, part in parts.items():
+            if key not in container or container[key] is not part:
+                container[key] = part
+    else:
+        for name, part in parts.items():
+            if getattr(container, name) is not part:
+                object.__setattr__(container, name, part)  # a frozen one is changed as well
 
 
-def _tuple_made(old: Any, parts: Parts) -> Any:
+def _tuple_of(old: Any, parts: Parts) -> Any:
+    """Return a tuple of the class of `old` with other parts; `old` itself if they are its own."""
+    if isinstance(old, import_module("torch").nn.utils.rnn.PackedSequence):
+        return type(old)(batch_sizes=old.batch_sizes, **parts)
+    if all(part is parts[place] for place, part in enumerate(old)):
+        return old
     make = getattr(type(old), "_make", type(old))  # a named tuple takes its fields one by one
-    return old if _same(_numbered(old), parts) else make(parts.values())
-
-
-def _list_refill(old: Any, parts: Parts) -> None:
-    old[:] = parts.values()
-
-
-def _mapping_refill(old: Any, parts: Parts) -> None:
-    for key in [key for key in old if key not in parts]:
-        del old[key]
-    for key, part in parts.items():
-        if key not in old or old[key] is not part:
-            old[key] = part
-
-
-def _is_record(value: Any) -> bool:
-    return is_dataclass(value) and not isinstance(value, type | import_module("torch").nn.Module)
-
-
-def _record_parts(record: Any) -> Parts:
-    return {f.name: getattr(record, f.name) for f in fields(record) if hasattr(record, f.name)}
-
-
-def _record_refill(record: Any, parts: Parts) -> None:
-    for name, part in parts.items():
-        if getattr(record, name) is not part:
-            object.__setattr__(record, name, part)  # a frozen one is changed as well
-
-
-KINDS = (
-    Kind(
-        _is_packed,
-        _packed_parts,
-        made=lambda old, parts: type(old)(batch_sizes=old.batch_sizes, **parts),
-    ),
-    Kind(lambda value: isinstance(value, tuple), _numbered, made=_tuple_made),
-    Kind(lambda value: isinstance(value, list), _numbered, _list_refill),
-    Kind(
-        lambda value: isinstance(value, MutableMapping),
-        lambda its: dict(its.items()),
-        _mapping_refill,
-    ),
-    Kind(_is_record, _record_parts, _record_refill),
-)
-"""Every kind of container that is looked into; the first that includes a value is its kind."""
+    return make(parts.values())
 
 
 class NestedMap:
@@ -126,7 +93,7 @@ class NestedMap:
     def __init__(self, change: Callable[[Any], Any]) -> None:
         self._change = change
         self._done: dict[int, tuple[Any, Any]] = {}  # the old is kept, so that its id stays its own
-        self.containers: list[tuple[Kind, Any, Any, Parts]] = []
+        self.containers: list[tuple[Any, Any, Parts]] = []
         """Containers made anew: the old, the new, and the parts that it began with."""
 
     def __call__(self, value: Any) -> Any:
@@ -134,28 +101,23 @@ class NestedMap:
         if id(value) in self._done:
             return self._done[id(value)][1]
         if _is_tensor(value):
-            self._done[id(value)] = value, self._change(value)
-            return self._done[id(value)][1]
-        kind = next((kind for kind in KINDS if kind.includes(value)), None)
-        if kind is None:
+            new = self._change(value)
+        elif (parts := parts_of(value)) is None:
             return value
-        if kind.refill is not None:
+        elif isinstance(value, tuple):
+            new = _tuple_of(value, {key: self(part) for key, part in parts.items()})
+        else:
             self._done[id(value)] = value, value  # a container that holds itself ends here
-        parts = {key: self(part) for key, part in kind.parts(value).items()}
-        new = kind.made(value, parts)
-        if kind.refill is not None:
-            kind.refill(new, parts)
-            self.containers.append((kind, value, new, parts))
+            parts = {key: self(part) for key, part in parts.items()}
+            new = copy(value)
+            refill(new, parts)
+            self.containers.append((value, new, parts))
         self._done[id(value)] = value, new
         return new
 
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, import_module("torch").Tensor)
-
-
-def _same(left: Mapping[Any, Any], right: Mapping[Any, Any]) -> bool:
-    return left.keys() == right.keys() and all(left[key] is right[key] for key in left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,23 +135,6 @@ class Device:
         return tensor.to(self.device)
 
 
-class TensorCopy(NamedTuple):
-    """A tensor of the caller's, its copy, and what the copy was like before the forward."""
-
-    original: Any
-    copy: Any
-    version: int | None
-    content: Any
-
-    @property
-    def written(self) -> bool:
-        """Whether the forward has written to the copy."""
-        if self.version is not None:
-            return bool(self.copy._version != self.version)  # noqa: SLF001 - see _version
-        equal = import_module("torch").equal
-        return not equal(self.copy.detach(), self.content)
-
-
 class Transfer:
     """The tensors of one call, to a device and back to where the first of them came from."""
 
@@ -198,7 +143,9 @@ class Transfer:
         self._state = {id(tensor) for tensor in state}  # of the module
         self.home: Device | None = None
         self.moved = 0
-        self._copies: list[TensorCopy] = []
+        self._copies: list[tuple[Any, Any, int | None, Any]] = []
+        """A tensor of the caller's, its copy, and the copy's version or else its content."""
+
         self._originals: dict[int, Any] = {}  # id of a tensor over there -> the caller's own
         self.over = NestedMap(self._send)
         self._back = NestedMap(self._bring)
@@ -212,13 +159,25 @@ class Transfer:
 
         It does so before anything is brought back, for what is returned may be one of them.
         """
-        for copied in self._copies:
-            if copied.written:
-                self._write_back(copied)
-        for kind, old, new, parts in self.over.containers:
-            present = kind.parts(new)
-            if kind.refill is not None and not _same(present, parts):
-                kind.refill(old, {key: self.back(part) for key, part in present.items()})
+        torch = import_module("torch")
+        for original, copied, version, content in self._copies:
+            if version is None:
+                unchanged = torch.equal(copied.detach(), content)
+            else:
+                unchanged = copied._version == version  # noqa: SLF001 - see _version
+            if unchanged:
+                continue
+            at_home = copied.to(original.device)
+            self._count(at_home)
+            # Only without gradients can a forward have written to a parameter of its own.
+            is_parameter = original.is_leaf and original.requires_grad
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not is_parameter):
+                original.copy_(at_home)
+        for old, new, parts in self.over.containers:
+            present = parts_of(new) or {}
+            same = present.keys() == parts.keys() and all(parts[k] is present[k] for k in parts)
+            if not same:
+                refill(old, {key: self.back(part) for key, part in present.items()})
 
     def _send(self, tensor: Any) -> Any:
         if self.there.has(tensor):
@@ -228,23 +187,14 @@ class Transfer:
             raise ApplyError("device.modules: a module whose parameters are sharded stays in place")
         if self.home is None:
             self.home = replace(self.there, device=tensor.device)
-        copy = self.there.copy(tensor)
-        self._count(copy)
+        copied = self.there.copy(tensor)
+        self._count(copied)
         # Batch norm, and code that uses `weight.data`, write to state behind autograd's back.
-        version = None if id(tensor) in self._state else _version(copy)
-        content = copy.detach().clone() if version is None else None
-        self._copies.append(TensorCopy(tensor, copy, version, content))
-        self._originals[id(copy)] = tensor
-        return copy
-
-    def _write_back(self, copied: TensorCopy) -> None:
-        torch, original = import_module("torch"), copied.original
-        at_home = copied.copy.to(original.device)
-        self._count(at_home)
-        # Only without gradients can a forward have written to a parameter of its own.
-        recording = torch.is_grad_enabled() and not (original.is_leaf and original.requires_grad)
-        with torch.set_grad_enabled(recording):
-            original.copy_(at_home)
+        version = None if id(tensor) in self._state else _version(copied)
+        content = copied.detach().clone() if version is None else None
+        self._copies.append((tensor, copied, version, content))
+        self._originals[id(copied)] = tensor
+        return copied
 
     def _bring(self, tensor: Any) -> Any:
         if id(tensor) in self._originals:
@@ -384,23 +334,32 @@ class PlacedForward:
         self.name = name
         self.there = there
         self.calls = 0
-        self._module = ref(module)
+        self.module = ref(module)
+        """The one that this is the forward of; a copy of it may hold this as well."""
+
         self._in_force = False
         self._lock = fork_safe_lock()  # while it runs, the module has other parameters than its own
-        self._own: Any = _own_of(module)
+        # The forward that the module has besides that of its class, if it has one.
+        self._own: Any = vars(module).get("forward", _ABSENT)
+        if isinstance(self._own, PlacedForward):
+            # A replica of DataParallel and a shallow copy come with the original's.
+            self._own = self._own._own  # noqa: SLF001 - of this very class
+        elif getattr(self._own, "__func__", None) is type(module).forward:
+            # A deep copy of a placed module has the forward of its class as its own.
+            self._own = _ABSENT if self._own.__self__ is module else self._own
         self._uncompiled = import_module("torch").compiler.disable(self._run)
 
     def put(self) -> None:
         """Let the module run on its device."""
         self._in_force = True
-        module = self._module()
+        module = self.module()
         if module is not None:
             vars(module)["forward"] = self
 
     def take(self) -> None:
         """Let the module run where it is again, also inside a wrapper of somebody's own."""
         self._in_force = False
-        module = self._module()
+        module = self.module()
         if module is None or vars(module).get("forward") is not self:
             return
         if self._own is _ABSENT:
@@ -408,15 +367,11 @@ class PlacedForward:
         else:
             vars(module)["forward"] = self._own
 
-    def is_for(self, module: Any) -> bool:
-        """Whether this is the forward of `module` and of no other that it was copied to."""
-        return self._module() is module
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._uncompiled(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
+        module = self.module()
         forward = self._plain(module)
         if not self._in_force:
             return forward(*args, **kwargs)
@@ -436,21 +391,10 @@ class PlacedForward:
 
     @property
     def __signature__(self) -> Signature:
-        return signature(self._plain(self._module()))
+        return signature(self._plain(self.module()))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as the module's own forward: a copy is plain, and needs no torchrepro."""
         if self._own is _ABSENT:
-            return getattr, (self._module(), "forward")
+            return getattr, (self.module(), "forward")
         return partial, (self._own,)
-
-
-def _own_of(module: Any) -> Any:
-    """Return the forward that `module` has besides that of its class, if it has one."""
-    own = vars(module).get("forward", _ABSENT)
-    if isinstance(own, PlacedForward):
-        # A replica of DataParallel and a shallow copy come with the original's.
-        return own._own  # noqa: SLF001 - of this very class
-    # A deep copy of a placed module has the forward of its class as its own.
-    of_class = getattr(own, "__func__", None) is type(module).forward
-    return _ABSENT if of_class and own.__self__ is module else own

@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from torchrepro.console import note
@@ -78,45 +78,40 @@ def named(root: Any) -> dict[str, Any]:
     return {short: module for short, (_, module) in found.items()}
 
 
-class Match(NamedTuple):
-    """The modules of one model that the patterns mean."""
+def match(root: Any, patterns: Mapping[str, str]) -> tuple[dict[Any, tuple[str, str]], set[str]]:
+    """Return the modules inside `root` that run elsewhere, and the patterns that match one.
 
-    patterns: set[str]
-    """Those that match a module here."""
-
-    devices: dict[Any, tuple[str, str]]
-    """Module -> its name, and the device it is to run on."""
-
-
-def match(root: Any, patterns: Mapping[str, str]) -> Match:
-    """Return which modules inside `root` the patterns mean, and where each is to run.
-
-    A name goes before a pattern, and a pattern for a module before one for the list it is in.
-    Raises `ApplyError` where two of the same strength disagree.
+    A module comes with its name and its device. A name goes before a pattern, and a pattern for a
+    module before one for the list it is in. Raises `ApplyError` where two of the same strength
+    disagree.
     """
     names = named(root)
     claims: dict[Any, dict[tuple[int, str], str]] = {}
     first_names: dict[Any, str] = {}  # of the several names of a module: the first one matched
     for name in names:
+        # Under the name of a wrapper is the model itself, which no pattern means by chance.
+        is_model = all(part in WRAPPERS for part in name.split("."))
         for pattern, device in patterns.items():
-            strength = _strength(name, bare(pattern))
-            for path in _parts_that_run(name, names) if strength else ():
-                claim = strength * (2 if path == name else 1), pattern
+            is_exact = bare(pattern) == name
+            if not is_exact and (is_model or not fnmatchcase(name, bare(pattern))):
+                continue
+            for path in _parts_that_run(name, names):
+                claim = (3 if is_exact else 2) * (2 if path == name else 1), pattern
                 claims.setdefault(names[path], {})[claim] = device
                 first_names.setdefault(names[path], path)
-    return Match(
-        {pattern for by_claim in claims.values() for _, pattern in by_claim},
-        {module: (path, _decided(path, claims[module])) for module, path in first_names.items()},
-    )
-
-
-def _strength(name: str, pattern: str) -> int:
-    """Return how specific `pattern` is for the module called `name`; 0 if it does not match."""
-    if pattern == name:
-        return 3
-    # What a wrapper wraps as a whole is the model, which no pattern means by chance.
-    is_model = all(part in WRAPPERS for part in name.split("."))
-    return 0 if is_model or not fnmatchcase(name, pattern) else 2
+    found = {}
+    for module, path in first_names.items():
+        strongest = max(strength for strength, _ in claims[module])
+        devices = {
+            pattern: device
+            for (strength, pattern), device in claims[module].items()
+            if strength == strongest
+        }
+        if len(set(devices.values())) > 1:
+            said = ", ".join(f"{pattern}: {device}" for pattern, device in devices.items())
+            raise ApplyError(f"device.modules: `{path}` is to run on several devices ({said})")
+        found[module] = path, next(iter(devices.values()))
+    return found, {pattern for by_claim in claims.values() for _, pattern in by_claim}
 
 
 def _parts_that_run(name: str, names: Mapping[str, Any]) -> Iterator[str]:
@@ -127,17 +122,6 @@ def _parts_that_run(name: str, names: Mapping[str, Any]) -> Iterator[str]:
         return
     for child, _ in names[name].named_children():
         yield from _parts_that_run(f"{name}.{child}", names)
-
-
-def _decided(name: str, claims: Mapping[tuple[int, str], str]) -> str:
-    strongest = max(strength for strength, _ in claims)
-    devices = {
-        pattern: device for (strength, pattern), device in claims.items() if strength == strongest
-    }
-    if len(set(devices.values())) > 1:
-        said = ", ".join(f"{pattern}: {device}" for pattern, device in devices.items())
-        raise ApplyError(f"device.modules: `{name}` is to run on several devices ({said})")
-    return next(iter(devices.values()))
 
 
 TO_DO = (
@@ -159,7 +143,7 @@ class ModulesPolicy:
     def write(self, value: Mapping[str, str]) -> None:
         self._switch([Placement(value)] if value else [])
         for placement in _in_force:
-            placement.begin()
+            atexit.register(placement.report)
 
     def save(self) -> list[Placement]:
         return [*_in_force]
@@ -167,7 +151,8 @@ class ModulesPolicy:
     def restore(self, saved: list[Placement]) -> None:
         for placement in _in_force:
             if placement not in saved:
-                placement.end()
+                atexit.unregister(placement.report)
+                placement.report()
         self._switch(saved)
 
     def _switch(self, placements: list[Placement]) -> None:
@@ -194,17 +179,8 @@ class Placement:
         self._stepped = False
         self._compilations = 0
 
-    def begin(self) -> None:
-        """Have what was not found reported when the process ends, if not before."""
-        atexit.register(self._report)
-
-    def end(self) -> None:
-        """Report what was not found."""
-        atexit.unregister(self._report)
-        self._report()
-
     def put(self) -> None:
-        """Let the parts found so far run on their devices, and look into every model called.
+        """Let the parts found so far run on their devices, and examine every model called.
 
         Adds two hooks to torch: before calls of modules, and before steps of optimizers.
         """
@@ -216,7 +192,7 @@ class Placement:
             if torch.compiler.is_compiling():
                 return
             if module not in self._examined or module in self._models:
-                self._look_into(module)
+                self._examine(module)
 
         self._hooks = [
             hooks.register_module_forward_pre_hook(before_call),
@@ -239,36 +215,34 @@ class Placement:
     def place(self, model: Any) -> tuple[str, ...]:
         """Find the parts of `model`, let them run on their devices, and return their names."""
         with self._lock:
-            found = match(model, self.patterns)
-            self._matched |= found.patterns
+            found, matched = match(model, self.patterns)
+            self._matched |= matched
             self._names |= dict.fromkeys(named(model))
             self._kinds[type(model).__name__] = None
             self._examined.update(model.modules())
             self._models.add(model)
-            for module, (name, device) in found.devices.items():
-                self._place(module, name, device)
-            return tuple(name for name, _ in found.devices.values())
+            for module, (name, device) in found.items():
+                present = vars(module).get("forward")
+                if isinstance(present, PlacedForward) and present.module() is module:
+                    continue
+                if isinstance(module, import_module("torch").jit.ScriptModule):
+                    raise ApplyError(f"{POLICY}: `{name}` is TorchScript, which stays where it is")
+                self._placed.append(PlacedForward(name, module, Device(device_named(device))))
+                self._placed[-1].put()
+            return tuple(name for name, _ in found.values())
 
     def unmatched(self) -> str:
         """Return a message about the patterns that match nothing so far, or an empty text."""
-        called = some(self._kinds) or ("only compiled code" if self._compiled else "nothing")
+        called = some(self._kinds) or ("only compiled code" if self._has_compiled() else "nothing")
         names = sorted(self._names, key=lambda name: name.count("."))
+        what = f"matches no module; called so far: {called}"
         return "\n".join(
-            str(
-                Problem(
-                    f"matches no module; called so far: {called}",
-                    key=POLICY,
-                    found=pattern,
-                    legal=some(names),
-                    near=near(pattern, names),
-                    todo=TO_DO,
-                )
-            )
+            str(Problem(what, "", POLICY, pattern, some(names), near(pattern, names), TO_DO))
             for pattern in self.patterns
             if pattern not in self._matched
         )
 
-    def _look_into(self, module: Any) -> None:
+    def _examine(self, module: Any) -> None:
         """Place the parts of `module`, and parts that were added since to a model around it."""
         with self._lock:
             holding = [module]
@@ -281,15 +255,6 @@ class Placement:
             except ApplyError as error:
                 refuse(error)
 
-    def _place(self, module: Any, name: str, device: str) -> None:
-        present = vars(module).get("forward")
-        if isinstance(present, PlacedForward) and present.is_for(module):
-            return
-        if isinstance(module, import_module("torch").jit.ScriptModule):
-            raise ApplyError(f"{POLICY}: `{name}` is TorchScript, which stays where it is")
-        self._placed.append(PlacedForward(name, module, Device(device_named(device))))
-        self._placed[-1].put()
-
     def _before_step(self) -> None:
         if self._stepped:
             return
@@ -298,12 +263,18 @@ class Placement:
         if problem:
             refuse(ApplyError(problem))
 
-    def _report(self) -> None:
+    def report(self) -> None:
         """Say on standard error which patterns matched nothing, and which parts never ran."""
         # A process that calls no module, such as a launcher, has nothing to report.
-        ran = self._kinds or self._compiled
+        ran = self._kinds or self._has_compiled()
         lines = [self.unmatched()] if ran and not self._stepped else []
-        idle = [forward.name for forward in self._placed if not self._has_run(forward.name)]
+        # A part of a part that ran has gone there with it.
+        ran_there = [forward.name for forward in self._placed if forward.calls]
+        idle = [
+            forward.name
+            for forward in self._placed
+            if not any(f"{forward.name}.".startswith(f"{name}.") for name in ran_there)
+        ]
         if idle:
             lines.append(
                 f"{POLICY}: never called, so it never ran on its device: {some(idle)} "
@@ -311,15 +282,9 @@ class Placement:
             )
         note(*filter(None, lines))
 
-    @property
-    def _compiled(self) -> bool:
+    def _has_compiled(self) -> bool:
         """Whether code was compiled under this profile: calls in it do not reach the hook."""
         return compilations() > self._compilations
-
-    def _has_run(self, name: str) -> bool:
-        """Whether the part `name` ran, or one that it is in."""
-        ran = [forward.name for forward in self._placed if forward.calls]
-        return any(name == other or name.startswith(f"{other}.") for other in ran)
 
 
 _in_force: list[Placement] = []  # at most one: a profile within another replaces its patterns

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import MappingProxyType
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchrepro.fork_safety import fork_safe_lock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from torchrepro.errors import ApplyError
 
@@ -35,7 +35,7 @@ class Toggle:
     off: str
     on: str
     name: str
-    """The name by which compiled code of this policy is kept from other code."""
+    """The name by which compiled code of this policy is kept from other code, also on disk."""
 
     install: Callable[[ExitStack], None]
     """Puts the policy in force, and pushes its undo onto the stack."""
@@ -57,7 +57,8 @@ class Toggle:
             self._undo.pop().close()
             return
         with ExitStack() as undo:
-            undo.enter_context(_own_compiled_code(self.name))
+            _put_tags([*_tags, self.name])
+            undo.callback(self._take_tag_back)
             self.install(undo)
             forget_compiled()
             self._undo.append(undo.pop_all())
@@ -65,35 +66,23 @@ class Toggle:
     save = read
     restore = write
 
-
-@contextmanager
-def _own_compiled_code(policy: str) -> Iterator[None]:
-    """Have code compiled within the block belong to `policy`, in caches on disk too.
-
-    Changes ``torch.compiler.config.cache_key_tag``. All compiled code is forgotten at the end. The
-    caller forgets it at the beginning, once what the policy changes is in place
-    (https://docs.pytorch.org/docs/stable/torch.compiler_api.html).
-    """
-    _put_tags([*_tags, policy])
-    try:
-        yield
-    finally:
+    def _take_tag_back(self) -> None:
         if not sys.is_finalizing():  # an ending interpreter imports nothing, and compiles nothing
             left = [*_tags]
-            left.remove(policy)
+            left.remove(self.name)
             _put_tags(left)
             forget_compiled()
 
 
 def _put_tags(tags: list[str]) -> None:
+    """Have what is compiled from now on belong to the policies `tags`, in caches on disk too.
+
+    See https://docs.pytorch.org/docs/stable/torch.compiler_api.html.
+    """
     config: Any = import_module("torch.compiler.config")
-    own = config.cache_key_tag.removesuffix(_text(_tags))
-    config.cache_key_tag = own + _text(tags)
+    before, after = (f" torchrepro: {', '.join(names)}" if names else "" for names in (_tags, tags))
+    config.cache_key_tag = config.cache_key_tag.removesuffix(before) + after
     _tags[:] = tags
-
-
-def _text(tags: list[str]) -> str:
-    return f" torchrepro: {', '.join(tags)}" if tags else ""
 
 
 def forget_compiled() -> None:
@@ -151,12 +140,11 @@ def reset_counts() -> None:
 
 def effects(since: Counts = MappingProxyType({})) -> tuple[Effect, ...]:
     """Return what the policies have done, except for what they had done at `since`."""
-    nothing = (0, 0)
-    counted = [
-        Effect(*key, calls - since.get(key, nothing)[0], moved - since.get(key, nothing)[1])
-        for key, (calls, moved) in sorted(counts_so_far().items())
-        if calls > since.get(key, nothing)[0]
-    ]
+    counted = []
+    for key, (calls, moved) in sorted(counts_so_far().items()):
+        calls_before, moved_before = since.get(key, (0, 0))
+        if calls > calls_before:
+            counted.append(Effect(*key, calls - calls_before, moved - moved_before))
     return (*counted, *(effect for source in _sources for effect in source(counted)))
 
 
@@ -166,13 +154,13 @@ def add_effects(source: Callable[[list[Effect]], Iterable[Effect]]) -> None:
 
 
 def handle_with(handler: Callable[[ApplyError], None]) -> Callable[[], None]:
-    """Hand what policies refuse from now on to `handler`; return the undo."""
+    """Pass what policies refuse from now on to `handler`; return the undo."""
     _handlers.append(handler)
     return lambda: _handlers.remove(handler)
 
 
 def refuse(error: ApplyError) -> None:
-    """Hand `error` to the innermost profile in force; raises it where nobody handles it."""
+    """Pass `error` to the innermost profile in force; raises it where nobody handles it."""
     if not _handlers:
         raise error
     _handlers[-1](error)
