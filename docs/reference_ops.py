@@ -14,8 +14,8 @@ from reference_markdown import code, prose, table
 from reference_rows import shipped
 
 from torchrepro.policies.deterministic_ops import IMPLEMENTATIONS, OPS, NondeterministicOp
-from torchrepro.profile.composition import flatten
 from torchrepro.profile.load import resolve
+from torchrepro.profile.resolved import flatten
 
 PIECE = "cpu-fallback"
 EVERY = "every device"

@@ -11,10 +11,10 @@ from torchrepro.knobs.catalogue import CATALOGUE, explanations, rows_for_key
 from torchrepro.knobs.knob import Phase
 from torchrepro.knobs.variables import WITHOUT_EFFECT, allowed
 from torchrepro.outcomes import STOPPING, Outcome
-from torchrepro.profile.composition import EXTRA, flatten
-from torchrepro.profile.json_schema import json_schema
 from torchrepro.profile.load import resolve
 from torchrepro.profile.needs import NEEDS, WEAKER
+from torchrepro.profile.resolved import EXTRA, flatten
+from torchrepro.profile.schema import json_schema
 from torchrepro.profile.search_path import SHIPPED, Folder
 from torchrepro.relaunch import IMPOSSIBLE, UNSAFE
 from torchrepro.trace.format import FORMAT, SCHEMA

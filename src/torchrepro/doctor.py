@@ -15,7 +15,7 @@ from torchrepro.knobs.variables import ORDER_OF_SUMS, WITHOUT_EFFECT
 from torchrepro.outcomes import Outcome
 from torchrepro.planner import Plan, make_plan
 from torchrepro.process_state import closed_doors
-from torchrepro.profile.composition import flatten
+from torchrepro.profile.resolved import flatten
 from torchrepro.profile.search_path import SHIPPED
 from torchrepro.report import absent_lines
 

@@ -20,8 +20,7 @@ from torchrepro.errors import ApplyError, SeedingError
 from torchrepro.knobs.npu_state import npu_with_devices
 from torchrepro.knobs.variable_effects import openmp_loaded
 from torchrepro.messages import shown, some
-from torchrepro.profile.composition import NOT_INHERITED, flatten
-from torchrepro.profile.resolved import ResolvedProfile
+from torchrepro.profile.resolved import NOT_INHERITED, ResolvedProfile, flatten
 from torchrepro.seeding.ranks import world
 
 if TYPE_CHECKING:

@@ -44,10 +44,9 @@ from torchrepro.messages import some
 from torchrepro.outcomes import Outcome
 from torchrepro.process_state import REPEATED, changed_files, same_file
 from torchrepro.profile.compose import compose_document, key_of
-from torchrepro.profile.composition import Origin
 from torchrepro.profile.document import Document
 from torchrepro.profile.load import SECTION, resolve, validate
-from torchrepro.profile.resolved import ResolvedProfile
+from torchrepro.profile.resolved import Origin, ResolvedProfile
 from torchrepro.redaction import HIDDEN, secret_values, shareable, shell_line
 from torchrepro.relaunch import interpreter_line
 from torchrepro.trace.request import VARIABLE as RECORD

@@ -71,8 +71,8 @@ def write_pack(folder: Path) -> NewPack:
     """
     from torchrepro.profile.compose import compose_document
     from torchrepro.profile.document import parse_document
-    from torchrepro.profile.json_schema import json_schema
-    from torchrepro.profile.load import validate
+    from torchrepro.profile.schema import json_schema
+    from torchrepro.profile.validation import validate
 
     name = folder.name
     if not LEGAL.fullmatch(name) or len(name) > LONGEST:
@@ -80,11 +80,11 @@ def write_pack(folder: Path) -> NewPack:
         legal = f"words of a-z and 0-9, joined by - or _, at most {LONGEST} characters"
         found = shown(name or str(folder))
         near = near if LEGAL.fullmatch(near) else ""
-        raise ProfileError(Problem("not the name of a pack", found=found, legal=legal, near=near))
+        raise ProfileError.about("not the name of a pack", found=found, legal=legal, near=near)
     pack = NewPack(folder, name)
     why = RESERVED.get(name) or _taken(pack)
     if why:
-        raise ProfileError(Problem(f"a pack cannot have this name: {why}", found=name))
+        raise ProfileError.about(f"a pack cannot have this name: {why}", found=name)
     texts = _rendered(
         "pack", name=name, module=pack.module, distribution=pack.distribution, version=VERSION
     )
@@ -102,8 +102,7 @@ def write_pack(folder: Path) -> NewPack:
         raise _unwritable(folder, error, "name another folder") from None
     if used:
         todo = "name another folder, or remove what is in it"
-        what = "the folder exists and is not empty"
-        raise ProfileError(Problem(what, found=str(folder), todo=todo))
+        raise ProfileError.about("the folder exists and is not empty", found=str(folder), todo=todo)
     _write(folder, texts, "name another folder")
     return NewPack(folder, name, tuple(sorted(texts)), tuple(digests))
 
@@ -198,6 +197,4 @@ def _write(folder: Path, texts: Mapping[str, str], todo: str) -> None:
 
 
 def _unwritable(folder: Path, error: OSError, todo: str) -> ProfileError:
-    return ProfileError(
-        Problem(f"cannot be written: {error.strerror}", found=str(folder), todo=todo)
-    )
+    return ProfileError.about(f"cannot be written: {error.strerror}", found=str(folder), todo=todo)

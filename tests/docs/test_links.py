@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from torchrepro.knobs.catalogue import CATALOGUE
-from torchrepro.profile.json_schema import _addresses
+from torchrepro.profile.schema import addresses
 
 from .blocks import PAGES, REPO
 
@@ -52,7 +52,7 @@ def test_links_of_pages_outside_of_sphinx_lead_somewhere(page) -> None:
 def test_addresses_are_secure_and_whole() -> None:
     """An address of another host, on a page or in a row, is https and names a host."""
     pages = {page: links(page) for page in {*PAGES, *OUTSIDE_OF_SPHINX}}
-    rows = {knob.name: _addresses(knob.source) for knob in CATALOGUE}
+    rows = {knob.name: addresses(knob.source) for knob in CATALOGUE}
     for place, found in {**pages, **rows}.items():
         for address in filter(lambda link: urlsplit(link).scheme, found):
             parts = urlsplit(address)

@@ -16,8 +16,7 @@ from torchrepro.knobs.knob import Knob, MissingState, Phase
 from torchrepro.knobs.variables import WITHOUT_EFFECT, refusal
 from torchrepro.outcomes import Outcome
 from torchrepro.process_state import DOORS
-from torchrepro.profile.composition import WHOLE
-from torchrepro.profile.resolved import knobs_for_key
+from torchrepro.profile.resolved import OPAQUE, knobs_for_key
 from torchrepro.profile.schema import Profile
 from torchrepro.seeding.global_seeds import SeedQueue
 
@@ -139,7 +138,7 @@ def _leaf_keys(model: Any, prefix: str) -> Any:
             yield from _leaf_keys(field.annotation, f"{key}.")
         else:
             yield key
-    assert WHOLE  # the one mapping that is a single value is a key as well
+    assert OPAQUE  # the one mapping that is a single value is a key as well
 
 
 @pytest.mark.parametrize("knob", ROWS)

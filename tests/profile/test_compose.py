@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 import torchrepro
 from torchrepro.messages import printable
 from torchrepro.profile.compose import compose
-from torchrepro.profile.composition import NOT_INHERITED, flatten
+from torchrepro.profile.resolved import NOT_INHERITED, flatten
 from torchrepro.profile.search_path import SHIPPED
 
 SHIPPED_NAMES = ("debug-strict", "npu-align", "seed-only", "train-fast")

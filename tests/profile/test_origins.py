@@ -6,9 +6,8 @@ import pytest
 from omegaconf import OmegaConf
 
 import torchrepro
-from torchrepro.profile.composition import flatten
 from torchrepro.profile.load import resolve
-from torchrepro.profile.resolved import ResolvedProfile
+from torchrepro.profile.resolved import ResolvedProfile, flatten
 
 TEAM = "defaults: [seed-only, _self_]\nseed: 5\ndropout: zero\n"
 

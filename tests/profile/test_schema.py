@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import torchrepro
 from torchrepro.knobs.catalogue import CATALOGUE, other_names
 from torchrepro.knobs.legal_values import OneOf, SchemaVersion, Switch, Whole
-from torchrepro.profile.json_schema import json_schema
+from torchrepro.profile.schema import json_schema
 from torchrepro.profile.search_path import SHIPPED
 
 LEGAL_TEXTS = {

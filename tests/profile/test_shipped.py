@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro.profile.compose import compose
-from torchrepro.profile.json_schema import json_schema
 from torchrepro.profile.resolved import STRICT, ResolvedProfile
+from torchrepro.profile.schema import json_schema
 from torchrepro.profile.search_path import SHIPPED
 
 GUARANTEES = {

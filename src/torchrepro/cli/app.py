@@ -93,7 +93,7 @@ def _consent(context: typer.Context, names: list[str] | None) -> None:
     """Allow profiles to set the variables `names`, here and in children, until the command ends."""
     if not names or context.resilient_parsing:
         return
-    from torchrepro.profile.consent import VARIABLE, allowed_by
+    from torchrepro.profile.validation import VARIABLE, allowed_by
 
     with_variables(context, {VARIABLE: allowed_by(names)})
 

@@ -23,7 +23,7 @@ from torchrepro.cli.env_formats import EnvFormat, written
 from torchrepro.cli.progress import IMPORTING, doing
 from torchrepro.console import listing, say, table
 from torchrepro.messages import shown
-from torchrepro.profile.composition import plain
+from torchrepro.profile.resolved import plain
 
 if TYPE_CHECKING:
     from torchrepro.console import Part
@@ -80,7 +80,7 @@ def show_profile(
 
 
 def _show_origins(resolved: ResolvedProfile, *, as_json: bool) -> None:
-    from torchrepro.profile.composition import flatten
+    from torchrepro.profile.resolved import flatten
 
     rows = []
     for key, value in flatten(resolved.values).items():
@@ -186,7 +186,7 @@ def examine_machine(
 @command(app, "schema")
 def show_schema() -> None:
     """Print the JSON Schema of a profile, for editors."""
-    from torchrepro.profile.json_schema import json_schema
+    from torchrepro.profile.schema import json_schema
 
     print_json(json_schema())
 

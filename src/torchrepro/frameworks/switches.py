@@ -9,7 +9,7 @@ from torchrepro.console import note, say
 from torchrepro.frameworks.hooking import in_force
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.messages import shown
-from torchrepro.profile.composition import flatten
+from torchrepro.profile.resolved import flatten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -1,6 +1,6 @@
 """`+repro=NAME` on any Hydra app, with no change to its code.
 
-The way of a job:
+What becomes of a job:
 
 1. Hydra starts and loads its plugins. `ReproSearchPath`, here, puts a config source of our own
    before all others and adds one callback to Hydra's own config.
@@ -44,7 +44,7 @@ from torchrepro.integrations.hydra_profile import (
     APPS_OWN,
     CALLBACK,
     GROUP,
-    apps_own,
+    as_override,
     chosen,
     close_name,
     files_named,
@@ -54,8 +54,8 @@ from torchrepro.integrations.hydra_profile import (
 )
 from torchrepro.process_state import named_then
 from torchrepro.profile.compose import compose
-from torchrepro.profile.composition import NOT_INHERITED
 from torchrepro.profile.load import REFUSED
+from torchrepro.profile.resolved import NOT_INHERITED
 from torchrepro.profile.search_path import (
     PIECES,
     Folder,
@@ -180,7 +180,13 @@ class ReproConfigSource(ConfigSource):
 
     def is_config(self, config_path: str) -> bool:
         """Return whether `config_path` names a profile that can be read, well-formed or not."""
-        self._notice_new_composition()
+        # Hydra copies its sources for every composition and asks the first one for every config,
+        # so another copy means another composition.
+        if _sources[-1:] != [self]:
+            chosen.profiles.clear()
+            chosen.pieces.clear()
+            _profiles.clear()
+            _sources[:] = [self]
         if not config_path.startswith("hydra/"):
             _last_config[:] = [config_path]
         name = _profile_name(config_path)
@@ -201,6 +207,25 @@ class ReproConfigSource(ConfigSource):
             return True  # there is something, and `load_config` says what is wrong with it
         return True
 
+    def _is_the_apps_own(self, name: str) -> bool:
+        """Whether the app has a config of this name in its group `repro` that is no profile.
+
+        Hydra composes it like any other config of the app. A file elsewhere, as in a pack, is read
+        as data all the same, and so is a piece, whose folder is ours.
+        """
+        if ".." in name or is_piece(name):
+            return False
+        try:
+            if is_name(name) and any(folder.file(name) for folder in folders_for(name)):
+                return False
+        except ProfileError:
+            return False  # a damaged pack: `load_config` says so
+        if files := files_named(name, self._folders()):
+            inherits = inherits_a_profile(files[0], self._folders())
+            return name not in requested_names() and not inherits
+        stored = ConfigStore.instance().get_type(f"{GROUP}/{name.removesuffix('.yaml')}.yaml")
+        return stored is ObjectType.CONFIG
+
     def load_config(self, config_path: str) -> ConfigResult:
         """Return the composed profile, or the reason why it is refused.
 
@@ -216,7 +241,11 @@ class ReproConfigSource(ConfigSource):
         # one, with a message that says what was meant.
         OmegaConf.set_struct(config[GROUP], value=False)
         if is_piece(name):
-            self._merge_pieces()
+            # It lies on top of the profile, wherever it stands in a defaults list: Hydra loads
+            # every config of a composition, the last one first, before it merges them.
+            for profile, composed in _profiles.items():
+                for key, value in self._values(profile).items():
+                    composed[GROUP][key] = value
         else:
             _profiles[name] = config
             note_composed(name)
@@ -225,55 +254,19 @@ class ReproConfigSource(ConfigSource):
             provider=self.provider, path=f"{SCHEME}://", config=config, header=header
         )
 
-    def _is_the_apps_own(self, name: str) -> bool:
-        """Whether the app has a config of this name in its group `repro` that is no profile.
-
-        Hydra composes it like any other config of the app. A file elsewhere, as in a pack, is read
-        as data all the same.
-        """
-        if ".." in name:
-            return False
-        try:
-            if is_name(name) and any(folder.file(name) for folder in folders_for(name)):
-                return False
-        except ProfileError:
-            return False  # a damaged pack: `load_config` says so
-        own = apps_own(self._folders())
-        files = files_named(name, own)
-        if files:
-            return name not in requested_names() and not inherits_a_profile(files[0], own)
-        stored = ConfigStore.instance().get_type(f"{GROUP}/{name.removesuffix('.yaml')}.yaml")
-        return stored is ObjectType.CONFIG
-
     def _values(self, name: str) -> dict[str, Any]:
         """Return the values of a profile with the pieces chosen so far, or those of a piece."""
-        then = None if is_piece(name) else values_of_then(name, self._folders())
-        if then is not None:
-            return then
+        a_piece = is_piece(name)
+        repeated = None if a_piece else values_of_then(name, self._folders())
+        if repeated is not None:
+            return repeated
         try:
-            pieces = () if is_piece(name) else chosen.overrides
+            pieces = [] if a_piece else as_override(chosen.pieces)
             values = compose(name, pieces, self._folders()).values
         except ProfileError as error:
             return {REFUSED: quote(str(error))}
         # A piece does not rename the profile that it is merged into.
-        return {k: v for k, v in values.items() if not is_piece(name) or k not in NOT_INHERITED}
-
-    def _merge_pieces(self) -> None:
-        """Merge the pieces into the profile, wherever they stand in a defaults list.
-
-        Hydra loads every config of a composition, the last one first, before it merges them.
-        """
-        for name, config in _profiles.items():
-            for key, value in self._values(name).items():
-                config[GROUP][key] = value
-
-    def _notice_new_composition(self) -> None:
-        # Hydra copies its sources for every composition and asks the first one for every config,
-        # so another copy means another composition.
-        if _sources[-1:] != [self]:
-            chosen.clear()
-            _profiles.clear()
-            _sources[:] = [self]
+        return {k: v for k, v in values.items() if not a_piece or k not in NOT_INHERITED}
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         """Return the profiles in the group, for Hydra's help and completion."""

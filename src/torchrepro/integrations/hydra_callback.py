@@ -1,8 +1,8 @@
 """The callback that applies a job's profile before the job and restores the state after it.
 
-Steps 3 and 4 of the way of a job, which `hydra` describes. Hydra turns an exception in a callback
-into a warning and runs the task all the same, so whatever stops a run here leaves as `SystemExit`,
-which gets through.
+Steps 3 and 4 of those that `hydra` describes. Hydra turns an exception in a callback into a warning
+and runs the task all the same, so whatever stops a run here leaves as `SystemExit`, which Hydra
+lets through.
 
 Hydra calls callbacks for the jobs of an app, unless the app removes ours, and none for
 `hydra.compose` (https://hydra.cc/docs/advanced/compose_api), whose caller applies the profile. What
@@ -35,6 +35,7 @@ from torchrepro.applier import (
     was_applied,
 )
 from torchrepro.bootstrap import agreeing_run, in_force_now
+from torchrepro.callers import frames
 from torchrepro.console import note, say
 from torchrepro.errors import ApplyError, DriftError, TorchreproError
 from torchrepro.exit_status import ExitStatus
@@ -95,26 +96,12 @@ def _no_rerun() -> _NoRerun:
 
 def _rerun_values() -> list[str]:
     """Return what the command line gives to Hydra's option for reruns, abbreviated or not."""
-    words = [*sys.argv[1:], ""]
     found = []
-    for word, following in pairwise(words):
+    for word, following in pairwise([*sys.argv[1:], ""]):
         name, _, value = word.partition("=")
         if name.startswith("--e") and _OPTION.startswith(name):
             found.append(value or following)
     return found
-
-
-def _refuse_rerun_without_profile() -> None:
-    """Raise `ApplyError` for a rerun of Hydra 1.4 whose job had the profile of `torchrepro run`.
-
-    What Hydra composes anew does not hold that.
-    """
-    for folder in _rerun_values():
-        if (Path(folder) / ".hydra" / FILE).is_file():
-            raise ApplyError(
-                f"the job in {folder} was under a profile of `torchrepro run`, and this run is "
-                f"under none\n    to do: torchrepro rerun {folder}"
-            )
 
 
 _REQUEST = re.compile(rf"\+{GROUP}(/\w+)?(@[^=]*)?=.")
@@ -150,7 +137,16 @@ def note_composed(name: str) -> None:
 
     Ends the process before a job of a sweep that our callback cannot protect.
     """
-    composer = _composer()
+    # Hydra gives a source only the name of a config, so its public callers tell for whom it is:
+    # hydra.compose, and ConfigLoader.load_sweep_config, by which launchers compose each job.
+    composer = "main"
+    for frame in frames():
+        if frame.f_globals.get("__name__") == "hydra.compose":
+            composer = "compose"
+        elif frame.f_code.co_name == "load_sweep_config":
+            composer = "sweep"
+        if composer != "main":
+            break
     if composer == "sweep":
         if not _unapplied.sweeping and inherited() is None:
             say(_unprotected([name], "main"))
@@ -179,22 +175,6 @@ def requested_names() -> frozenset[str]:
     return frozenset(name for value in values for name in _SEPARATORS.split(value) if name)
 
 
-def _composer() -> str:
-    """Return for whom Hydra composes: `compose`, a `sweep` for one of its jobs, or `main`.
-
-    Hydra gives a source only the name of a config, so the callers tell: hydra.compose, and
-    ConfigLoader.load_sweep_config, which launchers call. Both are public.
-    """
-    frame = sys._getframe(1)  # noqa: SLF001 - documented, if only for CPython
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "hydra.compose":
-            return "compose"
-        if frame.f_code.co_name == "load_sweep_config":
-            return "sweep"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "main"
-
-
 def _report_unapplied(process: int, status: ExitStatus) -> None:
     names = _unapplied.names
     if os.getpid() != process or not names or was_applied() or inherited() is not None:
@@ -211,11 +191,10 @@ def _report_unapplied(process: int, status: ExitStatus) -> None:
 
 
 def _unprotected(names: list[str], composer: str) -> str:
-    which = ", ".join(names)
     return (
-        f"{GROUP}={which} was composed by Hydra, and nothing put it in force: the program is not "
-        f"protected\n    to do: {_TODO[composer]}, or start with `torchrepro run {names[0]} -- "
-        "COMMAND`"
+        f"{GROUP}={', '.join(names)} was composed by Hydra, and nothing put it in force: the "
+        f"program is not protected\n    to do: {_TODO[composer]}, or start with "
+        f"`torchrepro run {names[0]} -- COMMAND`"
     )
 
 
@@ -267,16 +246,7 @@ class ReproCallback(Callback):
             _restore()
             resolved = resolved_profile(config)
             if resolved is None:
-                words = note_on_the_apps_own(config)
-                if words and words not in _notes:
-                    _notes.add(words)
-                    note(f"note: {words}")
-                outer = inherited()
-                if outer is None:
-                    _refuse_rerun_without_profile()
-                    _make_picklable(config)
-                else:
-                    OmegaConf.get_cache(config.hydra)[_MARKER] = _NoRerun()
+                _start_without_profile(config)
                 return
             note(*lines_on_changed_files(), *filter(None, [other_than_then(resolved)]))
             OmegaConf.get_cache(config.hydra)[_MARKER] = _NoRerun()
@@ -294,8 +264,11 @@ class ReproCallback(Callback):
     def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
         """Complete the manifest and restore the state: the next job starts clean."""
         with _exit_on_error():
-            if not _job:
-                _record_outer_run(config)
+            outer = inherited() is not None and config.hydra.mode is RunMode.RUN
+            # torch is never imported for the manifest of a job that asks for no profile.
+            asks_for_none = not _job and "torch" in sys.modules
+            if outer and asks_for_none and (applied := in_force_now()) is not None:
+                _record(_Job(config, applied, applied.report, from_run=True))
             _end()
             _restore()
 
@@ -315,6 +288,30 @@ _job: list[_Job] = []  # the present one
 _notes: set[str] = set()  # those that this process has printed once
 
 
+def _start_without_profile(config: DictConfig) -> None:
+    """Say that `repro` is the app's own, if so, and make the job's config readable anywhere."""
+    words = note_on_the_apps_own(config)
+    if words and words not in _notes:
+        _notes.add(words)
+        note(f"note: {words}")
+    if inherited() is not None:
+        OmegaConf.get_cache(config.hydra)[_MARKER] = _NoRerun()
+        return
+    for folder in _rerun_values():  # of Hydra 1.4, which composes the job anew
+        if (Path(folder) / ".hydra" / FILE).is_file():
+            raise ApplyError(
+                f"the job in {folder} was under a profile of `torchrepro run`, and this run is "
+                f"under none\n    to do: torchrepro rerun {folder}"
+            )
+    # Hydra has made its callbacks already, and other callbacks may pickle the config for a Python
+    # without torchrepro.
+    configs: tuple[Any, ...] = (config, HydraConfig.instance().cfg)
+    for each in filter(None, configs):
+        callbacks = each.hydra.callbacks
+        with read_write(callbacks), open_dict(callbacks):
+            callbacks[CALLBACK] = dict(callbacks[CALLBACK])
+
+
 def _begin(job: _Job) -> None:
     """Write the manifest of a job that starts, which is completed when it ends."""
     _job.append(job)
@@ -326,9 +323,19 @@ def _end() -> None:
     """Complete the manifest of the present job, and report what did not stay as announced."""
     for job in _job:
         _record(job)
-        if not job.from_run:
-            _report_random_numbers(job.applied)
-            announce_end(job.applied.report, job.announced)
+        if job.from_run:
+            continue
+        if world().rank == 0:
+            note(*(f"seeded by the program itself: {each}" for each in job.applied.seeding_calls))
+            note(*random_number_lines(job.applied.report))
+            for name in never_drawn():
+                close = near(name, drawn_streams())
+                drawn = some(drawn_streams()) or "none"
+                note(
+                    f"streams.{name} was not drawn from in this process; drawn: {drawn}"
+                    + f"; did you mean {close}?" * bool(close)
+                )
+        announce_end(job.applied.report, job.announced)
 
 
 def _end_at_exit(process: int) -> None:
@@ -340,30 +347,6 @@ def _end_at_exit(process: int) -> None:
             say(error)
 
 
-def _record_outer_run(config: DictConfig) -> None:
-    """Write the manifest of a job that asks for no profile and had that of `torchrepro run`.
-
-    Only where it used torch: a program that does without is not made to import it.
-    """
-    if inherited() is None or "torch" not in sys.modules or config.hydra.mode is not RunMode.RUN:
-        return
-    applied = in_force_now()
-    if applied is not None:
-        _record(_Job(config, applied, applied.report, from_run=True))
-
-
-def _make_picklable(config: DictConfig) -> None:
-    """Make the configs of a job without a profile readable for Pythons without torchrepro.
-
-    Hydra has made its callbacks already, and other callbacks may pickle the config.
-    """
-    configs: tuple[Any, ...] = (config, HydraConfig.instance().cfg)
-    for each in filter(None, configs):
-        callbacks = each.hydra.callbacks
-        with read_write(callbacks), open_dict(callbacks):
-            callbacks[CALLBACK] = dict(callbacks[CALLBACK])
-
-
 def _restore() -> None:
     """Restore the state after a job: the one that ends, or one that left by `sys.exit`."""
     atexit.unregister(_end_at_exit)
@@ -371,20 +354,6 @@ def _restore() -> None:
         job = _job.pop()
         if not job.from_run:
             job.applied.restore()
-
-
-def _report_random_numbers(applied: Applied) -> None:
-    """Print the seeds and unseeded draws of the job, and the streams that it never drew from."""
-    lines = [f"seeded by the program itself: {call}" for call in applied.seeding_calls]
-    lines += random_number_lines(applied.report)
-    lines += [
-        f"streams.{name} was not drawn from in this process; "
-        f"drawn: {some(drawn_streams()) or 'none'}"
-        + (f"; did you mean {close}?" if (close := near(name, drawn_streams())) else "")
-        for name in never_drawn()
-    ]
-    if world().rank == 0:
-        note(*lines)
 
 
 def _record(job: _Job) -> None:

@@ -44,7 +44,11 @@ class Logged:
             try:
                 places.append(f"{destination.name}: {destination.write(target, entry)}")
             except Exception as error:  # noqa: BLE001 - whatever a tool raises is its refusal
-                refusals.append(_refusal(destination, error))
+                words = str(error).strip().partition("\n")[0]
+                refusals.append(
+                    f"log_to: {destination.name} refused: {type(error).__name__}: "
+                    + json.dumps(words, ensure_ascii=False)
+                )
         self.places = tuple(places)
         if refusals:
             raise TorchreproError("\n".join(refusals + [f"logged to {place}" for place in places]))
@@ -81,20 +85,25 @@ def log_to(*targets: Any) -> Logged:
     Without a profile there is nothing to log: a note says so once, and nothing is written. Raises
     `TorchreproError` if nothing is active, a target is not a place to log to, or a tool refuses.
     """
-    applied = _innermost()
-    if applied is None:
+    in_force_now()  # under `torchrepro run` it waits for the imports of what it sets
+    if not in_force():
         say_once(
             "log_to: no profile is in force, so nothing is logged; put one in force: "
             "torchrepro.apply, +repro=NAME of a Hydra app, or torchrepro run"
         )
         return Logged(None, ())
-    chosen = tuple(_chosen(target) for target in targets) or _all_active()
-    return Logged(applied, chosen).again()
-
-
-def _innermost() -> Applied | None:
-    in_force_now()  # under `torchrepro run` it waits for the imports of what it sets
-    return in_force()[-1] if in_force() else None
+    chosen = [_chosen(target) for target in targets]
+    if not targets:
+        active = [(destination, destination.active()) for destination in DESTINATIONS]
+        chosen = [each for each in active if each[1] is not None]
+    if not chosen:
+        could_be = [f"{each.name} ({each.started_by})" for each in DESTINATIONS if each.started_by]
+        problem = Problem(
+            "log_to: nothing is active to log to",
+            todo=f"start one, {', '.join(could_be)}, or name a place: {LEGAL}",
+        )
+        raise TorchreproError(str(problem))
+    return Logged(in_force()[-1], tuple(chosen)).again()
 
 
 def _chosen(target: Any) -> tuple[Destination, Any]:
@@ -103,7 +112,13 @@ def _chosen(target: Any) -> tuple[Destination, Any]:
         if destination.is_place(target):
             return destination, target
         if destination.is_tool(target):
-            return destination, _active_in(destination)
+            active = destination.active()
+            if active is not None:
+                return destination, active
+            start = f"start one: {destination.started_by}" if destination.started_by else ""
+            what = f"log_to: nothing is active in {destination.name}"
+            todo = start or f"hand over {destination.place} itself"
+            raise TorchreproError(str(Problem(what, todo=todo)))
     problem = Problem(
         "not a place to log to, nor a folder that is there",
         where="log_to",
@@ -112,33 +127,3 @@ def _chosen(target: Any) -> tuple[Destination, Any]:
         near=near(target, TOOLS) if isinstance(target, str) else "",
     )
     raise TorchreproError(str(problem))
-
-
-def _active_in(destination: Destination) -> Any:
-    active = destination.active()
-    if active is None:
-        start = f"start one: {destination.started_by}" if destination.started_by else ""
-        problem = Problem(
-            f"log_to: nothing is active in {destination.name}",
-            todo=start or f"hand over {destination.place} itself",
-        )
-        raise TorchreproError(str(problem))
-    return active
-
-
-def _all_active() -> tuple[tuple[Destination, Any], ...]:
-    active = [(destination, destination.active()) for destination in DESTINATIONS]
-    found = tuple(each for each in active if each[1] is not None)
-    if not found:
-        could_be = [f"{each.name} ({each.started_by})" for each in DESTINATIONS if each.started_by]
-        problem = Problem(
-            "log_to: nothing is active to log to",
-            todo=f"start one, {', '.join(could_be)}, or name a place: {LEGAL}",
-        )
-        raise TorchreproError(str(problem))
-    return found
-
-
-def _refusal(destination: Destination, error: Exception) -> str:
-    words = json.dumps(str(error).strip().partition("\n")[0], ensure_ascii=False)
-    return f"log_to: {destination.name} refused: {type(error).__name__}: {words}"

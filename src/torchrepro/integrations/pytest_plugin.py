@@ -50,7 +50,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Put the session's profile in force before a conftest file can import torch."""
-    profile, overrides = _named(early_config)
+    options = early_config.known_args_namespace
+    profile, overrides = options.repro, list(options.repro_set)
+    if profile is None:  # the ini's overrides belong to its own profile
+        profile = (early_config.getini("repro") or "").strip()
+        overrides = [*early_config.getini("repro_set"), *overrides]
+        if early_config.inipath is not None and profile.endswith((".yaml", ".yml")):
+            beside = early_config.inipath.parent / profile
+            profile = str(beside) if beside.is_file() else profile
+    if options.repro_set and not profile:
+        raise pytest.UsageError(
+            "--repro-set needs a profile: --repro=PROFILE, or the ini's `repro`"
+        )
     if profile:
         from torchrepro.integrations.pytest_session import begin
 
@@ -65,7 +76,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """Say what is in force, and what came too late."""
     session = _session()
-    return session.header(config) if session else []
+    begun = config.stash.get(session.SESSION, None) if session else None
+    return list(begun.header) if begun else []
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures, but within what other plugins wrap around
@@ -123,24 +135,3 @@ def repro() -> Applied:
             pytrace=False,
         )
     return in_force()[-1]
-
-
-def _named(config: pytest.Config) -> tuple[str, list[str]]:
-    """Return the session's profile and overrides; those of the ini belong to its own profile."""
-    options = config.known_args_namespace
-    own, given = list(config.getini("repro_set")), list(options.repro_set)
-    profile = _from_ini(config) if options.repro is None else options.repro
-    if given and not profile:
-        raise pytest.UsageError(
-            "--repro-set needs a profile: --repro=PROFILE, or the ini's `repro`"
-        )
-    return profile, given if options.repro is not None else own + given
-
-
-def _from_ini(config: pytest.Config) -> str:
-    """Return the profile that the ini file names; a relative path starts from its folder."""
-    name: str = (config.getini("repro") or "").strip()
-    if config.inipath is not None and name.endswith((".yaml", ".yml")):
-        beside = config.inipath.parent / name
-        return str(beside) if beside.is_file() else name
-    return name

@@ -20,7 +20,7 @@ from torchrepro.bootstrap import agreeing_run
 from torchrepro.console import as_text
 from torchrepro.errors import ProfileError, TorchreproError
 from torchrepro.manifest.contents import secrets_here
-from torchrepro.messages import Problem, shown
+from torchrepro.messages import shown
 from torchrepro.outcomes import Outcome
 from torchrepro.patching import variables_put_back
 from torchrepro.process_state import inherited
@@ -31,7 +31,7 @@ from torchrepro.seeding import streams
 from torchrepro.seeding.generators import seeded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.report import Report
@@ -41,40 +41,31 @@ LIBRARIES = ("torch", "torch_npu", "transformer_engine")
 """Libraries that read environment variables, or fix other state, while they are imported."""
 
 
-def imported_early(config: pytest.Config) -> tuple[str, ...]:
-    """Return a line for each of the libraries that is loaded already."""
-    return tuple(_line(library, config) for library in LIBRARIES if library in sys.modules)
-
-
-def _line(library: str, config: pytest.Config) -> str:
-    """Say who imported `library`, as far as the order of imports tells.
+def imported_early(config: pytest.Config) -> Iterator[str]:
+    """Yield who imported each of the libraries that is loaded already, as far as can be known.
 
     Python moves a module to the end of `sys.modules` when its import is complete. An importer is
     complete after what it imports, so the first plugin behind the library has imported it.
     CPython's importlib works so but does not promise it. The line therefore says how it is known.
     """
     order = list(sys.modules)
-    behind = set(order[order.index(library) :])
-    if "pytest" in behind:
-        return f"imported too early: {library}, before pytest itself"
-    plugins = sorted(_plugins(config), key=lambda module: order.index(module.__name__))
-    for module in plugins:
-        if module.__name__ in behind:
-            file = getattr(module, "__file__", None) or "built in"
-            return (
-                f"imported too early: {library}, by the pytest plugin {module.__name__} ({file}), "
-                "as the order of imports tells"
-            )
-    return f"imported too early: {library}, by a pytest plugin after its own import"
-
-
-def _plugins(config: pytest.Config) -> Iterator[Any]:
-    """Yield the plugins of others that are modules."""
-    for _, plugin in config.pluginmanager.list_name_plugin():
-        name = str(getattr(plugin, "__name__", ""))
-        ours = name.startswith(f"{__package__}.")
-        if not ours and name in sys.modules and sys.modules[name] is plugin:
-            yield plugin
+    plugins = [plugin for _, plugin in config.pluginmanager.list_name_plugin()]
+    names = [str(getattr(plugin, "__name__", "")) for plugin in plugins]
+    of_others = {
+        name: plugin
+        for name, plugin in zip(names, plugins, strict=True)
+        if sys.modules.get(name) is plugin and not name.startswith(f"{__package__}.")
+    }
+    for library in (library for library in LIBRARIES if library in sys.modules):
+        behind = order[order.index(library) :]
+        importer = next((name for name in behind if name in of_others), "")
+        by = "by a pytest plugin after its own import"
+        if "pytest" in behind:
+            by = "before pytest itself"
+        elif importer:
+            file = getattr(of_others[importer], "__file__", None) or "built in"
+            by = f"by the pytest plugin {importer} ({file}), as the order of imports tells"
+        yield f"imported too early: {library}, {by}"
 
 
 _OBSTACLE = "pytest has started"
@@ -95,7 +86,7 @@ class _Session:
     """Its lines of pytest's header."""
 
 
-_SESSION = pytest.StashKey[_Session]()
+SESSION = pytest.StashKey[_Session]()
 _SCOPE = pytest.StashKey[ExitStack]()
 _IN_FORCE = pytest.StashKey[Applied]()
 
@@ -105,7 +96,7 @@ def begin(config: pytest.Config, profile: str, overrides: Sequence[str]) -> None
 
     Raises `pytest.UsageError`, which ends pytest with status 4, for whatever torchrepro refuses.
     """
-    early = imported_early(config)
+    early = list(imported_early(config))
     try:
         resolved = resolve(profile, overrides)
         applied = agreeing_run(resolved, "--repro")
@@ -119,13 +110,7 @@ def begin(config: pytest.Config, profile: str, overrides: Sequence[str]) -> None
     command = shlex.join(shareable(words, secrets))
     run = shlex.join(shareable(["torchrepro", "run", profile, *overrides], secrets))
     lines = tuple(header_lines(applied.report, early, run))
-    config.stash[_SESSION] = _Session(applied, command, lines)
-
-
-def header(config: pytest.Config) -> list[str]:
-    """Return the lines of pytest's header about the session's profile."""
-    session = config.stash.get(_SESSION, None)
-    return list(session.header) if session else []
+    config.stash[SESSION] = _Session(applied, command, lines)
 
 
 def header_lines(report: Report, early: Sequence[str], run: str) -> Iterator[str]:
@@ -141,27 +126,29 @@ def header_lines(report: Report, early: Sequence[str], run: str) -> Iterator[str
 
 def enter(item: pytest.Item) -> None:
     """Apply the profiles of one test; a wrong marker is an error of that test."""
+    session, marker = item.config.stash.get(SESSION, None), item.get_closest_marker("repro")
+    outer = session.applied.resolved if session else None
     refused = ""
     with ExitStack() as scope:
         try:
-            for resolved in _profiles(item):
-                item.stash[_IN_FORCE] = scope.enter_context(_scope(resolved))
+            if outer is not None:
+                item.stash[_IN_FORCE] = scope.enter_context(_scope(outer))
+            if marker is not None:
+                item.stash[_IN_FORCE] = scope.enter_context(_scope(_marked(marker, outer)))
         except TorchreproError as error:
             refused = f"torchrepro: {error}"
-        scope.enter_context(_only_seeds_of_the_profile(item.config))
+        option = item.config.option
+        if (
+            getattr(option, "randomly_reset_seed", False)
+            and streams.current_plan().seed is not None
+        ):
+            # Otherwise pytest-randomly seeds over a profile's seed: this is its own
+            # `--randomly-dont-reset-seed`, see https://github.com/pytest-dev/pytest-randomly#usage.
+            scope.callback(setattr, option, "randomly_reset_seed", option.randomly_reset_seed)
+            option.randomly_reset_seed = False
         item.stash[_SCOPE] = scope.pop_all()
     if refused:
         pytest.fail(refused, pytrace=False)
-
-
-def _profiles(item: pytest.Item) -> Iterator[ResolvedProfile]:
-    """Yield the session's profile and the test's own, where there is one."""
-    session, marker = item.config.stash.get(_SESSION, None), item.get_closest_marker("repro")
-    outer = session.applied.resolved if session else None
-    if outer is not None:
-        yield outer
-    if marker is not None:
-        yield _marked(marker, outer)
 
 
 def leave(item: pytest.Item) -> None:
@@ -170,13 +157,13 @@ def leave(item: pytest.Item) -> None:
     if scope is None:
         return
     del item.stash[_SCOPE]
+    drifted = ""
     try:
         scope.close()
     except TorchreproError as error:
         drifted = f"torchrepro: {error}"
-    else:
-        return
-    pytest.fail(drifted, pytrace=False)
+    if drifted:
+        pytest.fail(drifted, pytrace=False)
 
 
 @contextmanager
@@ -190,29 +177,12 @@ def _scope(resolved: ResolvedProfile) -> Iterator[Applied]:
 
 
 @contextmanager
-def _only_seeds_of_the_profile(config: pytest.Config) -> Iterator[None]:
-    """Keep pytest-randomly from seeding over a profile's seed, as `--randomly-dont-reset-seed`.
-
-    See https://github.com/pytest-dev/pytest-randomly#usage.
-    """
-    resets = getattr(config.option, "randomly_reset_seed", False)
-    if not resets or streams.current_plan().seed is None:
-        yield
-        return
-    config.option.randomly_reset_seed = False
-    try:
-        yield
-    finally:
-        config.option.randomly_reset_seed = resets
-
-
-@contextmanager
 def shared_fixture(config: pytest.Config, fixture: pytest.FixtureDef[Any]) -> Iterator[None]:
     """Set up a shared fixture under the session's profile and with a seed of its own.
 
     Otherwise the first test that uses it would start from other numbers than the others.
     """
-    session = config.stash.get(_SESSION, None)
+    session = config.stash.get(SESSION, None)
     with ExitStack() as scope:
         if session is not None:
             scope.enter_context(_scope(session.applied.resolved))
@@ -228,15 +198,12 @@ def how_to_repeat(item: pytest.Item) -> list[tuple[str, str]]:
     applied = item.stash.get(_IN_FORCE, None)
     if applied is None:
         return []
-    session, outer = item.config.stash.get(_SESSION, None), inherited()
+    session, outer = item.config.stash.get(SESSION, None), inherited()
     run = f"torchrepro run {outer.name} -- " if outer else ""
-    words = [session.command if session else "pytest", shlex.quote(item.nodeid)]
+    command = f"{run}{session.command if session else 'pytest'} {shlex.quote(item.nodeid)}"
     report = applied.report
-    lines = (
-        f"{report.profile} ({report.guarantee}) {report.digest}",
-        f"to repeat: {run}{' '.join(words)}",
-    )
-    return [("torchrepro", "\n".join(lines))]
+    text = f"{report.profile} ({report.guarantee}) {report.digest}\nto repeat: {command}"
+    return [("torchrepro", text)]
 
 
 def _marked(marker: pytest.Mark, outer: ResolvedProfile | None) -> ResolvedProfile:
@@ -244,22 +211,17 @@ def _marked(marker: pytest.Mark, outer: ResolvedProfile | None) -> ResolvedProfi
     values = dict(marker.kwargs)
     overrides = values.pop("overrides", [])
     named = [*marker.args, *([values.pop("profile")] if "profile" in values else [])]
+    what, found = "", ""
     if len(named) > 1:
-        raise _not_a_marker("it takes one profile", ", ".join(map(shown, named)))
-    if not isinstance(overrides, list | tuple):
-        raise _not_a_marker("`overrides` is a list of texts", shown(overrides))
-    if not named and outer is None:
-        raise _not_a_marker("it names no profile, and neither does --repro", "")
-    source = named[0] if named else outer
-    return resolve(source, [*overrides, *_as_overrides(values)])
-
-
-def _not_a_marker(what: str, found: str) -> ProfileError:
-    return ProfileError(Problem(what, "@pytest.mark.repro", found=found, legal=_EXAMPLE))
-
-
-def _as_overrides(values: Mapping[str, Any]) -> list[str]:
-    return [f"{key}={_written(value)}" for key, value in values.items()]
+        what, found = "it takes one profile", ", ".join(map(shown, named))
+    elif not isinstance(overrides, list | tuple):
+        what, found = "`overrides` is a list of texts", shown(overrides)
+    elif not named and outer is None:
+        what = "it names no profile, and neither does --repro"
+    if what:
+        raise ProfileError.about(what, "@pytest.mark.repro", found=found, legal=_EXAMPLE)
+    more = [f"{key}={_written(value)}" for key, value in values.items()]
+    return resolve(named[0] if named else outer, [*overrides, *more])
 
 
 def _written(value: Any) -> str:

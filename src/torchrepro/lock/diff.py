@@ -24,8 +24,7 @@ from torchrepro.manifest.environment import UNKNOWN
 from torchrepro.messages import printable, shown, some
 from torchrepro.outcomes import Outcome
 from torchrepro.process_state import absent_hardware
-from torchrepro.profile.composition import NOT_INHERITED
-from torchrepro.profile.resolved import DEFAULTS, knobs_for_key
+from torchrepro.profile.resolved import DEFAULTS, NOT_INHERITED, knobs_for_key
 from torchrepro.redaction import HIDDEN
 from torchrepro.report import for_hardware
 

@@ -11,8 +11,8 @@ from torchrepro.errors import ProfileError
 from torchrepro.manifest.contents import FILE, read_complete
 from torchrepro.messages import some
 from torchrepro.outcomes import Outcome, is_set
-from torchrepro.profile.composition import flatten, plain
 from torchrepro.profile.load import resolve
+from torchrepro.profile.resolved import flatten, plain
 from torchrepro.profile.search_path import DISTRIBUTION
 from torchrepro.trace.format import SUFFIX
 

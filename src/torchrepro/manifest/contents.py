@@ -15,7 +15,7 @@ from torchrepro.knobs.variables import RECORDED
 from torchrepro.manifest.environment import hardware, repository, software
 from torchrepro.manifest.started import started_here
 from torchrepro.messages import some
-from torchrepro.profile.composition import plain
+from torchrepro.profile.resolved import plain
 from torchrepro.redaction import secret_values, shareable, without_secrets
 from torchrepro.seeding import streams
 from torchrepro.seeding.ranks import VARIABLES as RANKS

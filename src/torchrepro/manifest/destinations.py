@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from torchrepro.manifest.contents import FILE, as_text, hydra_folder, hydra_job, write_manifest
 from torchrepro.messages import near
 from torchrepro.process_state import folder_for
-from torchrepro.profile.composition import flatten
+from torchrepro.profile.resolved import flatten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -21,73 +21,52 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-MAX_TEXT = 4096  # characters of one key or value
-
-_INVISIBLE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-)
-"""Invisible characters: control, direction of writing, half of a surrogate pair."""
-
-
-def refuse_characters(text: str, where: str, key: str) -> None:
-    """Raise `ProfileError` for a text that is too long or holds an invisible character."""
-    if len(text) > MAX_TEXT:
-        what = f"a text of {len(text):,} characters"
-        raise ProfileError.about(
-            what, where, key, shown(text), legal=f"at most {MAX_TEXT:,} characters"
-        )
-    if _INVISIBLE.search(text):
-        raise ProfileError.about("invisible control character", where, key, shown(text))
-
-
-def refuse_instructions(word: str, where: str, key: str) -> None:
-    """Raise `ProfileError` if `word` is a key such as ``_target_``, which tells Hydra to act."""
-    if len(word) > 1 and word.startswith("_") and word.endswith("_"):
-        raise ProfileError.about(
-            "a profile is data and runs no code", where, key, todo=f"remove `{word}`"
-        )
-
-
-def refuse_interpolation(text: str, where: str, key: str) -> None:
-    """Raise `ProfileError` if `text` refers to something outside the profile."""
-    if "${" in text:
-        raise ProfileError.about(
-            "a profile is data: it interpolates nothing and calls no resolver",
-            where,
-            key,
-            shown(text),
-            todo="write the value itself, or override it where the program is started",
-        )
-    if text == "???":
-        raise ProfileError.about(
-            "a value is missing here", where, key, text, todo="write it, or remove the key"
-        )
-
-
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 16
 MAX_NODES = 2000  # keys and values
+MAX_TEXT = 4096  # characters of one key or value
+LONGEST_NUMBER = 64  # characters; nothing that a profile sets needs more
+
 _NAME_ONE = "name a profile: torchrepro list shows them, torchrepro quickstart writes one"
-_MEND = "mend the file, if it is that of a profile"
+_NOT_A_PAGE = "a profile is a page of settings: is this the right file?"
 _NOT_READ: Mapping[type[OSError], str] = {
     FileNotFoundError: _NAME_ONE,
     NotADirectoryError: _NAME_ONE,
     PermissionError: "give this user the right to read it and the folders above it",
 }
 """What to do about a file that the system refuses to open."""
-LONGEST_NUMBER = 64  # characters; nothing that a profile sets needs more
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is optional in PyYAML's builds
 _PACKAGE_HEADER = re.compile(r"^\s*#\s*@(\w+)")
-_WHOLE = re.compile(r"[-+]?([0-9]|[1-9][0-9_]*|0x[0-9a-fA-F_]+)")
-"""Whole numbers that mean the same in YAML 1.1 and 1.2, unlike 010 and 1:30."""
+_INVISIBLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""Invisible characters: control, direction of writing, half of a surrogate pair."""
 
-_SCALARS = {  # a value of any other tag, such as a date, stays text
-    "tag:yaml.org,2002:null",
-    "tag:yaml.org,2002:bool",
-    "tag:yaml.org,2002:int",
-    "tag:yaml.org,2002:float",
-}
+_INTEGER = re.compile(r"[-+]?([0-9]|[1-9][0-9_]*|0x[0-9a-fA-F_]+)")
+"""Integers that mean the same in YAML 1.1 and 1.2, unlike 010 and 1:30."""
+
+_TAG = "tag:yaml.org,2002:"
+_SCALARS = {f"{_TAG}{kind}" for kind in ("null", "bool", "int", "float")}
+"""A value of any other tag, such as a date, stays text."""
+
+
+def refuse_instructions(word: str, where: str, key: str) -> None:
+    """Raise `ProfileError` if `word` is a key such as ``_target_``, which tells Hydra to act."""
+    if len(word) > 1 and word.startswith("_") and word.endswith("_"):
+        what, todo = "a profile is data and runs no code", f"remove `{word}`"
+        raise ProfileError.about(what, where, key, todo=todo)
+
+
+def refuse_interpolation(text: str, where: str, key: str) -> None:
+    """Raise `ProfileError` if `text` refers to something outside the profile."""
+    if "${" in text:
+        what = "a profile is data: it interpolates nothing and calls no resolver"
+        todo = "write the value itself, or override it where the program is started"
+        raise ProfileError.about(what, where, key, shown(text), todo=todo)
+    if text == "???":
+        todo = "write it, or remove the key"
+        raise ProfileError.about("a value is missing here", where, key, text, todo=todo)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +95,44 @@ def read_document(path: Path, where: str = "") -> Document:
     Raises `ProfileError` for anything that is not a plain YAML mapping of at most 256 KiB.
     """
     where = where or str(path)
-    return parse_document(_text(path, where), where)
+    try:
+        if path.is_dir():
+            todo = "name a .yaml file in it"
+            raise ProfileError.about("is a directory, not a profile file", where, todo=todo)
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ProfileError.about("not a regular file", where)
+        if status.st_size > MAX_BYTES:
+            what, legal = f"the file has {status.st_size:,} bytes", f"at most {MAX_BYTES:,} bytes"
+            raise ProfileError.about(what, where, legal=legal, todo=_NOT_A_PAGE)
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        todo = _NOT_READ.get(type(error), "check the path, and the disk it is on")
+        raise ProfileError.about(f"cannot be read: {error.strerror}", where, todo=todo) from None
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        what = f"not UTF-8 text (byte {error.start} is {content[error.start]:#04x})"
+        todo = "save it as UTF-8, if it is the file of a profile"
+        raise ProfileError.about(what, where, todo=todo) from None
+    if "\0" in text:
+        raise ProfileError.about("not text: the file contains NUL bytes", where, todo=_NAME_ONE)
+    return parse_document(text, where)
 
 
 def parse_document(text: str, where: str) -> Document:
     """Parse the text of a profile, as `read_document` does."""
-    _refuse_headers(text, where)
+    for number, written in enumerate(text.splitlines(), start=1):
+        if written.strip() and not written.lstrip().startswith("#"):
+            break
+        if _PACKAGE_HEADER.match(written):
+            raise ProfileError.about(
+                "a profile cannot place itself elsewhere in the config",
+                f"{where}:{number}",
+                found=written.strip(),
+                todo="remove the header: a profile is always the `repro` section",
+            )
     try:
         _judge_events(text, where)
         loader = _Loader(text)
@@ -138,113 +149,57 @@ def parse_document(text: str, where: str) -> Document:
         todo = "mend the line, if this is the file of a profile"
         raise ProfileError.about(f"YAML syntax error: {what}", line, todo=todo) from None
     except (yaml.YAMLError, UnicodeError) as error:
-        raise ProfileError.about(
-            f"not YAML: {str(error).splitlines()[0]}", where, todo=_MEND
-        ) from None
+        what, todo = str(error).splitlines()[0], "mend the file, if it is that of a profile"
+        raise ProfileError.about(f"not YAML: {what}", where, todo=todo) from None
     if root is None or (isinstance(root, yaml.ScalarNode) and root.value == ""):
-        raise ProfileError.about(
-            "the file is empty", where, todo="write at least `name:` and `seed:`"
-        )
+        todo = "write at least `name:` and `seed:`"
+        raise ProfileError.about("the file is empty", where, todo=todo)
     if not isinstance(root, yaml.MappingNode):
         kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
         raise ProfileError.about(f"a profile is a mapping of keys to values, not {kind}", where)
     lines: dict[str, int] = {}
-    values = _mapping(root, where, lines, "")
-    defaults = _defaults(values.pop("defaults", None), f"{where}:{lines.get('defaults', 1)}")
+    values = _value(root, where, lines, "")
+    defaults = defaults_list(values.pop("defaults", None), f"{where}:{lines.get('defaults', 1)}")
     return Document(where, values, defaults, lines)
 
 
-def _text(path: Path, where: str) -> str:
-    try:
-        if path.is_dir():
-            raise ProfileError.about(
-                "is a directory, not a profile file", where, todo="name a .yaml file in it"
-            )
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise ProfileError.about("not a regular file", where)
-        size = status.st_size
-        if size > MAX_BYTES:
-            raise ProfileError.about(
-                f"the file has {size:,} bytes",
-                where,
-                legal=f"at most {MAX_BYTES:,} bytes",
-                todo="a profile is a page of settings: is this the right file?",
-            )
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        todo = _NOT_READ.get(type(error), "check the path, and the disk it is on")
-        raise ProfileError.about(f"cannot be read: {error.strerror}", where, todo=todo) from None
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ProfileError.about(
-            f"not UTF-8 text (byte {error.start} is {content[error.start]:#04x})",
-            where,
-            todo="save it as UTF-8, if it is the file of a profile",
-        ) from None
-    if "\0" in text:
-        raise ProfileError.about("not text: the file contains NUL bytes", where, todo=_NAME_ONE)
-    return text
-
-
-def _refuse_headers(text: str, where: str) -> None:
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.strip() and not line.lstrip().startswith("#"):
-            return
-        header = _PACKAGE_HEADER.match(line)
-        if header:
-            raise ProfileError.about(
-                "a profile cannot place itself elsewhere in the config",
-                f"{where}:{number}",
-                found=line.strip(),
-                todo="remove the header: a profile is always the `repro` section",
-            )
-
-
 def _judge_events(text: str, where: str) -> None:
+    """Refuse, before anything is built, tags, anchors, a second document, and too much of it."""
     depth = documents = nodes = 0
     event: Any  # the stubs know only the common base of events
     for event in yaml.parse(text, Loader=_Loader):
         nodes += isinstance(event, yaml.NodeEvent)
+        documents += isinstance(event, yaml.DocumentStartEvent)
         line = f"{where}:{event.start_mark.line + 1}"
-        if isinstance(event, yaml.DocumentStartEvent):
-            documents += 1
-            if documents > 1:
-                raise ProfileError.about("a second YAML document in one file", line)
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+        if documents > 1:
+            raise ProfileError.about("a second YAML document in one file", line)
+        alias, tag = isinstance(event, yaml.AliasEvent), getattr(event, "tag", None)
+        if alias or getattr(event, "anchor", None):
             raise ProfileError.about(
                 "YAML anchors and aliases are refused: a small file can unfold without end",
                 line,
-                found=f"{'*' if isinstance(event, yaml.AliasEvent) else '&'}{event.anchor}",
+                found=f"{'*' if alias else '&'}{event.anchor}",
                 todo="write the value out, or inherit it through `defaults`",
             )
         if nodes > MAX_NODES:
-            raise ProfileError.about(
-                f"more than {MAX_NODES:,} keys and values",
-                line,
-                todo="a profile is a page of settings: is this the right file?",
-            )
-        tag = getattr(event, "tag", None)
+            what = f"more than {MAX_NODES:,} keys and values"
+            raise ProfileError.about(what, line, todo=_NOT_A_PAGE)
         if tag is not None:
             raise ProfileError.about(
                 "YAML tags are refused: a profile is data and runs no code",
                 line,
-                found=tag.replace("tag:yaml.org,2002:", "!!"),
+                found=tag.replace(_TAG, "!!"),
                 todo="remove the tag",
             )
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise ProfileError.about(f"nested deeper than {MAX_DEPTH} levels", line)
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise ProfileError.about(f"nested deeper than {MAX_DEPTH} levels", line)
 
 
-def _defaults(entries: Any, where: str) -> tuple[str, ...]:
-    if entries is None:
-        return ("_self_",)
+def defaults_list(entries: Any, where: str) -> tuple[str, ...]:
+    """Return the entries of a defaults list, with `_self_` among them; raises `ProfileError`."""
+    entries = [] if entries is None else entries
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         raise ProfileError.about(
             "the defaults list of a profile holds names of profiles",
@@ -259,44 +214,45 @@ def _defaults(entries: Any, where: str) -> tuple[str, ...]:
     return tuple(entries) if "_self_" in entries else (*entries, "_self_")
 
 
-def _mapping(
-    node: yaml.MappingNode, where: str, lines: dict[str, int], prefix: str
-) -> dict[str, Any]:
-    """Return a node as plain values, and note the line of every key in `lines`."""
-    values: dict[str, Any] = {}
-    for key_node, value_node in node.value:
-        line = key_node.start_mark.line + 1
-        place = f"{where}:{line}"
-        if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != "tag:yaml.org,2002:str":
-            is_scalar = isinstance(key_node, yaml.ScalarNode)
-            found = shown(key_node.value) if is_scalar else "a list or mapping"
-            raise ProfileError.about("a key must be a word", place, found=found)
-        key: str = key_node.value
-        refuse_characters(key, place, "")
-        refuse_instructions(key, place, key)
-        dotted = f"{prefix}{key}"
-        if key in values:
-            what = f"duplicate key (first in line {lines[dotted]})"
-            raise ProfileError.about(what, place, dotted)
-        lines[dotted] = line
-        values[key] = _value(value_node, where, lines, dotted)
-    return values
-
-
 def _value(node: yaml.Node, where: str, lines: dict[str, int], dotted: str) -> Any:
-    if isinstance(node, yaml.MappingNode):
-        return _mapping(node, where, lines, f"{dotted}.")
+    """Return the node at the key `dotted` as plain values, and note every key's line in `lines`."""
     if isinstance(node, yaml.SequenceNode):
         return [_value(entry, where, lines, dotted) for entry in node.value]
+    if isinstance(node, yaml.MappingNode):
+        values: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            place = f"{where}:{line}"
+            is_scalar = isinstance(key_node, yaml.ScalarNode)
+            if not is_scalar or key_node.tag != f"{_TAG}str":
+                found = shown(key_node.value) if is_scalar else "a list or mapping"
+                raise ProfileError.about("a key must be a word", place, found=found)
+            key: str = key_node.value
+            _refuse_characters(key, place, "")
+            refuse_instructions(key, place, key)
+            inner = f"{dotted}.{key}" if dotted else key
+            if key in values:
+                what = f"duplicate key (first in line {lines[inner]})"
+                raise ProfileError.about(what, place, inner)
+            lines[inner] = line
+            values[key] = _value(value_node, where, lines, inner)
+        return values
     text: str = node.value
     place = f"{where}:{node.start_mark.line + 1}"
     refuse_interpolation(text, place, dotted)
-    refuse_characters(text, place, dotted)
-    if node.tag not in _SCALARS or len(text) > LONGEST_NUMBER:
-        return text
-    if node.tag.endswith(":int") and not _WHOLE.fullmatch(text):
+    _refuse_characters(text, place, dotted)
+    is_foreign = node.tag.endswith(":int") and not _INTEGER.fullmatch(text)
+    if node.tag not in _SCALARS or len(text) > LONGEST_NUMBER or is_foreign:
         return text
     try:
         return yaml.constructor.SafeConstructor().construct_object(node)
     except (ValueError, OverflowError):  # 0x without digits, say
         return text
+
+
+def _refuse_characters(text: str, where: str, key: str) -> None:
+    if len(text) > MAX_TEXT:
+        what, legal = f"a text of {len(text):,} characters", f"at most {MAX_TEXT:,} characters"
+        raise ProfileError.about(what, where, key, shown(text), legal=legal)
+    if _INVISIBLE.search(text):
+        raise ProfileError.about("invisible control character", where, key, shown(text))

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from contextlib import suppress
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.errors import ProfileError
-from torchrepro.imports import installed_version
-from torchrepro.messages import Problem, shown
-from torchrepro.profile.compose import check_values, compose, compose_document, compose_resolved
-from torchrepro.profile.composition import EXTRA, plain, versioned, walk
-from torchrepro.profile.document import Document
-from torchrepro.profile.resolved import ResolvedProfile
+from torchrepro.profile.compose import (
+    check_values,
+    compose,
+    compose_document,
+    compose_resolved,
+    walk,
+)
+from torchrepro.profile.document import Document, defaults_list
+from torchrepro.profile.resolved import EXTRA, ResolvedProfile, plain, versioned
 from torchrepro.profile.search_path import incomplete_packs, is_piece, search_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torchrepro.profile.composition import Composition
+    from torchrepro.messages import Problem
+    from torchrepro.profile.compose import Composition
     from torchrepro.profile.schema import Profile
 
 
@@ -36,10 +38,6 @@ file, which a config would take for an interpolation.
 
 NOTHING = "-"
 PROFILE, PIECE = "profile", "piece"
-LONGEST = 200
-"""Characters of a version range."""
-
-_ORDINARY = re.compile(r"[\w.,<>=!~*+\- ]*", re.ASCII)
 
 
 class ProfileEntry(NamedTuple):
@@ -91,29 +89,16 @@ def resolve(source: Any, overrides: Sequence[str] = (), *, typed: bool = True) -
     else:
         composition = compose(str(source), overrides, typed=typed)
     if composition.only_shipped:
-        return ResolvedProfile.of(composition.values, composition)
+        return ResolvedProfile.of(composition.values, composition.origins, composition.asked)
     return validate(composition).resolved
 
 
 def validate(composition: Composition) -> Profile:
     """Validate composed values; raises `ProfileError` that names where each value was set."""
-    from pydantic import ValidationError
+    # pydantic takes longer to import than a shipped profile to be put in force.
+    from torchrepro.profile.validation import validate
 
-    from torchrepro.profile.consent import refuse_without_consent
-    from torchrepro.profile.schema import Profile
-    from torchrepro.profile.validation_errors import problems
-
-    try:
-        profile = Profile.model_validate(composition.values)
-    except ValidationError as error:
-        raise ProfileError(problems(error, composition)) from None
-    profile.remember(composition)
-    refuse_without_consent(composition)
-
-    wanted = {package: text for package, text in profile.requires.items() if text is not None}
-    if wanted:
-        check_requirements(wanted, composition)
-    return profile
+    return validate(composition)
 
 
 def from_mapping(source: Any, overrides: Sequence[str] = (), where: str = "") -> Composition:
@@ -125,16 +110,7 @@ def from_mapping(source: Any, overrides: Sequence[str] = (), where: str = "") ->
     where = where or ("the DictConfig" if _is_dictconfig(source) else "the dict")
     values = _plain_config(source, where) if _is_dictconfig(source) else plain(source)
     check_values(values, where, "")
-    defaults = values.pop("defaults", None)
-    if defaults is not None and not (
-        isinstance(defaults, list) and all(isinstance(entry, str) for entry in defaults)
-    ):
-        raise ProfileError.about(
-            "a defaults list holds names of profiles", where, "defaults", str(defaults)
-        )
-    entries = tuple(defaults or ())
-    if "_self_" not in entries:
-        entries = (*entries, "_self_")
+    entries = defaults_list(values.pop("defaults", None), where)
     # A config is composed from files, even if code passes it on.
     typed = not any(map(_is_dictconfig, (source, source.get(EXTRA))))
     return compose_document(Document(where, values, entries, typed=typed), overrides)
@@ -150,50 +126,20 @@ def listed() -> list[ProfileEntry]:
             try:
                 values = compose(name).values
             except ProfileError as error:
-                guarantee, about = NOTHING, _refused(error.problems[0])
+                guarantee, about = NOTHING, _refused(error.problem)
             else:
                 guarantee = values.get("guarantee", NOTHING if kind == PIECE else "seeded")
                 about = values.get("description", "")
             entries.append(ProfileEntry(name, str(guarantee), origin, str(about), kind))
-    for pack, origin, problem in incomplete_packs():
-        name = f"{pack}/" if pack else NOTHING
-        entries.append(ProfileEntry(name, NOTHING, origin, _refused(problem)))
+    for pack in incomplete_packs():
+        name = f"{pack.name}/" if pack.name else NOTHING
+        about = _refused(pack.problem)
+        entries.append(ProfileEntry(name, NOTHING, f"package {pack.owner}", about))
     return entries
 
 
 def _refused(problem: Problem) -> str:
-    first, _, _ = str(problem).partition("\n")
-    return f"refused: {first}"
-
-
-def check_requirements(requires: Mapping[str, str], composition: Composition) -> None:
-    """Raise `ProfileError` for every package that is absent or of another version."""
-    from packaging.specifiers import InvalidSpecifier, SpecifierSet  # few profiles name a range
-    from packaging.version import InvalidVersion
-
-    problems = []
-    for package, wanted in requires.items():
-        key = f"requires.{package}"
-        place, installed = composition.place(key), installed_version(package)
-        specifier, fits = None, False
-        # The operator === takes any text, and a number of thousands of digits is none to Python.
-        if len(wanted) <= LONGEST and _ORDINARY.fullmatch(wanted):
-            with suppress(InvalidSpecifier):
-                specifier = SpecifierSet(wanted)
-        if specifier is not None and installed is not None:
-            with suppress(InvalidVersion):  # metadata may hold a text that is no version
-                fits = specifier.contains(installed, prereleases=True)
-        if specifier is None:
-            legal = '">=2.6"'
-            problems.append(Problem("not a version range", place, key, shown(wanted), legal))
-        elif installed is None:
-            problems.append(Problem("the package is not installed", place, key, wanted))
-        elif not fits:
-            what = f"{package} {shown(installed)} is installed"
-            todo = f"install {package}{wanted}, or take a profile made for {installed}"
-            problems.append(Problem(what, place, key, wanted, todo=todo))
-    if problems:
-        raise ProfileError(problems)
+    return "refused: " + str(problem).partition("\n")[0]
 
 
 def _refuse_other_types(source: Any, overrides: Any) -> None:

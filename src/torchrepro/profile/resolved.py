@@ -1,4 +1,7 @@
-"""A resolved profile as plain values: what a plan reads and a child process inherits."""
+"""A resolved profile: plain values with the origin of each, as a plan reads and a child inherits.
+
+Every process below `torchrepro run` loads this module, so it imports nothing that reads files.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,77 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchrepro.imports import installed_version
 from torchrepro.knobs.catalogue import CATALOGUE, rows_for_key
 from torchrepro.knobs.knob import variable
-from torchrepro.profile.composition import EXTRA, NOT_INHERITED, Origin, flatten, plain
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torchrepro.knobs.knob import Knob
-    from torchrepro.profile.composition import Composition
+
+EXTRA = "env_extra"
+"""The section of variables that are not in the catalogue."""
+
+OPAQUE = ("device.fallback", "device.modules", "streams", "ranks")
+"""Keys whose value is a mapping of the user's own words, and so one value."""
 
 STRICT = ("repeatable", "aligned")
+NOT_INHERITED = ("name", "description")  # they describe a file and change nothing in a process
 WITHOUT_EFFECT = (*NOT_INHERITED, "schema")
 NOT_A_KNOB = (*WITHOUT_EFFECT, "guarantee", "on_late", "requires")
 DEFAULTS = {"guarantee": "seeded", "on_late": "warn"}
-"""What a profile means by leaving out a key that is no knob."""
+"""The values of keys that set no knob, where a profile leaves them out."""
+
 _POSITION = {knob.name: position for position, knob in enumerate(CATALOGUE)}
+
+
+class Origin(NamedTuple):
+    """The place that set a value, and the one before it."""
+
+    set_by: str
+    """``file:line``, the override, or the argument."""
+
+    package: str = ""
+    """The distribution of the file; with its version, if another process wrote the origin."""
+
+    value: Any = None
+    replaced: Origin | None = None
+    """The origin of the value that stood there before."""
+
+    def earlier(self) -> Iterator[Origin]:
+        """Yield the origins of the values that this one replaced, the nearest first."""
+        before = self.replaced
+        while before is not None:
+            yield before
+            before = before.replaced
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the origin as plain JSON values."""
+        replaced = [
+            {"value": each.value, "set_by": each.set_by, "package": versioned(each.package)}
+            for each in self.earlier()
+        ]
+        return {"set_by": self.set_by, "package": versioned(self.package), "replaced": replaced}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Origin:
+        """Return the origin that `to_json` wrote."""
+        before: Origin | None = None
+        for each in reversed(content["replaced"]):
+            before = cls(each["set_by"], each["package"], each["value"], before)
+        return cls(content["set_by"], content["package"], None, before)
+
+
+@cache
+def versioned(distribution: str) -> str:
+    """Return a distribution with the version that is installed, as in ``acme-profiles 1.2.0``."""
+    version = installed_version(distribution)
+    return f"{distribution} {version}" if version else distribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +94,15 @@ class ResolvedProfile:
 
     @classmethod
     def of(
-        cls, values: Mapping[str, Any], composition: Composition | None = None
+        cls,
+        values: Mapping[str, Any],
+        origins: Mapping[str, Origin] | None = None,
+        asked: tuple[str, ...] = (),
     ) -> ResolvedProfile:
-        """Return `values` without every null and every empty section, as they were composed."""
+        """Return `values` without every null and every empty section, and what is known of them."""
         kept = _without_null(values)
-        if composition is None:
-            return cls(MappingProxyType(kept))
-        origins = {k: o for k in flatten(kept) if (o := composition.origins.get(k)) is not None}
-        return cls(MappingProxyType(kept), MappingProxyType(origins), composition.asked)
+        known = {key: origins[key] for key in flatten(kept) if key in origins} if origins else {}
+        return cls(MappingProxyType(kept), MappingProxyType(known), asked)
 
     def to_json(self) -> dict[str, Any]:
         """Return the values with their origins as plain JSON values, for a process below."""
@@ -58,8 +116,7 @@ class ResolvedProfile:
     def from_json(cls, content: Mapping[str, Any]) -> ResolvedProfile:
         """Return what `to_json` wrote."""
         origins = {k: Origin.from_json(each) for k, each in content["origins"].items()}
-        values = _without_null(content["values"])
-        return cls(MappingProxyType(values), MappingProxyType(origins), tuple(content["asked"]))
+        return cls.of(content["values"], origins, tuple(content["asked"]))
 
     @property
     def name(self) -> str:
@@ -95,12 +152,9 @@ class ResolvedProfile:
 
     def settings(self) -> list[tuple[Knob, Any]]:
         """Return every knob that the profile names with its value, in the catalogue's order."""
-        settings: list[tuple[Knob, Any]] = []
-        for key, value in flatten(
-            {k: v for k, v in self.values.items() if k not in NOT_A_KNOB}
-        ).items():
-            settings += [(knob, value) for knob in knobs_for_key(key)]
-        return sorted(settings, key=lambda pair: _POSITION.get(pair[0].name, -1))
+        leaves = flatten({k: v for k, v in self.values.items() if k not in NOT_A_KNOB})
+        pairs = [(knob, value) for key, value in leaves.items() for knob in knobs_for_key(key)]
+        return sorted(pairs, key=lambda pair: _POSITION.get(pair[0].name, -1))
 
     def environment(self) -> dict[str, str]:
         """Return the variables that the profile sets, for a process that has not started yet."""
@@ -113,6 +167,27 @@ def knobs_for_key(key: str) -> tuple[Knob, ...]:
     if section == EXTRA:
         return (variable(name),) if name else ()
     return rows_for_key(key)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested `values` under dotted keys; an empty section is a leaf."""
+    leaves: dict[str, Any] = {}
+    for key, value in values.items():
+        dotted = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value and dotted not in OPAQUE:
+            leaves |= flatten(value, f"{dotted}.")
+        else:
+            leaves[dotted] = value
+    return leaves
+
+
+def plain(value: Any) -> Any:
+    """Return a value as plain JSON values: a frozen section as a dict, its keys as text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    return value
 
 
 def _without_null(values: Mapping[str, Any]) -> dict[str, Any]:

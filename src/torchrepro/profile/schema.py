@@ -1,4 +1,10 @@
-"""The schema of a profile: frozen pydantic models whose sections the catalogue's rows make."""
+"""The schema of a profile: frozen pydantic models whose sections the catalogue's rows make.
+
+And the JSON Schema of its file, for completion and hints in editors. That is written for as many
+editors as possible: draft 7, without references (that draft ignores a description beside a
+`$ref`), and with `markdownDescription`, which editors on VS Code's YAML language server show as a
+formatted hint: https://github.com/redhat-developer/vscode-yaml.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +29,16 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, core_schema
 
-from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name, other_names
+from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name, other_names, rows_for_key
 from torchrepro.knobs.legal_values import ANY_TEXT, SEED, OneOf, SchemaVersion, waits_for_refusal
-from torchrepro.knobs.variables import refusal
+from torchrepro.knobs.variables import allowed, refusal
 from torchrepro.messages import shown
-from torchrepro.profile.composition import Composition, flatten, plain
 from torchrepro.profile.document import LONGEST_NUMBER
 from torchrepro.profile.needs import NEEDS, folded
-from torchrepro.profile.resolved import STRICT, ResolvedProfile
+from torchrepro.profile.resolved import EXTRA, STRICT, Origin, ResolvedProfile, flatten, plain
+from torchrepro.profile.search_path import PIECES, SHIPPED, Folder
 
 if TYPE_CHECKING:
-    from torchrepro.knobs.knob import Knob
     from torchrepro.knobs.legal_values import Legal
 
 
@@ -41,11 +46,9 @@ SECTIONS = ("torch", "cuda", "cudnn", "cpu", "npu", "distributed")
 CONFIG = ConfigDict(extra="forbid", frozen=True)
 
 # pydantic looks for plugins in every installed distribution when the first model is made, and
-# raises there if the entry points of one cannot be read. It looks once: later models are made.
-# Which distribution it is, the search path says.
-with suppress(
-    ValueError
-):  # what is raised for bytes that are no text, and for lines that are no ini
+# raises ValueError there for entry points that are not UTF-8, or hold a line without `=`. It looks
+# once: later models are made. Which distribution it is, the search path says.
+with suppress(ValueError):
     create_model("First")
 
 
@@ -63,7 +66,7 @@ class Values:
     def __get_pydantic_json_schema__(
         self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        return {"anyOf": [self.legal.json_schema(), {"type": "null"}]}
+        return {"anyOf": [self.legal.json_schema(), NULL]}
 
     def _judge(self, value: Any) -> Any:
         inside, complaint = ((), "") if value is None else self.legal.wrong_part(value)
@@ -74,7 +77,7 @@ class Values:
 
 
 def _as_text(value: Any) -> Any:
-    """Turn an unquoted whole number into its digits, and refuse an unquoted true or false."""
+    """Turn an unquoted integer into its digits, and refuse an unquoted true or false."""
     if isinstance(value, bool):
         word = str(value).lower()
         raise PydanticCustomError(
@@ -101,16 +104,11 @@ def _extra_variables(values: Mapping[str, str]) -> Mapping[str, str]:
 def _frozen(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
-    kept = {key: _frozen(inner) for key, inner in value.items() if inner is not None}
-    return MappingProxyType(kept)
-
-
-def _empty_if_null(value: Any) -> Any:
-    return {} if value is None else value
+    return MappingProxyType({k: _frozen(inner) for k, inner in value.items() if inner is not None})
 
 
 AS_TEXT = BeforeValidator(_as_text)
-NULL_IS_EMPTY = BeforeValidator(_empty_if_null)
+NULL_IS_EMPTY = BeforeValidator(lambda value: {} if value is None else value)
 FROZEN = (AfterValidator(_frozen), PlainSerializer(plain))
 
 
@@ -133,41 +131,59 @@ class Section(BaseModel):
             """Every knob of the section is an attribute."""
 
 
-def _section(name: str, knobs: Mapping[str, Knob], doc: str) -> type[Section]:
+def _section(name: str, prefix: str, doc: str, **more: Any) -> Any:
+    """Return the model of the rows, and of aliases of rows, whose names begin with `prefix`."""
+    rows = {knob.name: knob for knob in CATALOGUE}
+    rows |= {alias: knobs[0] for alias, knobs in other_names().items()}
     fields: dict[str, Any] = {
-        field: (
+        key.removeprefix(prefix): (
             Annotated[Any, *([AS_TEXT] if knob.variable else []), Values(knob.legal), *FROZEN],
             Field(None, description=f"{knob.summary} Cost: {knob.cost}."),
         )
-        for field, knob in knobs.items()
+        for key, knob in rows.items()
+        if key.startswith(prefix)
     }
-    return create_model(name, __base__=Section, __doc__=doc, **fields)
+    return create_model(name, __base__=Section, __doc__=doc, **fields | more)
 
 
-def _backend(section: str) -> type[Section]:
-    prefix = f"backends.{section}."
-    rows = {k.name.removeprefix(prefix): k for k in CATALOGUE if k.name.startswith(prefix)}
-    rows |= {
-        alias.removeprefix(prefix): knobs[0]
-        for alias, knobs in other_names().items()
-        if alias.startswith(prefix)
+if TYPE_CHECKING:
+    # The catalogue makes these models, so a type checker cannot know their fields.
+    Backends: TypeAlias = Section
+    Environment: TypeAlias = Section
+    Device: TypeAlias = Section
+    Dataloader: TypeAlias = Section
+else:
+    _BACKENDS = {
+        name: _section(f"{name.title()}Backend", f"backends.{name}.", f"Knobs of {name}.")
+        for name in SECTIONS
     }
-    return _section(f"{section.title()}Backend", rows, f"Knobs of {section}.")
-
-
-_ENV_ROWS = {k.name.removeprefix("env."): k for k in CATALOGUE if k.name.startswith("env.")}
-
-_BACKENDS: dict[str, Any] = {
-    section: (
-        Annotated[_backend(section), NULL_IS_EMPTY],
-        Field(default_factory=_backend(section), description=f"Knobs of {section}."),
+    Backends = create_model(
+        "Backends",
+        __base__=Section,
+        __doc__="Flags of torch and its back ends.",
+        **{
+            name: (
+                Annotated[model, NULL_IS_EMPTY],
+                Field(default_factory=model, description=model.__doc__),
+            )
+            for name, model in _BACKENDS.items()
+        },
     )
-    for section in SECTIONS
-}
-_Backends = create_model(
-    "Backends", __base__=Section, __doc__="Flags of torch and its back ends.", **_BACKENDS
-)
-_Environment = _section("Environment", _ENV_ROWS, "Environment variables of the catalogue.")
+    Environment = _section("Environment", "env.", "Environment variables of the catalogue.")
+    Device = _section(
+        "Device",
+        "device.",
+        "What is computed where.",
+        modules=(  # never null
+            Annotated[Any, NULL_IS_EMPTY, Values(knobs_by_name()["device.modules"].legal), *FROZEN],
+            Field(
+                default_factory=lambda: MappingProxyType({}),
+                description="Pattern of module names -> device on which that part of the model "
+                "runs.",
+            ),
+        ),
+    )
+    Dataloader = _section("Dataloader", "dataloader.", "How data is loaded.")
 
 TextByName: TypeAlias = Annotated[
     Mapping[str, StrictStr | None], NULL_IS_EMPTY, AfterValidator(_frozen), PlainSerializer(dict)
@@ -178,38 +194,6 @@ ExtraVariables: TypeAlias = Annotated[
     AfterValidator(_extra_variables),
     PlainSerializer(dict),
 ]
-
-
-MODULES = "device.modules"  # a field of its own, which is never null
-
-
-def _policy_fields(section: str) -> dict[str, Knob]:
-    rows = {k.name.removeprefix(f"{section}."): k for k in CATALOGUE}
-    return {field: knob for field, knob in rows.items() if knob.name not in (field, MODULES)}
-
-
-_modules: Any = (
-    Annotated[Any, NULL_IS_EMPTY, Values(knobs_by_name()[MODULES].legal), *FROZEN],
-    Field(
-        default_factory=lambda: MappingProxyType({}),
-        description="Pattern of module names -> device on which that part of the model runs.",
-    ),
-)
-_Device = create_model(
-    "Device",
-    __base__=_section("DevicePolicies", _policy_fields("device"), "What is computed where."),
-    modules=_modules,
-)
-_Dataloader = _section("Dataloader", _policy_fields("dataloader"), "How data is loaded.")
-
-if TYPE_CHECKING:
-    # The catalogue makes these models, so a type checker cannot know their fields.
-    Backends: TypeAlias = Section
-    Environment: TypeAlias = Section
-    Device: TypeAlias = Section
-    Dataloader: TypeAlias = Section
-else:
-    Backends, Environment, Device, Dataloader = _Backends, _Environment, _Device, _Dataloader
 
 
 def contradictions(resolved: ResolvedProfile) -> list[tuple[str, str, str]]:
@@ -310,18 +294,18 @@ class Profile(BaseModel):
     requires: TextByName = Field(default_factory=lambda: MappingProxyType({}))
     """Package -> versions that the profile needs, as in ``torch: ">=2.6"``."""
 
-    _composition: Composition | None = PrivateAttr(None)
+    _origins: Mapping[str, Origin] = PrivateAttr(default_factory=dict)
+    _asked: tuple[str, ...] = PrivateAttr(())
 
     @model_validator(mode="after")
-    def _without_contradictions(self) -> Profile:
-        found = contradictions(self.resolved)
-        if found:
+    def _holds_together(self) -> Profile:
+        if found := contradictions(self.resolved):
             raise PydanticCustomError("contradiction", "contradiction", {"found": found})
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         values = self.model_dump(by_alias=True, mode="json", exclude_none=True)
-        return _unpickled, (type(self), values, self._composition)
+        return _unpickled, (type(self), values, self._origins, self._asked)
 
     def __deepcopy__(self, memo: Any = None) -> Profile:
         return self  # frozen all the way down
@@ -336,11 +320,11 @@ class Profile(BaseModel):
     def resolved(self) -> ResolvedProfile:
         """The plain values that the profile sets."""
         values = self.model_dump(by_alias=True, mode="json", exclude_none=True)
-        return ResolvedProfile.of(values, self._composition)
+        return ResolvedProfile.of(values, self._origins, self._asked)
 
-    def remember(self, composition: Composition) -> None:
+    def remember(self, origins: Mapping[str, Origin], asked: tuple[str, ...]) -> None:
         """Keep where each value comes from; equality and digest ignore it."""
-        self._composition = composition
+        self._origins, self._asked = origins, asked
 
     @property
     def digest(self) -> str:
@@ -348,8 +332,128 @@ class Profile(BaseModel):
         return self.resolved.digest
 
 
-def _unpickled(kind: type[Profile], values: Any, composition: Composition | None) -> Profile:
+def _unpickled(kind: type[Profile], values: Any, origins: Any, asked: Any) -> Profile:
     profile = kind.model_validate(values)
-    if composition is not None:
-        profile.remember(composition)
+    profile.remember(origins, asked)
     return profile
+
+
+DRAFT = "http://json-schema.org/draft-07/schema#"
+NULL = {"type": "null"}
+_TRIED = range(1000)  # integers that a variable might take
+_FEW = 16  # of them are listed; more are a range
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the schema of a profile or a piece: its keys, their values, its defaults list."""
+    model = Profile.model_json_schema(by_alias=True)
+    said = (
+        "Profiles to inherit from, in order, and pieces to lay on top; `_self_` is this file. "
+        f"A piece lies in the folder `{PIECES}` of its pack, as in `team/{PIECES}/zero`."
+    )
+    names = ["_self_", *Folder(SHIPPED, "").names()]
+    section = _schema_of_section(model, model.pop("$defs", {}), "")
+    section["properties"] = {
+        "defaults": {
+            "type": "array",
+            "items": {"type": "string", "examples": names},
+            "description": said.replace("`", ""),
+            "markdownDescription": said,
+        },
+        **section["properties"],
+    }
+    return {
+        "$schema": DRAFT,
+        "title": "torchrepro profile",
+        "description": "What a run asks for; a key that is left out, or null, is left alone.",
+        **section,
+    }
+
+
+def _schema_of_section(model: Any, definitions: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return a section with all that is below it in place of references."""
+    properties = {
+        key: _schema_of_key(value, definitions, f"{prefix}{key}")
+        for key, value in model["properties"].items()
+    }
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def _schema_of_key(entry: Any, definitions: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return the schema of one key, described by the row of the catalogue that it sets."""
+    said = {"description": " ".join(entry.get("description", "").split())}
+    if "$ref" in entry:
+        model = definitions[entry["$ref"].rpartition("/")[2]]
+        said["description"] = said["description"] or model["description"]
+        section = _schema_of_section(model, definitions, f"{key}.")
+        return said | section | {"type": ["object", "null"]}
+    kept = {k: v for k, v in entry.items() if k not in ("title", "default", "description")}
+    if key == EXTRA:
+        without_consent = {
+            name: {
+                "description": f"{row.why}. Values: {row.legal.words}; null leaves it alone.",
+                "type": ["string", "integer", "null"],
+                "pattern": _pattern(row.legal, []),
+            }
+            for name, row in allowed().items()
+        }
+        return said | {"properties": without_consent, **_or_null(kept)}
+    knobs = rows_for_key(key)
+    if not knobs:
+        return said | _or_null(kept)
+    legal = knobs[0].legal
+    if knobs[0].variable:
+        kept = {"anyOf": _texts(legal)}
+    does = said["description"].partition(" Cost: ")[0]
+    cost = "; ".join(dict.fromkeys(knob.cost for knob in knobs))
+    sources = dict.fromkeys(each for knob in knobs for each in addresses(knob.source))
+    linked = ", ".join(f"[{number}]({source})" for number, source in enumerate(sources, 1))
+    lines = [does, f"Cost: {cost}.", f"Values: {legal.words}; null leaves it alone."]
+    lines += [f"Sources: {linked}"] * bool(linked)
+    hint = {"description": f"{does} Cost: {cost}.", "markdownDescription": "\n\n".join(lines)}
+    return hint | _or_null(kept)
+
+
+def _or_null(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema that also takes null, without alternatives where that is possible.
+
+    An editor shows the hint of only one alternative.
+    """
+    one, *others = entry.get("anyOf", [entry, NULL])
+    if others != [NULL] or not isinstance(one.get("type"), str):
+        return entry
+    words = {"enum": [*one["enum"], None]} if "enum" in one else {}
+    return {**one, **words, "type": [one["type"], "null"]}
+
+
+def addresses(source: str) -> list[str]:
+    """Return the addresses in what a row says of its source."""
+    return [word.strip(",;()") for word in source.split() if word.startswith("http")]
+
+
+def _texts(legal: Legal) -> list[dict[str, Any]]:
+    """Return the schemas of a variable: words to choose from, other text, unquoted digits."""
+    words = [word.strip('"') for word in legal.choices()]
+    numbers = [number for number in _TRIED if not legal.complaint(str(number))]
+    digits: dict[str, Any] = {"enum": numbers}
+    if len(numbers) > _FEW:
+        highest = {"maximum": legal.high} if hasattr(legal, "high") else {}
+        digits = {"type": "integer", "minimum": numbers[0], **highest}
+    branches: list[dict[str, Any]] = [
+        {"enum": [word for word in words if not legal.complaint(word)]},
+        {"type": "string", "pattern": _pattern(legal, numbers)},
+        digits,
+        NULL,
+    ]
+    return [branch for branch in branches if branch.get("enum") != []]
+
+
+def _pattern(legal: Legal, numbers: list[int]) -> str:
+    """Return the pattern of a variable's text as JavaScript reads it, without flags."""
+    pattern = getattr(legal, "pattern", None)
+    if pattern is None:
+        words = [word for word in legal.choices() if not legal.complaint(word)]
+        return f"^({'|'.join([*words, '[0-9]+'] if numbers else words)})$"
+    if getattr(legal, "ignore_case", False):
+        pattern = "".join(f"[{c.lower()}{c.upper()}]" if c.isalpha() else c for c in pattern)
+    return f"^({pattern})$"

@@ -14,7 +14,7 @@ import os
 import re
 from contextlib import suppress
 from filecmp import cmp
-from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distributions
+from importlib.metadata import Distribution, PackageNotFoundError, distributions
 from importlib.util import find_spec
 from itertools import combinations, islice
 from pathlib import Path
@@ -38,6 +38,7 @@ PIECES = "with"
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)*")
 SUFFIXES = (".yaml", ".yml")
+_PACKAGE = re.compile(r"[\w.]+(:[\w.]+)?")
 
 MANY = 1000
 """Files and folders in a folder of profiles that are looked at for a list of names."""
@@ -143,11 +144,7 @@ class Pack(NamedTuple):
     @property
     def package(self) -> str:
         """The dotted name of the package, or an empty string for a value that names none."""
-        line = EntryPoint(self.name, self.value, ENTRY_POINTS)
-        try:
-            return ".".join(filter(None, (line.module, line.attr)))
-        except (AttributeError, ValueError):
-            return ""
+        return ".".join(self.value.split(":")) if _PACKAGE.fullmatch(self.value) else ""
 
     def folders(self) -> list[Folder]:
         """Return the folders of the pack, each with what its names begin with.
@@ -178,12 +175,9 @@ class Pack(NamedTuple):
         why = "is not a folder here; packages in zip files are not read"
         if package_folders(self.package)[0]:
             why = "did not come with it: only its own is read"
-        return Problem(
-            f"the pack '{self.name}' names a package that {why}",
-            where,
-            found=self.value,
-            todo="install it again, or tell its author",
-        )
+        what = f"the pack '{self.name}' names a package that {why}"
+        todo = "install it again, or tell its author"
+        return Problem(what, where, found=self.value, todo=todo)
 
 
 def find(
@@ -243,14 +237,9 @@ def folders_for(name: str) -> tuple[Folder, ...]:
     return (*_fixed_folders(), *(folder for each in meant for folder in each.folders()))
 
 
-def incomplete_packs() -> list[tuple[str, str, Problem]]:
-    """Return every pack whose package is not there: its name, its origin, and the problem.
-
-    And every distribution whose packs cannot be read, without a name.
-    """
-    return [
-        (each.name, f"package {each.owner}", each.problem) for each in packs() if not each.folders()
-    ]
+def incomplete_packs() -> list[Pack]:
+    """Return every pack whose package is not there, or whose distribution cannot be read."""
+    return [each for each in packs() if not each.folders()]
 
 
 def missing_folders() -> list[str]:
@@ -263,37 +252,30 @@ def packs() -> list[Pack]:
 
     A distribution that is found twice counts once.
     """
-    owners: set[str] = set()
-    found: list[Pack] = []
+    found: dict[str, list[Pack]] = {}
     for distribution in distributions():
         text = _text(distribution, "entry_points.txt")
         if ENTRY_POINTS not in text:
             continue
-        try:
+        owner = ""
+        with suppress(TypeError, ValueError, PackageNotFoundError):  # metadata may hold anything
             owner = printable(str(distribution.metadata["Name"] or ""))
-        except (TypeError, ValueError, PackageNotFoundError):  # its metadata may hold anything
-            owner = ""
         owner = owner or "a distribution without a name"
-        if owner in owners:
+        if owner in found:
             continue
-        owners.add(owner)
         unreadable = Pack(owner, distribution, complaint="its entry points cannot be read")
+        found[owner] = [unreadable]
         if len(text) > LARGEST:
-            found.append(unreadable)
             continue
-        try:
+        with suppress(TypeError, ValueError, AttributeError):  # a line may be anything as well
             lines = distribution.entry_points.select(group=ENTRY_POINTS)
             values = {line.name: line.value for line in lines}
-        except (TypeError, ValueError, AttributeError):  # a line that is no entry point
-            found.append(unreadable)
-            continue
-        names = [name for name in values if is_name(name) and "/" not in name and name != PIECES]
-        if len(values) > MOST:
-            many = f"one distribution declares more than {MOST} packs"
-            found += [unreadable._replace(name=name, complaint=many) for name in names[:1]]
-        else:
-            found += [Pack(owner, distribution, name, values[name]) for name in names]
-    return found
+            names = [n for n in values if is_name(n) and "/" not in n and n != PIECES]
+            found[owner] = [Pack(owner, distribution, name, values[name]) for name in names]
+            if len(values) > MOST:
+                many = f"one distribution declares more than {MOST} packs"
+                found[owner] = [unreadable._replace(name=n, complaint=many) for n in names[:1]]
+    return [pack for of_one in found.values() for pack in of_one]
 
 
 def package_folders(name: str) -> tuple[list[Path], bool]:
@@ -336,7 +318,6 @@ def piece_short_name(name: str) -> str:
 def _by_name(
     name: str, folders: Sequence[Folder], beside: Sequence[Folder], without: set[Path]
 ) -> list[ProfileFile]:
-    """Return the files that are called `name`; raises `ProfileError` if they differ."""
     everywhere = (*folders, *folders_for(name))
     # A folder of the search path answers with all others: its names may be taken there.
     places = {(folder.path, folder.prefix) for folder in everywhere}
@@ -363,12 +344,9 @@ def _at_path(name: str, path: Path) -> ProfileFile:
     if not path.exists():
         siblings = path.parent.glob("*") if path.parent.is_dir() else ()
         close = near(path.name, (entry.name for entry in siblings))
-        raise UnknownProfileError.about(
-            "no such file",
-            found=name,
-            near=str(path.parent / close) if close else "",
-            todo="" if close else "torchrepro list shows the profiles that can be named",
-        )
+        beside = str(path.parent / close) if close else ""
+        todo = "" if close else "torchrepro list shows the profiles that can be named"
+        raise UnknownProfileError.about("no such file", found=name, near=beside, todo=todo)
     return ProfileFile(path.stem, path.absolute(), Folder(path.absolute().parent, str(path.parent)))
 
 
@@ -388,9 +366,8 @@ def _in_package(name: str, named_at: str) -> ProfileFile:
 def _unknown(name: str, folders: Sequence[Folder], named_at: str) -> UnknownProfileError:
     names = sorted({known for folder in folders for known in folder.names()})
     missing = [f"{VARIABLE} names {shown(text)}, which is no folder" for text in missing_folders()]
-    missing += [
-        f"{origin}: {problem.what}" for pack, origin, problem in incomplete_packs() if not pack
-    ]
+    nameless = [pack for pack in incomplete_packs() if not pack.name]
+    missing += [f"package {pack.owner}: {pack.problem.what}" for pack in nameless]
     todo = "`torchrepro list` shows what is on the search path; a file is named by its path"
     return UnknownProfileError.about(
         f"unknown profile '{shown(name)}'",
@@ -407,10 +384,8 @@ def _inside(folder: Path) -> Iterator[Path]:
     folders = [(folder, 0)]
     while folders and left > 0:
         here, depth = folders.pop()
-        with (
-            suppress(OSError),
-            os.scandir(here) as entries,
-        ):  # a folder that cannot be read has no names
+        # A folder that cannot be read has no names.
+        with suppress(OSError), os.scandir(here) as entries:
             found = sorted(islice(entries, left), key=lambda entry: entry.name)
             left -= len(found)
             for entry in found:

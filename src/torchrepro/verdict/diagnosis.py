@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.catalogue import CATALOGUE, knobs_by_name
 from torchrepro.policies.deterministic_ops import row_of
-from torchrepro.profile.composition import flatten
+from torchrepro.profile.resolved import flatten
 from torchrepro.seeding.uncontrolled import ENTROPY
 from torchrepro.trace.format import BY_PROGRAM
 from torchrepro.verdict.evidence import (

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import ProfileError
-from torchrepro.profile.composition import flatten
 from torchrepro.profile.load import resolve
+from torchrepro.profile.resolved import flatten
 from torchrepro.verdict.diagnosis import edit_at, next_level
 from torchrepro.verdict.render import headline, moment, place
 from torchrepro.verdict.value import Advice
