@@ -1,4 +1,4 @@
-"""Faults to plant in a program: each acts once, and its healthy twin runs the same code."""
+"""Faults to plant in a program: each acts once, in a run that is to be harmed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,8 +11,6 @@ from .programs import Plant, Training
 
 aten = torch.ops.aten
 Alter = Callable[[torch.Tensor], None]
-Fault = Callable[[bool], Plant]
-"""What plants a fault, or with False its healthy twin."""
 
 
 def one_ulp(tensor: torch.Tensor, place: int = 5) -> None:
@@ -106,120 +104,86 @@ KERNELS: dict[str, tuple[str, Callable[..., Any]]] = {
 """Op -> a kernel of our own for it, which computes what the op's own does, by other ops."""
 
 
-def kernel(op: str, step: int, call: int, alter: Alter) -> Fault:
+def kernel(op: str, step: int, call: int, alter: Alter) -> Plant:
     """Return the fault of a kernel that alters its output in one call of one step."""
-
-    def fault(harmful: bool) -> Plant:
-        @contextmanager
-        def plant(training: Training) -> Iterator[None]:
-            key, computed = KERNELS[op]
-
-            def altered(*args: Any, **kwargs: Any) -> Any:
-                result = computed(*args, **kwargs)
-                if harmful and (training.step, training.call) == (step, call):
-                    alter(args[0][1] if isinstance(args[0], tuple | list) else result)
-                training.call += 1
-                return result
-
-            library = torch.library.Library("aten", "IMPL")
-            library.impl(op, altered, key)
-            try:
-                yield
-            finally:
-                library._destroy()
-
-        return plant
-
-    return fault
-
-
-def in_memory(find: Callable[[Training], torch.Tensor], step: int, alter: Alter) -> Fault:
-    """Return the fault of memory that something other than torch writes before a step."""
-
-    def fault(harmful: bool) -> Plant:
-        def act(training: Training, now: int) -> None:
-            if harmful and now == step:
-                alter(find(training))
-
-        return at_each_step(act)
-
-    return fault
-
-
-def changed(change: Callable[[Training], None], step: int) -> Fault:
-    """Return the fault of an attribute that has another value from a step on."""
-
-    def fault(harmful: bool) -> Plant:
-        def act(training: Training, now: int) -> None:
-            if harmful and now == step:
-                change(training)
-
-        return at_each_step(act)
-
-    return fault
-
-
-def at_each_step(act: Callable[[Training, int], None]) -> Plant:
-    """Return what has `act` called before each step."""
 
     @contextmanager
     def plant(training: Training) -> Iterator[None]:
-        training.before_step = lambda now: act(training, now)
+        key, computed = KERNELS[op]
+
+        def altered(*args: Any, **kwargs: Any) -> Any:
+            result = computed(*args, **kwargs)
+            if training.harmful and (training.step, training.call) == (step, call):
+                alter(args[0][1] if isinstance(args[0], tuple | list) else result)
+            training.call += 1
+            return result
+
+        library = torch.library.Library("aten", "IMPL")
+        library.impl(op, altered, key)
+        try:
+            yield
+        finally:
+            library._destroy()
+
+    return plant
+
+
+def in_memory(find: Callable[[Training], torch.Tensor], step: int, alter: Alter) -> Plant:
+    """Return the fault of memory that something other than torch writes before a step."""
+    return changed(lambda training: alter(find(training)), step)
+
+
+def changed(change: Callable[[Training], object], step: int) -> Plant:
+    """Return the fault of an attribute that has another value from a step on."""
+
+    @contextmanager
+    def plant(training: Training) -> Iterator[None]:
+        training.before_step = lambda now: (
+            change(training) if training.harmful and now == step else None
+        )
         yield
 
     return plant
 
 
-def in_batch(part: int | None, step: int, alter: Alter) -> Fault:
+def in_batch(part: int | None, step: int, alter: Alter) -> Plant:
     """Return the fault of a batch that is altered on its way to the model."""
 
-    def fault(harmful: bool) -> Plant:
-        @contextmanager
-        def plant(training: Training) -> Iterator[None]:
-            def door(now: int, batch: Any) -> Any:
-                if harmful and now == step:
-                    alter(batch if part is None else batch[part])
-                return batch
+    @contextmanager
+    def plant(training: Training) -> Iterator[None]:
+        def door(now: int, batch: Any) -> Any:
+            if training.harmful and now == step:
+                alter(batch if part is None else batch[part])
+            return batch
 
-            training.batch = door
-            yield
+        training.batch = door
+        yield
 
-        return plant
-
-    return fault
+    return plant
 
 
-def in_dataset(first: int) -> Fault:
+def in_dataset(first: int) -> Plant:
     """Return the fault of two samples that stand in another order in the dataset."""
 
-    def fault(harmful: bool) -> Plant:
-        @contextmanager
-        def plant(training: Training) -> Iterator[None]:
-            if harmful:
-                swapped_rows(training.data.tensors[0], first)
-            yield
+    @contextmanager
+    def plant(training: Training) -> Iterator[None]:
+        if training.harmful:
+            swapped_rows(training.data.tensors[0], first)
+        yield
 
-        return plant
-
-    return fault
+    return plant
 
 
-def before_module(name: str, step: int, alter: Alter) -> Fault:
+def before_module(name: str, step: int, alter: Alter) -> Plant:
     """Return the fault of an operand that is altered as it enters a module, with no op added."""
 
-    def fault(harmful: bool) -> Plant:
-        @contextmanager
-        def plant(training: Training) -> Iterator[None]:
-            def hook(_module: Any, args: Any) -> None:
-                if harmful and training.step == step:
-                    alter(args[0])
+    @contextmanager
+    def plant(training: Training) -> Iterator[None]:
+        def hook(_module: Any, args: Any) -> None:
+            if training.harmful and training.step == step:
+                alter(args[0])
 
-            handle = training.model.get_submodule(name).register_forward_pre_hook(hook)
-            try:
-                yield
-            finally:
-                handle.remove()
+        with training.model.get_submodule(name).register_forward_pre_hook(hook):
+            yield
 
-        return plant
-
-    return fault
+    return plant

@@ -31,6 +31,8 @@ class Training:
 
     model: Any = None
     optimizer: Any = None
+    harmful: bool = False
+    """Whether the fault acts: its healthy twin runs the same code."""
     step: int = 0
     call: int = 0
     """How often a planted kernel has been called in this step."""
@@ -48,7 +50,8 @@ class Training:
 
 
 Plant = Callable[[Training], AbstractContextManager[None]]
-Program = Callable[[Plant], None]
+Program = Callable[[Plant, bool], None]
+"""Called with what is planted, and whether it does harm."""
 
 
 class Block(nn.Module):
@@ -124,11 +127,11 @@ def transformer(
 ) -> Program:
     """Return a program that trains a transformer with AdamW on batches made by hand."""
 
-    def run(plant: Plant) -> None:
+    def run(plant: Plant, harmful: bool) -> None:
         torch.manual_seed(1)
         model = Transformer()
         its = torch.optim.AdamW(model.parameters(), 1e-3, **{optimizer: True})
-        training = Training(model, its)
+        training = Training(model, its, harmful)
         with plant(training):
             for step, made in enumerate(batches()):
                 training.begin(step)
@@ -148,11 +151,11 @@ def conv_net(workers: int = 0, **options: Any) -> Program:
     The gradients of two halves of a batch are accumulated.
     """
 
-    def run(plant: Plant) -> None:
+    def run(plant: Plant, harmful: bool) -> None:
         torch.manual_seed(2)
         model = ConvNet()
         its = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, **options)
-        training = Training(model, its, data=pictures())
+        training = Training(model, its, harmful, data=pictures())
         with plant(training):
             loader = DataLoader(training.data, batch_size=SAMPLES, num_workers=workers)
             for step, (items, kinds) in enumerate(loader):  # loader

@@ -3,11 +3,11 @@
 import contextlib
 from collections.abc import Callable
 from functools import partial
+from inspect import isfunction
 from typing import Any
 
 from . import (
     reproducible_loading,
-    reproducible_loops,
     reproducible_sources,
     reproducible_tensors,
     reproducible_threads,
@@ -26,7 +26,7 @@ def _of(program: Callable[..., Any]) -> Tensors:
         seen.append(training)
         yield
 
-    program(nothing)
+    program(nothing, False)
     return [*seen[0].model.parameters(), *seen[0].model.buffers()]
 
 
@@ -35,17 +35,16 @@ PROGRAMS: dict[str, Callable[[], Tensors]] = {
     "transformer, AdamW fused": partial(_of, transformer("fused")),
     "convolutions, SGD": partial(_of, conv_net(foreach=False)),
     "convolutions, SGD foreach": partial(_of, conv_net(foreach=True)),
-    "checkpoints, reentrant": partial(reproducible_training.checkpointed, reentrant=True),
-    "checkpoints, not reentrant": partial(reproducible_training.checkpointed, reentrant=False),
 } | {
-    program.__name__.replace("_", " "): program
-    for programs in (
-        reproducible_training.PROGRAMS,
-        reproducible_loops.PROGRAMS,
-        reproducible_tensors.PROGRAMS,
-        reproducible_loading.PROGRAMS,
-        reproducible_threads.PROGRAMS,
-        reproducible_sources.PROGRAMS,
+    name.replace("_", " "): program
+    for module in (
+        reproducible_training,
+        reproducible_tensors,
+        reproducible_loading,
+        reproducible_threads,
+        reproducible_sources,
     )
-    for program in programs
+    for name, program in vars(module).items()
+    if isfunction(program) and program.__module__ == module.__name__ and name[0] != "_"
 }
+"""By name: every public function of these modules is a program."""

@@ -153,17 +153,3 @@ def nested_batches() -> Tensors:
             yield batch["views"]["plain"] + turned, lengths.expand(-1, 3)
 
     return _fitted(pairs())
-
-
-PROGRAMS = (
-    augmented_in_workers,
-    augmented_in_the_main_process,
-    workers_with_seeds_of_their_own,
-    sharded_by_workers,
-    workers_that_stay,
-    shuffled_by_a_generator,
-    sampled_in_a_way_of_its_own,
-    sampled_by_weights,
-    split_by_chance,
-    nested_batches,
-)

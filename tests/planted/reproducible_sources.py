@@ -36,7 +36,7 @@ def names_of_runs() -> Tensors:
 def throughput() -> Tensors:
     model = perceptron()
     since = time.perf_counter()
-    found = trained(model, lambda step: model(items_of(step)).square().mean())
+    found = trained(model)
     seconds = time.perf_counter() - since
     print(f"{8 * STEPS / seconds:.0f} items/s at {time.ctime()}", file=sys.stderr)
     return found
@@ -64,12 +64,11 @@ def clocks_in_checkpoints() -> Tensors:
 def notes_in_groups_of_optimizers() -> Tensors:
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(STEPS):
+
+    def note(_step: int) -> None:
         optimizer.param_groups[0].update(since=time.time(), run=uuid4().hex)
-        model(items_of(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return list(model.parameters())
+
+    return trained(model, optimizer=optimizer, after_step=note)
 
 
 def caches_by_address() -> Tensors:
@@ -172,27 +171,6 @@ def ports_by_chance() -> Tensors:
     os.environ["TORCHREPRO_TEST_PORT"] = str(port)
     try:
         model = perceptron()
-        return trained(model, lambda step: model(items_of(step)).square().mean())
+        return trained(model)
     finally:
         del os.environ["TORCHREPRO_TEST_PORT"]
-
-
-PROGRAMS = (
-    names_of_runs,
-    throughput,
-    clocks_in_tensors_that_no_op_reads,
-    clocks_in_checkpoints,
-    notes_in_groups_of_optimizers,
-    caches_by_address,
-    files_of_listdir,
-    files_of_iterdir,
-    files_of_glob,
-    files_counted,
-    files_of_secret_names,
-    sorted_vocabulary,
-    vocabulary_in_order_of_reading,
-    sets_for_membership,
-    hashes_of_numbers,
-    generators_with_seeds,
-    ports_by_chance,
-)

@@ -1,6 +1,5 @@
 """Programs whose tensors, memory or threads could look unequal, and that compute the same."""
 
-import os
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -105,12 +104,12 @@ def garbage_that_nobody_reads() -> Tensors:
 def sparse() -> Tensors:
     torch.manual_seed(2)
     bag = nn.EmbeddingBag(20, 4, sparse=True, mode="sum")
-    optimizer = torch.optim.SparseAdam(bag.parameters(), 0.1)
-    for step in range(STEPS):
+
+    def loss(step: int) -> torch.Tensor:
         words = torch.from_numpy(np.random.default_rng(step).integers(20, size=12))
-        bag(words, torch.tensor([0, 3, 3, 9])).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        return bag(words, torch.tensor([0, 3, 3, 9])).square().sum()
+
+    trained(bag, loss, torch.optim.SparseAdam(bag.parameters(), 0.1))
     matrix = torch.eye(5).to_sparse() @ torch.ones(5, 2)
     return [bag.weight, matrix, torch.eye(4).to_sparse_csr().values()]
 
@@ -214,13 +213,6 @@ def channels_last() -> Tensors:
     return trained(model, loss)
 
 
-def memory_that_is_dirty() -> None:
-    """Leave garbage behind that is another in every run, for the allocator to hand out again."""
-    for size in (6, 24, 48, 240, 512, 3000):
-        held = [np.frombuffer(os.urandom(4 * size), np.float32).copy() for _ in range(20)]
-        del held
-
-
 def training_on_threads() -> Tensors:
     models = [perceptron() for _ in range(3)]
 
@@ -241,24 +233,3 @@ def training_on_threads() -> Tensors:
     for thread in threads:
         thread.join()
     return [parameter for model in models for parameter in model.parameters()]
-
-
-PROGRAMS = (
-    random_numbers,
-    pool_of_threads,
-    key_value_cache,
-    cache_read_whole,
-    cache_read_whole_with_versions,
-    filled_by_masks,
-    garbage_that_nobody_reads,
-    sparse,
-    complex_numbers,
-    small_types,
-    functions_of_functions,
-    nested,
-    in_place_and_out,
-    not_contiguous,
-    empty_batches,
-    channels_last,
-    training_on_threads,
-)

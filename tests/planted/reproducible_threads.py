@@ -152,16 +152,3 @@ def shared_with_numpy() -> Tensors:
         return (result - kept).abs().mean() + torch.from_dlpack(copied).mean()
 
     return trained(model, loss)
-
-
-PROGRAMS = (
-    added_up_in_order,
-    mapped_in_order,
-    completed_in_any_order,
-    buffers_of_each_thread,
-    read_after_the_thread_is_joined,
-    loaded_ahead,
-    watched_by_a_thread,
-    refilled_every_step,
-    shared_with_numpy,
-)

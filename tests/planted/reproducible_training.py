@@ -1,12 +1,16 @@
 """Programs that train the same weights in every run, each in a way of its own."""
 
 import contextlib
+import pickle
+from collections.abc import Callable
 from copy import deepcopy
 from io import BytesIO
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -32,19 +36,20 @@ def half_nan() -> Tensors:
 
 def dropout() -> Tensors:
     model = perceptron(nn.Dropout(0.5), nn.GELU(), nn.AlphaDropout(0.2))
-    return trained(model, lambda step: model(items_of(step)).square().mean())
+    return trained(model)
 
 
 def workers() -> Tensors:
     model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     torch.manual_seed(8)
     data = TensorDataset(items_of(0, 32, 6), items_of(1, 32, 3))
-    for items, wanted in DataLoader(data, batch_size=8, shuffle=True, num_workers=2):
-        functional.mse_loss(model(items), wanted).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return list(model.parameters())
+    batches = iter(DataLoader(data, batch_size=8, shuffle=True, num_workers=2))
+
+    def loss(_step: int) -> torch.Tensor:
+        items, wanted = next(batches)
+        return functional.mse_loss(model(items), wanted)
+
+    return trained(model, loss)
 
 
 def data_of_parameters() -> Tensors:
@@ -69,7 +74,7 @@ def autocast() -> Tensors:
     return trained(model, loss)
 
 
-def checkpointed(*, reentrant: bool) -> Tensors:
+def _checkpointed(*, reentrant: bool) -> Tensors:
     model = perceptron(nn.Dropout(0.3), nn.Tanh())
 
     def loss(step: int) -> torch.Tensor:
@@ -78,6 +83,14 @@ def checkpointed(*, reentrant: bool) -> Tensors:
         return model[3](hidden).square().mean()
 
     return trained(model, loss)
+
+
+def checkpoints_reentrant() -> Tensors:
+    return _checkpointed(reentrant=True)
+
+
+def checkpoints_not_reentrant() -> Tensors:
+    return _checkpointed(reentrant=False)
 
 
 def lbfgs() -> Tensors:
@@ -148,7 +161,7 @@ def averaged_and_clipped() -> Tensors:
     model = perceptron()
     average = torch.optim.swa_utils.AveragedModel(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=STEPS + 1)
+    schedule = OneCycleLR(optimizer, 0.1, total_steps=STEPS + 1)
     for step in range(STEPS):
         model(items_of(step)).square().mean().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -190,7 +203,7 @@ def gradients_in_hooks() -> Tensors:
     model.register_full_backward_hook(
         lambda _module, slopes, _out: (slopes[0],) if slopes[0] is None else None
     )
-    return trained(model, lambda step: model(items_of(step)).square().mean())
+    return trained(model)
 
 
 def two_models_in_turns() -> Tensors:
@@ -207,21 +220,168 @@ def two_models_in_turns() -> Tensors:
     return [*one.parameters(), *other.parameters()]
 
 
-PROGRAMS = (
-    becomes_nan,
-    half_nan,
-    dropout,
-    workers,
-    data_of_parameters,
-    autocast,
-    lbfgs,
-    exceptions,
-    recurrent,
-    attention,
-    second_derivatives,
-    averaged_and_clipped,
-    scaled_gradients,
-    saved_and_loaded,
-    gradients_in_hooks,
-    two_models_in_turns,
-)
+def _scheduled(schedule_of: Callable[[torch.optim.Optimizer], LRScheduler]) -> Tensors:
+    model = perceptron()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    schedule = schedule_of(optimizer)
+    return trained(model, optimizer=optimizer, after_step=lambda _step: schedule.step())
+
+
+def learning_rate_by_a_function() -> Tensors:
+    return _scheduled(lambda optimizer: LambdaLR(optimizer, lambda step: 0.9**step))
+
+
+def learning_rate_in_one_cycle() -> Tensors:
+    return _scheduled(lambda optimizer: OneCycleLR(optimizer, 0.2, total_steps=STEPS + 1))
+
+
+def learning_rate_on_a_plateau() -> Tensors:
+    model, losses = perceptron(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
+    schedule = ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+
+    def loss(step: int) -> torch.Tensor:
+        losses.append(model(items_of(step)).square().mean())
+        return losses[-1]
+
+    return trained(
+        model, loss, optimizer, after_step=lambda step: schedule.step(losses[step].item())
+    )
+
+
+def groups_changed_by_step() -> Tensors:
+    model = perceptron()
+    optimizer = torch.optim.Adam([{"params": model[0].parameters()}], 0.01)
+
+    def change(step: int) -> None:
+        for group in optimizer.param_groups:
+            group["lr"], group["betas"] = 0.01 / (step + 2), (0.9, 0.99 + step / 1000)
+        if step == 1:
+            optimizer.add_param_group({"params": model[2].parameters(), "weight_decay": 0.1})
+
+    return trained(model, optimizer=optimizer, after_step=change)
+
+
+def gradients_added_up() -> Tensors:
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for number in range(3 * STEPS):
+        (model(items_of(number)).square().mean() / 3).backward()
+        if number % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return list(model.parameters())
+
+
+def adversaries() -> Tensors:
+    torch.manual_seed(7)
+    generator, critic = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizers = [torch.optim.Adam(model.parameters(), 0.01) for model in (generator, critic)]
+    says = nn.BCEWithLogitsLoss()
+    real, made_up = torch.ones(8, 1), torch.zeros(8, 1)
+    for step in range(STEPS):
+        made = generator(torch.randn(8, 4))
+        optimizers[1].zero_grad()
+        (says(critic(items_of(step)), real) + says(critic(made.detach()), made_up)).backward()
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        says(critic(made), real).backward()
+        optimizers[0].step()
+    return [*generator.parameters(), *critic.parameters()]
+
+
+def without_an_optimizer() -> Tensors:
+    model = perceptron()
+    for step in range(STEPS):
+        model(items_of(step)).square().mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(0.1 * parameter.grad)
+                parameter.grad = None
+    return list(model.parameters())
+
+
+@torch.library.custom_op("torchrepro_tests::smoothed", mutates_args=())
+def smoothed(items: torch.Tensor) -> torch.Tensor:
+    """Compute in numpy, which no recording sees into."""
+    return torch.from_numpy(np.arctan(items.detach().numpy()))
+
+
+def _keep_items(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _smoothed_backward(ctx, slope: torch.Tensor) -> torch.Tensor:
+    (items,) = ctx.saved_tensors
+    return slope / (1 + items.square())
+
+
+smoothed.register_autograd(_smoothed_backward, setup_context=_keep_items)
+
+
+def ops_of_its_own() -> Tensors:
+    model = perceptron()
+    return trained(model, lambda step: smoothed(model(items_of(step))).square().mean())
+
+
+def caches_by_shape() -> Tensors:
+    model, masks = perceptron(), {}
+
+    def loss(step: int) -> torch.Tensor:
+        items = items_of(step, 4 + step % 2, 6)
+        if items.shape not in masks:
+            masks[items.shape] = torch.ones(items.shape).tril_()
+        return model(items * masks[items.shape]).square().mean()
+
+    return trained(model, loss)
+
+
+def branches_by_results() -> Tensors:
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), 0.3)
+    for step in range(3 * STEPS):
+        loss = model(items_of(step)).square().mean()
+        if loss.item() < 0.1:
+            break
+        (loss * 2 if loss > 0.3 else loss.sqrt()).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=bool(step % 2))
+    return list(model.parameters())
+
+
+def written_before_it_is_read() -> Tensors:
+    model, held = perceptron(), torch.empty(8, 6)
+
+    def loss(step: int) -> torch.Tensor:
+        items, rows = items_of(step), torch.empty(8, 6)
+        for place in range(8):
+            rows[place] = items[place]
+        torch.sin(rows, out=held)
+        new = rows.new_empty(8, 6)
+        new[:4], new[4:] = held[4:], held[:4]
+        new[new > 0.5] = torch.tensor(0.5)
+        return model(new).square().mean()
+
+    return trained(model, loss)
+
+
+def numbers_of_python() -> Tensors:
+    model = perceptron()
+
+    def loss(step: int) -> torch.Tensor:
+        rows = [[(row * step + column) / 7 for column in range(6)] for row in range(8)]
+        scale = torch.as_tensor(1 / (step + 3), dtype=torch.float64)
+        return (model(torch.tensor(rows)) * scale).square().mean()
+
+    return trained(model, loss)
+
+
+def pickled_in_memory() -> Tensors:
+    model = perceptron()
+
+    def loss(step: int) -> torch.Tensor:
+        items, words = pickle.loads(pickle.dumps((items_of(step), {"step": step})))
+        other = pickle.loads(pickle.dumps(model))
+        return model(items + words["step"]).square().mean() + other(items).mean().detach()
+
+    return trained(model, loss)

@@ -1,5 +1,6 @@
 """A small model, its items, and a loop that trains it, for programs that compute the same."""
 
+import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -20,10 +21,27 @@ def items_of(step: int, *shape: int) -> torch.Tensor:
     return torch.from_numpy(items)
 
 
-def trained(model: nn.Module, loss: Callable[[int], torch.Tensor], steps: int = STEPS) -> Tensors:
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+def trained(
+    model: nn.Module,
+    loss: Callable[[int], torch.Tensor] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    steps: int = STEPS,
+    after_step: Callable[[int], object] = lambda _step: None,
+) -> Tensors:
+    """Train a model, on the squares of what it makes of its items unless another loss is given."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), 1e-2)
     for step in range(steps):
         optimizer.zero_grad()
-        loss(step).backward()
+        found = loss(step) if loss else model(items_of(step)).square().mean()
+        found.backward()
         optimizer.step()
+        after_step(step)
     return [*model.parameters(), *model.buffers()]
+
+
+def memory_that_is_dirty() -> None:
+    """Leave garbage behind that is another in every run, for the allocator to hand out again."""
+    for size in (6, 24, 48, 240, 512, 3000):
+        held = [np.frombuffer(os.urandom(4 * size), np.float32).copy() for _ in range(20)]
+        del held

@@ -15,7 +15,7 @@ from torchrepro.verdict.render import headline, verdict_parts
 from torchrepro.verdict.value import Agreed, Kind
 
 from .reproducible import PROGRAMS
-from .reproducible_tensors import memory_that_is_dirty
+from .small_models import memory_that_is_dirty
 
 STEPS = 12
 STATE, ALL_LEVELS = "by parameters, gradients and losses", "by parameters and losses"

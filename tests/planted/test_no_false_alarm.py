@@ -17,8 +17,7 @@ from torchrepro.verification.perturbations import EVERYTHING
 from torchrepro.verification.verifier import verify
 
 from .reproducible import PROGRAMS
-from .reproducible_tensors import memory_that_is_dirty
-from .small_models import STEPS, Tensors
+from .small_models import STEPS, Tensors, memory_that_is_dirty
 
 RUNS = 3
 RECORDED_IN_EVERY_WAY = (

@@ -1,21 +1,19 @@
 """Every planted fault is found where it was planted: step, phase, module, op, source line, kind."""
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import torchrepro
-from torchrepro import Verdict
 from torchrepro.console import height
 from torchrepro.verdict.comparison import next_level
 from torchrepro.verdict.render import COLUMNS, LINES, verdict_parts
 from torchrepro.verdict.value import Kind
 
 from .faults import (
-    Fault,
     another_sign,
     before_module,
     changed,
@@ -33,36 +31,11 @@ from .programs import (
     PROGRAMS,
     SAMPLES,
     WORDS,
-    Program,
     conv_net,
     line_of,
     texts,
     transformer,
 )
-
-
-@dataclass(frozen=True)
-class Row:
-    """A fault, and what the verdict has to say of it."""
-
-    name: str
-    program: Program
-    fault: Fault
-    step: int
-    phase: str
-    module: str
-    op: str
-    line: str
-    kind: Kind | None
-    """None where what an op reads is a value that nothing names."""
-    what: str = ""
-    detail: bool = False
-
-    @property
-    def source(self) -> str:
-        """The line that the fault is in."""
-        return line_of(self.line, __file__ if self.line == "mask" else PROGRAMS)
-
 
 ABSENT = min(set(range(WORDS)) - set([*texts()][6].flatten().tolist()))
 """A word that the batch of step 6 does not have."""
@@ -110,208 +83,137 @@ def _other_dropout(training):
     block.dropout.forward = masked
 
 
-TABLE = (
-    Row(
-        "one ulp in a forward op of layer 3",
-        transformer(),
-        kernel("gelu", 7, 3, one_ulp),
-        *(7, "forward", "layers.3", "aten::gelu", "gelu", Kind.OUTPUTS),
+# Program, fault, whether every input is read anew; then what the verdict has to say: step, phase,
+# module, op, the comment that marks the line, kind, and words.
+CHANGED = "something other than torch has changed it"
+TABLE: dict[str, tuple[Any, ...]] = {
+    "one ulp in a forward op of layer 3": (
+        *(transformer(), kernel("gelu", 7, 3, one_ulp), False),
+        *(7, "forward", "layers.3", "aten::gelu", "gelu", Kind.OUTPUTS, ""),
     ),
-    Row(
-        "an operand one ulp off, no op added",
-        transformer(),
-        before_module("layers.2.down", 5, one_ulp),
-        *(5, "forward", "layers.2.down", "aten::addmm", "down", Kind.OUTPUTS),
+    "an operand one ulp off, no op added": (
+        *(transformer(), before_module("layers.2.down", 5, one_ulp), False),
+        *(5, "forward", "layers.2.down", "aten::addmm", "down", Kind.OUTPUTS, ""),
     ),
-    Row(
-        "an operand one ulp off, every input read anew",
-        transformer(),
-        before_module("layers.2.down", 5, one_ulp),
-        *(5, "forward", "layers.2.down", "aten::addmm", "down", Kind.INPUT),
-        what="other than torch has changed it",
-        detail=True,
+    "an operand one ulp off, every input read anew": (
+        *(transformer(), before_module("layers.2.down", 5, one_ulp), True),
+        *(5, "forward", "layers.2.down", "aten::addmm", "down", Kind.INPUT, CHANGED),
     ),
-    Row(
-        "a number one ulp off",
-        transformer(),
-        changed(_scale, 4),
-        *(4, "forward", "layers.2", "aten::mul.Tensor", "scores", Kind.ARGUMENT),
+    "a number one ulp off": (
+        *(transformer(), changed(_scale, 4), False),
+        *(4, "forward", "layers.2", "aten::mul.Tensor", "scores", Kind.ARGUMENT, ""),
     ),
-    Row(
-        "a weight written through numpy",
-        transformer(),
-        in_memory(_weight, 6, halved),
-        *(6, "forward", "layers.1.up", "aten::addmm", "gelu", Kind.INPUT),
-        what="something other than torch has changed it",
+    "a weight written through numpy": (
+        *(transformer(), in_memory(_weight, 6, halved), False),
+        *(6, "forward", "layers.1.up", "aten::addmm", "gelu", Kind.INPUT, CHANGED),
     ),
-    Row(
-        "a weight one ulp off, which the forward pass does not read",
-        transformer(),
-        in_memory(_words, 6, _absent_word_one_ulp),
-        *(6, "forward", "words", "aten::embedding", "words", Kind.INPUT),
-        what="other than torch has changed it",
+    "a weight one ulp off, which the forward pass does not read": (
+        *(transformer(), in_memory(_words, 6, _absent_word_one_ulp), False),
+        *(6, "forward", "words", "aten::embedding", "words", Kind.INPUT, CHANGED),
     ),
-    Row(
-        "a weight written through numpy before the first step",
-        transformer(),
-        in_memory(_weight, 0, halved),
-        *(0, "forward", "layers.1.up", "aten::addmm", "gelu", Kind.OUTPUTS),
+    "a weight written through numpy before the first step": (
+        *(transformer(), in_memory(_weight, 0, halved), False),
+        *(0, "forward", "layers.1.up", "aten::addmm", "gelu", Kind.OUTPUTS, ""),
     ),
-    Row(
-        "the same, every input read anew",
-        transformer(),
-        in_memory(_weight, 0, halved),
-        *(0, "forward", "layers.1.up", "aten::addmm", "gelu", Kind.INPUT),
-        detail=True,
+    "the same, every input read anew": (
+        *(transformer(), in_memory(_weight, 0, halved), True),
+        *(0, "forward", "layers.1.up", "aten::addmm", "gelu", Kind.INPUT, ""),
     ),
-    Row(
-        "a running mean written through numpy",
-        conv_net(),
-        in_memory(lambda training: training.model.second[1].running_mean, 3, permuted),
-        *(3, "forward", "second.1", "aten::native_batch_norm", "pictures", Kind.INPUT),
+    "a running mean written through numpy": (
+        *(conv_net(), in_memory(lambda its: its.model.second[1].running_mean, 3, permuted), False),
+        *(3, "forward", "second.1", "aten::native_batch_norm", "pictures", Kind.INPUT, ""),
     ),
-    Row(
-        "a constant index swapped in its tensor",
-        transformer(),
-        in_memory(lambda training: training.model.order, 5, permuted),
-        *(5, "forward", "Transformer", "aten::index.Tensor", "order", Kind.INPUT),
+    "a constant index swapped in its tensor": (
+        *(transformer(), in_memory(lambda its: its.model.order, 5, permuted), False),
+        *(5, "forward", "Transformer", "aten::index.Tensor", "order", Kind.INPUT, ""),
     ),
-    Row(
-        "the same index, every input read anew",
-        transformer(),
-        in_memory(lambda training: training.model.order, 5, permuted),
-        *(5, "forward", "Transformer", "aten::index.Tensor", "order", Kind.INPUT),
-        detail=True,
+    "the same index, every input read anew": (
+        *(transformer(), in_memory(lambda its: its.model.order, 5, permuted), True),
+        *(5, "forward", "Transformer", "aten::index.Tensor", "order", Kind.INPUT, ""),
     ),
-    Row(
-        "a constant index swapped in the code",
-        transformer(),
-        changed(_index_of_last, 5),
-        *(5, "forward", "Transformer", "new tensor", "last", Kind.DATA),
+    "a constant index swapped in the code": (
+        *(transformer(), changed(_index_of_last, 5), False),
+        *(5, "forward", "Transformer", "new tensor", "last", Kind.DATA, ""),
     ),
-    Row(
-        "one ulp in a backward op of a layer",
-        transformer(),
-        kernel("gelu_backward", 4, 2, one_ulp),  # the third from the end is that of layer 1
-        *(4, "backward", "layers.1", "aten::gelu_backward", "gelu", Kind.OUTPUTS),
+    "one ulp in a backward op of a layer": (
+        # The third from the end is that of layer 1.
+        *(transformer(), kernel("gelu_backward", 4, 2, one_ulp), False),
+        *(4, "backward", "layers.1", "aten::gelu_backward", "gelu", Kind.OUTPUTS, ""),
     ),
-    Row(
-        "permuted elements in a backward op",
-        transformer(),
-        kernel("_softmax_backward_data", 3, 0, permuted),
-        *(3, "backward", "layers.3", "aten::_softmax_backward_data", "dropout"),
-        Kind.OUTPUTS,
+    "permuted elements in a backward op": (
+        *(transformer(), kernel("_softmax_backward_data", 3, 0, permuted), False),
+        *(3, "backward", "layers.3", "aten::_softmax_backward_data", "dropout", Kind.OUTPUTS, ""),
     ),
-    Row(
-        "one ulp in the optimizer, foreach",
-        transformer(),
-        kernel("_foreach_addcdiv_.ScalarList", 6, 0, one_ulp),
-        *(6, "optimizer", "", "aten::_foreach_addcdiv_.ScalarList", "AdamW", Kind.OUTPUTS),
+    "one ulp in the optimizer, foreach": (
+        *(transformer(), kernel("_foreach_addcdiv_.ScalarList", 6, 0, one_ulp), False),
+        *(6, "optimizer", "", "aten::_foreach_addcdiv_.ScalarList", "AdamW", Kind.OUTPUTS, ""),
     ),
-    Row(
-        "the state of a fused optimizer written through numpy",
-        transformer("fused"),
-        in_memory(_adam_state, 6, halved),
-        *(6, "optimizer", "", "aten::_fused_adamw_", "AdamW", Kind.INPUT),
+    "the state of a fused optimizer written through numpy": (
+        *(transformer("fused"), in_memory(_adam_state, 6, halved), False),
+        *(6, "optimizer", "", "aten::_fused_adamw_", "AdamW", Kind.INPUT, ""),
     ),
-    Row(
-        "a learning rate one ulp off",
-        transformer("fused"),
-        changed(_rate, 5),
-        *(5, "optimizer", "", "AdamW.step()", "AdamW", Kind.ARGUMENT),
+    "a learning rate one ulp off": (
+        *(transformer("fused"), changed(_rate, 5), False),
+        *(5, "optimizer", "", "AdamW.step()", "AdamW", Kind.ARGUMENT, ""),
     ),
-    Row(
-        "one ulp in SGD, foreach",
-        conv_net(foreach=True),
-        kernel("_foreach_add_.List", 5, 0, one_ulp),
-        *(5, "optimizer", "", "aten::_foreach_add_.List", "SGD", Kind.OUTPUTS),
+    "one ulp in SGD, foreach": (
+        *(conv_net(foreach=True), kernel("_foreach_add_.List", 5, 0, one_ulp), False),
+        *(5, "optimizer", "", "aten::_foreach_add_.List", "SGD", Kind.OUTPUTS, ""),
     ),
-    Row(
-        "samples swapped after the loader",
-        conv_net(),
-        in_batch(0, 6, swapped_rows),
-        *(6, "forward", "first.0", "aten::convolution", "pictures", Kind.OUTPUTS),
+    "samples swapped after the loader": (
+        *(conv_net(), in_batch(0, 6, swapped_rows), False),
+        *(6, "forward", "first.0", "aten::convolution", "pictures", Kind.OUTPUTS, ""),
     ),
-    Row(
-        "samples swapped in the dataset",
-        conv_net(),
-        in_dataset(4 * SAMPLES),
-        *(0, "forward", "", "new tensor", "items", Kind.DATA),
+    "samples swapped in the dataset": (
+        *(conv_net(), in_dataset(4 * SAMPLES), False),
+        *(0, "forward", "", "new tensor", "items", Kind.DATA, ""),
     ),
-    Row(
-        "samples swapped in the dataset of a worker",
-        conv_net(workers=1),
-        in_dataset(4 * SAMPLES),
-        *(4, "data", "", "DataLoader", "loader", Kind.DATA),
+    "samples swapped in the dataset of a worker": (
+        *(conv_net(workers=1), in_dataset(4 * SAMPLES), False),
+        *(4, "data", "", "DataLoader", "loader", Kind.DATA, ""),
     ),
-    Row(
-        "words swapped in a batch made by hand",
-        transformer(),
-        in_batch(None, 6, swapped_rows),
-        *(6, "forward", "", "new tensor", "by hand", Kind.DATA),
+    "words swapped in a batch made by hand": (
+        *(transformer(), in_batch(None, 6, swapped_rows), False),
+        *(6, "forward", "", "new tensor", "by hand", Kind.DATA, ""),
     ),
-    Row(
-        "a sign",
-        conv_net(),
-        kernel("mean.dim", 3, 1, another_sign),
-        *(3, "forward", "ConvNet", "aten::mean.dim", "mean", Kind.OUTPUTS),
+    "a sign": (
+        *(conv_net(), kernel("mean.dim", 3, 1, another_sign), False),
+        *(3, "forward", "ConvNet", "aten::mean.dim", "mean", Kind.OUTPUTS, ""),
     ),
-    Row(
-        "the sign of a zero",
-        conv_net(),
-        kernel("relu", 3, 1, zero_of_another_sign),
-        *(3, "forward", "second.2", "aten::relu", "pictures", Kind.OUTPUTS),
+    "the sign of a zero": (
+        *(conv_net(), kernel("relu", 3, 1, zero_of_another_sign), False),
+        *(3, "forward", "second.2", "aten::relu", "pictures", Kind.OUTPUTS, ""),
     ),
-    Row(
-        "permuted elements in the second backward pass of a step",
-        conv_net(),
-        kernel("threshold_backward", 8, 2, permuted),
-        *(8, "backward", "second.2", "aten::threshold_backward", "pictures", Kind.OUTPUTS),
+    "permuted elements in the second backward pass of a step": (
+        *(conv_net(), kernel("threshold_backward", 8, 2, permuted), False),
+        *(8, "backward", "second.2", "aten::threshold_backward", "pictures", Kind.OUTPUTS, ""),
     ),
-    Row(
-        "a dropout that is on in one run",
-        transformer(),
-        changed(_dropout, 2),
-        *(2, "forward", "layers.1.dropout", "aten::empty_like", "dropout", Kind.ONLY_ONE),
+    "a dropout that is on in one run": (
+        *(transformer(), changed(_dropout, 2), False),
+        *(2, "forward", "layers.1.dropout", "aten::empty_like", "dropout", Kind.ONLY_ONE, ""),
     ),
-    Row(
-        "a dropout of another make",
-        transformer(),
-        changed(_other_dropout, 2),
-        *(2, "forward", "layers.1.dropout", "aten::rand_like", "mask", Kind.ONLY_ONE),
+    "a dropout of another make": (
+        *(transformer(), changed(_other_dropout, 2), False),
+        *(2, "forward", "layers.1.dropout", "aten::rand_like", "mask", Kind.ONLY_ONE, ""),
     ),
-)
-
-
-def _two_runs(folder: Path, program: Program, fault: Fault, **options: bool) -> Verdict:
-    """Record a program without and with a fault, and return what the comparison says."""
-    for name, harmful in (("well", False), ("ill", True)):
-        with torchrepro.record(folder / name, **options):
-            program(fault(harmful))
-    verdict = torchrepro.compare(folder / "well", folder / "ill")
-    assert height(COLUMNS, *verdict_parts(verdict, next_level(verdict))) <= LINES
-    return verdict
-
-
-def _told(verdict: Verdict) -> str:
-    first = verdict.first
-    assert first is not None
-    return (
-        f"step {first.step} {first.phase} {first.module!r} {first.op} {first.source}"
-        f" [{first.kind}] {first.what}"
-    )
+}
 
 
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name.replace(" ", "-"))
-def test_a_planted_fault_is_found_where_it_was_planted(row: Row, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", TABLE, ids=lambda name: name.replace(" ", "-"))
+def test_a_planted_fault_is_found_where_it_was_planted(name: str, tmp_path: Path) -> None:
     """The first divergence is the fault: its step, phase, module, op, source line and kind."""
-    verdict = _two_runs(tmp_path, row.program, row.fault, detail=row.detail)
+    program, fault, detail, *where, mark, kind, what = TABLE[name]
+    for run, harmful in (("well", False), ("ill", True)):
+        with torchrepro.record(tmp_path / run, detail=detail):
+            program(fault, harmful)
+    verdict = torchrepro.compare(tmp_path / "well", tmp_path / "ill")
     first = verdict.first
 
-    print(_told(verdict))
     assert not verdict.same
-    found = (first.step, first.phase, first.module, first.op, first.source)
-    assert found == (row.step, row.phase, row.module, row.op, row.source)
-    assert row.kind in (None, first.kind)
-    assert row.what in first.what
+    print(first.step, first.phase, first.module, first.op, first.source, first.kind, first.what)
+    assert [first.step, first.phase, first.module, first.op] == where
+    assert first.source == line_of(mark, __file__ if mark == "mask" else PROGRAMS)
+    assert first.kind is kind
+    assert what in first.what
+    assert height(COLUMNS, *verdict_parts(verdict, next_level(verdict))) <= LINES

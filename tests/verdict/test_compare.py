@@ -2,10 +2,8 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given, settings
@@ -15,18 +13,13 @@ from torchrepro.trace import store
 from torchrepro.verdict.comparison import compare
 from torchrepro.verdict.value import Kind, Verdict
 
-from .traces import Op, Run, Step, Writer, chain, computed, follow, value, write
+from .traces import Op, Run, Step, Writer, chain, compared, computed, first_of, follow, value, write
 
 OPS = 12
 
 
 def _run(steps: int = 3, ops: int = OPS) -> Run:
     return [Step(chain(ops, step=step), losses=(1.5,)) for step in range(steps)]
-
-
-def _compared(left: Run, right: Run) -> Verdict:
-    with TemporaryDirectory() as folder:
-        return compare(write(Path(folder, "left"), left), write(Path(folder, "right"), right))
 
 
 def _changed(run: Run, step: int, place: int) -> Run:
@@ -59,21 +52,14 @@ def test_a_run_is_the_same_as_itself(tmp_path: Path) -> None:
 def test_another_output_is_found_where_it_is(step: int, place: int) -> None:
     """An op that computes something else is the first difference, all after it propagates it."""
     run = _run()
-    verdict = _compared(run, _changed(run, step, place))
+    verdict = compared(run, _changed(run, step, place))
 
-    first = verdict.first
-    assert first is not None
-    assert first.kind is Kind.OUTPUTS
-    assert (first.step, first.op, first.module) == (
-        step,
-        run[step].ops[place].op,
-        run[step].ops[place].module,
-    )
+    first, op = first_of(verdict), run[step].ops[place]
+    assert (first.kind, first.step) == (Kind.OUTPUTS, step)
+    assert (first.op, first.module) == (op.op, op.module)
     assert first.left is not None
-    assert first.left.output_fingerprints == (run[step].ops[place].outputs[0].hex(),)
-    assert first.left.input_fingerprints == tuple(
-        each[:8].hex() for each in run[step].ops[place].inputs
-    )
+    assert first.left.output_fingerprints == (op.outputs[0].hex(),)
+    assert first.left.input_fingerprints == tuple(each[:8].hex() for each in op.inputs)
     assert (verdict.propagated, verdict.independent) == (OPS - place - 1, 0)
     assert sum(count for _, count in verdict.by_module) == OPS - place
     assert verdict.by_module[0][0] == first.module
@@ -92,9 +78,8 @@ def test_an_op_more_is_found_where_it_is(step: int, place: int, op: str) -> None
         *run[step + 1 :],
     ]
 
-    for verdict in (_compared(run, longer), _compared(longer, run)):
-        first = verdict.first
-        assert first is not None
+    for verdict in (compared(run, longer), compared(longer, run)):
+        first = first_of(verdict)
         assert (first.kind, first.step, first.source) == (Kind.ONLY_ONE, step, "new.py:3")
         assert (first.left is None) != (first.right is None)
         assert (verdict.propagated, verdict.independent) == (0, 0)
@@ -110,17 +95,16 @@ def test_an_op_more_whose_result_all_else_uses_is_found(place: int) -> None:
     read = ops[place - 1].outputs[0] if place else value("batch", 1)
     more = computed(Op("aten::clamp", source="new.py:3"), read)
     later = follow(ops[place:], read, more.outputs[0])
-    verdict = _compared(run, [run[0], Step((*ops[:place], more, *later)), run[2]])
+    verdict = compared(run, [run[0], Step((*ops[:place], more, *later)), run[2]])
 
-    assert verdict.first is not None
-    assert (verdict.first.kind, verdict.first.op) == (Kind.ONLY_ONE, "aten::clamp")
+    assert (first_of(verdict).kind, first_of(verdict).op) == (Kind.ONLY_ONE, "aten::clamp")
     assert verdict.propagated == OPS - place
 
 
 def test_the_map_counts_every_record_of_every_step() -> None:
     """In each step, what agrees and what differs of a module adds up to its records."""
     run = _run()
-    verdict = _compared(run, _changed(run, 1, 7))
+    verdict = compared(run, _changed(run, 1, 7))
     cells = {(cell.step, cell.module): (cell.same, cell.differing) for cell in verdict.map}
 
     assert cells == {
@@ -131,7 +115,7 @@ def test_the_map_counts_every_record_of_every_step() -> None:
 def test_a_second_cause_is_counted_apart() -> None:
     """A later op that differs although its inputs are the same is independent of the first."""
     run = _run()
-    verdict = _compared(run, _changed(_changed(run, 1, OPS - 1), 2, OPS - 1))
+    verdict = compared(run, _changed(_changed(run, 1, OPS - 1), 2, OPS - 1))
 
     assert (verdict.propagated, verdict.independent) == (0, 1)
 
@@ -141,7 +125,7 @@ def test_inputs_that_change_no_output_are_no_difference() -> None:
     mask = Op("aten::mul", inputs=(value("x"), value("zeros")), outputs=(value("zero"),))
     other = replace(mask, inputs=(value("y"), value("zeros")))
 
-    assert _compared([Step((mask,))], [Step((other,))]).same
+    assert compared([Step((mask,))], [Step((other,))]).same
 
 
 def test_numbers_that_mean_something_else_do_not_pass_for_the_same() -> None:
@@ -152,7 +136,7 @@ def test_numbers_that_mean_something_else_do_not_pass_for_the_same() -> None:
         replace(op, op="aten::sub"),
         replace(op, shapes="float32[1, 2]"),
     ):
-        verdict = _compared([Step((replace(op, argument="(_, 0.5)"),))], [Step((other,))])
+        verdict = compared([Step((replace(op, argument="(_, 0.5)"),))], [Step((other,))])
 
         assert not verdict.same
 
@@ -161,37 +145,28 @@ def test_the_lines_of_a_program_may_move() -> None:
     """Another source line, as after an edit elsewhere in the file, is no difference."""
     run = _run()
     moved = [Step(tuple(replace(op, source="train.py:7") for op in step.ops)) for step in run]
-    verdict = _compared(run, moved)
+    verdict = compared(run, moved)
 
     assert verdict.same
     assert verdict.compared.ops == 3 * OPS
 
 
-def _as_it_is(run: Run) -> Run:
-    return run
+FIRST, (*OPS_OF_SECOND,), LAST = _run()[0], _run()[1].ops, _run()[2]
+MORE = Op("aten::tanh", "layers.1", outputs=(value("more"),))
+CHANGES: dict[str, Run] = {
+    "same": _run(),
+    "less": [FIRST, Step((*OPS_OF_SECOND[:5], *OPS_OF_SECOND[6:])), LAST],
+    "more": [FIRST, Step((*OPS_OF_SECOND[:5], MORE, *OPS_OF_SECOND[5:])), LAST],
+    "other": _changed(_run(), 1, 9),
+}
 
 
-def _an_op_less(run: Run) -> Run:
-    return [run[0], replace(run[1], ops=run[1].ops[:5] + run[1].ops[6:]), run[2]]
-
-
-def _an_op_more(run: Run) -> Run:
-    more = Op("aten::tanh", "layers.1", outputs=(value("more"),))
-    return [run[0], replace(run[1], ops=(*run[1].ops[:5], more, *run[1].ops[5:])), run[2]]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [_as_it_is, _an_op_less, _an_op_more, lambda run: _changed(run, 1, 9)],
-    ids=["same", "less", "more", "other"],
-)
-def test_a_long_step_is_compared_in_parts(
-    change: Callable[[Run], Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_long_step_is_compared_in_parts(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """How many records are held at once has no influence on the verdict."""
-    whole = replace(_compared(_run(), change(_run())), left="", right="")
+    whole = compared(_run(), CHANGES[change])
     monkeypatch.setattr(store, "MANY", 4)
-    parts = replace(_compared(_run(), change(_run())), left="", right="")
+    parts = compared(_run(), CHANGES[change])
 
     def told(verdict: Verdict) -> tuple[object, ...]:
         first = verdict.first and (verdict.first.step, verdict.first.kind, verdict.first.op)
@@ -212,8 +187,7 @@ def test_a_run_that_still_writes_is_compared_up_to_its_last_whole_step(tmp_path:
     writer.step(2, run[2])
     writer.store.close()
 
-    assert verdict.first is not None
-    assert (verdict.first.kind, verdict.first.step) == (Kind.ENDED, 2)
+    assert (first_of(verdict).kind, first_of(verdict).step) == (Kind.ENDED, 2)
     assert verdict.compared.steps == 2
     assert any("B was killed or still runs" in note for note in verdict.notes)
 

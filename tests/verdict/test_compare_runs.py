@@ -10,11 +10,15 @@ from torchrepro import TraceError
 from torchrepro.verdict.comparison import compare, next_level
 from torchrepro.verdict.value import Kind, Program, Setting
 
-from .traces import META, Op, Run, Step, chain, computed, value, write
+from .traces import Op, Run, Step, chain, compared, computed, diverged, first_of, value, write
 
 
 def _run(steps: int = 3) -> Run:
     return [Step(chain(4, step=step), losses=(0.5, 1.5)) for step in range(steps)]
+
+
+OTHER = [*_run()[:2], Step(chain(4, step=2, weights="v"), losses=(0.5, 1.5))]
+"""A run that differs in its last step."""
 
 
 def _rank(number: int, *, batch: object = "batch", other: object = "batch") -> Run:
@@ -26,166 +30,137 @@ def _rank(number: int, *, batch: object = "batch", other: object = "batch") -> R
             for which, rank in ((batch, number), (other, 1 - number))
         )
         both = sorted(mine.outputs + theirs.outputs)
-        reduced = replace(
-            Op("c10d::allreduce_", phase="collective"),
-            inputs=mine.outputs,
-            outputs=(value(both),),
-        )
+        collective = Op("c10d::allreduce_", phase="collective")
+        reduced = replace(collective, inputs=mine.outputs, outputs=(value(both),))
         run.append(Step((mine, reduced), parameters=value(both)))
     return run
 
 
+def _ranks(folder: Path, *runs: Run) -> Path:
+    for rank, run in enumerate(runs):
+        write(folder, run, {"rank": rank})
+    return folder
+
+
 def test_what_a_rank_did_comes_before_what_others_sent(tmp_path: Path) -> None:
     """The rank that got another batch is named, not the one that its gradients reached."""
-    for rank in (0, 1):
-        write(tmp_path / "a", _rank(rank), {"rank": rank})
-    write(tmp_path / "b", _rank(0, other="another"), {"rank": 0})
-    write(tmp_path / "b", _rank(1, batch="another"), {"rank": 1})
+    a = _ranks(tmp_path / "a", _rank(0), _rank(1))
+    b = _ranks(tmp_path / "b", _rank(0, other="another"), _rank(1, batch="another"))
 
-    verdict = compare(tmp_path / "a", tmp_path / "b")
+    verdict = compare(a, b)
 
-    assert verdict.first is not None
-    assert (verdict.first.rank, verdict.first.op) == (1, "aten::mm")
+    assert (first_of(verdict).rank, first_of(verdict).op) == (1, "aten::mm")
     assert verdict.compared.ranks == 2
     assert (verdict.propagated, verdict.independent) == (8, 0)
 
 
 def test_a_collective_that_itself_differs_is_named(tmp_path: Path) -> None:
     """Where all ranks gave it the same, a collective with other results is the first difference."""
-    for rank in (0, 1):
-        run = _rank(rank)
-        write(tmp_path / "a", run, {"rank": rank})
-        last = replace(run[2].ops[1], outputs=(value("another order"),))
-        write(tmp_path / "b", [*run[:2], Step((run[2].ops[0], last))], {"rank": rank})
+    runs = [_rank(0), _rank(1)]
+    lasts = [replace(run[2].ops[1], outputs=(value("another order"),)) for run in runs]
+    others = [
+        [*run[:2], Step((run[2].ops[0], last))] for run, last in zip(runs, lasts, strict=True)
+    ]
 
-    verdict = compare(tmp_path / "a", tmp_path / "b")
+    first = first_of(compare(_ranks(tmp_path / "a", *runs), _ranks(tmp_path / "b", *others)))
 
-    assert verdict.first is not None
-    assert (verdict.first.step, verdict.first.op) == (2, "c10d::allreduce_")
-    assert verdict.first.kind is Kind.OUTPUTS
+    assert (first.step, first.op, first.kind) == (2, "c10d::allreduce_", Kind.OUTPUTS)
 
 
 def test_a_rank_that_is_missing_is_said(tmp_path: Path) -> None:
     """Ranks that both runs have are compared; one that only one has makes them differ."""
-    for rank in (0, 1):
-        write(tmp_path / "a", _rank(rank), {"rank": rank})
-    write(tmp_path / "b", _rank(0), {"rank": 0})
+    a, b = _ranks(tmp_path / "a", _rank(0), _rank(1)), _ranks(tmp_path / "b", _rank(0))
 
-    verdict = compare(tmp_path / "a", tmp_path / "b")
+    verdict = compare(a, b)
 
-    assert verdict.first is not None
-    assert (verdict.first.kind, verdict.first.rank) == (Kind.ENDED, 1)
-    assert verdict.compared.ranks == 1
-    assert verdict.compared.steps == 3
+    assert (first_of(verdict).kind, first_of(verdict).rank) == (Kind.ENDED, 1)
+    assert (verdict.compared.ranks, verdict.compared.steps) == (1, 3)
 
 
 def test_processes_of_a_rank_go_by_their_order(tmp_path: Path) -> None:
     """A second process of a rank is compared with the second process of the other run."""
-    for folder in ("a", "b"):
+    for folder, second in (("a", _run(2)), ("b", [Step(chain(4, weights="v")), *_run(2)[1:]])):
         write(tmp_path / folder, _run(), {"ordinal": 0})
-    write(tmp_path / "a", _run(2), {"ordinal": 1})
-    write(tmp_path / "b", [Step(chain(4, weights="v")), *_run(2)[1:]], {"ordinal": 1})
+        write(tmp_path / folder, second, {"ordinal": 1})
 
     verdict = compare(tmp_path / "a", tmp_path / "b")
 
-    assert verdict.first is not None
-    assert verdict.first.step == 0
+    assert first_of(verdict).step == 0
     assert verdict.compared.ops == 12 + 8
 
 
-def test_replicas_that_stopped_agreeing_are_told(tmp_path: Path) -> None:
-    """Ranks whose parameters agreed and no longer do are named, and in which run."""
-    for folder in ("a", "b"):
-        for rank in (0, 1):
-            run = [
-                replace(step, parameters=value("parted", rank) if at == 2 else step.parameters)
-                for at, step in enumerate(_rank(rank))
-            ]
-            write(tmp_path / folder, _rank(rank) if folder == "a" else run, {"rank": rank})
+@pytest.mark.parametrize("agreed", [True, False])
+def test_replicas_that_stopped_agreeing_are_told(tmp_path: Path, *, agreed: bool) -> None:
+    """Ranks whose parameters never agreed hold parts of a model, and nothing is said of them."""
+    well = [_rank(0), _rank(1)] if agreed else [_run(), _run()]
+    ill = [
+        [
+            replace(step, parameters=value(rank, at) if at == 2 or not agreed else step.parameters)
+            for at, step in enumerate(run)
+        ]
+        for rank, run in enumerate(well)
+    ]
 
-    verdict = compare(tmp_path / "a", tmp_path / "b")
+    verdict = compare(_ranks(tmp_path / "a", *well), _ranks(tmp_path / "b", *ill))
 
-    assert verdict.across_ranks == (
-        "B: the parameters of ranks 0 and 1 agree at step 1 and no longer at step 2",
-    )
-
-
-def test_shards_are_no_replicas(tmp_path: Path) -> None:
-    """Ranks that never agreed hold parts of a model, and nothing is said of them."""
-    for folder in ("a", "b"):
-        for rank in (0, 1):
-            run = [replace(step, parameters=value(rank, at)) for at, step in enumerate(_run())]
-            write(tmp_path / folder, run, {"rank": rank})
-
-    verdict = compare(tmp_path / "a", tmp_path / "b")
-
-    assert verdict.same
-    assert verdict.across_ranks == ()
+    said = "B: the parameters of ranks 0 and 1 agree at step 1 and no longer at step 2"
+    assert verdict.across_ranks == ((said,) if agreed else ())
 
 
 @pytest.mark.parametrize("finished", [True, None])
-def test_a_run_that_ended_earlier_is_not_the_same(tmp_path: Path, finished: object) -> None:
+def test_a_run_that_ended_earlier_is_not_the_same(finished: object) -> None:
     """Runs are compared as far as both go, and the verdict says where and how one stops."""
-    longer, shorter = write(tmp_path / "long", _run(5)), tmp_path / "short"
-    write(shorter, _run(3), {"finished": finished})
+    meta = {"finished": finished}
 
-    for verdict, name in ((compare(longer, shorter), "B"), (compare(shorter, longer), "A")):
-        assert verdict.first is not None
-        assert (verdict.first.kind, verdict.first.step) == (Kind.ENDED, 3)
-        assert f"{name} ended after step 2" in verdict.first.what
-        assert ("killed" in verdict.first.what) == (finished is None)
+    for verdict, name in (
+        (compared(_run(5), _run(3), {}, meta), "B"),
+        (compared(_run(3), _run(5), meta, {}), "A"),
+    ):
+        first = first_of(verdict)
+        assert (first.kind, first.step) == (Kind.ENDED, 3)
+        assert f"{name} ended after step 2" in first.what
+        assert ("killed" in first.what) == (finished is None)
         assert verdict.compared.steps == 3
 
 
 @pytest.mark.parametrize("steps", [2, 5])
-def test_two_runs_that_were_cut_off_are_told_as_such(tmp_path: Path, steps: int) -> None:
+def test_two_runs_that_were_cut_off_are_told_as_such(steps: int) -> None:
     """Where both were cut off, whatever their lengths, neither is called the shorter one."""
-    left, right = (
-        write(tmp_path / name, _run(number), {"finished": None})
-        for name, number in (("a", 5), ("b", steps))
-    )
-    verdict = compare(left, right)
+    verdict = compared(_run(5), _run(steps), {"finished": None})
+    first = first_of(verdict)
 
-    assert verdict.first is not None
     assert verdict.advice is not None
-    assert verdict.first.kind is Kind.ENDED
-    assert verdict.first.what.startswith("both runs were cut off (killed")
-    assert f"A after step 4 and B after step {steps - 1}" in verdict.first.what
+    assert first.kind is Kind.ENDED
+    assert first.what.startswith("both runs were cut off (killed")
+    assert f"A after step 4 and B after step {steps - 1}" in first.what
     assert verdict.advice.cause.startswith("Both runs were cut off")
     assert str(verdict).startswith("not the same: both runs were cut off, at step")
 
 
-def test_a_run_that_ended_within_a_step_is_told(tmp_path: Path) -> None:
+def test_a_run_that_ended_within_a_step_is_told() -> None:
     """An exception in the middle of a step is the end of the run, not an op that others have."""
     run = _run()
-    cut = [*run[:2], replace(run[2], ops=run[2].ops[:2], finished=False)]
-    verdict = compare(write(tmp_path / "a", run), write(tmp_path / "b", cut))
+    first = diverged(run, [*run[:2], replace(run[2], ops=run[2].ops[:2], finished=False)])
 
-    assert verdict.first is not None
-    assert (verdict.first.kind, verdict.first.step) == (Kind.ENDED, 2)
-    assert verdict.first.op == run[2].ops[2].op
-    assert "B ended in the middle of step 2" in verdict.first.what
+    assert (first.kind, first.step, first.op) == (Kind.ENDED, 2, run[2].ops[2].op)
+    assert "B ended in the middle of step 2" in first.what
 
 
-def test_a_difference_is_told_before_an_earlier_end(tmp_path: Path) -> None:
+def test_a_difference_is_told_before_an_earlier_end() -> None:
     """A run that computed something else and stopped early differs where it did."""
-    other = [_run()[0], Step(chain(4, step=1, weights="v"))]
-    verdict = compare(write(tmp_path / "a", _run()), write(tmp_path / "b", other))
+    first = diverged(_run(), [_run()[0], Step(chain(4, step=1, weights="v"))])
 
-    assert verdict.first is not None
-    assert verdict.first.step == 1
-    assert verdict.first.kind is not Kind.ENDED
+    assert first.step == 1
+    assert first.kind is not Kind.ENDED
 
 
-@pytest.mark.parametrize(("left", "right"), [(0, 0), (0, 2)])
-def test_nothing_recorded_is_not_the_same(tmp_path: Path, left: int, right: int) -> None:
+@pytest.mark.parametrize("right", [0, 2])
+def test_nothing_recorded_is_not_the_same(right: int) -> None:
     """A run that was killed before its first step ended is the same as none, not even as itself."""
-    runs = [write(tmp_path / name, _run(size)) for name, size in (("a", left), ("b", right))]
-    verdict = compare(*runs)
+    verdict = compared([], _run(right))
 
-    assert verdict.first is not None
-    assert verdict.first.kind is Kind.ENDED
-    assert "nothing was recorded in A" in verdict.first.what
+    assert first_of(verdict).kind is Kind.ENDED
+    assert "nothing was recorded in A" in first_of(verdict).what
     assert verdict.compared.steps == 0
 
 
@@ -204,64 +179,60 @@ def test_steps_that_one_recording_left_out_are_said(tmp_path: Path) -> None:
         assert verdict.notes == (f"3 steps are recorded in A only: {left_out}",)
 
 
-def test_a_divergence_comes_with_advice(tmp_path: Path) -> None:
+def test_a_divergence_comes_with_advice() -> None:
     """What to make of it follows from what the left trace knows; runs that agree need none."""
-    other = [*_run()[:2], replace(_run()[2], ops=chain(4, step=2, weights="v"))]
-    a = write(tmp_path / "a", _run(), {"profile": "mine", "command_hint": "python train.py"})
-    b = write(tmp_path / "b", other)
-
-    found = compare(a, b).advice
+    meta = {"profile": "mine", "command_hint": "python train.py"}
+    found = compared(_run(), OTHER, meta, {}).advice
 
     assert found is not None
     assert found.closer.startswith("torchrepro run mine")
     assert found.closer.endswith("--steps 1:3 --keep layers.0 -- python train.py")
-    assert compare(a, a).advice is None
+    assert compared(_run(), _run(), meta).advice is None
 
 
-def test_the_next_level_is_the_first_that_the_recorded_knobs_are_not_on(tmp_path: Path) -> None:
+SEEDED = {"seed.torch": "7", "seed.cuda": "null", "dataloader.seeding": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("knobs", "overrides"),
+    [
+        ({}, ("seed=1234", "env.PYTHONHASHSEED=0")),
+        (SEEDED, ("env.PYTHONHASHSEED=0",)),
+        ({**SEEDED, "env.PYTHONHASHSEED": "null"}, ()),
+    ],
+)
+def test_the_next_level_is_the_first_that_the_recorded_knobs_are_not_on(
+    tmp_path: Path, knobs: dict[str, str], overrides: tuple[str, ...]
+) -> None:
     """Knobs in a trace tell which levels hold; one of no effect where it ran counts as tried."""
-    other = [Step(chain(4, weights="v"))]
-    seeded = {"seed.torch": "7", "seed.cuda": "null", "dataloader.seeding": "auto"}
-    for knobs, name, overrides in (
-        ({}, "seeds", ("seed=1234", "env.PYTHONHASHSEED=0")),
-        (seeded, "seeds", ("env.PYTHONHASHSEED=0",)),
-    ):
-        folder = tmp_path / str(len(knobs))
-        a = write(folder / "a", _run(1), {"knobs": knobs})
-        level = next_level(compare(a, write(folder / "b", other)))
+    a = write(tmp_path / "a", _run(1), {"knobs": knobs})
+    level = next_level(compare(a, write(tmp_path / "b", [Step(chain(4, weights="v"))])))
 
-        assert level is not None
-        assert (level.name, level.overrides) == (name, overrides)
-    set_without_effect = {**seeded, "env.PYTHONHASHSEED": "null"}
-    a = write(tmp_path / "a", _run(1), {"knobs": set_without_effect})
-    assert next_level(compare(a, write(tmp_path / "b", other))) is None
+    assert (level.overrides if level else ()) == overrides
+    assert level is None or level.name == "seeds"
     assert next_level(compare(a, a)) is None
 
 
-def test_one_op_is_one_op(tmp_path: Path) -> None:
-    """A note counts as one speaks."""
-    ops = chain(6)
-    for number, note in (
+@pytest.mark.parametrize(
+    ("number", "note"),
+    [
         (1, "1 more op is in one of the runs only"),
         (2, "2 more ops are in one of the runs only"),
-    ):
-        folder = tmp_path / str(number)
-        more = tuple(Op("aten::tanh", outputs=(value(at),)) for at in range(number + 1))
-        verdict = compare(
-            write(folder / "a", [Step(ops)]), write(folder / "b", [Step((*more, *ops))])
-        )
+    ],
+)
+def test_one_op_is_one_op(number: int, note: str) -> None:
+    """A note counts as one speaks."""
+    more = tuple(Op("aten::tanh", outputs=(value(at),)) for at in range(number + 1))
 
-        assert verdict.notes == (note,)
+    assert compared([Step(chain(6))], [Step((*more, *chain(6)))]).notes == (note,)
 
 
-def test_settings_that_differ_are_listed(tmp_path: Path) -> None:
+def test_settings_that_differ_are_listed() -> None:
     """Knobs, versions and hardware in which two runs differ are in the verdict, and no others."""
     left = {"knobs": {"seed.torch": "1", "env.OMP_NUM_THREADS": "2"}, "versions": {"torch": "2.6"}}
     right = {"knobs": {"seed.torch": "1", "env.OMP_NUM_THREADS": "8"}, "hardware": {"cpu": "x"}}
-    verdict = compare(
-        write(tmp_path / "a", _run(), {**left, "profile": "mine"}),
-        write(tmp_path / "b", _run(), {**right, "profile": "mine"}),
-    )
+    profile = {"profile": "mine"}
+    verdict = compared(_run(), _run(), left | profile, right | profile)
 
     assert verdict.same
     assert set(verdict.settings) == {
@@ -271,22 +242,21 @@ def test_settings_that_differ_are_listed(tmp_path: Path) -> None:
     }
 
 
-def test_a_loss_of_several_passes_is_their_mean(tmp_path: Path) -> None:
+def test_a_loss_of_several_passes_is_their_mean() -> None:
     """A step that accumulates gradients has one loss, and one that is no number has none."""
     run = [*_run(1), Step(chain(4, step=1), losses=(0.5, float("nan")))]
-    verdict = compare(write(tmp_path / "a", run), write(tmp_path / "b", _run(1)))
 
-    assert verdict.losses == ((0, 1.0, 1.0), (1, None, None))
+    assert compared(run, _run(1)).losses == ((0, 1.0, 1.0), (1, None, None))
 
 
-def test_the_same_nan_is_the_same(tmp_path: Path) -> None:
+def test_the_same_nan_is_the_same() -> None:
     """Runs that compute NaN at the same place are the same: bytes are compared, not numbers."""
     run = [Step(chain(4), losses=(float("nan"),))]
 
-    assert compare(write(tmp_path / "a", run), write(tmp_path / "b", run)).same
+    assert compared(run, run).same
 
 
-def test_other_levels_have_their_steps_in_common(tmp_path: Path) -> None:
+def test_other_levels_have_their_steps_in_common() -> None:
     """Recordings of other levels are compared by parameters, and the verdict says so."""
     fine = [
         replace(step, parameters=value(at), gradients=value("view"))
@@ -297,127 +267,94 @@ def test_other_levels_have_their_steps_in_common(tmp_path: Path) -> None:
         for at in range(3)
     ]
     other = [*coarse[:2], replace(coarse[2], parameters=value("other"))]
-    a = write(tmp_path / "a", fine)
-    b = write(tmp_path / "b", coarse, {"level": "step"})
-    c = write(tmp_path / "c", other, {"level": "step"})
+    level = {"level": "step"}
 
-    assert compare(a, b).same
-    assert compare(a, b).compared.level == "step"
-    assert any("levels op and step" in note for note in compare(a, b).notes)
-    first = compare(a, c).first
-    assert first is not None
+    same = compared(fine, coarse, {}, level)
+    first = diverged(fine, other, {}, level)
+
+    assert same.same
+    assert same.compared.level == "step"
+    assert any("levels op and step" in note for note in same.notes)
     assert (first.step, first.phase, first.op) == (2, "optimizer", "parameters")
 
 
-def test_bits_of_other_kinds_of_device_are_not_compared(tmp_path: Path) -> None:
-    """Fingerprints that were taken in other ways show nothing; the error says what to do."""
-    there = [
-        Step(tuple(replace(op, shapes="float32[2] cuda:0") for op in step.ops)) for step in _run()
+def _on(device: str, run: Run) -> Run:
+    return [
+        Step(tuple(replace(op, shapes=f"float32[2] {device}") for op in step.ops)) for step in run
     ]
-    a, b = write(tmp_path / "a", _run()), write(tmp_path / "b", there)
 
+
+def test_bits_of_other_kinds_of_device_are_not_compared() -> None:
+    """Fingerprints that were taken in other ways show nothing; the number of a device does."""
     with pytest.raises(TraceError, match="--statistics"):
-        compare(a, b)
-    assert compare(b, write(tmp_path / "c", there)).same
+        compared(_run(), _on("cuda:0", _run()))
+    assert compared(_on("cuda:0", _run()), _on("cuda:1", _run())).same
 
 
-def test_the_number_of_a_device_is_no_difference(tmp_path: Path) -> None:
-    """A run on the second GPU may be the same as one on the first."""
-    a, b = (
-        [Step(tuple(replace(op, shapes=f"float32[2] cuda:{at}") for op in _run(1)[0].ops))]
-        for at in (0, 1)
-    )
-
-    assert compare(write(tmp_path / "a", a), write(tmp_path / "b", b)).same
-
-
-def test_what_cannot_be_compared_is_not_the_same(tmp_path: Path) -> None:
+def test_what_cannot_be_compared_is_not_the_same() -> None:
     """Where one run used the CPU and the other its GPU for an op nobody can tell, which is said."""
     ops = [replace(op, shapes="float32[2] cuda:0") for op in chain(8)]
     left = [*ops[:7], replace(ops[7], shapes="float32[2]")]
     moved = replace(ops[2], shapes="float32[2]", outputs=(value("taken in another way"),))
-    right = [*left[:2], moved, *left[3:]]
+    first = diverged([Step(tuple(left))], [Step((*left[:2], moved, *left[3:]))])
 
-    verdict = compare(
-        write(tmp_path / "a", [Step(tuple(left))]), write(tmp_path / "b", [Step(tuple(right))])
-    )
-
-    assert not verdict.same
-    assert verdict.first is not None
-    assert verdict.first.kind is Kind.INCOMPARABLE
-    assert "1 op ran on another kind of device" in verdict.first.what
-    assert "--statistics" in verdict.first.what
+    assert first.kind is Kind.INCOMPARABLE
+    assert "1 op ran on another kind of device" in first.what
+    assert "--statistics" in first.what
 
 
-def test_a_seeded_generator_in_another_state_is_a_difference(tmp_path: Path) -> None:
+def test_a_seeded_generator_in_another_state_is_a_difference() -> None:
     """Runs whose profiles seed a generator are the same only if its states are."""
     seeded = {"knobs": {"seed.python": "7", "seed.torch": "7", "seed.cuda": "null"}}
     states = [{"python": str(at), "torch": str(at), "cuda:0": "a"} for at in range(3)]
     run = [replace(step, random=its) for step, its in zip(_run(), states, strict=True)]
     other = [*run[:1], *(replace(step, random={"torch": "x", "cuda:0": "b"}) for step in run[1:])]
-    a, b, c = (
-        write(tmp_path / name, steps, meta)
-        for name, steps, meta in (("a", run, seeded), ("b", other, seeded), ("c", other, None))
-    )
-    first = compare(a, b).first
+    first = diverged(run, other, seeded)
 
-    assert compare(a, a).same
-    assert first is not None
+    assert compared(run, run, seeded).same
     assert (first.kind, first.step) == (Kind.RANDOM, 1)
     assert "torch" in first.what
     assert "cuda" not in first.what
-    assert compare(a, c).same, "the profile of one of them seeded nothing"
+    assert compared(run, other, seeded, {}).same, "the profile of one of them seeded nothing"
 
 
-def test_a_generator_that_nobody_seeded_is_noted_where_nothing_else_differs(
-    tmp_path: Path,
-) -> None:
+def test_a_generator_that_nobody_seeded_is_noted_where_nothing_else_differs() -> None:
     """Runs that computed the same with other states of a generator are the same, with a note."""
-    a, b = (
-        write(tmp_path / side, [replace(step, random={"numpy": side}) for step in _run()])
-        for side in "ab"
-    )
-    verdict = compare(a, b)
+    verdict = compared(*([replace(step, random={"numpy": n}) for step in _run()] for n in "ab"))
 
     assert verdict.same
     assert verdict.notes == ("the states of numpy differ from the end of step 0 on",)
 
 
-@pytest.mark.parametrize("left", ["seeded", "repeatable", "aligned", None])
-@pytest.mark.parametrize("right", ["seeded", "repeatable", "aligned", None])
+GUARANTEES = ["seeded", "repeatable", "aligned", None]
+
+
+@pytest.mark.parametrize("left", GUARANTEES)
+@pytest.mark.parametrize("right", GUARANTEES)
 def test_other_bits_are_never_the_same_whatever_the_guarantees(
-    tmp_path: Path, left: str | None, right: str | None
+    left: str | None, right: str | None
 ) -> None:
     """Two guarantees change nothing about the answer; where one leaves it open, the advice says."""
-    other = [*_run()[:2], Step(chain(4, step=2, weights="v"), losses=(0.5, 1.5))]
-    a, b, c = (
-        write(tmp_path / name, run, {"guarantee": guarantee, "profile": guarantee})
-        for name, run, guarantee in (
-            ("a", _run(), left),
-            ("b", other, right),
-            ("c", _run(), right),
-        )
-    )
-    verdict = compare(a, b)
+    metas = [{"guarantee": each, "profile": each} for each in (left, right)]
+    verdict = compared(_run(), OTHER, *metas)
 
     assert not verdict.same
     assert verdict.advice is not None
     assert bool(verdict.advice.promise) == ((left, right) != ("repeatable", "repeatable"))
-    assert compare(a, c).same
+    assert compared(_run(), _run(), *metas).same
 
 
-def test_levels_without_anything_in_common_are_no_answer(tmp_path: Path) -> None:
+def test_levels_without_anything_in_common_are_no_answer() -> None:
     """Where neither loss nor parameters were recorded at both levels nothing was compared."""
     run = [Step(chain(4))]
-    a, b = write(tmp_path / "a", run), write(tmp_path / "b", run, {"level": "module"})
 
     with pytest.raises(TraceError, match="nothing was recorded that could be compared"):
-        compare(a, b)
+        compared(run, run, {}, {"level": "module"})
 
 
 def test_a_folder_without_a_trace_is_refused(tmp_path: Path) -> None:
     """A folder that is not there, or that holds no trace, cannot be compared."""
-    run = write(tmp_path / "a", _run(), META)
+    run = write(tmp_path / "a", _run())
     (tmp_path / "empty").mkdir()
 
     for folder in ("absent", "empty"):
@@ -432,77 +369,66 @@ def _with_end(steps: int, weights: object = "w", ops: int = 4) -> Run:
 
 @pytest.mark.parametrize("steps", [0, 1, 20])
 @pytest.mark.parametrize("level", ["op", "step"])
-def test_what_comes_after_the_last_step_is_compared_and_is_no_step(
-    tmp_path: Path, steps: int, level: str
-) -> None:
+def test_what_comes_after_the_last_step_is_compared_and_is_no_step(steps: int, level: str) -> None:
     """Steps are those that ended; a difference after them, or without any, is told as such."""
-    a = write(tmp_path / "a", _with_end(steps), {"level": level})
-    same = compare(a, write(tmp_path / "b", _with_end(steps), {"level": level}))
-    verdict = compare(a, write(tmp_path / "c", _with_end(steps, "v"), {"level": level}))
+    meta = {"level": level}
+    same = compared(_with_end(steps), _with_end(steps), meta)
+    verdict = compared(_with_end(steps), _with_end(steps, "v"), meta)
 
     assert same.same
-    assert verdict.first is not None
     for each in (same, verdict):
         assert (each.compared.steps, each.compared.after_last) == (steps, True)
         assert ("outside of any step" in str(each)) == (steps == 0)
         assert " 0 steps" not in str(each)
-    assert (verdict.first.step, verdict.first.after_last) == (steps, True)
+    assert (first_of(verdict).step, first_of(verdict).after_last) == (steps, True)
     place = "after the last step, in" if steps else "in"
     assert str(verdict).startswith(f"not the same: diverged {place} the forward pass of layers.0")
 
 
-def test_what_only_one_run_does_after_its_last_step_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("run", "meta", "what"),
+    [
+        (_with_end(3, ops=2), {}, "ended before this op"),
+        (_run(3), {}, "ended after step 2; A goes on after it"),
+        (_run(3), {"finished": None}, "ended after step 2 (killed"),
+    ],
+    ids=["less", "none", "killed"],
+)
+def test_what_only_one_run_does_after_its_last_step_is_told(
+    run: Run, meta: dict[str, None], what: str
+) -> None:
     """A run that computes less at its end, nothing at all, or was killed, ended earlier."""
-    whole = write(tmp_path / "whole", _with_end(3))
-    for name, run, meta, what in (
-        ("less", _with_end(3, ops=2), {}, "ended before this op"),
-        ("none", _run(3), {}, "ended after step 2; A goes on after it"),
-        ("killed", _run(3), {"finished": None}, "ended after step 2 (killed"),
-    ):
-        verdict = compare(whole, write(tmp_path / name, run, meta))
+    verdict = compared(_with_end(3), run, {}, meta)
+    first = first_of(verdict)
 
-        assert verdict.first is not None
-        assert (verdict.first.kind, verdict.first.after_last) == (Kind.ENDED, True)
-        assert f"B {what}" in verdict.first.what
-        assert str(verdict).startswith("not the same: one run ended earlier, after the last step")
-        assert verdict.compared.steps == 3
+    assert (first.kind, first.after_last) == (Kind.ENDED, True)
+    assert f"B {what}" in first.what
+    assert str(verdict).startswith("not the same: one run ended earlier, after the last step")
+    assert verdict.compared.steps == 3
 
 
-def test_a_step_that_one_run_ended_is_a_step(tmp_path: Path) -> None:
+def test_a_step_that_one_run_ended_is_a_step() -> None:
     """What a run was doing in mid-step when it ended is not after its last step."""
-    longer = write(tmp_path / "longer", _run(4))
-    verdict = compare(longer, write(tmp_path / "cut", _with_end(2, ops=3)))
+    verdict = compared(_run(4), _with_end(2, ops=3))
 
-    assert verdict.first is not None
-    assert (verdict.first.step, verdict.first.after_last) == (2, False)
+    assert (first_of(verdict).step, first_of(verdict).after_last) == (2, False)
     assert "at step 2" in str(verdict)
     assert verdict.compared.steps == 2
 
 
-def test_generators_that_differ_after_the_last_step_are_told_for_the_end(tmp_path: Path) -> None:
+def test_generators_that_differ_after_the_last_step_are_told_for_the_end() -> None:
     """Their states at the end of a run belong to no step."""
-    a, b = (
-        write(
-            tmp_path / name,
-            [*_run(2), Step(chain(4, step=2), random={"torch": name}, finished=False)],
-            {"knobs": {"seed.torch": "1"}},
-        )
-        for name in ("a", "b")
-    )
-    verdict = compare(a, b)
+    a, b = ([*_run(2), Step(chain(4), random={"torch": name}, finished=False)] for name in "ab")
+    verdict = compared(a, b, {"knobs": {"seed.torch": "1"}})
 
-    assert verdict.first is not None
-    assert (verdict.first.kind, verdict.first.after_last) == (Kind.RANDOM, True)
-    assert verdict.first.what == "the states of torch differ when the runs end"
+    assert (first_of(verdict).kind, first_of(verdict).after_last) == (Kind.RANDOM, True)
+    assert first_of(verdict).what == "the states of torch differ when the runs end"
     assert verdict.notes == ("the states of torch differ when the runs end",)
 
 
-def test_what_one_recording_leaves_out_after_the_last_step_is_no_step(tmp_path: Path) -> None:
+def test_what_one_recording_leaves_out_after_the_last_step_is_no_step() -> None:
     """A recording of some steps beside a whole one: the rest of it is told by what it is."""
-    whole = write(tmp_path / "whole", _with_end(5))
-    part = write(tmp_path / "part", _run(2), {"steps": (0, 1)})
-
-    assert compare(whole, part).notes == (
+    assert compared(_with_end(5), _run(2), {}, {"steps": (0, 1)}).notes == (
         "3 steps are recorded in A only: 2 to 4",
         "what comes after the last step is recorded in A only",
     )
@@ -511,23 +437,20 @@ def test_what_one_recording_leaves_out_after_the_last_step_is_no_step(tmp_path: 
 @pytest.mark.parametrize(
     ("left", "right", "shown"),
     [
-        ({"Net": "actor"}, {"Net#2": "actor"}, ()),
-        ({"Net": "actor", "Net#2": "critic"}, {"Net": "actor"}, ("actor", "critic")),
-        ({"Net": "Net#2", "Net#2": "critic"}, {}, ("critic",)),
-        ({"Net": "head", "Net#2": "critic"}, {}, ("critic",)),
+        ({"Net": "actor"}, {"Net#2": "actor"}, []),
+        ({"Net": "actor", "Net#2": "critic"}, {"Net": "actor"}, ["actor", "critic"]),
+        ({"Net": "Net#2", "Net#2": "critic"}, {}, ["critic"]),
+        ({"Net": "head", "Net#2": "critic"}, {}, ["critic"]),
     ],
 )
 def test_the_name_of_a_model_stands_for_one_module_of_both_runs(
-    tmp_path: Path, left: dict[str, str], right: dict[str, str], shown: tuple[str, ...]
+    left: dict[str, str], right: dict[str, str], shown: list[str]
 ) -> None:
     """A name that two models have, or that is the path of a module, is not shown."""
-    op = computed(Op(module="head"), value("x"))
-    runs = [
-        write(tmp_path / side, [Step((op,))], {"models": models})
-        for side, models in (("a", left), ("b", right))
-    ]
+    run = [Step((computed(Op(module="head"), value("x")),))]
+    verdict = compared(run, run, {"models": left}, {"models": right})
 
-    assert tuple(sorted(name for _, name in compare(*runs).program.models)) == shown
+    assert sorted(name for _, name in verdict.program.models) == shown
 
 
 def test_naming_modules_takes_time_in_proportion() -> None:

@@ -3,8 +3,6 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given, settings
@@ -12,20 +10,11 @@ from hypothesis import strategies as st
 
 from torchrepro.trace import store
 from torchrepro.trace.format import PARTLY
-from torchrepro.verdict.comparison import compare
-from torchrepro.verdict.value import Kind, Verdict
+from torchrepro.verdict.value import Kind
 
-from .traces import Op, Run, Step, chain, computed, value, write
+from .traces import Op, Run, Step, chain, compared, computed, diverged, first_of, value
 
 STEPS = 5
-
-
-def _compared(left: Run, right: Run, *, first: int = 0) -> Verdict:
-    with TemporaryDirectory() as folder:
-        return compare(
-            write(Path(folder, "left"), left, first=first),
-            write(Path(folder, "right"), right, first=first),
-        )
 
 
 def _work(batches: Iterable[int], thread: int = 1) -> list[Op]:
@@ -62,7 +51,7 @@ LANE = _work(range(4))
 @settings(max_examples=40)
 def test_a_thread_may_be_early_or_late(one: list[int], other: list[int]) -> None:
     """At which steps of the main thread another one does its work is no difference."""
-    verdict = _compared(_run(LANE, cuts=[one]), _run(LANE, cuts=[other]))
+    verdict = compared(_run(LANE, cuts=[one]), _run(LANE, cuts=[other]))
 
     assert verdict.same
     assert verdict.notes == ()
@@ -81,7 +70,7 @@ def test_threads_may_take_turns_as_they_like(data: st.DataObject) -> None:
         places = [iter(replace(op, thread=names[lane]) for op in lanes[lane]) for lane in range(3)]
         return Step((*chain(4), *(next(places[turn]) for turn in turns)))
 
-    assert _compared([step((1, 2, 3))], [step((2, 3, 1))]).same
+    assert compared([step((1, 2, 3))], [step((2, 3, 1))]).same
 
 
 @given(st.data())
@@ -95,7 +84,7 @@ def test_threads_may_share_work_as_they_like(data: st.DataObject) -> None:
         shared = [replace(op, thread=data.draw(st.integers(1, 3))) for op in pieces]
         return _run(shared, cuts=[data.draw(_cuts(shared))])
 
-    verdict = _compared(run(), run())
+    verdict = compared(run(), run())
 
     assert verdict.same
     assert verdict.notes == ()
@@ -113,10 +102,9 @@ def test_another_result_is_found_whenever_it_was_done(
     wrong = computed(LANE[place], value("other"), salt="other")
     later = LANE[place + 1 :] if last else [computed(op, value("o")) for op in LANE[place + 1 :]]
     lane = [*LANE[:place], replace(wrong, thread=1), *later]
-    verdict = _compared(_run(LANE, cuts=[one]), _run(lane, cuts=[other]))
+    verdict = compared(_run(LANE, cuts=[one]), _run(lane, cuts=[other]))
 
-    first = verdict.first
-    assert first is not None
+    first = first_of(verdict)
     assert first.thread == "worker 1"
     assert first.left is not None
     assert first.op == LANE[place].op
@@ -140,7 +128,7 @@ def test_as_many_ops_go_together_as_can(
         for items in (left, right)
     ]
     runs = [_run(lane, cuts=[[0, 0, 0, 0]]) for lane in lanes]
-    verdict = _compared(*runs)
+    verdict = compared(*runs)
 
     main = 3 * STEPS
     assert sum(cell.same for cell in verdict.map) == main + (Counter(left) & Counter(right)).total()
@@ -154,10 +142,9 @@ def test_as_many_ops_go_together_as_can(
 def test_equal_inputs_and_another_result_are_that() -> None:
     """An op on another thread that computed something else from the same is no other data."""
     other = [*LANE[:4], replace(LANE[4], outputs=(value("x"),)), *LANE[5:]]
-    verdict = _compared(_run(LANE, cuts=[[3, 6, 9, 9]]), _run(other, cuts=[[6, 9, 9, 12]]))
+    first = diverged(_run(LANE, cuts=[[3, 6, 9, 9]]), _run(other, cuts=[[6, 9, 9, 12]]))
 
-    assert verdict.first is not None
-    assert (verdict.first.kind, verdict.first.step) == (Kind.OUTPUTS, 1)
+    assert (first.kind, first.step) == (Kind.OUTPUTS, 1)
 
 
 def test_an_op_that_one_thread_has_more_is_found() -> None:
@@ -165,20 +152,17 @@ def test_an_op_that_one_thread_has_more_is_found() -> None:
     more = computed(Op("aten::tanh", thread=1), value("x"))
     longer = [*LANE[:5], more, *LANE[5:]]
     for left, right, has in ((LANE, longer, "B"), (longer, LANE, "A")):
-        verdict = _compared(_run(left, cuts=[[3, 6, 9, 9]]), _run(right, cuts=[[3, 6, 9, 9]]))
+        first = diverged(*(_run(lane, cuts=[[3, 6, 9, 9]]) for lane in (left, right)))
 
-        assert verdict.first is not None
-        assert (verdict.first.kind, verdict.first.op) == (Kind.ONLY_ONE, "aten::tanh")
-        assert verdict.first.what == f"only {has} has it"
-        assert verdict.first.step == 1
+        assert (first.kind, first.step, first.op) == (Kind.ONLY_ONE, 1, "aten::tanh")
+        assert first.what == f"only {has} has it"
 
 
 def test_a_thread_that_only_one_run_has_is_found() -> None:
     """Work of a thread without a counterpart is a difference, be it ever so little."""
-    verdict = _compared(_run(), _run(LANE[:1], cuts=[[1, 1, 1, 1]]))
+    first = diverged(_run(), _run(LANE[:1], cuts=[[1, 1, 1, 1]]))
 
-    assert verdict.first is not None
-    assert (verdict.first.kind, verdict.first.thread) == (Kind.ONLY_ONE, "worker 1")
+    assert (first.kind, first.thread) == (Kind.ONLY_ONE, "worker 1")
 
 
 @given(st.integers(1, len(LANE) - 1), st.integers(1, len(LANE) - 1))
@@ -187,7 +171,7 @@ def test_threads_that_the_end_of_the_run_cuts_off_are_noted(left: int, right: in
     """What a thread had time for more before the program ended is a note, in both runs alike."""
     second = [replace(op, thread=2) for op in _work(range(10, 14))]
     cuts = [[0, 0, 0, 0], [0, 0, 0, 0]]
-    verdict = _compared(_run(LANE, second[:left], cuts=cuts), _run(LANE[:right], second, cuts=cuts))
+    verdict = compared(_run(LANE, second[:left], cuts=cuts), _run(LANE[:right], second, cuts=cuts))
 
     assert verdict.same
     assert len(verdict.notes) == 2
@@ -203,8 +187,8 @@ def test_what_threads_did_after_the_last_step_makes_no_step() -> None:
     whole = _run(LANE, cuts=[[3, 6, 9, 9]])
     longer = [*_run(LANE[:9], cuts=[[3, 6, 9, 9]]), Step(tuple(LANE[9:]), finished=False)]
 
-    assert _compared(longer, _run(LANE[:9], cuts=[[3, 6, 9, 9]])).same
-    for verdict in (_compared(longer, whole), _compared(whole, longer)):
+    assert compared(longer, _run(LANE[:9], cuts=[[3, 6, 9, 9]])).same
+    for verdict in (compared(longer, whole), compared(whole, longer)):
         assert verdict.same
         assert len(verdict.notes) == 1
 
@@ -214,7 +198,7 @@ def test_a_pool_that_the_end_of_the_run_cuts_off_is_noted() -> None:
     work = [Op("aten::add", inputs=(value(n),), outputs=(value(n, 1),)) for n in range(8)]
     left = [replace(op, thread=1 + n % 2) for n, op in enumerate(work)]
     right = [replace(op, thread=1 + (n // 2) % 2) for n, op in enumerate(work[:7])]
-    verdict = _compared(_run(left, cuts=[[2, 4, 6, 8]]), _run(right, cuts=[[2, 4, 6, 7]]))
+    verdict = compared(_run(left, cuts=[[2, 4, 6, 8]]), _run(right, cuts=[[2, 4, 6, 7]]))
 
     assert verdict.same
     assert len(verdict.notes) == 1
@@ -223,11 +207,10 @@ def test_a_pool_that_the_end_of_the_run_cuts_off_is_noted() -> None:
 def test_a_thread_that_died_is_no_thread_that_was_cut_off() -> None:
     """A thread that works on for steps in one run, and has ended in the other, is a difference."""
     cuts = [[3, 6, 9, 12]]
-    verdict = _compared(_run(LANE, cuts=cuts), _run(LANE[:3], cuts=[[3, 3, 3, 3]]))
+    first = diverged(_run(LANE, cuts=cuts), _run(LANE[:3], cuts=[[3, 3, 3, 3]]))
 
-    assert verdict.first is not None
-    assert (verdict.first.kind, verdict.first.step) == (Kind.ONLY_ONE, 1)
-    assert "only A has it" in verdict.first.what
+    assert (first.kind, first.step) == (Kind.ONLY_ONE, 1)
+    assert "only A has it" in first.what
 
 
 @given(st.integers(0, 2), st.integers(0, 2))
@@ -237,7 +220,7 @@ def test_a_recording_may_begin_in_the_midst_of_a_thread(left: int, right: int) -
     work = _work(range(8))
     runs = [_run(work[3 * begin : 3 * begin + 12], cuts=[[6]], steps=2) for begin in (left, right)]
 
-    assert _compared(*runs, first=4).same
+    assert compared(*runs, first=4).same
 
 
 def test_a_difference_of_the_main_thread_that_came_before_is_named() -> None:
@@ -249,29 +232,20 @@ def test_a_difference_of_the_main_thread_that_came_before_is_named() -> None:
         ((*ops, *beside), (*other, *wrong), "MainThread"),
         ((*beside, *ops), (*wrong, *other), "worker 1"),
     ):
-        verdict = _compared([Step(left)], [Step(right)])
-
-        assert verdict.first is not None
-        assert verdict.first.thread == thread
+        assert diverged([Step(left)], [Step(right)]).thread == thread
 
 
 @pytest.mark.parametrize(("begins", "same"), [(PARTLY, True), (b"", False)])
 def test_runs_with_another_every_differ_in_what_was_read_alone(
-    tmp_path: Path, begins: bytes, *, same: bool
+    begins: bytes, *, same: bool
 ) -> None:
     """What stands for memory set in part depends on the steps seen before; bytes do not."""
-    lanes = [
-        [replace(LANE[1], outputs=(value("first"), (begins + value(name))[:16]))] for name in "ab"
-    ]
-    a, b = (
-        write(tmp_path / str(every), _run(lane, cuts=[[0, 1, 1, 1]]), {"every": every})
-        for every, lane in enumerate(lanes, start=1)
-    )
-
-    verdict = compare(a, b)
+    ops = [replace(LANE[1], outputs=(value(1), (begins + value(name))[:16])) for name in "ab"]
+    runs = [_run([op], cuts=[[0, 1, 1, 1]]) for op in ops]
+    verdict = compared(*runs, {"every": 1}, {"every": 2})
 
     assert verdict.same is same
-    assert same or (verdict.first is not None and verdict.first.thread == "worker 1")
+    assert same or first_of(verdict).thread == "worker 1"
 
 
 @pytest.mark.parametrize("change", [0, 5])
@@ -282,7 +256,7 @@ def test_what_is_held_at_once_has_no_influence(
     wrong = [replace(op, outputs=(value("x", at),)) for at, op in enumerate(LANE)]
     cuts = [[2, 4, 6, 8]]
     runs = _run(LANE, cuts=cuts), _run([*LANE[:change], *wrong[change:]], cuts=cuts)
-    whole = replace(_compared(*runs), left="", right="", first=None, advice=None)
+    whole = replace(compared(*runs), left="", right="", first=None, advice=None)
     monkeypatch.setattr(store, "MANY", 2)
 
-    assert replace(_compared(*runs), left="", right="", first=None, advice=None) == whole
+    assert replace(compared(*runs), left="", right="", first=None, advice=None) == whole

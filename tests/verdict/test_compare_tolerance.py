@@ -17,7 +17,7 @@ from torchrepro.verdict.criteria import ALIGNED, out_of_tolerance
 from torchrepro.verdict.tensor_diff import DECODERS, SIGNED_MAGNITUDES, differences
 from torchrepro.verdict.value import Kind
 
-from .traces import Op, Statistics, Step, value, write
+from .traces import Op, Statistics, Step, compared, diverged, first_of, value, write
 
 STATISTICS = {"statistics": True}
 NUMBERS = st.floats(-1e6, 1e6)
@@ -76,84 +76,65 @@ def test_what_is_no_number_is_only_the_same_as_itself(
     assert (out_of_tolerance(left, right, 0.5, 0.5) == "") == same
 
 
-def test_the_first_op_that_is_too_far_apart_is_named(tmp_path: Path) -> None:
+def test_the_first_op_that_is_too_far_apart_is_named() -> None:
     """Ops within the tolerance pass, of other dtypes and bits; the first beyond it is told."""
     left = [_op("one", [1.0, 2.0]), _op("two", [1.0, 2.0]), _op("three", [1.0, 2.0])]
     right = [_op("one", [1.001, 2.0]), _op("two", [1.1, 2.0]), _op("three", [9.0, 2.0])]
     right = [replace(op, shapes="bfloat16[2] npu:0", argument="bfloat16") for op in right]
-    a = write(tmp_path / "a", [Step(tuple(left))], STATISTICS)
-    b = write(tmp_path / "b", [Step(tuple(right))], STATISTICS)
-
-    verdict = compare(a, b, rtol=0.01)
+    runs = [Step(tuple(left))], [Step(tuple(right))]
+    verdict = compared(*runs, STATISTICS, rtol=0.01)
+    first = first_of(verdict)
 
     assert verdict.tolerance == (0.01, 0.0)
-    assert verdict.first is not None
-    assert (verdict.first.module, verdict.first.kind) == ("two", Kind.OUTPUTS)
-    assert verdict.first.what == "output 0: mean 1.5 and 1.55"
+    assert (first.module, first.kind) == ("two", Kind.OUTPUTS)
+    assert first.what == "output 0: mean 1.5 and 1.55"
     assert verdict.by_module == (("two", 1), ("three", 1))
-    assert compare(a, b, rtol=0.01, atol=8).same
+    assert compared(*runs, STATISTICS, rtol=0.01, atol=8).same
 
 
-def test_ops_of_other_devices_go_together_by_module(tmp_path: Path) -> None:
+def test_ops_of_other_devices_go_together_by_module() -> None:
     """Where a device has an op of its own for the same module, its result is compared."""
     a = [_op("one", [1.0]), _op("attention", [1.0, 2.0], op="aten::flash"), _op("two", [3.0])]
     b = [_op("one", [1.0]), _op("attention", [1.0, 5.0], op="npu::fusion"), _op("two", [3.0])]
     extra = Op("aten::_to_copy", "one", shapes="float32[7]", outputs=(value("copy"),))
-    verdict = compare(
-        write(tmp_path / "a", [Step(tuple(a))], STATISTICS),
-        write(tmp_path / "b", [Step((b[0], extra, *b[1:]))], STATISTICS),
-        rtol=0.1,
-    )
+    verdict = compared([Step(tuple(a))], [Step((b[0], extra, *b[1:]))], STATISTICS, rtol=0.1)
 
-    assert verdict.first is not None
-    assert verdict.first.module == "attention"
+    assert first_of(verdict).module == "attention"
     assert "1 op has no counterpart in the other run: not compared" in verdict.notes
 
 
-def test_the_first_op_of_a_long_step_keeps_its_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_op_of_a_long_step_keeps_its_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     """What later parts of a step differ in does not hide what the first one does."""
     monkeypatch.setattr(store, "MANY", 2)
-    a, b = (
-        write(
-            tmp_path / str(number),
-            [Step(tuple(_op(f"layers.{at}", [number]) for at in range(6)))],
-            STATISTICS,
-        )
-        for number in (1.0, 2.0)
-    )
-    first = compare(a, b, rtol=0.1).first
+    runs = [
+        [Step(tuple(_op(f"layers.{at}", [number]) for at in range(6)))] for number in (1.0, 2.0)
+    ]
+    first = diverged(*runs, STATISTICS, rtol=0.1)
 
-    assert first is not None
     assert (first.module, first.what) == ("layers.0", "output 0: mean 1 and 2")
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_other_threads_are_held_to_the_tolerance_as_well(tmp_path: Path, *, wrong: bool) -> None:
+def test_other_threads_are_held_to_the_tolerance_as_well(*, wrong: bool) -> None:
     """What other threads computed is nearly the same or is named, whenever they did it."""
-    left = [replace(_op("one", [number]), thread=1) for number in (1.0, 2.0, 3.0)]
-    right = [
-        replace(_op("one", [number]), thread=1) for number in (1.01, 2.9 if wrong else 2.02, 3.0)
-    ]
-    verdict = compare(
-        write(tmp_path / "a", [Step(tuple(left[:1])), Step(tuple(left[1:]))], STATISTICS),
-        write(tmp_path / "b", [Step(tuple(right[:2])), Step(tuple(right[2:]))], STATISTICS),
-        rtol=0.1,
+    left, right = (
+        [replace(_op("one", [number]), thread=1) for number in numbers]
+        for numbers in ((1.0, 2.0, 3.0), (1.01, 2.9 if wrong else 2.02, 3.0))
     )
+    runs = (
+        [Step(tuple(ops[:end])), Step(tuple(ops[end:]))] for ops, end in ((left, 1), (right, 2))
+    )
+    verdict = compared(*runs, STATISTICS, rtol=0.1)
 
     assert verdict.same is not wrong
     if verdict.first:
         assert (verdict.first.step, verdict.first.what) == (1, "output 0: mean 2 and 2.9")
 
 
-def test_without_statistics_only_equal_bits_are_within_a_tolerance(tmp_path: Path) -> None:
+def test_without_statistics_only_equal_bits_are_within_a_tolerance() -> None:
     """Other bits without statistics are not the same, and a note says what to record."""
     bare, other = [Step((_op("one", [1.0]),))], [Step((_op("one", [1.0], side="b"),))]
-    a = write(tmp_path / "a", bare, STATISTICS)
-    b, c = write(tmp_path / "b", bare), write(tmp_path / "c", other)
-
-    same, unequal = compare(a, b, rtol=0.1), compare(a, c, rtol=0.1)
+    same, unequal = (compared(bare, run, STATISTICS, {}, rtol=0.1) for run in (bare, other))
 
     assert (same.same, same.tolerance, same.notes) == (True, None, ())
     assert (unequal.same, unequal.tolerance) == (False, None)
@@ -163,63 +144,42 @@ def test_without_statistics_only_equal_bits_are_within_a_tolerance(tmp_path: Pat
 
 @pytest.mark.parametrize("meta", [{"level": "step"}, {"level": "module"}, {}])
 def test_other_bits_without_their_statistics_are_not_within_a_tolerance(
-    tmp_path: Path, meta: dict[str, str]
+    meta: dict[str, str],
 ) -> None:
     """Where a record has no statistics, nobody can tell whether it is nearly the same."""
     a, b = (
-        write(
-            tmp_path / name,
-            [Step((Op("gradient", "fc", outputs=(value(name),)), _op("one", [1.0])))],
-            {**STATISTICS, **meta},
-        )
-        for name in "ab"
+        [Step((Op("gradient", "fc", outputs=(value(name),)), _op("one", [1.0])))] for name in "ab"
     )
 
-    assert not compare(a, b, rtol=0.5, atol=9.0).same
-    assert compare(a, a, rtol=0.5).same
+    assert not compared(a, b, STATISTICS | meta, rtol=0.5, atol=9.0).same
+    assert compared(a, a, STATISTICS | meta, rtol=0.5).same
 
 
-def test_two_recordings_under_aligned_ask_for_its_tolerance(tmp_path: Path) -> None:
+def test_two_recordings_under_aligned_ask_for_its_tolerance() -> None:
     """`aligned` asks for a tolerance if both runs were under it; the verdict says which."""
-    a, b, c = (
-        write(
-            tmp_path / name,
-            [Step((_op("one", [number], side=name),))],
-            {**STATISTICS, "guarantee": guarantee},
-        )
-        for name, number, guarantee in (
-            ("a", 1.0, "aligned"),
-            ("b", 1.0001, "aligned"),
-            ("c", 1.0001, "seeded"),
-        )
-    )
+    runs = [[Step((_op("one", [number], side=f"{number}"),))] for number in (1.0, 1.0001)]
+    aligned, seeded = ({**STATISTICS, "guarantee": each} for each in ("aligned", "seeded"))
 
-    assert (compare(a, b).same, compare(a, b).tolerance) == (True, ALIGNED)
-    assert (compare(a, b, rtol=1e-6).same, compare(a, c).same) == (False, False)
+    assert (compared(*runs, aligned).same, compared(*runs, aligned).tolerance) == (True, ALIGNED)
+    assert not compared(*runs, aligned, rtol=1e-6).same
+    assert not compared(*runs, aligned, seeded).same
 
 
-def test_runs_without_an_op_in_common_are_not_the_same(tmp_path: Path) -> None:
+def test_runs_without_an_op_in_common_are_not_the_same() -> None:
     """Within a tolerance too there has to be something that was compared."""
-    a, b = (
-        write(tmp_path / name, [Step((_op(name, [1.0], op=f"mine::{name}"),))], STATISTICS)
-        for name in "ab"
-    )
-    first = compare(a, b, rtol=0.1).first
+    runs = ([Step((_op(name, [1.0], op=f"mine::{name}"),))] for name in "ab")
 
-    assert first is not None
-    assert first.kind is Kind.INCOMPARABLE
+    assert diverged(*runs, STATISTICS, rtol=0.1).kind is Kind.INCOMPARABLE
 
 
-def test_a_loss_is_held_to_the_tolerance_whichever_op_computed_it(tmp_path: Path) -> None:
+def test_a_loss_is_held_to_the_tolerance_whichever_op_computed_it() -> None:
     """Losses are compared as numbers where devices have ops of their own for them."""
     one = _op("one", [1.0])
-    a = write(tmp_path / "a", [Step((one, _op("", [2.0])), losses=(2.0,))], STATISTICS)
-    b = write(tmp_path / "b", [Step((one,), losses=(3.0,))], STATISTICS)
-    first = compare(a, b, rtol=0.1).first
+    runs = [Step((one, _op("", [2.0])), losses=(2.0,))], [Step((one,), losses=(3.0,))]
+    first = diverged(*runs, STATISTICS, rtol=0.1)
 
-    assert first is not None
     assert (first.op, first.what) == ("loss", "its loss differs: 2 and 3")
-    assert compare(a, b, rtol=0.5).same
+    assert compared(*runs, STATISTICS, rtol=0.5).same
 
 
 def test_an_op_of_one_program_has_its_counterpart(tmp_path: Path) -> None:
@@ -227,10 +187,9 @@ def test_an_op_of_one_program_has_its_counterpart(tmp_path: Path) -> None:
     whole = (_op("one", [1.0]), _op("two", [2.0], op="aten::relu"))
     a = write(tmp_path / "a", [Step(whole)], STATISTICS)
     b = write(tmp_path / "b", [Step(whole[:1])], STATISTICS)
-    first = compare_within(a, b, (0.1, 0.1), one_program=True).first
+    first = first_of(compare_within(a, b, (0.1, 0.1), one_program=True))
 
     assert compare(a, b, rtol=0.1).same
-    assert first is not None
     assert (first.kind, first.op) == (Kind.ONLY_ONE, "aten::relu")
 
 
@@ -286,7 +245,7 @@ def test_two_types_have_no_distance_in_ulp(one: str, other: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_the_first_wrong_elements_are_shown(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_the_first_wrong_elements_are_shown(dtype: torch.dtype) -> None:
     """Where tensors were kept, a divergence shows where they differ, and by how much."""
     runs = []
     for side, wrong in (("a", 0), ("b", 4)):
@@ -295,11 +254,10 @@ def test_the_first_wrong_elements_are_shown(tmp_path: Path, dtype: torch.dtype) 
         data = bytes(tensor.contiguous().view(torch.uint8).reshape(-1).numpy())
         kept = ("output", 0, str(dtype).removeprefix("torch."), "3,4", data)
         op = replace(_op("one", [1.0], side=side), tensors=(kept,))
-        runs.append(write(tmp_path / side, [Step((op,))]))
+        runs.append([Step((op,))])
 
-    first = compare(*runs).first
+    first = diverged(*runs)
 
-    assert first is not None
     assert [(each.tensor, each.index) for each in first.elements] == [
         ("output 0", (1, 2)),
         ("output 0", (2, 2)),

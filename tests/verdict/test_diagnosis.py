@@ -16,8 +16,7 @@ from torchrepro.profile.load import load
 from torchrepro.seeding import uncontrolled
 from torchrepro.trace.format import UNINITIALISED
 from torchrepro.verdict.diagnosis import advice, evidence_of
-from torchrepro.verdict.evidence import DRAWING, DROPPING, DROPPING_INSIDE
-from torchrepro.verdict.rules import RULES
+from torchrepro.verdict.evidence import DRAWING, DROPPING, DROPPING_INSIDE, RULES
 from torchrepro.verdict.value import (
     BOTH_CUT,
     Advice,

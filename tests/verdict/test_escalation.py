@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader
 import torchrepro
 from torchrepro.profile.load import load
 from torchrepro.verdict.diagnosis import EscalationLevel, levels_above, next_level
-from torchrepro.verdict.evidence import DROPOUT, LOADER, WORKERS
-from torchrepro.verdict.rules import ESCALATION
+from torchrepro.verdict.evidence import DROPOUT, ESCALATION, LOADER, WORKERS
 from torchrepro.verdict.value import Kind, Program
 
 from .verdicts import divergence

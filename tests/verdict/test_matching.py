@@ -2,31 +2,19 @@
 
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from random import Random
-from tempfile import TemporaryDirectory
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrepro.verdict.comparison import compare
 from torchrepro.verdict.matching import fewest_left_over
-from torchrepro.verdict.value import Kind, Verdict
+from torchrepro.verdict.value import Kind
 
-from .traces import Op, Step, value, write
+from .traces import Op, Step, compared, diverged, value
 
 LETTERS = st.lists(st.sampled_from(range(3)), max_size=9)
 UNIQUE = st.lists(st.integers(), unique=True, min_size=1, max_size=40)
-
-
-def _compared(left: list[Op], right: list[Op]) -> Verdict:
-    with TemporaryDirectory() as folder:
-        runs = [
-            write(Path(folder, name), [Step(tuple(ops))])
-            for name, ops in (("a", left), ("b", right))
-        ]
-        return compare(*runs)
 
 
 def _op(name: str, number: object) -> Op:
@@ -42,28 +30,26 @@ def test_what_moved_is_found_again(items: list[int], data: st.DataObject) -> Non
     rest = left[:start] + left[end:]
     place = data.draw(st.integers(0, len(rest)))
 
-    assert _compared(left, rest[:place] + left[start:end] + rest[place:]).same
+    assert compared([Step((*left,))], [Step((*rest[:place], *left[start:end], *rest[place:]))]).same
 
 
 def test_an_op_left_out_is_not_the_one_of_its_name_that_was_added_elsewhere() -> None:
     """An op that has a namesake beyond ops that both runs have is one that only one run has."""
     left = [_op("x", 1), _op("a", 1), _op("b", 1), _op("c", 1)]
-    verdict = _compared(left, [*left[1:], _op("x", 2)])
+    first = diverged([Step((*left,))], [Step((*left[1:], _op("x", 2)))])
 
-    assert verdict.first is not None
-    assert (verdict.first.kind, verdict.first.op) == (Kind.ONLY_ONE, "aten::x")
-    assert verdict.first.right is None
+    assert (first.kind, first.op) == (Kind.ONLY_ONE, "aten::x")
+    assert first.right is None
 
 
 def test_the_first_of_a_longer_run_of_alike_ops_is_the_one_more() -> None:
     """An op that was added before one of its name is named, though all after it differs."""
-    left = [_op("a", 1), _op("b", 1), _op("c", 1)]
-    verdict = _compared(left, [_op("a", 1), _op("b", 2), _op("b", 3), _op("c", 2)])
+    left = [Step((_op("a", 1), _op("b", 1), _op("c", 1)))]
+    first = diverged(left, [Step((_op("a", 1), _op("b", 2), _op("b", 3), _op("c", 2)))])
 
-    assert verdict.first is not None
-    assert verdict.first.kind is Kind.ONLY_ONE
-    assert verdict.first.right is not None
-    assert verdict.first.right.output_fingerprints == (value(2).hex(),)
+    assert first.kind is Kind.ONLY_ONE
+    assert first.right is not None
+    assert first.right.output_fingerprints == (value(2).hex(),)
 
 
 @given(LETTERS, LETTERS, st.randoms(use_true_random=False))

@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrepro.verdict.agreement import COLUMNS, ROWS, agreement_map
-from torchrepro.verdict.chart import WIDTH, chart, ticks
+from torchrepro.verdict.chart import COLUMNS, ROWS, WIDTH, agreement_map, chart, ticks
 from torchrepro.verdict.diagnosis import next_level
 from torchrepro.verdict.page import page
 from torchrepro.verdict.value import (

@@ -12,7 +12,7 @@ from torchrepro.verdict.page import page
 from torchrepro.verdict.render import headline, verdict_parts
 from torchrepro.verdict.value import Kind
 
-from .traces import Op, Step, chain, value, write
+from .traces import Op, Step, chain, compared, diverged, first_of, value, write
 
 BY_STATE = "by parameters, gradients and losses"
 STATISTICS = (1, 1.0, 1.0, 1.0, 1.0)
@@ -36,12 +36,10 @@ def _dropped(run: Sequence[Step], *which: int) -> list[Step]:
 
 
 @pytest.mark.parametrize("dropped_in", ["A", "B", "A and B"])
-def test_what_comes_after_the_last_step_may_be_dropped(tmp_path: Path, dropped_in: str) -> None:
+def test_what_comes_after_the_last_step_may_be_dropped(dropped_in: str) -> None:
     """Runs that are equal stay so, and it is said that their ends were not compared."""
     whole = _run(tail=True)
-    left, right = (_dropped(whole, 4) if name in dropped_in else whole for name in "AB")
-
-    verdict = compare(write(tmp_path / "a", left), write(tmp_path / "b", right))
+    verdict = compared(*(_dropped(whole, 4) if name in dropped_in else whole for name in "AB"))
 
     assert verdict.same
     note = f"what comes after the last step was dropped in {dropped_in}, and is not compared"
@@ -50,22 +48,19 @@ def test_what_comes_after_the_last_step_may_be_dropped(tmp_path: Path, dropped_i
     assert verdict.compared.ops == 16
 
 
-def test_a_run_with_more_steps_than_one_whose_end_was_dropped_is_longer(tmp_path: Path) -> None:
+def test_a_run_with_more_steps_than_one_whose_end_was_dropped_is_longer() -> None:
     """Only what comes after the last step is left out, and no step with it."""
     left, right = _run(5), _dropped(_run(4, tail=True), 4)
 
-    for one, other in ((left, right), (right, left), (_dropped(left, 4), right)):
-        verdict = compare(write(tmp_path / "a", one), write(tmp_path / "b", other))
-        assert not verdict.same
-        for folder in "ab":
-            (tmp_path / folder / "rank0.sqlite").unlink()
+    for runs in ((left, right), (right, left), (_dropped(left, 4), right)):
+        assert not compared(*runs).same
 
 
 @pytest.mark.parametrize("kept", [0, 1])
-def test_only_what_was_compared_is_counted(tmp_path: Path, kept: int) -> None:
+def test_only_what_was_compared_is_counted(kept: int) -> None:
     """Dropped records are none of the ops; how each step was compared stands in the answer."""
     dropped = _dropped(_run(), *range(kept, 4))
-    verdict = compare(write(tmp_path / "a", dropped), write(tmp_path / "b", dropped))
+    verdict = compared(dropped, dropped)
 
     assert verdict.same
     assert verdict.compared.ops == 4 * kept
@@ -77,10 +72,9 @@ def test_only_what_was_compared_is_counted(tmp_path: Path, kept: int) -> None:
     assert (unseen in text) == (not kept)
 
 
-def test_records_at_the_level_asked_for_are_counted_without_a_word_on_it(tmp_path: Path) -> None:
+def test_records_at_the_level_asked_for_are_counted_without_a_word_on_it() -> None:
     """Where all steps are at level `step`, the answer says so once."""
-    meta = {"level": "step"}
-    verdict = compare(write(tmp_path / "a", _run(), meta), write(tmp_path / "b", _run(), meta))
+    verdict = compared(_run(), _run(), {"level": "step"})
 
     assert verdict.compared.ops == 16
     assert "(recorded at level step)" in headline(verdict)
@@ -96,33 +90,28 @@ def _with_statistics(losses: Sequence[float]) -> list[Step]:
     return [Step(full, losses=(1.0,)), *steps]
 
 
-def test_within_a_tolerance_only_losses_are_claimed_of_steps_without_statistics(
-    tmp_path: Path,
-) -> None:
+def test_within_a_tolerance_only_losses_are_claimed_of_steps_without_statistics() -> None:
     """Neither parameters nor gradients of them are said to agree."""
     meta = {"statistics": True, "every": 9}
-    left = write(tmp_path / "a", _with_statistics([1.0, 1.0, 1.0]), meta)
-    right = write(tmp_path / "b", _with_statistics([1.0, 1.0, 2.0]), meta)
+    left, right = (_with_statistics([1.0, 1.0, last]) for last in (1.0, 2.0))
 
-    same = compare(left, left, rtol=0.1)
-    other = compare(left, right, rtol=0.1)
+    same = compared(left, left, meta, rtol=0.1)
+    other = compared(left, right, meta, rtol=0.1)
 
     assert same.compared.by == (("op by op", 1), ("by losses", 3))
-    assert other.first is not None
-    assert (other.first.step, other.first.op) == (3, "loss")
+    assert (first_of(other).step, first_of(other).op) == (3, "loss")
     assert other.agreed is not None
     assert (other.agreed.step, other.agreed.by, other.agreed.in_full) == (2, "by losses", 0)
 
 
-def test_a_loss_is_enough_to_be_compared_within_a_tolerance(tmp_path: Path) -> None:
+def test_a_loss_is_enough_to_be_compared_within_a_tolerance() -> None:
     """Without ops and without losses nothing is compared, and the message says what to record."""
     meta = {"statistics": True, "every": 9, "steps": (1, 3)}
-    some = write(tmp_path / "some", _with_statistics([1.0, 1.0])[1:], meta, first=1)
-    none = write(tmp_path / "none", _with_statistics([0.0, 0.0])[1:], meta, first=1)
+    some, none = (_with_statistics([loss, loss])[1:] for loss in (1.0, 0.0))
 
-    assert compare(some, some, rtol=0.1).same
+    assert compared(some, some, meta, first=1, rtol=0.1).same
     with pytest.raises(TraceError, match=r"(?s)nothing was recorded.*level op, in full"):
-        compare(none, none, rtol=0.1)
+        compared(none, none, meta, first=1, rtol=0.1)
 
 
 def _by_state(*losses: float, gradient: str = "") -> list[Step]:
@@ -141,27 +130,20 @@ def _by_state(*losses: float, gradient: str = "") -> list[Step]:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_the_loss_says_which_pass_a_step_diverged_in_at_the_latest(
-    tmp_path: Path, where: str
-) -> None:
+def test_the_loss_says_which_pass_a_step_diverged_in_at_the_latest(where: str) -> None:
     """A gradient that differs is the place only where the loss of its step agrees."""
-    meta = {"level": "step"}
-    a = write(tmp_path / "a", _by_state(1.0, 2.0), meta)
-    last = 3.0 if where == "forward" else 2.0
-    b = write(tmp_path / "b", _by_state(1.0, last, gradient="other"), meta)
+    other = _by_state(1.0, 3.0 if where == "forward" else 2.0, gradient="other")
+    verdict = compared(_by_state(1.0, 2.0), other, {"level": "step"})
+    first = first_of(verdict)
 
-    verdict = compare(a, b)
-
-    assert verdict.first is not None
-    assert (verdict.first.phase, verdict.first.kind) == (where, Kind.VALUES)
+    assert (first.phase, first.kind) == (where, Kind.VALUES)
     assert f"at the latest in the {where} pass" in headline(verdict)
     assert "equal inputs" not in as_text(*verdict_parts(verdict))
     html = page(verdict)
     assert f"{where}, at the latest" in html
     assert "equal inputs" not in html
     if where == "forward":
-        assert verdict.first.what == "its loss differs: 2 and 3"
-        assert verdict.first.source == "train.py:9"
+        assert (first.what, first.source) == ("its loss differs: 2 and 3", "train.py:9")
         assert "losses differ" in verdict.advice.cause  # type: ignore[union-attr]
 
 
@@ -174,37 +156,27 @@ def test_of_several_ranks_the_one_whose_loss_differs_is_named(tmp_path: Path) ->
 
     verdict = compare(tmp_path / "a", tmp_path / "b")
 
-    assert verdict.first is not None
-    assert (verdict.first.rank, verdict.first.op) == (1, "loss")
+    assert (first_of(verdict).rank, first_of(verdict).op) == (1, "loss")
     assert headline(verdict).endswith("on rank 1")
 
 
-def test_the_end_of_a_run_is_no_other_state_of_a_generator(tmp_path: Path) -> None:
+def test_the_end_of_a_run_is_no_other_state_of_a_generator() -> None:
     """What one run draws in its next step, the other draws after its last one, or does not."""
     drawn = [replace(step, random={"torch": f"{at}"}) for at, step in enumerate(_run(6))]
     ends = [*drawn[:4], Step((), finished=False, random={"torch": "other"})]
-    meta = {"knobs": {"seed.torch": "1"}}
-    a = write(tmp_path / "a", _dropped(drawn, 4), meta)
+    first = diverged(_dropped(drawn, 4), ends, {"knobs": {"seed.torch": "1"}})
 
-    verdict = compare(a, write(tmp_path / "b", ends, meta))
-
-    assert verdict.first is not None
-    assert (verdict.first.kind, verdict.first.step) == (Kind.ENDED, 4)
+    assert (first.kind, first.step) == (Kind.ENDED, 4)
 
 
 @pytest.mark.parametrize("first", [1, 2])
 @pytest.mark.parametrize("kept", [False, True])
-def test_a_closer_look_is_proposed_where_it_shows_more(
-    tmp_path: Path, first: int, *, kept: bool
-) -> None:
+def test_a_closer_look_is_proposed_where_it_shows_more(first: int, *, kept: bool) -> None:
     """Nothing is where both have all of the step and of the one before it, and their tensors."""
     run = _run(4)
     other = [*run[:2], replace(run[2], ops=chain(4, step=2, weights="v"))]
     meta = {"keep": ["layers.0"] * kept, "steps": (first, 3)}
-    a = write(tmp_path / "a", run[first:3], meta, first=first)
-    b = write(tmp_path / "b", other[first:], meta, first=first)
-
-    verdict = compare(a, b)
+    verdict = compared(run[first:3], other[first:], meta, first=first)
 
     assert verdict.advice is not None
     closer = verdict.advice.closer
@@ -213,17 +185,14 @@ def test_a_closer_look_is_proposed_where_it_shows_more(
 
 
 @pytest.mark.parametrize(("by", "begins"), [("run", "torchrepro run p "), ("program", "")])
-def test_a_program_that_records_itself_is_told_the_call(
-    tmp_path: Path, by: str, begins: str
-) -> None:
+def test_a_program_that_records_itself_is_told_the_call(by: str, begins: str) -> None:
     """Where `run` recorded, its command is proposed; else what the program has to call."""
     run = _run(3)
     other = [*run[:2], replace(run[2], ops=chain(4, step=2, weights="v"))]
-    meta = {"recorded_by": by, "profile": "p"}
-    a, b = write(tmp_path / "a", run, meta), write(tmp_path / "b", other, meta)
+    verdict = compared(run, other, {"recorded_by": by, "profile": "p"})
+    closer = verdict.advice.closer  # type: ignore[union-attr]
 
-    closer = compare(a, b).advice.closer  # type: ignore[union-attr]
-
-    call = f"torchrepro.record({f'{a}-closer'!r}, steps=(1, 3), keep=['layers.0'])"
+    folder = f"{verdict.left}-closer"
+    call = f"torchrepro.record({folder!r}, steps=(1, 3), keep=['layers.0'])"
     assert closer.startswith(begins) if begins else closer == call
     assert ("--keep" in closer) == bool(begins)

@@ -4,10 +4,13 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torchrepro.trace.format import FORMAT, Row, StepRow
 from torchrepro.trace.store import Store
+from torchrepro.verdict.comparison import compare
+from torchrepro.verdict.value import Divergence, Verdict
 
 Statistics = tuple[int, float | None, float | None, float | None, float | None]
 
@@ -150,6 +153,34 @@ def write(
         writer.step(number, step)
     writer.close()
     return folder
+
+
+def compared(
+    left: Iterable[Step],
+    right: Iterable[Step],
+    meta: Mapping[str, Any] | None = None,
+    meta_of_right: Mapping[str, Any] | None = None,
+    *,
+    first: int = 0,
+    **tolerance: float,
+) -> Verdict:
+    """Return the verdict on two runs of a process each; `meta` alone is that of both."""
+    with TemporaryDirectory() as folder:
+        a = write(Path(folder, "a"), left, meta, first=first)
+        other = meta if meta_of_right is None else meta_of_right
+        return compare(a, write(Path(folder, "b"), right, other, first=first), **tolerance)
+
+
+def diverged(left: Iterable[Step], right: Iterable[Step], *metas: Any, **named: Any) -> Divergence:
+    """Return the first divergence of two runs that are not the same."""
+    return first_of(compared(left, right, *metas, **named))
+
+
+def first_of(verdict: Verdict) -> Divergence:
+    """Return the first divergence of a verdict that has one."""
+    assert not verdict.same
+    assert verdict.first is not None
+    return verdict.first
 
 
 def chain(ops: int, *, step: int = 0, modules: int = 4, weights: object = "w") -> tuple[Op, ...]:

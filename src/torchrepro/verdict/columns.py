@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections import Counter, defaultdict
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import compress, groupby
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +15,11 @@ from torchrepro.trace.format import OUTPUT, PARTLY
 from torchrepro.verdict.evidence import short
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections import defaultdict
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from torchrepro.trace.format import Loss, Outline
     from torchrepro.trace.reader import Trace
-    from torchrepro.verdict.value import Divergence
 
 Array = Any
 """An array of numpy."""
@@ -37,9 +35,6 @@ MAIN = 0
 
 CACHED = 1 << 17
 """Records whose outlines stay translated. A program has few outlines, and they may be long."""
-
-PROPAGATED, INDEPENDENT, ALONE = "propagated", "independent", "alone"
-"""How a record differs: its inputs differ too, they are equal, or it has no partner."""
 
 NAMES = ("A", "B")
 """What sentences call the two runs. Their folders have long names, which are often alike."""
@@ -66,6 +61,8 @@ RECORD = np.dtype(
     ]
 )
 """A record, whose numbers mean the same in both traces; thread, id and step are of its own."""
+
+_SITE = np.dtype([*((name, RECORD[name]) for name in OF_SITE), ("compared", "?")])
 
 _DEVICE = re.compile(r"(?<=\]) (\w+)(?::\d+)?")
 _SIZE = re.compile(r"\[[^]]*\]")
@@ -109,6 +106,11 @@ class Pair:
         """Both traces."""
         return self.left, self.right
 
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """The level of detail at which each was recorded."""
+        return tuple(str(trace.meta.get("level", "op")) for trace in self.traces)
+
     @cached_property
     def ended_steps(self) -> Sequence[int]:
         """The steps that have ended in both."""
@@ -127,72 +129,20 @@ class Pair:
         )
 
 
-@dataclass(slots=True)
-class StepComparison:
-    """What the comparison of one step found."""
-
-    tally: Counter[str] = field(default_factory=Counter)
-    """Records that differ, by how they differ, the first one included."""
-    totals: Mapping[str, int] = field(default_factory=dict)
-    """Records of each module."""
-    differing: Mapping[str, int] = field(default_factory=dict)
-    """Records of each module that differ."""
-    first: Callable[[], Divergence] | None = None
-    """Describes the first difference; None if there is none."""
-    sort: str = INDEPENDENT
-    """How the first one differs."""
-    place: float = math.inf
-    """Where the first one is in the left run: the id of a record, or between two ids."""
-
-    def add(self, other: StepComparison) -> None:
-        """Add what was found in another part of the step, or on other threads."""
-        if other.first is not None and (self.first is None or other.place < self.place):
-            self.first, self.sort, self.place = other.first, other.sort, other.place
-        self.tally.update(other.tally)
-        self.totals = _sum(self.totals, other.totals)
-        self.differing = _sum(self.differing, other.differing)
-
-
-def _sum(left: Mapping[str, int], right: Mapping[str, int]) -> Mapping[str, int]:
-    """Return the sum of two counts, neither of which may be changed: steps share them."""
-    if not left or not right:
-        return left or right
-    total = Counter(left)
-    total.update(right)
-    return total
-
-
-@dataclass(frozen=True, slots=True)
 class _Digests:
     """Where the digests of each record are among those of all, in words of 8 bytes."""
 
-    begins: Array
-    ends: Array
-    salt: Array
-    """A number for the place of each word within its record."""
-
-    @classmethod
-    def of(cls, ends: Sequence[int], lengths: Sequence[int]) -> _Digests:
-        until, size = (np.asarray(each, "int64") // 8 for each in (ends, lengths))
-        place = np.arange(size.sum()) - np.repeat(until - size, size)
-        return cls(until - size, until, mixed([place + 1]))
+    def __init__(self, ends: Sequence[int], lengths: Sequence[int]) -> None:
+        self.ends, size = (np.asarray(each, "int64") // 8 for each in (ends, lengths))
+        self.begins = self.ends - size
+        # A number for the place of each word within its record.
+        self.salt = mixed([np.arange(size.sum()) - np.repeat(self.begins, size) + 1])
 
     def hashes(self, digests: bytes) -> Array:
         """Return a hash of the digests of each record: a sum over its words, 0 without any."""
         sums = np.zeros(len(self.salt) + 1, "u8")
         np.cumsum(mixed([self.salt, np.frombuffer(digests, "<u8")]), out=sums[1:])
         return sums[self.ends] - sums[self.begins]
-
-
-@dataclass(frozen=True, slots=True)
-class _Translated:
-    """The records of an outline, apart from their values."""
-
-    records: Array
-    compared: Array
-    """Which of them are compared."""
-    inputs: _Digests
-    outputs: _Digests
 
 
 class Reader:
@@ -205,9 +155,10 @@ class Reader:
         self, trace: Trace, shared: defaultdict[Any, int], left_out: Collection[int] = ()
     ) -> None:
         self.trace = trace
-        self._left_out = frozenset(left_out)
-        self.sites = {
-            number: (
+        self.sites = np.zeros(len(trace.sites) + 1, _SITE)
+        """What each site stands for; there is none of number 0."""
+        for number, site in trace.sites.items():
+            self.sites[number] = (
                 shared[site.key],
                 shared[_DEVICE.sub("", site.outputs)],
                 shared[tuple(_SIZE.findall(site.outputs))],
@@ -216,14 +167,13 @@ class Reader:
                 site.op in INPUTLESS or site.phase == "collective",
                 shared[site.module],
                 shared[short(site.source)],
+                number not in left_out,
             )
-            for number, site in trace.sites.items()
-        }
-        self.arguments = {number: shared[text] for number, text in trace.arguments.items()}
-        self._threads = {number: shared[name] for number, name in trace.threads.items()}
+        self.arguments = np.array([shared[text] for text in trace.arguments.values()])
+        self._threads = np.array([shared[name] for name in trace.threads.values()] or [-1])
         self.modules = {shared[site.module]: site.module for site in trace.sites.values()}
-        self._known: dict[Outline, _Translated] = {}
-        self._counts: dict[Outline, tuple[Counter[str], Counter[str]]] = {}
+        self._known: dict[Outline, tuple[Array, _Digests, _Digests]] = {}
+        self._counted = lru_cache(maxsize=32)(self._count)
 
     def algorithms(self, outputs: str) -> frozenset[str]:
         """Return how the fingerprints of outputs were taken, by what their devices are."""
@@ -235,59 +185,73 @@ class Reader:
     def parts(self, step: int, *, on_main: bool) -> Iterator[Array]:
         """Yield the records of a step, on the main thread or on the others, in parts."""
         for part in self.trace.parts(step):
-            its = self._translated(part.outline)
-            chosen = its.compared & ((its.records["thread"] == MAIN) == on_main)
+            outline = part.outline
+            if outline not in self._known:
+                if sum(map(len, self._known)) > CACHED:
+                    self._known.clear()
+                self._known[outline] = self._translated(outline)
+            records, inputs, outputs = self._known[outline]
+            chosen = self.sites["compared"][np.asarray(outline.sites)]
+            chosen &= (records["thread"] == MAIN) == on_main
             if not chosen.any():
                 continue
-            records = its.records.copy()
+            records = records.copy()
             records["id"] = part.ids
             records["step"] = step
-            records["inputs"] = its.inputs.hashes(part.inputs)
-            records["outputs"] = its.outputs.hashes(part.outputs)
+            records["inputs"] = inputs.hashes(part.inputs)
+            records["outputs"] = outputs.hashes(part.outputs)
             if PARTLY in part.outputs:
+                each = zip(outline.output_ends, outline.output_lengths, strict=True)
                 records["partly"] = [
-                    any(
-                        part.outputs.startswith(PARTLY, at) for at in range(end - size, end, OUTPUT)
-                    )
-                    for end, size in zip(
-                        part.outline.output_ends, part.outline.output_lengths, strict=True
-                    )
+                    any(part.outputs.startswith(PARTLY, at) for at in range(end - n, end, OUTPUT))
+                    for end, n in each
                 ]
             yield records if chosen.all() else records[chosen]
 
-    def _translated(self, outline: Outline) -> _Translated:
-        found = self._known.get(outline)
-        if found is None:
-            if sum(map(len, self._known)) > CACHED:
-                self._known.clear()
-            records = np.zeros(len(outline), RECORD)
-            records["thread"] = outline.threads
-            records["thread_name"] = [self._threads.get(each, -1) for each in outline.threads]
-            records["argument"] = list(map(self.arguments.__getitem__, outline.arguments))
-            columns = zip(*map(self.sites.__getitem__, outline.sites), strict=True)
-            for name, column in zip(OF_SITE, columns, strict=False):
-                records[name] = column
-            found = self._known[outline] = _Translated(
-                records,
-                np.array([site not in self._left_out for site in outline.sites], bool),
-                _Digests.of(outline.input_ends, outline.input_lengths),
-                _Digests.of(outline.output_ends, outline.output_lengths),
-            )
-        return found
+    def _translated(self, outline: Outline) -> tuple[Array, _Digests, _Digests]:
+        """Return the records of an outline without their values, and where these are."""
+        records = np.zeros(len(outline), RECORD)
+        records["thread"] = outline.threads
+        records["thread_name"] = self._threads[np.asarray(outline.threads)]
+        records["argument"] = self.arguments[np.asarray(outline.arguments)]
+        sites = self.sites[np.asarray(outline.sites)]
+        for name in OF_SITE:
+            records[name] = sites[name]
+        return (
+            records,
+            _Digests(outline.input_ends, outline.input_lengths),
+            _Digests(outline.output_ends, outline.output_lengths),
+        )
 
     def totals(self, step: int, *, on_main: bool) -> Mapping[str, int]:
         """Return how many records each module has in a step, on all threads or the main one."""
         total: Mapping[str, int] = {}
         for outline in self.trace.outlines(step):
-            found = self._counts.get(outline)
-            if found is None:
-                if sum(map(len, self._counts)) > CACHED:
-                    self._counts.clear()
-                modules = [self.trace.sites[site].module for site in outline.sites]
-                main = compress(modules, (thread == MAIN for thread in outline.threads))
-                found = self._counts[outline] = Counter(modules), Counter(main)
-            total = _sum(total, found[on_main])
+            total = added(total, self._counted(outline, on_main))
         return total
+
+    def _count(self, outline: Outline, on_main: bool) -> Mapping[str, int]:  # noqa: FBT001 - cached
+        modules = self.sites["module"][np.asarray(outline.sites)]
+        chosen = np.asarray(outline.threads) == MAIN if on_main else slice(None)
+        return count_by(modules[chosen], self.modules)
+
+
+def count_by(numbers: Array, names: Mapping[int, str]) -> dict[str, int]:
+    """Return how often each of some numbers is there, by its name, in the order of the first."""
+    found, first, often = np.unique(numbers, return_index=True, return_counts=True)
+    order = np.argsort(first)
+    each = zip(found[order].tolist(), often[order].tolist(), strict=True)
+    return {names[number]: many for number, many in each}
+
+
+def added(left: Mapping[str, int], right: Mapping[str, int]) -> Mapping[str, int]:
+    """Return the sum of two counts, neither of which may be changed: steps share them."""
+    if not left or not right:
+        return left or right
+    total = dict(left)
+    for name, number in right.items():
+        total[name] = total.get(name, 0) + number
+    return total
 
 
 def joined(parts: Iterable[Array]) -> Array:

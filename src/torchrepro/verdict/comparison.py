@@ -1,9 +1,8 @@
 """Whether two recorded runs were the same, and where they diverge if not.
 
 The traces of each process are paired. Each step of a pair is compared in the finest mode that both
-recordings allow: record by record (`records`), or by digests. A step that differs describes its
-first difference (`first_difference`). The earliest of all pairs is that of the verdict, and
-`diagnosis` adds advice.
+recordings allow (`criteria`): record by record (`records`), or by digests. The earliest difference
+of all pairs is that of the verdict, and `diagnosis` adds advice.
 """
 
 from __future__ import annotations
@@ -12,31 +11,33 @@ import gc
 import math
 import sqlite3
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from torchrepro.errors import TraceError
-from torchrepro.messages import Problem
 from torchrepro.trace.reader import read_run
 from torchrepro.trace.request import LEVELS
-from torchrepro.verdict.columns import ALONE, INDEPENDENT, NAMES, PROPAGATED, Pair, StepComparison
+from torchrepro.verdict.columns import NAMES, Pair
 from torchrepro.verdict.criteria import (
+    AT_LEVEL,
+    FIELDS,
     RERECORD,
+    Mode,
+    agreed_before,
+    at_step,
     criteria_for,
-    levels,
+    digest,
+    mode_of,
     refuse_unequal_algorithms,
+    unequal_digest,
     unequal_loss,
+    unequal_seeded_generator,
 )
 from torchrepro.verdict.diagnosis import advice, next_level_of_recording
-from torchrepro.verdict.modes import AT_LEVEL, Mode, agreed_before, coarsest, mode_of
 from torchrepro.verdict.recordings import (
-    FIELDS,
-    at_step,
-    before_what_followed,
-    digest,
     facts,
     losses,
     missing_processes,
@@ -44,22 +45,23 @@ from torchrepro.verdict.recordings import (
     program,
     settings,
     truncation,
-    unequal_digest,
     unequal_replicas,
-    unequal_seeded_generator,
 )
-from torchrepro.verdict.records import Records
+from torchrepro.verdict.records import ALONE, INDEPENDENT, PROPAGATED, Records, StepComparison
 from torchrepro.verdict.render import are, counted
 from torchrepro.verdict.value import AT_ONE_LEVEL, UNKNOWN_PROGRAM, Cell, Compared, Kind, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torchrepro.trace.reader import Trace
     from torchrepro.verdict.criteria import Criteria
     from torchrepro.verdict.diagnosis import EscalationLevel
     from torchrepro.verdict.value import Divergence
+
+    Traces = Mapping[tuple[int, int], Trace]
+    """By rank, and by number of the process within its rank."""
 
 
 def compare(
@@ -78,8 +80,8 @@ def tolerance_of(rtol: float | None, atol: float | None) -> tuple[float, float] 
     """Return rtol and atol, None if neither is given. Raises `TraceError` for an illegal one."""
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None and not 0 <= value < math.inf:
-            raise TraceError(
-                Problem("no tolerance", key=name, found=str(value), legal="0 or more, and finite")
+            raise TraceError.about(
+                "no tolerance", key=name, found=str(value), legal="0 or more, and finite"
             )
     return None if rtol is None and atol is None else (rtol or 0.0, atol or 0.0)
 
@@ -94,12 +96,17 @@ def compare_within(
     """Compare two runs by the criteria that `criteria_for` chooses."""
     runs = str(run_a), str(run_b)
     with ExitStack() as stack:
-        stack.enter_context(_garbage_collection_paused())
+        if gc.isenabled():  # rows are no garbage, but so many that they would trigger it
+            gc.disable()
+            stack.callback(gc.enable)
         left, right = (_open(run, stack) for run in (run_a, run_b))
-        stack.enter_context(_errors_of_sqlite_explained(runs))
-        pairs = [Pair(left[which], right[which], runs) for which in sorted(left) if which in right]
-        criteria = criteria_for(pairs, tolerance, one_program=one_program)
-        verdict = _verdict(runs, (left, right), pairs, criteria)
+        try:
+            pairs = [Pair(left[each], right[each], runs) for each in sorted(left) if each in right]
+            criteria = criteria_for(pairs, tolerance, one_program=one_program)
+            verdict = _verdict(runs, (left, right), pairs, criteria)
+        except sqlite3.Error as error:
+            what = f"has changed since it was opened: {error}"
+            raise TraceError.about(what, found=" or ".join(runs)) from None
         return replace(verdict, advice=advice(verdict, next(iter(left.values())).meta))
 
 
@@ -115,34 +122,7 @@ def next_level(verdict: Verdict) -> EscalationLevel | None:
         return next_level_of_recording(verdict, meta)
 
 
-@contextmanager
-def _errors_of_sqlite_explained(runs: tuple[str, str]) -> Iterator[None]:
-    """Raise `TraceError` if a trace changes while it is read."""
-    try:
-        yield
-    except sqlite3.Error as error:
-        found = " or ".join(runs)
-        raise TraceError(
-            Problem(f"has changed since it was opened: {error}", found=found)
-        ) from None
-
-
-@contextmanager
-def _garbage_collection_paused() -> Iterator[None]:
-    """Pause the garbage collector: rows are no garbage, but so many that they would trigger it."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def _open(
-    run: Path | str, stack: ExitStack, *, records: bool = True
-) -> dict[tuple[int, int], Trace]:
-    """Return the traces of a run by rank and number of the process within its rank."""
+def _open(run: Path | str, stack: ExitStack, *, records: bool = True) -> Traces:
     traces = read_run(run, records=records)
     for trace in traces:
         stack.callback(trace.close)
@@ -161,72 +141,6 @@ def _open(
     }
 
 
-def _verdict(
-    runs: tuple[str, str],
-    traces: tuple[dict[tuple[int, int], Trace], dict[tuple[int, int], Trace]],
-    pairs: Sequence[Pair],
-    criteria: Criteria,
-) -> Verdict:
-    all_have_steps = all(trace.steps for pair in pairs for trace in pair.traces)
-    if pairs and all_have_steps and not any(pair.steps for pair in pairs):
-        raise TraceError(
-            Problem(
-                "no step was recorded in both runs",
-                found=" and ".join(runs),
-                todo="record the same steps of both",
-            )
-        )
-    found = [PairComparison.of(pair, criteria) for pair in pairs]
-    missing = missing_processes(*traces)
-    diverged = [one for one in found if one.first is not None]
-    earliest = min(diverged, key=lambda one: one.order, default=None)
-    tally = sum((one.tally for one in found), Counter[str]())
-    if earliest is not None and tally[earliest.sort]:
-        tally[earliest.sort] -= 1  # the first one; where digests differ, no record is counted
-    first = earliest.first if earliest else next(iter(missing), None)
-    modes = coarsest([one.modes for one in found])
-    compared = _compared(found, modes)
-    uses = program(pairs[0]) if pairs else UNKNOWN_PROGRAM
-    if first is not None and uses.name_of(first.module) != first.module:
-        first = replace(first, called=uses.name_of(first.module))
-    if first is None and not any(one.anything for one in found):
-        raise TraceError(
-            Problem(
-                "nothing was recorded that could be compared",
-                found=" and ".join(runs),
-                todo="record the same steps of both at the level op, in full",
-            )
-        )
-    return Verdict(
-        same=first is None,
-        left=runs[0],
-        right=runs[1],
-        compared=compared,
-        first=first,
-        tolerance=criteria.tolerance,
-        propagated=tally[PROPAGATED],
-        independent=tally[INDEPENDENT],
-        by_module=tuple(sum((one.by_module for one in found), Counter[str]()).items()),
-        map=tuple(_cells(found)),
-        losses=losses(pairs[0]) if pairs else (),
-        settings=settings(pairs[0]) if pairs else (),
-        program=uses,
-        about=tuple(map(facts, pairs[0].traces)) if pairs else (),
-        agreed=agreed_before(modes, first.step) if earliest and first else None,
-        across_ranks=tuple(
-            sentence
-            for name, side in zip(NAMES, traces, strict=True)
-            for sentence in unequal_replicas(name, list(side.values()))
-        ),
-        notes=(
-            *criteria.notes,
-            *_unseen(compared),
-            *([criteria.note_if_different] if first and criteria.note_if_different else []),
-            *_notes(found, missing, tally[ALONE]),
-        ),
-    )
-
-
 @dataclass(frozen=True)
 class PairComparison:
     """What the comparison of two traces found."""
@@ -237,59 +151,8 @@ class PairComparison:
     steps: Mapping[int, StepComparison]
     first: Divergence | None
     sort: str
-    """How the first record differs."""
+    """How the first record differs; empty where it is no record."""
     notes: Sequence[str]
-
-    @classmethod
-    def of(cls, pair: Pair, criteria: Criteria) -> PairComparison:
-        """Compare two traces, each step by what both have of it."""
-        within = criteria.tolerance is not None
-        modes = {step: mode_of(pair, step, within_tolerance=within) for step in pair.steps}
-        records = Records(pair, criteria, [step for step in modes if not modes[step].fields])
-        if not within and (records.steps or not modes):
-            refuse_unequal_algorithms(records.algorithms)
-        steps: dict[int, StepComparison] = {}
-        first, sort = None, INDEPENDENT
-        for number, mode in modes.items():
-            if mode is Mode.LOSSES:
-                found = StepComparison(first=unequal_loss(pair, number, criteria))
-            elif mode.fields:
-                found = StepComparison(first=unequal_digest(pair, number, mode.fields))
-            else:
-                found = records.step(number)
-            steps[number] = found
-            if first is None and found.first is not None:
-                shown = found.first()
-                first = before_what_followed(pair, shown)
-                sort = found.sort if first is shown else ""
-            found.first = None  # it holds the records of the step
-        if first is None:
-            first, sort = _besides_records(records, modes) or truncation(pair), ""
-        return cls(pair, modes, steps, first, sort, _notes_on(records, modes))
-
-    @property
-    def anything(self) -> bool:
-        """Whether there was anything to compare."""
-        pair = self.pair
-        return any(
-            any(all(digest(pair, side, step, name) for side in (0, 1)) for _, name in mode.fields)
-            if mode.fields
-            else any(trace.steps[step].records for trace in pair.traces)
-            for step, mode in self.modes.items()
-        )
-
-    @property
-    def tally(self) -> Counter[str]:
-        """Records that differ, by how they differ."""
-        return sum((step.tally for step in self.steps.values()), Counter[str]())
-
-    @property
-    def by_module(self) -> Counter[str]:
-        """Records that differ, by module, in the order in which modules first differ."""
-        total: Counter[str] = Counter()
-        for step in self.steps.values():
-            total.update(step.differing)
-        return total
 
     @property
     def order(self) -> tuple[int, bool, int, int]:
@@ -307,23 +170,52 @@ class PairComparison:
         return first.step, sent or late, after, first.rank
 
 
+def _compare_pair(pair: Pair, criteria: Criteria) -> PairComparison:
+    """Compare two traces, each step by what both have of it."""
+    tolerance = criteria.tolerance
+    within = tolerance is not None
+    modes = {step: mode_of(pair, step, within_tolerance=within) for step in pair.steps}
+    records = Records(pair, criteria, [step for step in modes if not modes[step].fields])
+    if not within and (records.steps or not modes):
+        refuse_unequal_algorithms(records.algorithms)
+    steps: dict[int, StepComparison] = {}
+    first: Divergence | None = None
+    sort = ""
+    for number, mode in modes.items():
+        steps[number] = StepComparison() if mode.fields else records.step(number)
+        difference = steps[number].first
+        if first is not None:
+            continue
+        if mode is Mode.LOSSES and tolerance is not None:
+            first = unequal_loss(pair, number, tolerance)
+        elif mode.fields:
+            first = unequal_digest(pair, number, mode.fields)
+        elif difference is not None:
+            first, sort = records.describe(difference), difference.sort
+        if first is not None and first.kind is Kind.VALUES and first.phase != "forward":
+            # It is known by values alone that the step left behind: what led to them says more.
+            loss = unequal_digest(pair, number, FIELDS[:1])
+            first, sort = (first, sort) if loss is None else (loss, "")
+    if first is None:
+        first = _besides_records(records, modes) or truncation(pair)
+    return PairComparison(pair, modes, steps, first, sort, _notes_on(records, modes))
+
+
 def _besides_records(records: Records, modes: Mapping[int, Mode]) -> Divergence | None:
     """Return what differs although no record does."""
-    pair, steps = records.pair, records.steps
-    if records.criteria.tolerance is not None:
+    pair, steps, tolerance = records.pair, records.steps, records.criteria.tolerance
+    if tolerance is not None:
         compared = sum(trace.steps[step].records for trace in pair.traces for step in steps)
         if compared and records.unmatched >= compared:
             what = "no op of one run has a counterpart in the other: nothing was compared"
             return at_step(pair, steps[0], Kind.INCOMPARABLE, what)
-        found = (unequal_loss(pair, step, records.criteria) for step in steps)
-        loss = next(filter(None, found), None)
-        return loss and loss()
+        found = (unequal_loss(pair, step, tolerance) for step in steps)
+        return next(filter(None, found), None)
     if records.incomparable:
         what = f"{_incomparable(records)}; {RERECORD}"
         return at_step(pair, steps[0], Kind.INCOMPARABLE, what)
     digests = (unequal_digest(pair, step, modes[step].fields or FIELDS) for step in modes)
-    first = next(filter(None, digests), None)
-    return unequal_seeded_generator(pair) if first is None else first()
+    return next(filter(None, digests), None) or unequal_seeded_generator(pair)
 
 
 def _incomparable(records: Records) -> str:
@@ -348,21 +240,95 @@ def _notes_on(records: Records, modes: Mapping[int, Mode]) -> list[str]:
         found.append(f"{without:,} steps have no statistics of tensors: their losses were compared")
     if set(modes.values()) == {Mode.DIGESTS_OF_UNEQUAL_LEVELS}:
         found.append(
-            f"recorded at the levels {' and '.join(levels(records.pair))}: compared by the loss "
+            f"recorded at the levels {' and '.join(records.pair.levels)}: compared by the loss "
             "and the parameters of each step, not op by op"
         )
     return found
 
 
-def _cells(found: Sequence[PairComparison]) -> Iterable[Cell]:
-    steps = sorted({number for one in found for number in one.steps})
-    for number in steps:
-        both = [one.steps[number] for one in found if number in one.steps]
-        whole = both[0]
-        for other in both[1:]:
-            whole.add(other)
-        for module, total in whole.totals.items():
-            differing = whole.differing.get(module, 0)
+def _verdict(
+    runs: tuple[str, str], traces: tuple[Traces, Traces], pairs: Sequence[Pair], criteria: Criteria
+) -> Verdict:
+    all_have_steps = all(trace.steps for pair in pairs for trace in pair.traces)
+    if pairs and all_have_steps and not any(pair.steps for pair in pairs):
+        raise TraceError.about(
+            "no step was recorded in both runs",
+            found=" and ".join(runs),
+            todo="record the same steps of both",
+        )
+    found = [_compare_pair(pair, criteria) for pair in pairs]
+    missing = missing_processes(*traces)
+    diverged = [one for one in found if one.first is not None]
+    earliest = min(diverged, key=attrgetter("order"), default=None)
+    tally, by_module = Counter[str](), Counter[str]()
+    for each in (step for one in found for step in one.steps.values()):
+        tally.update(each.tally)
+        by_module.update(each.differing)
+    if earliest is not None and tally[earliest.sort]:
+        tally[earliest.sort] -= 1  # the first one; where digests differ, no record is counted
+    first = earliest.first if earliest else next(iter(missing), None)
+    if first is None and not any(map(_has_anything, found)):
+        raise TraceError.about(
+            "nothing was recorded that could be compared",
+            found=" and ".join(runs),
+            todo="record the same steps of both at the level op, in full",
+        )
+    modes: dict[int, Mode] = {}  # where processes differ in a step, the coarsest
+    for step in sorted({step for one in found for step in one.modes}):
+        modes[step] = max((one.modes.get(step, Mode.OPS) for one in found), key=[*Mode].index)
+    compared = _compared(found, modes)
+    uses = program(pairs[0]) if pairs else UNKNOWN_PROGRAM
+    if first is not None and uses.name_of(first.module) != first.module:
+        first = replace(first, called=uses.name_of(first.module))
+    return Verdict(
+        same=first is None,
+        left=runs[0],
+        right=runs[1],
+        compared=compared,
+        first=first,
+        tolerance=criteria.tolerance,
+        propagated=tally[PROPAGATED],
+        independent=tally[INDEPENDENT],
+        by_module=tuple(by_module.items()),
+        map=tuple(_cells(found)),
+        losses=losses(pairs[0]) if pairs else (),
+        settings=settings(pairs[0]) if pairs else (),
+        program=uses,
+        about=tuple(map(facts, pairs[0].traces)) if pairs else (),
+        agreed=agreed_before(modes, first.step) if earliest and first else None,
+        across_ranks=tuple(
+            sentence
+            for name, side in zip(NAMES, traces, strict=True)
+            for sentence in unequal_replicas(name, list(side.values()))
+        ),
+        notes=(
+            *criteria.notes,
+            *_unseen(compared),
+            *([criteria.note_if_different] if first and criteria.note_if_different else []),
+            *dict.fromkeys(_notes(found, missing, tally[ALONE])),
+        ),
+    )
+
+
+def _has_anything(one: PairComparison) -> bool:
+    """Whether there was anything to compare."""
+    pair = one.pair
+    return any(
+        any(all(digest(pair, side, step, name) for side in (0, 1)) for _, name in mode.fields)
+        if mode.fields
+        else any(trace.steps[step].records for trace in pair.traces)
+        for step, mode in one.modes.items()
+    )
+
+
+def _cells(found: Sequence[PairComparison]) -> Iterator[Cell]:
+    for number in sorted({number for one in found for number in one.steps}):
+        all_ranks = StepComparison()
+        for one in found:
+            if number in one.steps:
+                all_ranks.add(one.steps[number])
+        for module, total in all_ranks.totals.items():
+            differing = all_ranks.differing.get(module, 0)
             yield Cell(number, module, total - differing, differing)
 
 
@@ -372,7 +338,8 @@ def _compared(found: Sequence[PairComparison], modes: Mapping[int, Mode]) -> Com
     ended = {step for pair in pairs for step in pair.ended_steps}
     words = Counter(modes[step].words for step in modes if step in ended)
     each = [(one.pair, step, mode) for one in found for step, mode in one.modes.items()]
-    level = min(chain(*map(levels, pairs)), key=LEVELS.index, default=LEVELS[0])
+    levels = (level for pair in pairs for level in pair.levels)
+    level = min(levels, key=LEVELS.index, default=LEVELS[0])
     return Compared(
         ranks=len({pair.left.rank for pair in pairs}),
         steps=len(ended),
@@ -395,9 +362,9 @@ def _compared(found: Sequence[PairComparison], modes: Mapping[int, Mode]) -> Com
 
 def _unseen(compared: Compared) -> Iterator[str]:
     """Yield what a comparison cannot show that was to be a finer one."""
-    ways = [way for way, _ in compared.by]
+    modes = [words for words, _ in compared.by]
     in_full = AT_ONE_LEVEL[compared.level]
-    if ways and compared.level != LEVELS[0] and in_full not in ways:
+    if modes and compared.level != LEVELS[0] and in_full not in modes:
         yield (
             f"no step was compared {in_full}: what shows in no parameter, gradient or loss "
             "(such as a running mean) is not seen"
@@ -406,12 +373,10 @@ def _unseen(compared: Compared) -> Iterator[str]:
 
 def _notes(
     found: Sequence[PairComparison], missing: Sequence[Divergence], alone: int
-) -> Iterable[str]:
-    texts: list[str] = []
+) -> Iterator[str]:
     for one in found:
         rank = f"rank {one.pair.left.rank}: " if len(found) > 1 else ""
-        texts += [f"{rank}{note}" for note in (*notes(one.pair), *one.notes)]
-    texts += [divergence.what for divergence in missing]
+        yield from (f"{rank}{note}" for note in (*notes(one.pair), *one.notes))
+    yield from (divergence.what for divergence in missing)
     if alone:
-        texts.append(f"{counted(alone, 'more op')} {are(alone)} in one of the runs only")
-    return dict.fromkeys(texts)
+        yield f"{counted(alone, 'more op')} {are(alone)} in one of the runs only"

@@ -1,25 +1,27 @@
-"""When runs and their records count as the same: by bits, or by statistics within a tolerance."""
+"""How each step of two runs is compared, when they count as the same, and what is not a record.
+
+A step is compared in the finest mode that both recordings allow. Where records cannot be compared,
+the digests that a step has of its losses, gradients and parameters are.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from torchrepro.errors import TraceError
-from torchrepro.messages import Problem
 from torchrepro.verdict.columns import NAMES
-from torchrepro.verdict.recordings import FIELDS, at_step, unequal_losses
+from torchrepro.verdict.evidence import NO_VALUE
 from torchrepro.verdict.render import counted
-from torchrepro.verdict.value import Kind
+from torchrepro.verdict.value import AT_ONE_LEVEL, Agreed, Divergence, Kind, Side
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torchrepro.trace.format import Loss
     from torchrepro.verdict.columns import Pair
-    from torchrepro.verdict.value import Divergence
 
 
 RERECORD = (
@@ -38,7 +40,6 @@ rounds by 0.004 and needs ``rtol`` 0.016: https://docs.pytorch.org/docs/stable/t
 
 Statistics = tuple[int, float | None, float | None, float | None, float | None]
 """Count, mean, norm, low and high of an output."""
-
 
 BY_BITS = (
     ("key", "argument", "shape", "inputs", "outputs"),
@@ -87,7 +88,8 @@ def criteria_for(
     are of one command on one machine.
     """
     notes: tuple[str, ...] = ()
-    if given is None and pairs and all(_is_aligned(pair) for pair in pairs):
+    metas = [trace.meta for pair in pairs for trace in pair.traces]
+    if given is None and metas and all(meta.get("guarantee") == "aligned" for meta in metas):
         given = ALIGNED
         notes = (
             "the tolerance is that of the guarantee `aligned`, under which both were recorded",
@@ -101,34 +103,207 @@ def criteria_for(
     return Criteria(given, one_program, notes)
 
 
-def levels(pair: Pair) -> tuple[str, str]:
-    """Return the levels of detail at which two traces were recorded."""
-    left, right = (str(trace.meta.get("level", "op")) for trace in pair.traces)
-    return left, right
-
-
-def _is_aligned(pair: Pair) -> bool:
-    return all(trace.meta.get("guarantee") == "aligned" for trace in pair.traces)
-
-
 def _lacks_statistics(pair: Pair) -> str:
     """Return why there are no statistics to compare, and what to record; else nothing."""
-    left, right = levels(pair)
+    left, right = pair.levels
     if left != right:
         return (
             f"the levels {left} and {right} have no statistics in common; record both at one level"
         )
     if left != "op":
         return f"the level {left} has no statistics of tensors; record both at the level op"
-    lacking = [
-        name
-        for name, trace in zip(NAMES, pair.traces, strict=True)
-        if not trace.meta.get("statistics")
-    ]
+    both = zip(NAMES, pair.traces, strict=True)
+    lacking = [name for name, trace in both if not trace.meta.get("statistics")]
     if not lacking:
         return ""
     have = "has" if len(lacking) == 1 else "have"
     return f"{' and '.join(lacking)} {have} no statistics of tensors; {RERECORD}"
+
+
+def refuse_unequal_algorithms(used: tuple[frozenset[str], frozenset[str]]) -> None:
+    """Raise `TraceError` if the bits of two runs cannot be compared at all."""
+    if used[0] and used[1] and used[0] != used[1]:
+        raise TraceError.about(
+            "the two runs computed on other kinds of device, whose fingerprints differ",
+            found=" and ".join(", ".join(sorted(names)) for names in used),
+            todo=RERECORD,
+        )
+
+
+LOSS = "loss"
+FIELDS = (
+    ("forward", LOSS),
+    ("backward", "gradients"),
+    ("optimizer", "parameters"),
+)
+"""Phase and name of each digest of a step, in the order in which a step makes them."""
+
+
+class Mode(Enum):
+    """How a step is compared, from the finest to the coarsest."""
+
+    OPS = AT_ONE_LEVEL["op"], ()
+    MODULES = AT_ONE_LEVEL["module"], ()
+    STATE = AT_ONE_LEVEL["step"], ()
+    DIGESTS = AT_ONE_LEVEL["step"], FIELDS
+    """One of the runs no longer has the records of the step."""
+    # Of a gradient in memory that was unset ops are recorded, and not what it holds: levels do not
+    # take it in alike.
+    DIGESTS_OF_UNEQUAL_LEVELS = "by parameters and losses", (FIELDS[0], FIELDS[2])
+    LOSSES = "by losses", FIELDS[:1]
+    """Within a tolerance, where there are no statistics."""
+
+    def __init__(self, words: str, fields: tuple[tuple[str, str], ...]) -> None:
+        self.words = words
+        """As it stands after a number of steps."""
+        self.fields = fields
+        """The digests that are compared; none where records are."""
+
+    @property
+    def is_in_full(self) -> bool:
+        """Whether all that a step computed is compared, and not its state at the end alone."""
+        return self in (Mode.OPS, Mode.MODULES)
+
+
+AT_LEVEL = {"op": Mode.OPS, "module": Mode.MODULES, "step": Mode.STATE}
+"""How steps are compared that both runs recorded at one level."""
+
+DECIDING: Mapping[str, Sequence[str]] = {
+    "op": ("detail",),
+    "module": (),
+    "step": ("level", "every"),
+}
+"""Level of a step -> settings of a recording on which its records depend.
+
+With detail other inputs are read. At level `step` parameters have the names that the recording has
+learnt, and one that records some steps in full learns more of them.
+"""
+
+
+def mode_of(pair: Pair, step: int, *, within_tolerance: bool) -> Mode:
+    """Return how a step that both runs have is compared."""
+    left, right = (trace.steps[step] for trace in pair.traces)
+    one, other = (trace.meta for trace in pair.traces)
+    if left.level != right.level:
+        found = Mode.DIGESTS_OF_UNEQUAL_LEVELS
+    elif (
+        left.dropped
+        or right.dropped
+        or any((one.get(key) or None) != (other.get(key) or None) for key in DECIDING[left.level])
+    ):
+        found = Mode.DIGESTS
+    else:
+        found = AT_LEVEL[left.level]
+    return Mode.LOSSES if within_tolerance and not found.is_in_full else found
+
+
+def agreed_before(modes: Mapping[int, Mode], step: int) -> Agreed | None:
+    """Return the last steps before this one, at which the runs are known to agree."""
+    before = {number: mode for number, mode in modes.items() if number < step}
+    if not before:
+        return None
+    last = max(before)
+    in_full = [number for number, mode in before.items() if mode.is_in_full]
+    then_in_full = step in modes and modes[step].is_in_full
+    return Agreed(last, before[last].words, max(in_full, default=None), then_in_full)
+
+
+def at_step(
+    pair: Pair,
+    number: int,
+    kind: Kind,
+    what: str,
+    phase: str = "",
+    op: str = "",
+    sides: tuple[Side | None, ...] = (None, None),
+) -> Divergence:
+    """Return a divergence of a step without a record that shows it."""
+    left, right = sides
+    after_last = pair.is_after_last(number)
+    found = Divergence.without_op(pair.left.rank, number, kind, what, after_last=after_last)
+    return replace(found, phase=phase, op=op, left=left, right=right)
+
+
+def digest(pair: Pair, side: int, number: int, name: str) -> bytes:
+    """Return a digest of a step in one of two runs; nothing if it has none."""
+    if name == LOSS:
+        return b"".join(loss.fingerprint for loss in pair.losses[side].get(number, ()))
+    row = pair.traces[side].steps[number]
+    return row.gradients if name == "gradients" else row.parameters
+
+
+def unequal_digest(pair: Pair, number: int, fields: Sequence[tuple[str, str]]) -> Divergence | None:
+    """Return the first digest of a step that differs, if one does."""
+    for phase, name in fields:
+        digests = [digest(pair, side, number, name) for side in (0, 1)]
+        if not all(digests) or digests[0] == digests[1]:
+            continue
+        what = source = ""
+        if name == LOSS:
+            what = _unequal_losses(
+                pair, number, lambda one, other: one.fingerprint != other.fingerprint
+            )
+            losses = [loss for side in pair.losses for loss in side.get(number, ())]
+            source = losses[0].source if what else ""  # where the backward pass began
+        sides = tuple(
+            Side(run, "", "", "", (), (each.hex(),))
+            for run, each in zip(pair.runs, digests, strict=True)
+        )
+        found = at_step(pair, number, Kind.VALUES, what, phase, name, sides)
+        return replace(found, source=source)
+    return None
+
+
+def unequal_loss(pair: Pair, step: int, tolerance: tuple[float, float]) -> Divergence | None:
+    """Return the loss of a step if it is out of tolerance."""
+    rtol, atol = tolerance
+
+    def differ(left: Loss, right: Loss) -> bool:
+        return not _near(left.value, right.value, atol + rtol * abs(right.value or 0.0))
+
+    what = _unequal_losses(pair, step, differ)
+    return at_step(pair, step, Kind.VALUES, what, *FIELDS[0]) if what else None
+
+
+def _unequal_losses(pair: Pair, step: int, differ: Callable[[Loss, Loss], bool]) -> str:
+    """Return in words how the losses of a step differ; nothing if they do not."""
+    left, right = (side.get(step, []) for side in pair.losses)
+    if len(left) != len(right):
+        return f"{counted(len(left), 'loss')} and {len(right)}"
+    for both in zip(left, right, strict=True):
+        if differ(*both):
+            texts = ["none" if loss.value is None else f"{loss.value:.9g}" for loss in both]
+            return f"its loss differs: {' and '.join(texts)}"
+    return ""
+
+
+def unequal_generators(pair: Pair, number: int) -> list[str]:
+    """Return the random generators whose states differ at the end of a step."""
+    rows = [trace.steps[number] for trace in pair.traces]
+    if rows[0].finished != rows[1].finished:
+        return []  # one of the runs ended there
+    left, right = (row.random for row in rows)
+    return [name for name in left if name in right and left[name] != right[name]]
+
+
+def unequal_seeded_generator(pair: Pair) -> Divergence | None:
+    """Return where a generator that the profiles of both runs seed has another state.
+
+    A generator that nobody seeded has another state in every run. What is drawn from it and used
+    shows in what is computed.
+    """
+    knobs = [trace.meta.get("knobs") or {} for trace in pair.traces]
+    for number in pair.steps:
+        names = [
+            name
+            for name in unequal_generators(pair, number)
+            if all(its.get(f"seed.{name.partition(':')[0]}") not in NO_VALUE for its in knobs)
+        ]
+        if names:
+            end = "the runs end" if pair.is_after_last(number) else "the step ends"
+            what = f"the states of {', '.join(names)} differ when {end}"
+            return at_step(pair, number, Kind.RANDOM, what)
+    return None
 
 
 def excess(
@@ -155,7 +330,10 @@ def out_of_tolerance(left: Statistics, right: Statistics, rtol: float, atol: flo
     """
     if left[0] != right[0]:
         return f"{left[0]} and {right[0]} numbers besides NaN"
-    rms = [_rms(one) for one in (left, right)]
+    rms = [
+        None if norm is None or not count else norm / math.sqrt(count)
+        for count, _, norm, *_ in (left, right)
+    ]
     sizes = [abs(value) for value in right[3:] if value is not None and math.isfinite(value)]
     largest = max(sizes, default=0.0)
     rows: tuple[tuple[str, float | None, float | None, float | None], ...] = (
@@ -166,43 +344,12 @@ def out_of_tolerance(left: Statistics, right: Statistics, rtol: float, atol: flo
     )
     for name, one, other, scale in rows:
         if not _near(one, other, atol + rtol * (scale or 0.0)):
-            return f"{name} {_shown(one)} and {_shown(other)}"
+            shown = ["none" if value is None else f"{value:.6g}" for value in (one, other)]
+            return f"{name} {' and '.join(shown)}"
     return ""
-
-
-def unequal_loss(pair: Pair, step: int, criteria: Criteria) -> Callable[[], Divergence] | None:
-    """Return what describes a loss of a step that is out of tolerance, if one is."""
-    rtol, atol = criteria.tolerance or (0.0, 0.0)
-
-    def differ(left: Loss, right: Loss) -> bool:
-        return not _near(left.value, right.value, atol + rtol * abs(right.value or 0.0))
-
-    what = unequal_losses(pair, step, differ)
-    return partial(at_step, pair, step, Kind.VALUES, what, *FIELDS[0]) if what else None
-
-
-def refuse_unequal_algorithms(used: tuple[frozenset[str], frozenset[str]]) -> None:
-    """Raise `TraceError` if the bits of two runs cannot be compared at all."""
-    if used[0] and used[1] and used[0] != used[1]:
-        raise TraceError(
-            Problem(
-                "the two runs computed on other kinds of device, whose fingerprints differ",
-                found=" and ".join(", ".join(sorted(names)) for names in used),
-                todo=RERECORD,
-            )
-        )
-
-
-def _rms(statistics: Statistics) -> float | None:
-    count, _, norm, *_ = statistics
-    return None if norm is None or not count else norm / math.sqrt(count)
 
 
 def _near(left: float | None, right: float | None, most: float) -> bool:
     if left is None or right is None or left == right:  # SQLite has no NaN: it is None as well
         return left is right or left == right
     return math.isfinite(left) and math.isfinite(right) and abs(left - right) <= most
-
-
-def _shown(value: float | None) -> str:
-    return "none" if value is None else f"{value:.6g}"

@@ -16,24 +16,28 @@ from torchrepro.seeding.uncontrolled import ENTROPY
 from torchrepro.trace.format import BY_PROGRAM
 from torchrepro.verdict.evidence import (
     COARSE,
+    ESCALATION,
+    HASHES,
     MAIN_THREADS,
     NO_VALUE,
     NOT_ALIKE,
+    RULES,
     Evidence,
+    Fix,
     accelerator,
     short,
     uses,
 )
-from torchrepro.verdict.rules import ESCALATION, HASHES, RULES, Fix, Rule
 from torchrepro.verdict.value import UNKNOWN_PROGRAM, Advice, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
+    from torchrepro.verdict.evidence import Rule
     from torchrepro.verdict.value import Divergence, Program, Setting, UncontrolledRead, Verdict
 
 
-_FEW, _FEW_SUSPECTS = 3, 2
+_FEW, _FEW_SUSPECTS = 3, 2  # settings and suspects that a sentence names
 
 _LEFT_OPEN = {
     "seeded": "promises the same random numbers and no more",
@@ -57,9 +61,20 @@ def advice(
     meta = meta or {}
     evidence = evidence_of(verdict, meta)
     rule = next(row for row in RULES if evidence.fits(row))
-    cause, edit = (_worded(text, rule, evidence) for text in (rule.cause, rule.edit))
-    unseen = _may_hide_a_change(rule, evidence, meta)
-    if unseen:
+    suspicion = _suspicion(evidence)
+    cause, edit = (
+        _worded(text, rule, evidence, suspected=suspicion is not None)
+        for text in (rule.cause, rule.edit)
+    )
+    # A recording without `detail` fingerprints what an op writes once in a step.
+    may_hide_a_change = (
+        rule.kernel
+        and not (rule.knobs or evidence.tolerance or evidence.holds("has_other_dtypes"))
+        and evidence.holds("reads_written_memory")
+        and "detail" in meta
+        and not meta["detail"]
+    )
+    if may_hide_a_change:
         cause = f"{cause.removesuffix('.')}; or an input was changed outside torch in mid-step."
     started = evidence.started_threads
     if rule.kernel and started is not None:
@@ -68,50 +83,61 @@ def advice(
     fixes = (*_common_values(rule, evidence), *rule.fixes)
     fixes = tuple(fix for fix in fixes if uses(evidence.program, fix.needs))
     open_fixes = [fix for fix in fixes if not _in_force(fix, evidence)]
-    suspicion = _suspicion(evidence) if rule.by_program else None
-    if suspicion is not None:
-        cause = f"{cause} {suspicion.sentence}"
-        open_fixes = [] if suspicion.is_sure else open_fixes
-        edit = edit if open_fixes else suspicion.edit
+    if rule.by_program and suspicion is not None:
+        sentence, suspected_edit, is_sure = suspicion
+        cause = f"{cause} {sentence}"
+        open_fixes = [] if is_sure else open_fixes
+        edit = edit if open_fixes else suspected_edit
     elif fixes and not open_fixes:
         cause += f" Already set, without effect: {', '.join(fix.key for fix in fixes)}."
     fix = open_fixes[0] if open_fixes else None
+    closer = ""
+    if rule.rerecord:
+        closer = _rerecord_command(verdict, meta, command, detail=may_hide_a_change)
     return Advice(
         cause=cause,
         knob=fix.key if fix else "",
         setting=f"{fix.key}={fix.value}" if fix else "",
-        closer=_rerecord_command(verdict, meta, command, detail=unseen) if rule.rerecord else "",
+        closer=closer,
         promise=_promise(verdict, meta),
         edit=edit,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Suspicion:
-    """What the program read that may explain a difference."""
+def evidence_of(verdict: Verdict, meta: Mapping[str, Any]) -> Evidence:
+    """Return the first divergence of `verdict`, which has one, with what `meta` holds."""
+    if verdict.first is None:
+        raise ValueError("the runs do not diverge")
+    return Evidence(
+        verdict.first,
+        verdict.settings,
+        meta.get("knobs") or {},
+        accelerator(meta),
+        tolerance=verdict.tolerance is not None,
+        program=verdict.program,
+        file=str(meta.get("program") or ""),
+    )
 
-    sentence: str
-    edit: str
-    is_sure: bool
-    """Whether a setting cannot help: most programs read a clock, and only to measure."""
 
+def _suspicion(evidence: Evidence) -> tuple[str, str, bool] | None:
+    """Return what the program had read that may explain the difference.
 
-def _suspicion(evidence: Evidence) -> _Suspicion | None:
-    """Return what the program had read that may explain the difference."""
+    This is a sentence, what to write instead, and whether a setting cannot help: most programs
+    read a clock, and only to measure.
+    """
     if evidence.other_seeds:
         seed = evidence.other_seeds[0]
-        return _Suspicion(
+        sentence = (
             f"{seed.name} at {short(seed.where)} was given another seed in each run: "
-            f"{seed.left} and {seed.right}.",
-            edit_at(seed),
-            is_sure=True,
+            f"{seed.left} and {seed.right}."
         )
+        return sentence, edit_at(seed), True
     suspects = evidence.suspects[:_FEW_SUSPECTS]
     if not suspects:
         return None
     read = " and ".join(f"{one.what} ({one.name} at {short(one.where)})" for one in suspects)
     is_sure = suspects[0].what == ENTROPY or evidence.is_at(suspects[0])
-    return _Suspicion(f"It reads {read}.", edit_at(suspects[0]), is_sure)
+    return f"It reads {read}.", edit_at(suspects[0]), is_sure
 
 
 def edit_at(read: UncontrolledRead) -> str:
@@ -137,31 +163,16 @@ def _promise(verdict: Verdict, meta: Mapping[str, Any]) -> str:
     return ""
 
 
-def evidence_of(verdict: Verdict, meta: Mapping[str, Any]) -> Evidence:
-    """Return the first divergence of `verdict`, which has one, with what `meta` holds."""
-    if verdict.first is None:
-        raise ValueError("the runs do not diverge")
-    return Evidence(
-        verdict.first,
-        verdict.settings,
-        meta.get("knobs") or {},
-        accelerator(meta),
-        tolerance=verdict.tolerance is not None,
-        program=verdict.program,
-        file=str(meta.get("program") or ""),
-    )
-
-
 def _common_values(rule: Rule, evidence: Evidence) -> list[Fix]:
     """Return the knobs of a rule in which the runs differ, each with a value for both of them."""
     found = []
-    for setting in evidence.differing_knobs_of(rule):
+    for setting in evidence.differing_knobs_of(rule.knobs):
         knob = knobs_by_name().get(setting.name)
-        values = [each for each in (setting.left, setting.right) if each not in NO_VALUE]
-        key = knob.profile_key if knob else setting.name
-        for value in map(str, values[:1]):
-            is_text = knob is not None and knob.variable and not value.isdigit()
-            found.append(Fix(key, f'"{value}"' if is_text else value))
+        values = [str(each) for each in (setting.left, setting.right) if each not in NO_VALUE]
+        if values:
+            is_text = knob is not None and knob.variable and not values[0].isdigit()
+            value = f'"{values[0]}"' if is_text else values[0]
+            found.append(Fix(knob.profile_key if knob else setting.name, value))
     return found
 
 
@@ -171,13 +182,15 @@ def _in_force(fix: Fix, evidence: Evidence) -> bool:
     return fix.is_met_by(evidence.value(fix.key))
 
 
-def _worded(sentence: str, rule: Rule, evidence: Evidence) -> str:
+def _worded(sentence: str, rule: Rule, evidence: Evidence, *, suspected: bool) -> str:
     """Return a sentence of a rule with the names in braces filled in."""
     known, first = row_of(evidence.op), evidence.first
     threads = [first.thread, *first.writers]
     others = dict.fromkeys(name for name in threads if name not in MAIN_THREADS)
     loader = evidence.own_worker_init
     seeded = evidence.value("dataloader.seeding") == "auto"
+    sets = "" if _in_force(HASHES, evidence) else ", the order of a set"
+    generic = f": a generator of its own, the clock, an address, the order of files{sets}"
     return sentence.format(
         op=first.op or "it",
         values=COARSE.get(first.op, "values"),
@@ -185,12 +198,12 @@ def _worded(sentence: str, rule: Rule, evidence: Evidence) -> str:
         threads=f"thread{'s' * (len(others) > 1)} {', '.join(others)}",
         accelerator=evidence.accelerator,
         instead=known.instead if known else "",
-        settings=_listed(evidence.differing_knobs_of(rule) or evidence.differing_platform),
+        settings=_listed(evidence.differing_knobs_of(rule.knobs) or evidence.differing_platform),
         what=first.what,
         programs=_programs(evidence),
         worker_init=worker_init_sentence(loader.worker_init_fn, seeded=seeded) if loader else "",
         worker_init_edit=worker_init_edit(seeded=seeded),
-        generic="" if _suspicion(evidence) else _generic(evidence),
+        generic="" if suspected else generic,
     )
 
 
@@ -220,31 +233,11 @@ def _programs(evidence: Evidence) -> str:
     return " and ".join(sorted(files)) if len(files) > 1 else f"two texts of {short(evidence.file)}"
 
 
-def _generic(evidence: Evidence) -> str:
-    """Return what a program may compute with that no seed decides, where nothing was seen."""
-    sets = "" if _in_force(HASHES, evidence) else ", the order of a set"
-    return f": a generator of its own, the clock, an address, the order of files{sets}"
-
-
 def _listed(settings: Sequence[Setting]) -> str:
     values = [["not set" if x is None else x for x in (e.left, e.right)] for e in settings]
     shown = [f"{e.name} {' and '.join(x)}" for e, x in zip(settings, values, strict=True)]
     rest = [f"{len(shown) - _FEW} more"] if len(shown) > _FEW else []
     return "; ".join([*shown[:_FEW], *rest])
-
-
-def _may_hide_a_change(rule: Rule, evidence: Evidence, meta: Mapping[str, Any]) -> bool:
-    """Whether inputs that count as equal may have been changed by something other than torch.
-
-    A recording without `detail` fingerprints what an op writes once in a step.
-    """
-    return (
-        rule.kernel
-        and not (rule.knobs or evidence.tolerance or evidence.has_other_dtypes)
-        and evidence.reads_written_memory
-        and "detail" in meta
-        and not meta["detail"]
-    )
 
 
 def steps_to_record(verdict: Verdict) -> tuple[int, int]:
@@ -288,29 +281,20 @@ def _rerecord_command(
     keep = ""
     if _is_seen_in_full(verdict, first):
         # Where the step is still to be found, whole tensors of many steps would fill the disk.
-        keep = "" if _is_kept(first.module, meta) else first.module
+        kept = any(fnmatchcase(first.module, str(each)) for each in meta.get("keep") or ())
+        keep = "" if kept else first.module
         if not (keep or detail):
             return ""
     folder, steps = verdict.left.rstrip("/") + "-closer", steps_to_record(verdict)
     if meta.get("recorded_by") == BY_PROGRAM and not command:
-        return _in_code(folder, steps, keep, detail=detail)
+        more = f", keep={[keep]!r}" if keep else ""
+        return f"torchrepro.record({folder!r}, steps={steps}{more}{', detail=True' * detail})"
     return (
         f"torchrepro run {quote(str(meta.get('profile') or 'PROFILE'))}"
         f" --record {quote(folder)} --steps {steps[0]}:{steps[1]}"
         f"{f' --keep {quote(keep)}' if keep else ''}{' --detail' * detail}"
         f" -- {command or meta.get('command_hint') or 'COMMAND'}"
     )
-
-
-def _is_kept(module: str, meta: Mapping[str, Any]) -> bool:
-    """Whether a recording has the tensors of a module already."""
-    return any(fnmatchcase(module, str(pattern)) for pattern in meta.get("keep") or ())
-
-
-def _in_code(folder: str, steps: tuple[int, int], keep: str, *, detail: bool) -> str:
-    """Return the call that records these steps, for a program that records itself."""
-    kept = f", keep={[keep]!r}" if keep else ""
-    return f"torchrepro.record({folder!r}, steps={steps}{kept}{', detail=True' * detail})"
 
 
 NO_EFFECT = "null"
@@ -345,14 +329,8 @@ def next_level(
     `profile_values` are those of a resolved profile; levels named in `done` are left out. A level
     can help if it is about the kind of `divergence`, and about something that `program` uses.
     """
-    return next(
-        (
-            level
-            for level in levels_above(profile_values, divergence, program)
-            if level.name not in done
-        ),
-        None,
-    )
+    levels = levels_above(profile_values, divergence, program)
+    return next((level for level in levels if level.name not in done), None)
 
 
 def next_level_of_recording(verdict: Verdict, meta: Mapping[str, Any]) -> EscalationLevel | None:
@@ -383,7 +361,7 @@ def levels_above(
     for row in ESCALATION:
         if not uses(program, row.needs):
             continue
-        if not (divergence is None or may_be_any or getattr(Evidence(divergence), row.helps)):
+        if not (divergence is None or may_be_any or Evidence(divergence).holds(row.helps)):
             continue
         if row.of_module:
             missing = _module_override(row.fixes[0], values, divergence)
@@ -400,16 +378,14 @@ def _module_override(
 ) -> tuple[str, ...]:
     """Return an override for the diverging module; none for a model as a whole."""
     module = divergence.module if divergence else ""
-    is_path = "." in module or not module[:1].isupper()
-    if not module or not is_path or _pattern(module) in (values.get(fix.key) or {}):
+    if not module or ("." not in module and module[0].isupper()):
         return ()
-    return (f"{fix.key}={{{_pattern(module)}: {fix.value}}}",)
-
-
-def _pattern(module: str) -> str:
-    """Return `module` as a key of `device.modules`, a pattern in which ? is any character."""
-    key = _NOT_IN_A_KEY.sub("?", module)
-    return f"{key[:-1]}?" if _MISREAD.fullmatch(key) else key
+    # As a key of `device.modules` it is a pattern, in which ? is any character.
+    pattern = _NOT_IN_A_KEY.sub("?", module)
+    if _MISREAD.fullmatch(pattern):
+        pattern = f"{pattern[:-1]}?"
+    decided = pattern in (values.get(fix.key) or {})
+    return () if decided else (f"{fix.key}={{{pattern}: {fix.value}}}",)
 
 
 def _is_set(fix: Fix, values: Mapping[str, Any]) -> bool:

@@ -1,10 +1,14 @@
-"""What is known of a divergence: the facts and predicates that the rules of diagnosis name."""
+"""The table of diagnosis, `diagnosis.yaml`, and the predicates on a divergence that it names."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.policies.deterministic_ops import row_of
@@ -16,14 +20,12 @@ from torchrepro.trace.format import (
     RETURNED,
     UNINITIALISED,
 )
-from torchrepro.verdict.rules import OPS, RANDOM_NUMBERS, is_of, one_of
 from torchrepro.verdict.value import UNKNOWN_PROGRAM, Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from torchrepro.trace.format import Site
-    from torchrepro.verdict.rules import Rule
     from torchrepro.verdict.value import (
         Divergence,
         Loader,
@@ -33,8 +35,101 @@ if TYPE_CHECKING:
         UncontrolledRead,
     )
 
+_TABLE: Mapping[str, Any] = yaml.load(
+    Path(__file__).with_name("diagnosis.yaml").read_text(encoding="utf-8"),
+    getattr(yaml, "CSafeLoader", yaml.SafeLoader),  # noqa: S506 - both are safe, one is quick
+)
+
+OPS = {name: frozenset(text.split()) for name, text in _TABLE["ops"].items()}
+"""Families of ops by name, as in `drawing`."""
+
 DRAWING, DROPPING, MASKING, DROPPING_INSIDE, OVERWRITING = (
     OPS[name] for name in ("drawing", "dropping", "masking", "dropping_inside", "overwriting")
+)
+
+_PATTERNS = {
+    name: re.compile("".join(text.split()), re.VERBOSE)
+    for name, text in {
+        **_TABLE["patterns"],
+        "summing": "|".join(f"(?:{text})" for text in _TABLE["patterns"].values()),
+    }.items()
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """A key of a profile and the value that helps."""
+
+    key: str
+    value: str
+    """As an override writes it: a word that YAML takes for a boolean is in quotes."""
+
+    enough: tuple[str, ...] = ()
+    """Other values that help as well; ``*`` for any."""
+
+    needs: str = ""
+    """The feature without which the program cannot feel it (see `FEATURES`)."""
+
+    def is_met_by(self, value: str | None) -> bool:
+        """Whether `value` is one that helps."""
+        return value is not None and (self.enough == ("*",) or value in (self.value, *self.enough))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A reason for two runs to diverge, and when it applies. The table says what fields mean."""
+
+    cause: str
+    kinds: tuple[str, ...] = tuple(Kind.__members__)
+    ops: tuple[str, ...] = ()
+    device: str = ""
+    fits: tuple[str, ...] = ()
+    fixes: tuple[Fix, ...] = ()
+    knobs: tuple[str, ...] = ()
+    edit: str = ""
+    by_program: bool = False
+    rerecord: bool = True
+    kernel: bool = False
+    """Whether an op gave two results for equal inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class EscalationRow:
+    """Settings that are tried together."""
+
+    name: str
+    fixes: tuple[Fix, ...]
+    why: str
+    """What it means if these settings make the runs equal."""
+
+    helps: str
+    """The predicate that says whether it can help."""
+
+    needs: str = ""
+    """The feature without which the program cannot feel it; an accelerator is ``device``."""
+
+    of_module: bool = False
+    """Whether its key is a module, that of the divergence."""
+
+
+def _values(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a row of the table, with tuples for lists."""
+    found = {name: tuple(each) if isinstance(each, list) else each for name, each in row.items()}
+    if "fixes" in found:
+        found["fixes"] = tuple(Fix(**_values(each)) for each in found["fixes"])
+    return found
+
+
+RULES = (
+    *(Rule(**_values(row)) for row in _TABLE["rules"]),
+    *(Rule(**_values(row), kernel=True) for row in _TABLE["kernel_rules"]),
+)
+
+ESCALATION = tuple(EscalationRow(**_values(row)) for row in _TABLE["escalation"])
+"""What `verify --escalate` tries, the mildest settings first."""
+
+HASHES = next(
+    Fix(**_values(row)) for row in _TABLE["settings"] if row["key"] == "env.PYTHONHASHSEED"
 )
 
 DATALOADER = "DataLoader"
@@ -124,6 +219,21 @@ class Evidence:
         return op_name(self.first.op)
 
     @property
+    def namespace(self) -> str:
+        """``aten`` in ``aten::add.Tensor``; empty for records that are not ops of torch."""
+        return self.first.op.rpartition("::")[0]
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        """The sides of the runs that have the op."""
+        return tuple(side for side in (self.first.left, self.first.right) if side is not None)
+
+    @property
+    def read(self) -> set[str]:
+        """The fingerprints of the op's inputs in both runs."""
+        return {text for side in self.sides for text in side.input_fingerprints}
+
+    @property
     def earlier_reads(self) -> tuple[UncontrolledRead, ...]:
         """What the program had read until the divergence, the last read first."""
         place = self.first.step, self.first.record
@@ -136,12 +246,10 @@ class Evidence:
         return tuple(each for each in self.earlier_reads if each.is_other_seed)
 
     @property
-    def suspects(self) -> tuple[UncontrolledRead, ...]:
+    def suspects(self) -> list[UncontrolledRead]:
         """What the program had read that no seed decides: what it reads at the line first."""
         found = [each for each in self.earlier_reads if each.what in SUSPECTS]
-        return tuple(
-            sorted(found, key=lambda each: (not self.is_at(each), SUSPECTS.index(each.what)))
-        )
+        return sorted(found, key=lambda each: (not self.is_at(each), SUSPECTS.index(each.what)))
 
     def is_at(self, read: UncontrolledRead) -> bool:
         """Whether the line of the divergence reads it."""
@@ -155,72 +263,9 @@ class Evidence:
     @property
     def own_worker_init(self) -> Loader | None:
         """The loader of the batch, if its workers have a `worker_init_fn` of the program."""
-        return next(
-            (
-                each
-                for each in self.program.loaders
-                if each.workers and each.worker_init_fn and each.where == self.first.source
-            ),
-            None,
-        )
-
-    @property
-    def some_outputs_agree(self) -> bool:
-        """Whether the record has outputs that agree besides those that differ."""
-        if len(self.sides) < 2:  # noqa: PLR2004 - both runs have the op
-            return False
-        pairs = zip(*(side.output_fingerprints for side in self.sides), strict=False)
-        return any(one == other for one, other in pairs)
-
-    @property
-    def is_race(self) -> bool:
-        """Whether threads wrote one tensor, of which one beside the main one computed it."""
-        first, writers = self.first, set(self.first.writers)
-        # An op may run on the main thread, on one of autograd's, or on another.
-        on_another = first.thread not in MAIN_THREADS and first.phase != "backward"
-        in_place = self.op.endswith("_") and not self.op.startswith("__")
-        return (
-            (on_another or bool(writers - set(MAIN_THREADS)))
-            and (len(self.program.threads) != 1 or len({first.thread, *writers}) > 1)
-            and (in_place or bool(writers) or first.kind in (Kind.INPUT, Kind.DATA))
-            and not self.is_made_outside
-        )
-
-    @property
-    def namespace(self) -> str:
-        """``aten`` in ``aten::add.Tensor``; empty for records that are not ops of torch."""
-        return self.first.op.rpartition("::")[0]
-
-    @property
-    def sides(self) -> tuple[Side, ...]:
-        """The sides of the runs that have the op."""
-        return tuple(side for side in (self.first.left, self.first.right) if side is not None)
-
-    @property
-    def reads_unwritten_memory(self) -> bool:
-        """Whether an input of the op is memory that nothing, or not all, has been written of."""
-        if self.op in OVERWRITING or self.first.op.endswith("out"):
-            return False
-        return any(
-            text.startswith((_NOT_SET, _PARTLY_SET))
-            for side in self.sides
-            for text in side.input_fingerprints
-        )
-
-    @property
-    def reads_written_memory(self) -> bool:
-        """Whether the op has an input that something has written."""
-        return any(text != _NOT_SET for side in self.sides for text in side.input_fingerprints)
-
-    @property
-    def drops_with_a_probability(self) -> bool:
-        """Whether a positional argument lies between 0 and 1, as a probability does."""
-        return any(_PROBABILITY.search(side.argument) for side in self.sides)
-
-    @property
-    def has_other_dtypes(self) -> bool:
-        """Whether the two runs computed in other types."""
-        return len({_dtypes(side.outputs) for side in self.sides}) > 1
+        loaders = self.program.loaders
+        own = (each for each in loaders if each.workers and each.worker_init_fn)
+        return next((each for each in own if each.where == self.first.source), None)
 
     @property
     def differing_knobs(self) -> tuple[Setting, ...]:
@@ -232,121 +277,42 @@ class Evidence:
     @property
     def differing_platform(self) -> tuple[Setting, ...]:
         """The settings that differ and that no profile sets: versions and hardware."""
-        known = {each.name for each in self.differing_knobs}
+        known = {*DECLARED, *(each.name for each in self.differing_knobs)}
         return tuple(
             each
             for each in self.settings
-            if each.name not in DECLARED and SET_BY.get(each.name, each.name) not in known
+            if each.name not in known and SET_BY.get(each.name, each.name) not in known
         )
 
-    @property
-    def differs_beyond_random_numbers(self) -> bool:
-        """Whether the runs differ in a knob that is not about random numbers alone."""
-        return any(not one_of(each.name, RANDOM_NUMBERS) for each in self.differing_knobs)
+    def differing_knobs_of(self, patterns: Iterable[str]) -> list[Setting]:
+        """Return the knobs of some patterns in which the runs differ."""
+        return [
+            each
+            for each in self.differing_knobs
+            if any(fnmatchcase(each.name, pattern) for pattern in patterns)
+        ]
 
-    @property
-    def is_other_program(self) -> bool:
-        """Whether the runs are of programs with another text."""
-        return any(each.name == PROGRAM_TEXT for each in self.settings)
+    def is_of(self, *families: str) -> bool:
+        """Whether the op is of one of some families of the table."""
+        return any(
+            self.op in OPS[name] if name in OPS else _PATTERNS[name].fullmatch(self.op) is not None
+            for name in families
+        )
 
-    @property
-    def is_resumed(self) -> bool:
-        """Whether one run went on from a checkpoint and the other did not."""
-        return any(each.name == RESUMED for each in self.settings)
-
-    @property
-    def is_other_processor(self) -> bool:
-        """Whether the runs had processors for which kernels are chosen differently."""
-        return any(each.name == "hardware: instruction set" for each in self.settings)
-
-    @property
-    def both_were_cut(self) -> bool:
-        """Whether both recordings were cut off."""
-        return self.first.both_were_cut
-
-    @property
-    def is_coarse(self) -> bool:
-        """Whether what differs is known, and not which op computed it."""
-        return self.first.op in COARSE or self.first.is_at_the_latest
-
-    @property
-    def is_batch(self) -> bool:
-        """Whether it is of a batch as it came out of a loader."""
-        return self.first.op == DATALOADER
-
-    @property
-    def is_made_outside(self) -> bool:
-        """Whether the record is of values that the program gave to torch."""
-        return self.is_batch or self.first.op == NEW_TENSOR or self.first.op.endswith(RETURNED)
-
-    @property
-    def is_optimizer_step(self) -> bool:
-        """Whether the record is of the arguments of an optimizer."""
-        return self.first.phase == "optimizer" and self.first.op.endswith(OPTIMIZER_STEP)
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether ranks exchanged values."""
-        return self.first.phase == "collective" or "c10d" in self.namespace
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether inductor made the kernel."""
-        return self.op == "compiled region" or self.namespace == "inductor"
-
-    @property
-    def is_custom_op(self) -> bool:
-        """Whether the op is none of torch's own."""
-        return self.namespace not in ("", "aten", "prims")
-
-    @property
-    def known_nondeterministic(self) -> bool:
-        """Whether torch lists the op as one without a deterministic kernel."""
-        return row_of(self.op) is not None
-
-    @property
-    def drops(self) -> bool:
-        """Whether the op draws a mask."""
-        inside = self.op in DROPPING_INSIDE and self.drops_with_a_probability
-        return inside or self.op in DROPPING | MASKING
-
-    @property
-    def is_random(self) -> bool:
-        """Whether the op draws, or only the states of generators are known to differ."""
-        return self.first.kind is Kind.RANDOM or self.op in DRAWING | DROPPING
-
-    @property
-    def is_computed(self) -> bool:
-        """Whether a kernel or a collective gave another result."""
-        is_kernel = self.first.kind is Kind.OUTPUTS and not self.is_random
-        return is_kernel or self.first.phase == "collective"
-
-    @property
-    def is_of_program(self) -> bool:
-        """Whether the program itself may bring the difference in."""
-        return self.is_random or self.first.kind in (Kind.DATA, Kind.ARGUMENT, Kind.ONLY_ONE)
-
-    @property
-    def is_of_loader(self) -> bool:
-        """Whether the workers of a loader may bring the difference in."""
-        return self.is_batch or self.first.kind is Kind.RANDOM
-
-    def differing_knobs_of(self, rule: Rule) -> list[Setting]:
-        """Return the knobs of a rule in which the runs differ."""
-        return [each for each in self.differing_knobs if one_of(each.name, rule.knobs)]
+    def holds(self, predicate: str) -> bool:
+        """Whether a predicate holds; ``not`` before its name asks whether it does not."""
+        name = predicate.removeprefix("not ")
+        return bool(PREDICATES[name](self)) == (name == predicate)
 
     def fits(self, rule: Rule) -> bool:
         """Whether a rule may say why the runs diverge."""
         devices = ("", self.accelerator or "cpu", "accelerator" if self.accelerator else "")
         return (
-            self.first.kind in rule.kinds
-            and (not rule.ops or any(is_of(self.op, family) for family in rule.ops))
+            self.first.kind.name in rule.kinds
+            and (not rule.ops or self.is_of(*rule.ops))
             and rule.device in devices
-            and (not rule.knobs or bool(self.differing_knobs_of(rule)))
-            and all(
-                bool(getattr(self, name.removeprefix("not "))) != name.startswith("not ")
-                for name in rule.fits
-            )
+            and (not rule.knobs or bool(self.differing_knobs_of(rule.knobs)))
+            and all(map(self.holds, rule.fits))
         )
 
     def value(self, key: str) -> str | None:
@@ -360,11 +326,92 @@ class Evidence:
         return {"True": "true", "False": "false"}.get(given[0], given[0]) if given else None
 
 
+def _some_outputs_agree(its: Evidence) -> bool:
+    if len(its.sides) < 2:  # noqa: PLR2004 - both runs have the op
+        return False
+    pairs = zip(*(side.output_fingerprints for side in its.sides), strict=False)
+    return any(one == other for one, other in pairs)
+
+
+def _is_race(its: Evidence) -> bool:
+    """Whether threads wrote one tensor, of which one beside the main one computed it."""
+    first, writers = its.first, set(its.first.writers)
+    # An op may run on the main thread, on one of autograd's, or on another.
+    on_another = first.thread not in MAIN_THREADS and first.phase != "backward"
+    in_place = its.op.endswith("_") and not its.op.startswith("__")
+    return (
+        (on_another or bool(writers - set(MAIN_THREADS)))
+        and (len(its.program.threads) != 1 or len({first.thread, *writers}) > 1)
+        and (in_place or bool(writers) or first.kind in (Kind.INPUT, Kind.DATA))
+        and not its.holds("is_made_outside")
+    )
+
+
+def _reads_unwritten_memory(its: Evidence) -> bool:
+    """Whether an input of the op is memory that nothing, or not all, has been written of."""
+    overwrites = its.op in OVERWRITING or its.first.op.endswith("out")
+    return not overwrites and any(text.startswith((_NOT_SET, _PARTLY_SET)) for text in its.read)
+
+
+def _drops(its: Evidence) -> bool:
+    """Whether the op draws a mask; larger kernels do if they are given a probability."""
+    with_probability = any(_PROBABILITY.search(side.argument) for side in its.sides)
+    return (its.op in DROPPING_INSIDE and with_probability) or its.op in DROPPING | MASKING
+
+
+PREDICATES: Mapping[str, Callable[[Evidence], object]] = {
+    # What record it is.
+    "is_coarse": lambda its: its.first.op in COARSE or its.first.is_at_the_latest,
+    "is_batch": lambda its: its.first.op == DATALOADER,
+    "is_made_outside": lambda its: (
+        its.first.op in (DATALOADER, NEW_TENSOR) or its.first.op.endswith(RETURNED)
+    ),
+    "is_optimizer_step": lambda its: (
+        its.first.phase == "optimizer" and its.first.op.endswith(OPTIMIZER_STEP)
+    ),
+    "is_collective": lambda its: its.first.phase == "collective" or "c10d" in its.namespace,
+    "is_compiled": lambda its: its.op == "compiled region" or its.namespace == "inductor",
+    "is_custom_op": lambda its: its.namespace not in ("", "aten", "prims"),
+    "known_nondeterministic": lambda its: row_of(its.op),  # torch lists it
+    "drops": _drops,
+    "is_race": _is_race,
+    # What it read and wrote.
+    "some_outputs_agree": _some_outputs_agree,
+    "reads_unwritten_memory": _reads_unwritten_memory,
+    "reads_written_memory": lambda its: its.read - {_NOT_SET},
+    "has_other_dtypes": lambda its: (
+        len({tuple(re.findall(r"(\w+)\[", side.outputs)) for side in its.sides}) > 1
+    ),
+    # In what else the runs differ, and how they were compared.
+    "own_worker_init": lambda its: its.own_worker_init,
+    "differing_platform": lambda its: its.differing_platform,
+    "differs_beyond_random_numbers": lambda its: (
+        len(its.differing_knobs_of(_TABLE["knobs"]["random_numbers"])) < len(its.differing_knobs)
+    ),
+    "is_other_program": lambda its: any(each.name == PROGRAM_TEXT for each in its.settings),
+    "is_resumed": lambda its: any(each.name == RESUMED for each in its.settings),
+    # For another instruction set kernels are chosen differently.
+    "is_other_processor": lambda its: any(
+        each.name == "hardware: instruction set" for each in its.settings
+    ),
+    "both_were_cut": lambda its: its.first.both_were_cut,
+    "tolerance": lambda its: its.tolerance,
+    # What escalation can help against: it draws, or the states of generators are known to differ;
+    # a kernel or a collective gave another result; the program or a loader brings it in.
+    "is_random": lambda its: its.first.kind is Kind.RANDOM or its.op in DRAWING | DROPPING,
+    "is_computed": lambda its: (
+        its.first.phase == "collective"
+        or (its.first.kind is Kind.OUTPUTS and not its.holds("is_random"))
+    ),
+    "is_of_program": lambda its: (
+        its.first.kind in (Kind.DATA, Kind.ARGUMENT, Kind.ONLY_ONE) or its.holds("is_random")
+    ),
+    "is_of_loader": lambda its: its.first.op == DATALOADER or its.first.kind is Kind.RANDOM,
+}
+"""What `fits` and `helps` of the table name."""
+
+
 def accelerator(meta: Mapping[str, Any]) -> str:
     """Return the type of device that a recorded process had besides the CPU, or nothing."""
     hardware = meta.get("hardware") or {}
     return str(hardware.get("accelerator", "")).partition(" ")[0]
-
-
-def _dtypes(outputs: str) -> tuple[str, ...]:
-    return tuple(re.findall(r"(\w+)\[", outputs))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchrepro.trace.format import (
     BETWEEN,
@@ -19,8 +19,9 @@ from torchrepro.trace.format import (
     Site,
 )
 from torchrepro.verdict.columns import INPUTLESS, MAIN, NAMES
-from torchrepro.verdict.evidence import DRAWING, OVERWRITING, op_name
+from torchrepro.verdict.evidence import DATALOADER, DRAWING, OVERWRITING, op_name
 from torchrepro.verdict.render import counted, moment
+from torchrepro.verdict.tensor_diff import differences
 from torchrepro.verdict.value import Divergence, Kind, Side
 
 if TYPE_CHECKING:
@@ -36,15 +37,13 @@ MOST = 8
 LOOK_BACK = 3
 """Steps within which an optimizer has written a parameter that it trains."""
 
+MADE_OUTSIDE = {
+    DATALOADER: "the batches differ as they enter the main process",
+    NEW_TENSOR: "the program made this tensor from other values",
+}
+"""Ops whose records are data that torch did not compute, and what it means if they differ."""
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """How two records diverge, and where the difference came from."""
-
-    kind: Kind
-    what: str
-    threads: tuple[str, ...] = ()
-    """The threads that wrote the input in which the records differ."""
+_FEW_OPTIONS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +52,23 @@ class FirstDifference:
 
     left: int | None
     right: int | None
+    sort: str
+    """How it differs."""
+    place: float
+    """Where it is in the left run: the id of a record, or between two ids."""
     instead: int | None = None
     """The id of what the run without the record did at its place."""
     read: Sequence[tuple[int, int]] = ()
     """Pairs of records shortly before that differ only in what they read."""
 
 
-MADE_OUTSIDE = {
-    "DataLoader": "the batches differ as they enter the main process",
-    NEW_TENSOR: "the program made this tensor from other values",
-}
-"""Ops whose records are data that torch did not compute, and what it means if they differ."""
+class Explanation(NamedTuple):
+    """How two records diverge, and where the difference came from."""
 
-_FEW_OPTIONS = 3
+    kind: Kind
+    what: str = ""
+    writers: tuple[str, ...] = ()
+    """The threads that wrote the input in which the records differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,11 @@ class RecordView:
         """Whether it is of the arguments of an optimizer."""
         return self.site.phase == "optimizer" and self.site.op.endswith(OPTIMIZER_STEP)
 
+    @property
+    def op(self) -> str:
+        """The op, with the module that it ran in."""
+        return f"{self.site.op}{f' in {self.site.module}' if self.site.module else ''}"
+
 
 def describe(
     pair: Pair, difference: FirstDifference, out_of_tolerance: str | None = None
@@ -129,18 +137,20 @@ def describe(
     distances: tuple[Distance, ...] = ()
     if left is None or right is None:
         found = _explain_lone(pair, shown, difference.instead, only_left=right is None)
-    elif out_of_tolerance is not None:
-        kind = Kind.DATA if left.site.op in MADE_OUTSIDE else Kind.OUTPUTS
-        found = Explanation(kind, out_of_tolerance)
     else:
-        left, right = _first_reader(pair, difference.read) or (left, right)
-        found = _explain(pair, left, right, difference.read)
-    shown = left or right or shown
-    if left and right:
+        if out_of_tolerance is not None:
+            kind = Kind.DATA if left.site.op in MADE_OUTSIDE else Kind.OUTPUTS
+            found = Explanation(kind, out_of_tolerance)
+        else:
+            earlier = [
+                (RecordView.read(pair.left, one), RecordView.read(pair.right, other))
+                for one, other in difference.read
+            ]
+            left, right = _first_reader(pair, earlier) or (left, right)
+            shown = left
+            found = _explain(pair, left, right, earlier)
         kept = [one.trace.tensors(one.record.id) for one in (left, right)]
         if all(kept):
-            from torchrepro.verdict.tensor_diff import differences
-
             elements, distances = differences(*kept)
     sides = [
         Side(
@@ -169,23 +179,22 @@ def describe(
         elements=elements,
         distances=distances,
         what=found.what,
-        writers=found.threads,
+        writers=found.writers,
         record=shown.record.id - 1,
         after_last=pair.is_after_last(shown.step),
     )
 
 
 def _first_reader(
-    pair: Pair, read: Sequence[tuple[int, int]]
+    pair: Pair, earlier: Sequence[tuple[RecordView, RecordView]]
 ) -> tuple[RecordView, RecordView] | None:
     """Return the first op that read what something other than torch had changed.
 
     Its outputs may agree by chance, so that it is not itself a difference.
     """
-    for one, other in read:
-        left, right = RecordView.read(pair.left, one), RecordView.read(pair.right, other)
-        inputs = [Input(pair, left, right, place) for place in _unequal(left, right)]
-        if left.outputs and inputs and _explain_inputs(inputs[:MOST]).kind is Kind.INPUT:
+    for left, right in earlier:
+        inputs = [Input(left, right, place) for place in _unequal(left, right)]
+        if left.outputs and inputs and _explain_inputs(pair, inputs).kind is Kind.INPUT:
             return left, right
     return None
 
@@ -197,11 +206,8 @@ def _explain_lone(
     has, lacks = NAMES if only_left else NAMES[::-1]
     other = pair.right if only_left else pair.left
     if instead is not None:
-        site = RecordView.read(other, instead).site
-        where = f" in {site.module}" if site.module else ""
-        return Explanation(
-            Kind.ONLY_ONE, f"only {has} has it; {lacks} goes on with {site.op}{where}"
-        )
+        goes_on = RecordView.read(other, instead).op
+        return Explanation(Kind.ONLY_ONE, f"only {has} has it; {lacks} goes on with {goes_on}")
     row = other.steps[shown.step]
     if row.finished or shown.record.thread != MAIN:  # other threads may end at any time
         return Explanation(Kind.ONLY_ONE, f"only {has} has it")
@@ -210,34 +216,13 @@ def _explain_lone(
 
 
 def _explain(
-    pair: Pair, left: RecordView, right: RecordView, read: Sequence[tuple[int, int]]
+    pair: Pair,
+    left: RecordView,
+    right: RecordView,
+    earlier: Sequence[tuple[RecordView, RecordView]],
 ) -> Explanation:
-    given = _explain_what_was_given(left, right)
-    if given is not None:
-        return given
-    unequal = _unequal(left, right)
-    if not unequal:
-        if left.site.op in INPUTLESS:
-            return Explanation(Kind.VALUES, "")
-        if op_name(left.site.op) in OVERWRITING | DRAWING or left.site.op.endswith("out"):
-            return Explanation(Kind.OUTPUTS, "")
-        places = [str(at) for at, value in enumerate(left.inputs) if value == UNINITIALISED]
-        what = f"input {', '.join(places)} is memory that nothing had written" if places else ""
-        return Explanation(Kind.OUTPUTS, what)
-    earlier = [
-        (RecordView.read(pair.left, one), RecordView.read(pair.right, other)) for one, other in read
-    ]
-    inputs = [
-        Input(pair, one, other, place)
-        for one, other in [(left, right), *reversed(earlier)]
-        for place in _unequal(one, other)
-    ]
-    return _explain_inputs(inputs[:MOST])
-
-
-def _explain_what_was_given(left: RecordView, right: RecordView) -> Explanation | None:
-    """Explain records that differ in what the program gave them; None if that agrees."""
     op = left.site.op
+    # First, what the program gave them.
     if left.is_optimizer_step:
         return Explanation(Kind.ARGUMENT, _unequal_options(left, right))
     if op.endswith(RETURNED):
@@ -250,7 +235,21 @@ def _explain_what_was_given(left: RecordView, right: RecordView) -> Explanation 
     if len(left.inputs) != len(right.inputs):
         what = f"{counted(len(left.inputs), 'tensor')} as input and {len(right.inputs)}"
         return Explanation(Kind.ARGUMENT, what)
-    return None
+    # Then, what they read.
+    if _unequal(left, right):
+        inputs = [
+            Input(one, other, place)
+            for one, other in [(left, right), *reversed(earlier)]
+            for place in _unequal(one, other)
+        ]
+        return _explain_inputs(pair, inputs)
+    if op in INPUTLESS:
+        return Explanation(Kind.VALUES)
+    if op_name(op) in OVERWRITING | DRAWING or op.endswith("out"):
+        return Explanation(Kind.OUTPUTS)
+    places = [str(at) for at, value in enumerate(left.inputs) if value == UNINITIALISED]
+    what = f"input {', '.join(places)} is memory that nothing had written" if places else ""
+    return Explanation(Kind.OUTPUTS, what)
 
 
 def _explain_returned(op: str, left: str, right: str) -> str:
@@ -299,11 +298,9 @@ def _unequal(left: RecordView, right: RecordView) -> list[int]:
     return [place for place, (one, other) in pairs if one != other]
 
 
-@dataclass(frozen=True, slots=True)
-class Input:
+class Input(NamedTuple):
     """An input in which two records differ."""
 
-    pair: Pair
     left: RecordView
     right: RecordView
     place: int
@@ -319,14 +316,14 @@ class Input:
         return f"input {self.place} of {self.left.site.op}"
 
 
-def _explain_inputs(inputs: Sequence[Input]) -> Explanation:
+def _explain_inputs(pair: Pair, inputs: Sequence[Input]) -> Explanation:
     """Return the origin of unequal inputs. All that was recorded before them agrees."""
-    missed = _steps_missed(inputs[0])
+    inputs = inputs[:MOST]
+    first = inputs[0]
+    missed = _steps_missed(pair, first.left.step)
     written = [
         _last_writers(trace, one.record.id, {each.values[side] for each in inputs})
-        for side, (trace, one) in enumerate(
-            zip(inputs[0].pair.traces, (inputs[0].left, inputs[0].right), strict=True)
-        )
+        for side, (trace, one) in enumerate(zip(pair.traces, first[:2], strict=True))
     ]
     for each in inputs:
         writers = written[0].get(each.values[0]), written[1].get(each.values[1])
@@ -334,10 +331,9 @@ def _explain_inputs(inputs: Sequence[Input]) -> Explanation:
             return Explanation(
                 Kind.UNSEEN, f"{each.name} differs, and nothing in this step wrote it{missed}"
             )
-        explanation = _explain_by_writers(each, *writers) or _explain_by_step_before(each)
+        explanation = _explain_by_writers(pair, each, *writers) or _explain_by_step_before(each)
         if explanation is not None:
             return explanation
-    first = inputs[0]
     if UNINITIALISED in first.values:
         name = NAMES[first.values.index(UNINITIALISED)]
         what = f"{first.name} is memory that nothing had written in {name}"
@@ -349,13 +345,12 @@ def _explain_inputs(inputs: Sequence[Input]) -> Explanation:
     )
 
 
-def _steps_missed(this: Input) -> str:
+def _steps_missed(pair: Pair, number: int) -> str:
     """Return which steps before this one were not recorded op by op; nothing if none was missed."""
-    number = this.left.step
-    before = [step for step in this.pair.left.steps if step < number]
+    before = [step for step in pair.left.steps if step < number]
     if not before:
         return ""
-    rows = [[trace.steps.get(step) for trace in this.pair.traces] for step in before]
+    rows = [[trace.steps.get(step) for trace in pair.traces] for step in before]
     in_full = [
         row.step
         for row, other in rows
@@ -369,22 +364,23 @@ def _steps_missed(this: Input) -> str:
 
 
 def _explain_by_writers(
-    this: Input, left: RecordView | None, right: RecordView | None
+    pair: Pair, this: Input, left: RecordView | None, right: RecordView | None
 ) -> Explanation | None:
-    if left is None and right is None:
+    writers = [one for one in (left, right) if one is not None]
+    if not writers:
         return None
-    threads = tuple(dict.fromkeys(one.thread for one in (left, right) if one is not None))
+    ops = []
+    for one in writers:
+        when = moment(one.step, after_last=pair.is_after_last(one.step))
+        ops.append(f"{one.op}{when and f' {when}'} ({one.site.phase})")
+    threads = tuple(dict.fromkeys(one.thread for one in writers))
     if left is not None and right is not None:
-        return Explanation(
-            Kind.ARGUMENT,
-            f"{this.name} is another tensor: written by {_op(this.pair, left)} in {NAMES[0]}, "
-            f"by {_op(this.pair, right)} in {NAMES[1]}",
-            threads,
-        )
-    writer, keeps, changed = (left, *NAMES) if left else (right, *NAMES[::-1])
+        what = f"written by {ops[0]} in {NAMES[0]}, by {ops[1]} in {NAMES[1]}"
+        return Explanation(Kind.ARGUMENT, f"{this.name} is another tensor: {what}", threads)
+    keeps, changed = NAMES if left else NAMES[::-1]
     return Explanation(
         Kind.INPUT,
-        f"{this.name} is in {keeps} what {_op(this.pair, writer)} wrote; "
+        f"{this.name} is in {keeps} what {ops[0]} wrote; "
         f"in {changed} something other than torch has changed it since",
         threads,
     )
@@ -394,7 +390,7 @@ def _explain_by_step_before(this: Input) -> Explanation | None:
     """Explain an input that stayed as it was or was trained; None if it is new in every step."""
     before = [
         one.inputs[this.place] if one and this.place < len(one.inputs) else None
-        for one in map(_in_step_before, (this.left, this.right))
+        for one in map(_in_step_before, this[:2])
     ]
     kept = [value == now for value, now in zip(before, this.values, strict=True)]
     if all(kept):
@@ -411,7 +407,7 @@ def _explain_by_step_before(this: Input) -> Explanation | None:
         )
     if before[0] is None or before[0] != before[1]:
         return None
-    trace, now = this.pair.left, this.left
+    now, trace = this.left, this.left.trace
     recent = [row.first for step, row in trace.steps.items() if step >= now.step - LOOK_BACK]
     trained = _last_writers(trace, now.record.id, [before[0]], recent[0] - 1).get(before[0])
     if trained is None or trained.site.phase != "optimizer":
@@ -421,14 +417,6 @@ def _explain_by_step_before(this: Input) -> Explanation | None:
         f"{this.name} was trained until the step before; in both runs something other than "
         "torch has changed it since",
     )
-
-
-def _op(pair: Pair, one: RecordView | None) -> str:
-    if one is None:
-        return "nothing"
-    where = f" in {one.site.module}" if one.site.module else ""
-    when = moment(one.step, after_last=pair.is_after_last(one.step))
-    return f"{one.site.op}{where}{when and f' {when}'} ({one.site.phase})"
 
 
 def _last_writers(
@@ -462,18 +450,17 @@ def _in_step_before(this: RecordView) -> RecordView | None:
     earlier = [step for step in trace.steps if step < this.step]
     if not earlier or this.record.thread != MAIN:
         return None
-    number = _occurrences(trace, this.step, key).index(this.record.id)
-    then = _occurrences(trace, earlier[-1], key)
-    return RecordView.read(trace, then[number]) if number < len(then) else None
-
-
-def _occurrences(trace: Trace, step: int, key: tuple[str, str, str]) -> list[int]:
     sites = {number for number, site in trace.sites.items() if site.key == key}
-    return [
-        number
-        for part in trace.parts(step)
-        for number, thread, site in zip(
-            part.ids, part.outline.threads, part.outline.sites, strict=True
-        )
-        if thread == MAIN and site in sites
-    ]
+    now, before = (
+        [
+            number
+            for part in trace.parts(step)
+            for number, thread, site in zip(
+                part.ids, part.outline.threads, part.outline.sites, strict=True
+            )
+            if thread == MAIN and site in sites
+        ]
+        for step in (this.step, earlier[-1])
+    )
+    at = now.index(this.record.id)
+    return RecordView.read(trace, before[at]) if at < len(before) else None

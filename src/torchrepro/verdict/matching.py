@@ -57,12 +57,6 @@ class Matching:
         """Return the matching without pairs."""
         return cls(np.full(len(left), FREE), np.full(len(right), FREE))
 
-    @classmethod
-    def place_by_place(cls, records: Array) -> Matching:
-        """Return the matching of two runs that did the same in the same order."""
-        places = np.arange(len(records))
-        return cls(places, places)
-
     @property
     def pairs(self) -> Pairs:
         """The places of records that have a partner, in the order of the left run."""
@@ -130,35 +124,37 @@ class Matching:
 def match(left: Array, right: Array, rounds: Sequence[Sequence[str]]) -> Matching:
     """Match records of the main thread by the columns of each round, the finest first."""
     if np.array_equal(left["key"], right["key"]):
-        return Matching.place_by_place(left)
+        places = np.arange(len(left))
+        return Matching(places, places)
     found = Matching.none(left, right)
     finest = ("line", *rounds[0])
-    head, tail = _equal_ends(_tokens(left, finest), _tokens(right, finest))
+    head, tail = _equal_ends(*_tokens((left, right), finest))
     for many, first, other in ((head, 0, 0), (tail, len(left) - tail, len(right) - tail)):
         found.join((np.arange(first, first + many), np.arange(other, other + many)))
     between = left[head : len(left) - tail], right[head : len(right) - tail]
     pairs, by_lines = _in_order((left, right), between, rounds[0])
     found.join((pairs[0] + head, pairs[1] + head))
     names = finest if by_lines else rounds[0]
-    tokens = _sides((left, right), names)
+    tokens = _tokens((left, right), names)
     found.join_equal(*tokens, as_often=True)
     found.join_neighbours(*tokens)
     found.join_equal(*tokens, as_often=True)
     for names in rounds if len(found.free(0)) and len(found.free(1)) else ():
-        here, there = found.in_order
-        gaps = [
-            np.searchsorted(anchors, np.arange(len(side)), "right")
-            for anchors, side in ((here, left), (there, right))
-        ]
+        # Only within the gap between two pairs.
+        each = zip(found.in_order, _tokens((left, right), names), strict=True)
         found.join_equal(
-            mixed([gaps[0], _tokens(left, names)]), mixed([gaps[1], _tokens(right, names)])
+            *(
+                mixed([np.searchsorted(anchors, np.arange(len(some)), "right"), some])
+                for anchors, some in each
+            )
         )
     return found
 
 
-def _tokens(records: Array, names: Sequence[str]) -> Array:
+def _tokens(sides: Pairs, names: Sequence[str]) -> Pairs:
     """Return a number for what the named columns say of each record."""
-    return mixed([records[name] for name in names])
+    left, right = (mixed([side[name] for name in names]) for side in sides)
+    return left, right
 
 
 def _equal_ends(left: Array, right: Array) -> tuple[int, int]:
@@ -179,14 +175,14 @@ def _in_order(whole: Pairs, between: Pairs, finest: Sequence[str]) -> tuple[Pair
     """
     shorter = min(map(len, between))
     columns = [name for name in finest if name != "key"]
-    by_line = fewest_left_over(*_sides(between, ("key", "line")), _prices(between, columns, 1))
+    by_line = fewest_left_over(*_tokens(between, ("key", "line")), _prices(between, columns, 1))
     if by_line is not None and len(by_line[0]) == shorter:
         return by_line, True
     by_op = _by_op(between, columns)
     if by_op is not None and len(by_op[0]) == shorter:
         return by_op, False
     if by_line is None or not _lines_do_the_same(whole, between):
-        return by_op or _anchors(*_sides(between, finest)), False
+        return by_op or _anchors(*_tokens(between, finest)), False
     found = [by_line]
     ends = (
         [-1, *places.tolist(), len(side)] for places, side in zip(by_line, between, strict=True)
@@ -207,12 +203,7 @@ def _by_op(sides: Pairs, columns: Sequence[str]) -> Pairs | None:
     """Match records of one op by how much they agree in, and by their lines where that is equal."""
     dearer = min(*map(len, sides), 1000) + 1  # than all lines
     prices = _prices(sides, columns, dearer) + _prices(sides, ["line"], 1)
-    return fewest_left_over(*_sides(sides, ("key",)), prices)
-
-
-def _sides(sides: Pairs, names: Sequence[str]) -> Pairs:
-    left, right = sides
-    return _tokens(left, names), _tokens(right, names)
+    return fewest_left_over(*_tokens(sides, ("key",)), prices)
 
 
 def _prices(sides: Pairs, names: Sequence[str], price: int) -> list[tuple[Array, Array, int]]:
@@ -351,7 +342,7 @@ def match_threads(
     half in common.
     """
     sides = left, right
-    tokens = _sides(sides, rounds[0])
+    tokens = _tokens(sides, rounds[0])
     found = Matching.none(left, right)
     found.join_equal(*tokens)
     if found.number_free:
@@ -360,7 +351,7 @@ def match_threads(
         found = min(found, in_turn, key=attrgetter("number_free"))
     for names in rounds[1:]:
         for columns in (("thread_name", *names), names):
-            found.join_equal(*_sides(sides, columns))
+            found.join_equal(*_tokens(sides, columns))
     return found
 
 

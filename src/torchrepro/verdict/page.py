@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.messages import printable, size
 from torchrepro.verdict import render
-from torchrepro.verdict.agreement import agreement_map
-from torchrepro.verdict.chart import POINTS, chart
+from torchrepro.verdict.chart import POINTS, agreement_map, chart
 from torchrepro.verdict.value import Kind
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
     from torchrepro.verdict.chart import Curve
     from torchrepro.verdict.diagnosis import EscalationLevel
-    from torchrepro.verdict.value import Cell, Divergence, RunFacts, Verdict
+    from torchrepro.verdict.value import Cell, RunFacts, Verdict
 
 _FOLDER = Path(__file__).with_name("page_template")
 _CURVES, _DIFFERENCE = 250.0, 130.0  # heights of the two charts
@@ -43,10 +42,6 @@ class RunRow:
     """The comparison that it leads to."""
     kind: str = ""
     """``a`` or ``b`` where the page calls it so."""
-
-    def cells(self, columns: Sequence[str]) -> list[str]:
-        """Return its facts in the order of some columns."""
-        return [self.facts.get(name, "") for name in columns]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +98,8 @@ def facts_of(facts: RunFacts | None) -> dict[str, str]:
     """Return when, where and from what a run was recorded, as a page calls it."""
     if facts is None:
         return {}
-    date = facts.date.replace("T", " ").replace("+00:00", " UTC")
     return {
-        "Date": date,
+        "Date": facts.date.replace("T", " ").replace("+00:00", " UTC"),
         "Host": facts.host,
         "torch": facts.torch,
         "Commit": facts.commit,
@@ -118,7 +112,7 @@ _OF_EACH = ("Answer", "Recording", "Date")
 
 
 def _table(runs: Sequence[RunRow]) -> dict[str, Any]:
-    """Return a table of runs: what they have in common is told once, above it."""
+    # What the runs have in common is said once, above the table.
     names = dict.fromkeys(chain.from_iterable(run.facts for run in runs))
     values = {name: {run.facts.get(name, "") for run in runs} for name in names}
     columns = [name for name, found in values.items() if len(found) > 1 or name in _OF_EACH]
@@ -127,7 +121,12 @@ def _table(runs: Sequence[RunRow]) -> dict[str, Any]:
         "common": [(name, text) for name, text in common if text],
         "columns": columns,
         "rows": [
-            {"name": run.name, "link": run.link, "kind": run.kind, "cells": run.cells(columns)}
+            {
+                "name": run.name,
+                "link": run.link,
+                "kind": run.kind,
+                "cells": [run.facts.get(name, "") for name in columns],
+            }
             for run in runs
         ],
     }
@@ -139,6 +138,7 @@ def _contents(comparison: Comparison) -> dict[str, Any]:
     first = verdict.first
     if first is not None and first.called:
         first = replace(first, module=first.called)
+    distances = first.distances if first else ()
     cells: Sequence[Cell] = verdict.map
     if verdict.program.models:
         cells = [replace(cell, module=verdict.program.name_of(cell.module)) for cell in cells]
@@ -155,8 +155,17 @@ def _contents(comparison: Comparison) -> dict[str, Any]:
         "anchor": comparison.anchor,
         "prefix": f"{comparison.anchor}-" if comparison.title else "",
         "ended": _has_ended(verdict),
-        "tensors": _tensors(first) if first else [],
-        "in_ulp": first is not None and any(each.max_ulp is not None for each in first.distances),
+        "tensors": [
+            {
+                "tensor": its.tensor,
+                "elements": "-" if its.differing is None else f"{its.differing:,} of {its.total:,}",
+                "largest": render.number(its.max_abs),
+                "ulp": "-" if its.max_ulp is None else f"{its.max_ulp:,}",
+                "relative": render.number(its.max_rel),
+            }
+            for its in distances
+        ],
+        "in_ulp": any(its.max_ulp is not None for its in distances),
         "map": shown,
         "modules": _modules(verdict, cells),
         "more_modules": max(0, len(verdict.by_module) - _MODULES),
@@ -165,20 +174,6 @@ def _contents(comparison: Comparison) -> dict[str, Any]:
         "more_totals": max(0, len(totals) - _TOTALS),
         **_losses(verdict),
     }
-
-
-def _tensors(first: Divergence) -> list[dict[str, str]]:
-    """Return each tensor that differs, with how much of it and by how much."""
-    return [
-        {
-            "tensor": each.tensor,
-            "elements": "-" if each.differing is None else f"{each.differing:,} of {each.total:,}",
-            "largest": render.number(each.max_abs),
-            "ulp": "-" if each.max_ulp is None else f"{each.max_ulp:,}",
-            "relative": render.number(each.max_rel),
-        }
-        for each in first.distances
-    ]
 
 
 def _modules(verdict: Verdict, cells: Sequence[Cell]) -> list[dict[str, Any]]:
@@ -207,7 +202,7 @@ def _compared(verdict: Verdict, modules: int) -> list[tuple[str, str]]:
     ops = "Ops" if its.level == "op" else "Records"
     found = [
         ("Ranks", f"{its.ranks:,}" if its.ranks != 1 else ""),
-        ("Steps", f"{its.steps:,}{render.ways(its)}" if its.steps else render.OUTSIDE),
+        ("Steps", f"{its.steps:,}{render.modes(its)}" if its.steps else render.OUTSIDE),
         (ops, f"{its.ops:,}" if its.ops or not its.steps else ""),
         ("Modules", f"{modules:,}" if modules else ""),
         ("Tensors read", size(its.bytes) if its.bytes or not its.steps else ""),
@@ -218,9 +213,13 @@ def _compared(verdict: Verdict, modules: int) -> list[tuple[str, str]]:
     return [(label, text) for label, text in found if text]
 
 
+LossRow = tuple[int, float | None, float | None, float | None]
+"""A step, the loss of A and of B, and what lies between them."""
+
+
 def _losses(verdict: Verdict) -> dict[str, Any]:
     """Return the curves of both runs' losses, of what lies between them, and both in words."""
-    losses = [
+    losses: list[LossRow] = [
         (at, left, right, None if left is None or right is None else right - left)
         for at, left, right in verdict.losses
     ]
@@ -229,27 +228,23 @@ def _losses(verdict: Verdict) -> dict[str, Any]:
     curves = chart(columns[:2], _CURVES, step)
     if curves is None:
         return {"curves": None}
-    told = len(losses)
+    shared = len(losses)
     if _has_ended(verdict):
         has = [[n for n, row in enumerate(losses, 1) if row[at] is not None] for at in (1, 2)]
-        told = min(max(places, default=0) for places in has)
+        shared = min(max(places, default=0) for places in has)
     gaps = any(row[3] for row in losses)
     each = -(-len(losses) // POINTS)
     read = [row for n, row in enumerate(losses) if n % each == 0 or row[0] == step]
     return {
         "curves": curves,
         "difference": chart(columns[2:], _DIFFERENCE, step) if gaps else None,
-        "losses_in_words": _losses_in_words(losses, told),
+        "losses_in_words": _losses_in_words(losses, shared),
         "readings": {
             "at": [round(curves.across_of(row[0]), 1) for row in read],
             "said": [_reading(*row) for row in read],
             "marked": next((n for n, row in enumerate(read) if row[0] == step), 0),
         },
     }
-
-
-LossRow = tuple[int, float | None, float | None, float | None]
-"""A step, the loss of A and of B, and what lies between them."""
 
 
 def _reading(step: int, left: float | None, right: float | None, apart: float | None) -> str:
@@ -273,11 +268,11 @@ def _losses_in_words(losses: Sequence[LossRow], count: int) -> str:
         return f"Both runs have the same loss in {'the ' * bool(only)}{steps}{only}."
     step, left, right, _ = differing[0]
     agree = "" if step == losses[0][0] else f"The losses agree before step {step}. "
-    told = f"{agree}At step {step} A has {_loss(left)} and B {_loss(right)}."
+    text = f"{agree}At step {step} A has {_loss(left)} and B {_loss(right)}."
     largest = max(differing, key=lambda row: abs(row[3] or 0.0))
     if largest[3] is None or largest[0] == step:
-        return told
-    return f"{told} They are furthest apart at step {largest[0]}, by {abs(largest[3]):.3g}."
+        return text
+    return f"{text} They are furthest apart at step {largest[0]}, by {abs(largest[3]):.3g}."
 
 
 def _has_ended(verdict: Verdict) -> bool:
@@ -321,12 +316,10 @@ def _template() -> Template:
         quote=quote,
         style=Markup(style),  # noqa: S704 - a file of this package, not data
         script=Markup(script),  # noqa: S704
-        style_hash=_hash(style),
-        script_hash=_hash(script),
+        # As a content security policy names them: https://www.w3.org/TR/CSP3/
+        **{
+            name: f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"
+            for name, text in (("style_hash", style), ("script_hash", script))
+        },
     )
     return environment.get_template("page.html")
-
-
-def _hash(text: str) -> str:
-    """Return `text` as a content security policy names it (https://www.w3.org/TR/CSP3/)."""
-    return "sha256-" + b64encode(sha256(text.encode()).digest()).decode()

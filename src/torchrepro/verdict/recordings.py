@@ -1,19 +1,17 @@
-"""Compares what two recordings hold besides records: settings, digests of steps, and their ends."""
+"""What two recordings say besides what was computed: their ends, their settings, their programs."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.messages import printable, size
 from torchrepro.seeding.uncontrolled import row_of_read
 from torchrepro.verdict.columns import MAIN, NAMES
+from torchrepro.verdict.criteria import at_step, unequal_generators
 from torchrepro.verdict.evidence import (
     FEATURES,
     LOADER,
-    NO_VALUE,
     NOT_ALIKE,
     RESUMED,
     WORKERS,
@@ -29,140 +27,15 @@ from torchrepro.verdict.value import (
     Program,
     RunFacts,
     Setting,
-    Side,
     UncontrolledRead,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from torchrepro.trace.format import Loss, StepRow
+    from torchrepro.trace.format import StepRow
     from torchrepro.trace.reader import Trace
     from torchrepro.verdict.columns import Pair
-
-
-LOSS = "loss"
-FIELDS = (
-    ("forward", LOSS),
-    ("backward", "gradients"),
-    ("optimizer", "parameters"),
-)
-"""Phase and name of each digest of a step, in the order in which a step makes them."""
-
-AT_EVERY_LEVEL = (("forward", LOSS), ("optimizer", "parameters"))
-"""Digests that all levels take in the same way.
-
-Of a gradient in memory that was unset ops are recorded, and not what it holds.
-"""
-
-
-def unequal_digest(
-    pair: Pair, number: int, fields: Sequence[tuple[str, str]]
-) -> Callable[[], Divergence] | None:
-    """Return what describes the first digest of a step that differs, if one does."""
-    for phase, name in fields:
-        left, right = (digest(pair, side, number, name) for side in (0, 1))
-        if left and right and left != right:
-            return partial(_describe_digest, pair, number, (phase, name), (left, right))
-    return None
-
-
-def digest(pair: Pair, side: int, number: int, name: str) -> bytes:
-    """Return a digest of a step in one of two runs; nothing if it has none."""
-    if name == LOSS:
-        return b"".join(loss.fingerprint for loss in pair.losses[side].get(number, ()))
-    row = pair.traces[side].steps[number]
-    return row.gradients if name == "gradients" else row.parameters
-
-
-def _describe_digest(
-    pair: Pair, number: int, field: tuple[str, str], digests: tuple[bytes, bytes]
-) -> Divergence:
-    sides = [
-        Side(run, "", "", "", (), (digest.hex(),))
-        for run, digest in zip(pair.runs, digests, strict=True)
-    ]
-    what = ""
-    if field[1] == LOSS:
-        what = unequal_losses(pair, number, lambda one, other: one.fingerprint != other.fingerprint)
-    found = at_step(pair, number, Kind.VALUES, what, *field, tuple(sides))
-    if not what:
-        return found
-    losses = (loss for side in pair.losses for loss in side.get(number, ()))
-    return replace(found, source=next(losses).source)  # where the backward pass began
-
-
-def before_what_followed(pair: Pair, found: Divergence) -> Divergence:
-    """Return the loss of a step if it differs, in place of what was computed after it.
-
-    This is for a divergence that is known by the values alone which a step left behind.
-    """
-    if found.kind is not Kind.VALUES or found.phase == "forward":
-        return found
-    loss = unequal_digest(pair, found.step, FIELDS[:1])
-    return found if loss is None else loss()
-
-
-def unequal_losses(pair: Pair, step: int, differ: Callable[[Loss, Loss], bool]) -> str:
-    """Return in words how the losses of a step differ; nothing if they do not."""
-    left, right = (side.get(step, []) for side in pair.losses)
-    if len(left) != len(right):
-        return f"{counted(len(left), 'loss')} and {len(right)}"
-    values = (
-        (one.value, other.value)
-        for one, other in zip(left, right, strict=True)
-        if differ(one, other)
-    )
-    texts = ["none" if value is None else f"{value:.9g}" for value in next(values, ())]
-    return f"its loss differs: {' and '.join(texts)}" if texts else ""
-
-
-def _unequal_generators(pair: Pair, number: int) -> list[str]:
-    """Return the random generators whose states differ at the end of a step."""
-    rows = [trace.steps[number] for trace in pair.traces]
-    if rows[0].finished != rows[1].finished:
-        return []  # one of the runs ended there
-    left, right = (row.random for row in rows)
-    return [name for name in left if name in right and left[name] != right[name]]
-
-
-def unequal_seeded_generator(pair: Pair) -> Divergence | None:
-    """Return where a generator that the profiles of both runs seed has another state.
-
-    A generator that nobody seeded has another state in every run. What is drawn from it and used
-    shows in what is computed.
-    """
-    for number in pair.steps:
-        names = [
-            name
-            for name in _unequal_generators(pair, number)
-            if all(
-                (trace.meta.get("knobs") or {}).get(f"seed.{name.partition(':')[0]}")
-                not in NO_VALUE
-                for trace in pair.traces
-            )
-        ]
-        if names:
-            end = "the runs end" if pair.is_after_last(number) else "the step ends"
-            what = f"the states of {', '.join(names)} differ when {end}"
-            return at_step(pair, number, Kind.RANDOM, what)
-    return None
-
-
-def at_step(
-    pair: Pair,
-    number: int,
-    kind: Kind,
-    what: str,
-    phase: str = "",
-    op: str = "",
-    sides: tuple[Side | None, ...] = (None, None),
-) -> Divergence:
-    """Return a divergence of a step as a whole."""
-    left, right = sides
-    after_last = pair.is_after_last(number)
-    whole = Divergence.without_op(pair.left.rank, number, kind, what, after_last=after_last)
-    return replace(whole, phase=phase, op=op, left=left, right=right)
 
 
 CUT = " (killed, ended by os._exit, or still running)"
@@ -277,7 +150,7 @@ def settings(pair: Pair) -> tuple[Setting, ...]:
 
 def program(pair: Pair) -> Program:
     """Return what the program has that may explain why its runs diverge."""
-    left, right = (trace.meta for trace in pair.traces)
+    metas = left, right = [trace.meta for trace in pair.traces]
     loaders = [
         Loader(
             where=each["where"],
@@ -285,38 +158,60 @@ def program(pair: Pair) -> Program:
             dataset=each["dataset"],
             worker_init_fn=each.get("worker_init_fn") or "",
         )
-        for meta in (left, right)
+        for meta in metas
         for each in meta.get("loaders") or ()
     ]
+    # Loaders are recorded at every level, other features by their ops alone.
+    unseen = any(meta.get("level", "op") != "op" for meta in metas)
+    unknown = any("loaders" not in meta for meta in metas)
+    sites = [site for trace in pair.traces for site in trace.sites.values()]
+    features = [
+        name
+        for name, uses in FEATURES.items()
+        if (unseen and (unknown or name != LOADER)) or any(map(uses, sites))
+    ]
+    if LOADER in features and (unknown or any(each.workers for each in loaders)):
+        features.append(WORKERS)
+    threads = [its for trace in pair.traces for its in trace.threads.items()]
+    # What each model is called, where that stands for no other module.
+    models = {**(right.get("models") or {}), **(left.get("models") or {})}
+    times = Counter(models.values())
+    taken = {site.module.partition(":")[0] for site in sites}.union(models)
     return Program(
-        features=_features(pair, loaders),
+        features=tuple(features),
         accelerator=accelerator(left) or accelerator(right),
         loaders=tuple(dict.fromkeys(loaders)),
-        reads=_reads(left.get("sources") or (), right.get("sources") or ()),
-        threads=tuple(
-            dict.fromkeys(
-                name
-                for trace in pair.traces
-                for number, name in trace.threads.items()
-                if number != MAIN
-            )
+        reads=tuple(_reads(left.get("sources") or (), right.get("sources") or ())),
+        threads=tuple(dict.fromkeys(name for number, name in threads if number != MAIN)),
+        models=tuple(
+            (model, name)
+            for model, name in models.items()
+            if times[name] == 1 and name not in taken
         ),
-        models=_models(pair),
     )
 
 
-def _models(pair: Pair) -> tuple[tuple[str, str], ...]:
-    """Return what each model of either run is called, where that stands for no other module."""
-    left, right = (trace.meta.get("models") or {} for trace in pair.traces)
-    named = {**right, **left}
-    times = Counter(named.values())
-    paths = {
-        site.module.partition(":")[0] for trace in pair.traces for site in trace.sites.values()
-    }
-    taken = paths.union(named)
-    return tuple(
-        (model, name) for model, name in named.items() if times[name] == 1 and name not in taken
-    )
+def _reads(left: Sequence[Any], right: Sequence[Any]) -> Iterator[UncontrolledRead]:
+    """Yield the places at which either run reads what no seed decides, or gives a seed."""
+    sides = [
+        {(each["name"], each["what"], short(each["where"])): each for each in side}
+        for side in (left, right)
+    ]
+    for key, read in (sides[1] | sides[0]).items():
+        name, what, _ = key
+        row = row_of_read(name, what)
+        if row is not None:
+            seeds = [side.get(key, {}).get("value") or "" for side in sides]
+            yield UncontrolledRead(
+                name=printable(name),
+                what=row.what,
+                where=read["where"],
+                instead=row.edit(printable(name), in_sample=read.get("in_sample") is True),
+                step=read["step"],
+                record=read["record"],
+                left=seeds[0],
+                right=seeds[1],
+            )
 
 
 COMMIT = 12
@@ -341,50 +236,6 @@ def facts(trace: Trace) -> RunFacts:
     )
 
 
-def _features(pair: Pair, loaders: Sequence[Loader]) -> tuple[str, ...]:
-    """Return the features that the program uses, or may use as far as its recordings tell.
-
-    Loaders are recorded at every level, other features by their ops alone.
-    """
-    unseen = any(trace.meta.get("level", "op") != "op" for trace in pair.traces)
-    unknown = any("loaders" not in trace.meta for trace in pair.traces)
-    sites = [site for trace in pair.traces for site in trace.sites.values()]
-    found = [
-        name
-        for name, uses in FEATURES.items()
-        if (unseen and (unknown or name != LOADER)) or any(map(uses, sites))
-    ]
-    if LOADER in found and (unknown or any(each.workers for each in loaders)):
-        found.append(WORKERS)
-    return tuple(found)
-
-
-def _reads(left: Sequence[Any], right: Sequence[Any]) -> tuple[UncontrolledRead, ...]:
-    """Return the places at which either run reads what no seed decides, or gives a seed."""
-    sides = [
-        {(each["name"], each["what"], short(each["where"])): each for each in side}
-        for side in (left, right)
-    ]
-    found = []
-    for (name, what, _), read in (sides[1] | sides[0]).items():
-        row = row_of_read(name, what)
-        if row is not None:
-            seeds = [side.get((name, what, short(read["where"])), {}) for side in sides]
-            found.append(
-                UncontrolledRead(
-                    name=printable(name),
-                    what=row.what,
-                    where=read["where"],
-                    instead=row.edit(printable(name), in_sample=read.get("in_sample") is True),
-                    step=read["step"],
-                    record=read["record"],
-                    left=seeds[0].get("value") or "",
-                    right=seeds[1].get("value") or "",
-                )
-            )
-    return tuple(found)
-
-
 def losses(pair: Pair) -> tuple[tuple[int, float | None, float | None], ...]:
     """Return the loss of each step in both runs; the mean where a step has several."""
     sides: list[dict[int, float | None]] = [{}, {}]
@@ -398,79 +249,61 @@ def losses(pair: Pair) -> tuple[tuple[int, float | None, float | None], ...]:
 
 def notes(pair: Pair) -> Iterator[str]:
     """Yield what a reader has to know about the two recordings."""
-    yield from _unlike_recordings(pair)
-    detailed = [
-        name for name, trace in zip(NAMES, pair.traces, strict=True) if trace.meta.get("detail")
-    ]
+    both = [*zip(NAMES, pair.traces, strict=True)]
+    detailed = [name for name, trace in both if trace.meta.get("detail")]
     if len(detailed) == 1:
         yield (
             f"only {detailed[0]} was recorded with --detail: steps are compared by parameters, "
             "gradients and losses, not op by op"
         )
-    for trace, name in zip(pair.traces, NAMES, strict=True):
+    if any(each.name == RESUMED for each in settings(pair)):
+        yield from _ends_of_resumed(pair)
+    for name, trace in both:
         if trace.is_truncated:
             yield f"{name} was killed or still runs: it is compared up to its last whole step"
-        yield from _dropped_records(trace, name)
+        dropped = [step for step, row in trace.steps.items() if row.dropped and row.finished]
+        most, ranks = trace.meta.get("max_size"), trace.meta.get("world_size", 1)
+        within = f", to stay within {size(most // ranks)}" if most else ""
+        if most and ranks > 1:
+            within += f" (its share of {size(most)} for {ranks:,} ranks)"
+        if dropped:
+            yield (
+                f"{name} dropped the records of {counted(len(dropped), 'step')} "
+                f"({_in_words(dropped)}){within}: their parameters, gradients and losses are there"
+            )
     dropped_tails = [
         name
-        for trace, name in zip(pair.traces, NAMES, strict=True)
+        for name, trace in both
         if any(row.dropped and not row.finished for row in trace.steps.values())
     ]
     if dropped_tails:
         of = " and ".join(dropped_tails)
         yield f"what comes after the last step was dropped in {of}, and is not compared"
-    for mine, theirs, name in (
-        (pair.left, pair.right, NAMES[0]),
-        (pair.right, pair.left, NAMES[1]),
-    ):
-        steps = [step for step in mine.steps if step not in theirs.steps]
+    for (name, mine), (_, theirs) in (both, both[::-1]):
         asked, last = theirs.meta.get("steps"), max(theirs.steps, default=0)
         left_out = [
-            step
-            for step in steps
-            if step < last or (asked and step > asked[1]) or _is_not_of(mine.steps[step], theirs)
+            row
+            for step, row in mine.steps.items()
+            if step not in theirs.steps
+            and (step < last or (asked and step > asked[1]) or _is_not_of(row, theirs))
         ]
-        ended = [step for step in left_out if mine.steps[step].finished]
+        ended = [row.step for row in left_out if row.finished]
         if ended:
             steps_are = f"{counted(len(ended), 'step')} {are(len(ended))}"
             yield f"{steps_are} recorded in {name} only: {_in_words(ended)}"
         if len(left_out) > len(ended):
             yield f"what comes after the last step is recorded in {name} only"
-    first = next((step for step in pair.steps if _unequal_generators(pair, step)), None)
+    first = next((step for step in pair.steps if unequal_generators(pair, step)), None)
     if first is not None:
-        generators = ", ".join(_unequal_generators(pair, first))
-        since = (
+        generators = ", ".join(unequal_generators(pair, first))
+        end = (
             "when the runs end" if pair.is_after_last(first) else f"from the end of step {first} on"
         )
-        yield f"the states of {generators} differ {since}"
+        yield f"the states of {generators} differ {end}"
 
 
-def _dropped_records(trace: Trace, name: str) -> Iterator[str]:
-    """Yield of which steps the records were dropped, to stay within a size for all ranks."""
-    dropped = [step for step, row in trace.steps.items() if row.dropped and row.finished]
-    most, ranks = trace.meta.get("max_size"), trace.meta.get("world_size", 1)
-    within = f", to stay within {size(most // ranks)}" if most else ""
-    if most and ranks > 1:
-        within += f" (its share of {size(most)} for {ranks:,} ranks)"
-    if dropped:
-        yield (
-            f"{name} dropped the records of {counted(len(dropped), 'step')} "
-            f"({_in_words(dropped)}){within}: their parameters, gradients and losses are there"
-        )
-
-
-def _unlike_recordings(pair: Pair) -> Iterator[str]:
-    """Yield that one run was recorded with detail, and how one ended that was resumed."""
-    detailed = [
-        name for trace, name in zip(pair.traces, NAMES, strict=True) if trace.meta.get("detail")
-    ]
-    if len(detailed) == 1:
-        yield (
-            f"only {detailed[0]} was recorded with --detail: steps are compared by parameters, "
-            "gradients and losses, not op by op"
-        )
-    if all(each.name != RESUMED for each in settings(pair)):
-        return
+def _ends_of_resumed(pair: Pair) -> Iterator[str]:
+    """Yield whether two runs end with the same parameters, of which one was resumed."""
     left, right = (
         [row for row in trace.steps.values() if row.finished and row.parameters][-1:]
         for trace in pair.traces
@@ -481,6 +314,10 @@ def _unlike_recordings(pair: Pair) -> Iterator[str]:
             f"the parameters after the last step of each, {left[0].step} in {NAMES[0]} and "
             f"{right[0].step} in {NAMES[1]}, are {'the same, bit for bit' if equal else 'unequal'}"
         )
+
+
+_SPANS = 4
+"""Ranges of steps that a note names."""
 
 
 def _in_words(steps: Sequence[int]) -> str:
@@ -495,10 +332,6 @@ def _in_words(steps: Sequence[int]) -> str:
     if len(words) > _SPANS:
         words[_SPANS:] = [f"{len(words) - _SPANS} more ranges"]
     return " and ".join([*filter(None, [", ".join(words[:-1])]), words[-1]])
-
-
-_SPANS = 4
-"""Ranges of steps that a note names."""
 
 
 def unequal_replicas(name: str, traces: Sequence[Trace]) -> Iterator[str]:

@@ -1,45 +1,64 @@
-"""Compares two traces record by record, the main thread step by step and the others as a whole."""
+"""Compares two traces record by record, the main thread step by step and the others at once."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from torchrepro.trace.format import NEW_TENSOR
-from torchrepro.verdict.columns import (
-    ALONE,
-    INDEPENDENT,
-    MAIN,
-    NAMES,
-    PROPAGATED,
-    Reader,
-    StepComparison,
-    joined,
-)
+from torchrepro.verdict.columns import MAIN, NAMES, OF_SITE, Reader, added, count_by, joined
 from torchrepro.verdict.criteria import excess
 from torchrepro.verdict.first_difference import FirstDifference, describe
-from torchrepro.verdict.matching import CUT_OFF, Matching, match, match_threads
+from torchrepro.verdict.matching import CUT_OFF, match, match_threads
 from torchrepro.verdict.render import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torchrepro.trace.reader import Trace
     from torchrepro.verdict.columns import Array, Pair
     from torchrepro.verdict.criteria import Criteria, Statistics
+    from torchrepro.verdict.matching import Matching
     from torchrepro.verdict.value import Divergence
 
     Sides = tuple[Array, Array]
     """Records of the left run, and of the right one."""
 
+PROPAGATED, INDEPENDENT, ALONE = "propagated", "independent", "alone"
+"""How a record differs: its inputs differ too, they are equal, or it has no partner."""
+
 FEW = 16
 """Records before the first difference that read something else: they may show its origin."""
+
+VALUES = ("argument", "shape", "inputs", "outputs")
+
+
+@dataclass(slots=True)
+class StepComparison:
+    """What the comparison of one step found."""
+
+    tally: Counter[str] = field(default_factory=Counter)
+    """Records that differ, by how they differ, the first one included."""
+    totals: Mapping[str, int] = field(default_factory=dict)
+    """Records of each module."""
+    differing: Mapping[str, int] = field(default_factory=dict)
+    """Records of each module that differ."""
+    first: FirstDifference | None = None
+
+    def add(self, other: StepComparison) -> None:
+        """Add what was found in another part of the step, or on other threads."""
+        firsts = [each for each in (self.first, other.first) if each is not None]
+        self.first = min(firsts, key=attrgetter("place"), default=None)
+        self.tally.update(other.tally)
+        self.totals = added(self.totals, other.totals)
+        self.differing = added(self.differing, other.differing)
 
 
 class Records:
@@ -59,16 +78,6 @@ class Records:
         )
         self.readers = left, right
         self._modules = {**left.modules, **right.modules}
-        self._ambiguous = [
-            {number for number in mine.keys() & its.keys() if mine[number] != its[number]}
-            for mine, its in (
-                (
-                    {site: columns[:-1] for site, columns in left.sites.items()},
-                    {site: columns[:-1] for site, columns in right.sites.items()},
-                ),
-                (left.arguments, right.arguments),
-            )
-        ]
         self._excess: dict[int, str] = {}
         self._diverged = False
         self._last: tuple[Sides, Matching] | None = None
@@ -87,26 +96,30 @@ class Records:
 
     @cached_property
     def _unequal_steps(self) -> frozenset[int]:
-        """The steps whose records have to be read."""
-        return frozenset(number for number in self.steps if not self._digests_agree(number))
-
-    def _digests_agree(self, number: int) -> bool:
-        """Whether the digests show that a step is the same, without reading its records.
+        """The steps whose records have to be read: digests do not show that they are the same.
 
         Digests cover the numbers of sites and arguments. These mean the same in both traces unless
         one trace has a site or an argument that the other lacks.
         """
-        left, right = (trace.steps[number] for trace in self.pair.traces)
-        sites, arguments = self._ambiguous
-        return (
-            (left.digest, left.records) == (right.digest, right.records)
-            and bool(left.digest)
-            and (
-                not (sites or arguments)
-                or all(
-                    sites.isdisjoint(outline.sites) and arguments.isdisjoint(outline.arguments)
-                    for outline in self.pair.left.outlines(number)
-                )
+        one, other = self.readers
+        kinds = [name for name in OF_SITE if name != "line"]
+        sites, arguments = (
+            set(np.flatnonzero(mine[:shorter] != its[:shorter]).tolist())
+            for mine, its in (
+                (one.sites[kinds], other.sites[kinds]),
+                (one.arguments, other.arguments),
+            )
+            for shorter in [min(len(mine), len(its))]
+        )
+        left, right = (trace.steps for trace in self.pair.traces)
+        return frozenset(
+            step
+            for step in self.steps
+            if not left[step].digest
+            or (left[step].digest, left[step].records) != (right[step].digest, right[step].records)
+            or not all(
+                sites.isdisjoint(outline.sites) and arguments.isdisjoint(outline.arguments)
+                for outline in (self.pair.left.outlines(step) if sites or arguments else ())
             )
         )
 
@@ -123,6 +136,12 @@ class Records:
             found.add(self._other_threads[number])
         return found
 
+    def describe(self, difference: FirstDifference) -> Divergence:
+        """Return a first difference with its kind and what is known of its origin."""
+        has_both = difference.left is not None and difference.right is not None
+        text = self._excess.get(difference.left or 0) if has_both else None
+        return describe(self.pair, difference, text)
+
     def _compare_main(self, number: int, found: StepComparison) -> None:
         """Compare the main thread part by part, while both runs do the same ops; else at once."""
         left, right = (reader.parts(number, on_main=True) for reader in self.readers)
@@ -133,31 +152,26 @@ class Records:
                 one, other = joined([one, *left]), joined([other, *right])
             if not len(one) and not len(other):
                 return
-            names = "key", "shape", "argument", "outputs", "inputs"
+            names = "key", *VALUES
             if not self._diverged and all(np.array_equal(one[each], other[each]) for each in names):
                 found.add(StepComparison(totals=self._count(one)))
                 continue
-            matching = self._match(one, other)
+            ops = one["key"], other["key"]
+            # After the runs diverged, parts of the same ops are matched alike.
+            if self._last is not None and all(map(np.array_equal, self._last[0], ops)):
+                matching = self._last[1]
+            else:
+                matching = match(one, other, self.criteria.matched_by)
+                self._last = (ops, matching) if self._diverged else None
             here, there = matching.pairs
             pairs = one[here], other[there]
             lone = self._lone((one[matching.free(0)], other[matching.free(1)]))
             part, differs = self._compare(pairs, lone)
             part.totals = self._count(pairs[0], *lone)
             if not self._diverged:
-                difference = _first(matching, (one, other), pairs, lone, differs)
-                if difference is not None:
-                    self._note_first(part, difference, pairs, differs)
-                    self._diverged = True
+                part.first = _first(matching, (one, other), pairs, lone, differs)
+                self._diverged = part.first is not None
             found.add(part)
-
-    def _match(self, left: Array, right: Array) -> Matching:
-        """Match a part. After the runs diverged, parts of the same ops are matched alike."""
-        ops = left["key"], right["key"]
-        if self._last is not None and all(map(np.array_equal, self._last[0], ops)):
-            return self._last[1]
-        matching = match(left, right, self.criteria.matched_by)
-        self._last = (ops, matching) if self._diverged else None
-        return matching
 
     def _lone(self, records: Sides) -> Sides:
         """Return the records without a partner that should have one."""
@@ -198,36 +212,9 @@ class Records:
         differs &= alike
         return differs | (left["argument"] != right["argument"]) | (left["shape"] != right["shape"])
 
-    def _count(self, *records: Array) -> Counter[str]:
+    def _count(self, *records: Array) -> Mapping[str, int]:
         """Return how many of some records each module has."""
-        return Counter(
-            self._modules[number] for each in records for number in each["module"].tolist()
-        )
-
-    def _note_first(
-        self,
-        found: StepComparison,
-        difference: FirstDifference,
-        pairs: Sides,
-        differs: Array,
-    ) -> None:
-        """Note what differs first, and how."""
-        found.sort = ALONE
-        if difference.left is not None and difference.right is not None:
-            place = int(np.argmax(differs))
-            found.sort = PROPAGATED if _dependent(pairs)[place] else INDEPENDENT
-        found.place = math.inf
-        if difference.left is not None:
-            found.place = difference.left
-        elif difference.instead is not None:
-            found.place = difference.instead - 0.5
-        found.first = partial(self._describe, difference)
-
-    def _describe(self, difference: FirstDifference) -> Divergence:
-        out_of_tolerance = self._excess.get(difference.left or 0)
-        if self.criteria.tolerance is None or difference.right is None:
-            out_of_tolerance = None
-        return describe(self.pair, difference, out_of_tolerance)
+        return count_by(np.concatenate([each["module"] for each in records]), self._modules)
 
     @cached_property
     def _other_threads(self) -> Mapping[int, StepComparison]:
@@ -236,7 +223,7 @@ class Records:
         Such a thread has its own timing. The step of the main thread in which a record of it falls
         is an accident. The records of all of them are therefore compared over the whole run.
         """
-        found = defaultdict[int, StepComparison](StepComparison)
+        found: dict[int, StepComparison] = {}
         threads = {thread for trace in self.pair.traces for thread in trace.threads}
         if not self._unequal_steps or threads <= {MAIN}:
             return found
@@ -263,24 +250,18 @@ class Records:
         here, there = matching.pairs
         pairs = left[here], right[there]
         lone = self._lone((left[matching.free(0)], right[matching.free(1)]))
-        for records in (pairs[0], *lone):
-            for step, some in _by_step(records):
-                found[step].add(StepComparison(totals=self._count(some)))
-        names = "argument", "shape", "inputs", "outputs"
-        unequal = np.any([pairs[0][name] != pairs[1][name] for name in names], axis=0)
-        one, other = (side[unequal] for side in pairs)
-        steps = {*one["step"].tolist(), *(step for side in lone for step in side["step"].tolist())}
-        for step in sorted(steps):
-            at = one["step"] == step
-            mine = one[at], other[at]
-            alone = lone[0][lone[0]["step"] == step], lone[1][lone[1]["step"] == step]
-            part, differs = self._compare(mine, alone)
-            firsts = [*_firsts_of_threads(self.pair, step, mine, alone, differs)]
-            if firsts:
-                place, difference = min(firsts, key=itemgetter(0))
-                self._note_first(part, difference, mine, differs)
-                part.place = place
-            found[step].add(part)
+        unequal = np.any([pairs[0][name] != pairs[1][name] for name in VALUES], axis=0)
+        by_step = [_by_step(records) for records in (pairs[0], *lone)]
+        for step in sorted({step for each in by_step for step in each}):
+            its, mine, theirs = (each.get(step, slice(0)) for each in by_step)
+            alone = lone[0][mine], lone[1][theirs]
+            part = StepComparison()
+            if unequal[its].any() or len(alone[0]) or len(alone[1]):
+                both = pairs[0][its][unequal[its]], pairs[1][its][unequal[its]]
+                part, differs = self._compare(both, alone)
+                part.first = _first_of_threads(self.pair, step, both, alone, differs)
+            part.totals = self._count(pairs[0][its], *alone)
+            found[step] = part
         return found
 
 
@@ -303,6 +284,18 @@ def _dependent(pairs: Sides) -> Array:
     return (left["inputs"] != right["inputs"]) | left["effect"]
 
 
+def _first_pair(pairs: Sides, differs: Array) -> FirstDifference:
+    """Return the first pair that differs, with those before it whose inputs do."""
+    left, right = pairs
+    place = int(np.argmax(differs))
+    mine = left["thread"][:place] == left["thread"][place]
+    read = np.flatnonzero(mine & (left["inputs"][:place] != right["inputs"][:place]))[-FEW:]
+    ids = (side["id"][read].tolist() for side in pairs)
+    one, other = (int(side["id"][place]) for side in pairs)
+    sort = PROPAGATED if _dependent(pairs)[place] else INDEPENDENT
+    return FirstDifference(one, other, sort, one, read=[*zip(*ids, strict=True)])
+
+
 def _first(
     matching: Matching, parts: Sides, pairs: Sides, lone: Sides, differs: Array
 ) -> FirstDifference | None:
@@ -315,8 +308,7 @@ def _first(
     kept = matching.in_order
     places = [math.inf] * 3
     if differs.any():
-        pair = int(np.argmax(differs))
-        places[0] = matching.pairs[0][pair]
+        places[0] = matching.pairs[0][int(np.argmax(differs))]
     if len(lone[0]):
         left = int(matching.free(0)[0])
         places[1] = left
@@ -329,50 +321,40 @@ def _first(
     if earliest == math.inf:
         return None
     if places[0] == earliest:
-        one, other = pairs
-        read = np.flatnonzero(one["inputs"][:pair] != other["inputs"][:pair])[-FEW:]
-        ids = (side["id"][read].tolist() for side in pairs)
-        return FirstDifference(
-            int(one["id"][pair]), int(other["id"][pair]), read=[*zip(*ids, strict=True)]
-        )
+        return _first_pair(pairs, differs)
     if places[1] <= earliest + 0.5:
         before = int(np.searchsorted(kept[0], left))
-        instead = int(kept[1][before - 1]) + 1 if before else 0
-        return FirstDifference(int(here[left]), None, _at(there, instead))
-    return FirstDifference(None, int(there[right]), _at(here, instead))
+        other = int(kept[1][before - 1]) + 1 if before else 0
+        number = int(here[left])
+        return FirstDifference(number, None, ALONE, number, _at(there, other))
+    at = _at(here, instead)
+    return FirstDifference(None, int(there[right]), ALONE, math.inf if at is None else at - 0.5, at)
 
 
 def _at(ids: Array, place: int) -> int | None:
     return int(ids[place]) if place < len(ids) else None
 
 
-def _firsts_of_threads(
+def _first_of_threads(
     pair: Pair, step: int, pairs: Sides, lone: Sides, differs: Array
-) -> Iterator[tuple[float, FirstDifference]]:
-    """Yield the first difference of each kind in a step, with its place in the left run.
+) -> FirstDifference | None:
+    """Return the first difference of other threads in a step.
 
     The place of a record of the right run is only an estimate: its place within its step.
     """
-    left, right = pairs
-    if differs.any():
-        place = int(np.argmax(differs))
-        mine = left["thread"][:place] == left["thread"][place]
-        unequal = left["inputs"][:place] != right["inputs"][:place]
-        read = np.flatnonzero(mine & unequal)[-FEW:]
-        ids = (side["id"][read].tolist() for side in pairs)
-        one, other = (int(side["id"][place]) for side in pairs)
-        yield one, FirstDifference(one, other, read=[*zip(*ids, strict=True)])
+    found = [_first_pair(pairs, differs)] if differs.any() else []
     if len(lone[0]):
         number = int(lone[0]["id"][0])
-        yield number, FirstDifference(number, None)
+        found.append(FirstDifference(number, None, ALONE, number))
     if len(lone[1]):
         number = int(lone[1]["id"][0])
-        begins = [trace.steps[step].first for trace in pair.traces]
-        yield number - begins[1] + begins[0], FirstDifference(None, number)
+        left, right = (trace.steps[step].first for trace in pair.traces)
+        found.append(FirstDifference(None, number, ALONE, number - right + left))
+    return min(found, key=attrgetter("place"), default=None)
 
 
-def _by_step(records: Array) -> Iterator[tuple[int, Array]]:
-    """Yield the records of each step; they are in the order of their steps."""
-    for some in np.split(records, np.flatnonzero(np.diff(records["step"])) + 1):
-        if len(some):
-            yield int(some["step"][0]), some
+def _by_step(records: Array) -> dict[int, slice]:
+    """Return where the records of each step are; they are in the order of their steps."""
+    steps, begins, sizes = np.unique(records["step"], return_index=True, return_counts=True)
+    each = zip(steps.tolist(), begins.tolist(), sizes.tolist(), strict=True)
+    return {step: slice(begin, begin + size) for step, begin, size in each}

@@ -63,15 +63,13 @@ def verdict_parts(
 
     They fit on a terminal together with the text that is shown `below` them.
     """
-    groups = (
-        [
-            *(_where(verdict.first) if verdict.first else []),
-            *([("agreed", text)] if (text := agreement(verdict)) else []),
-            *_after(verdict),
-        ],
-        _advice(verdict, level),
-        _about(verdict),
-    )
+    first = verdict.first
+    where = _where(first) if first else []
+    where += [("agreed", text)] if (text := agreement(verdict)) else []
+    if first and first.kind not in (Kind.ENDED, Kind.INCOMPARABLE):
+        names = f"; by module: {modules(verdict)}" if verdict.by_module else ""
+        where += [("afterwards", f"{aftermath(verdict)}{names}")]
+    groups = where, _advice(verdict, level), _about(verdict)
     text = headline(verdict)
     if not verdict.same:
         text += f"\n  {_runs(verdict)}"
@@ -91,19 +89,16 @@ def _fitted(rows: Rows, lines: int) -> Rows:
     for label in _LEAST_NEEDED:
         if height(COLUMNS, *_table(shown := kept + _word_on(left_out))) <= lines:
             return shown
-        less = _without_last(kept, label) if label else [row for row in kept if row != _GAP]
+        less = [row for row in kept if row != _GAP]
+        if label:  # with what goes on below the row
+            start = max((at for at, row in enumerate(kept) if row[0] == label), default=len(kept))
+            end = start + 1
+            while end < len(kept) and not kept[end][0] and kept[end] != _GAP:
+                end += 1
+            less = kept[:start] + kept[end:]
         left_out += bool(label) and less != kept
         kept = less
     return kept + _word_on(left_out)
-
-
-def _without_last(rows: Rows, label: str) -> Rows:
-    """Return rows without the last one of a label, and without what goes on below it."""
-    start = max((at for at, row in enumerate(rows) if row[0] == label), default=len(rows))
-    end = start + 1
-    while end < len(rows) and not rows[end][0] and rows[end] != _GAP:
-        end += 1
-    return rows[:start] + rows[end:]
 
 
 def _word_on(left_out: int) -> Rows:
@@ -111,7 +106,7 @@ def _word_on(left_out: int) -> Rows:
 
 
 def _runs(verdict: Verdict) -> str:
-    """Return what A and B stand for: two folders, with what they share told once if it is long."""
+    # What A and B stand for: two folders, with the one that both are in named once if it is long.
     left, right = printable(verdict.left), printable(verdict.right)
     line = f"A = {left}, B = {right}"
     place, other = (text.rpartition("/")[0] for text in (left, right))
@@ -169,23 +164,14 @@ def _both_sides(first: Divergence) -> Iterator[tuple[str, str]]:
         ("read", one.input_fingerprints, two.input_fingerprints),
         ("wrote", one.output_fingerprints, two.output_fingerprints),
     ):
-        yield from _unequal_fingerprints(label, a, b)
-
-
-def _unequal_fingerprints(
-    label: str, left: tuple[str, ...], right: tuple[str, ...]
-) -> Iterator[tuple[str, str]]:
-    """Yield the first fingerprints that differ."""
-    if left == right:
-        return
-    both = enumerate(zip(fingerprints(left), fingerprints(right), strict=False))
-    unequal = [(position, *texts) for position, texts in both if len(set(texts)) > 1]
-    more = f", and {len(unequal) - 1:,} more" if len(unequal) > 1 else ""
-    for position, *texts in unequal[:1]:
-        short = (text if text == NEVER_WRITTEN else text[:_HEX] for text in texts)
-        yield label, f"tensor {position}: {pair(*short)}{more}"
-    if len(left) != len(right):
-        yield label, f"A {counted(len(left), 'tensor')}   B {len(right):,}"
+        both = enumerate(zip(fingerprints(a), fingerprints(b), strict=False))
+        unequal = [(position, *texts) for position, texts in both if len(set(texts)) > 1]
+        more = f", and {len(unequal) - 1:,} more" if len(unequal) > 1 else ""
+        for position, *texts in unequal[:1]:
+            short = (text if text == NEVER_WRITTEN else text[:_HEX] for text in texts)
+            yield label, f"tensor {position}: {pair(*short)}{more}"
+        if len(a) != len(b):
+            yield label, f"A {counted(len(a), 'tensor')}   B {len(b):,}"
 
 
 def agreement(verdict: Verdict) -> str:
@@ -199,13 +185,6 @@ def agreement(verdict: Verdict) -> str:
     return f"{text}; step {agreed.in_full} is the last one compared in full"
 
 
-def _after(verdict: Verdict) -> Rows:
-    if verdict.first is None or verdict.first.kind in (Kind.ENDED, Kind.INCOMPARABLE):
-        return []
-    names = f"; by module: {modules(verdict)}" if verdict.by_module else ""
-    return [("afterwards", f"{aftermath(verdict)}{names}")]
-
-
 def _advice(verdict: Verdict, level: EscalationLevel | None) -> Rows:
     rows: Rows = []
     found = verdict.advice
@@ -217,7 +196,13 @@ def _advice(verdict: Verdict, level: EscalationLevel | None) -> Rows:
             rows += [("try", f"{quote(found.setting)}   ({explain})")]
         rows += [("edit", found.edit)] if found.edit else []
     if level and is_more_than_advised(level, verdict):
-        rows += [("next level", f"{level.name}: {_overrides(level)}")]
+        texts = [quote(text) for text in level.overrides]
+        count = len(texts)
+        while count > 1 and len(" ".join(texts[:count])) > _OVERRIDES:
+            count -= 1
+        more = f" and {len(texts) - count} more (`verify --escalate` tries them)"
+        more = more if count < len(texts) else ""
+        rows += [("next level", f"{level.name}: {' '.join(texts[:count])}{more}")]
     if found and found.closer:
         rows += [("look closer", found.closer), ("", SAME_FOR_B)]
     return rows
@@ -226,16 +211,6 @@ def _advice(verdict: Verdict, level: EscalationLevel | None) -> Rows:
 def is_more_than_advised(level: EscalationLevel, verdict: Verdict) -> bool:
     """Whether a level has more settings than the advice of a verdict."""
     return verdict.advice is None or level.overrides != (verdict.advice.setting,)
-
-
-def _overrides(level: EscalationLevel) -> str:
-    """Return the overrides of a level, or the first ones and what tries them all."""
-    texts = [quote(text) for text in level.overrides]
-    shown = len(texts)
-    while shown > 1 and len(" ".join(texts[:shown])) > _OVERRIDES:
-        shown -= 1
-    more = f" and {len(texts) - shown} more (`verify --escalate` tries them)"
-    return " ".join(texts[:shown]) + (more if shown < len(texts) else "")
 
 
 def _about(verdict: Verdict) -> Rows:
@@ -310,16 +285,16 @@ def amount(compared: Compared) -> str:
     ranks = [counted(compared.ranks, "rank")] if compared.ranks != 1 else []
     level = "" if compared.level == "op" else f" (recorded at level {compared.level})"
     what = "op" if compared.level == "op" else "record"
-    steps = [counted(compared.steps, "step") + ways(compared)] if compared.steps else []
+    steps = [counted(compared.steps, "step") + modes(compared)] if compared.steps else []
     where = "" if steps or not compared.ops else f" {OUTSIDE}"
     ops = [f"{counted(compared.ops, what)}{where}"] if compared.ops or not steps else []
     read = [f"{size(compared.bytes)} of tensors read"] if compared.bytes or not steps else []
     return ", ".join([*ranks, *steps, *ops, *read]) + level
 
 
-def ways(compared: Compared) -> str:
-    """Return how many steps were compared in which way; nothing where it is by their level."""
-    found = ", ".join(f"{number:,} {way}" for way, number in compared.by)
+def modes(compared: Compared) -> str:
+    """Return how many steps were compared in which mode; nothing where all are at their level."""
+    found = ", ".join(f"{number:,} {words}" for words, number in compared.by)
     return "" if compared.is_at_its_level else f" ({found})"
 
 

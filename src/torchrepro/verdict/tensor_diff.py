@@ -1,12 +1,10 @@
-"""In which elements two kept tensors differ, and how far apart they are.
-
-It is imported only where tensors were kept, because it imports numpy.
-"""
+"""In which elements two kept tensors differ, and how far apart they are."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,20 +60,6 @@ class Values:
         return None if decode is None else cls(dtype, shape, decode(data), codes)
 
 
-def _plain(name: str) -> Callable[[bytes], Any]:
-    return lambda data: np.frombuffer(data, name)
-
-
-def _bfloat16(data: bytes) -> Any:
-    """Return bfloat16 as float32, of which it is the upper half."""
-    return (np.frombuffer(data, "uint16").astype("uint32") << 16).view("float32")
-
-
-def _float8_e5m2(data: bytes) -> Any:
-    """Return float8 as float16, of which it is the upper half."""
-    return (np.frombuffer(data, "uint8").astype("uint16") << 8).view("float16")
-
-
 def _float8_e4m3fn(data: bytes) -> Any:
     """Return float8 with 4 bits of exponent, biased by 7, and no infinity.
 
@@ -90,14 +74,15 @@ def _float8_e4m3fn(data: bytes) -> Any:
 
 DECODERS: Mapping[str, Callable[[bytes], Any]] = {
     **{
-        name: _plain(name)
+        name: partial(np.frombuffer, dtype=name)
         for name in (
             *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
             *("float16", "float32", "float64", "complex64", "complex128"),
         )
     },
-    "bfloat16": _bfloat16,
-    "float8_e5m2": _float8_e5m2,
+    # These are the upper half of a float32, and of a float16.
+    "bfloat16": lambda data: (np.frombuffer(data, "u2").astype("u4") << 16).view("float32"),
+    "float8_e5m2": lambda data: (np.frombuffer(data, "u1").astype("u2") << 8).view("float16"),
     "float8_e4m3fn": _float8_e4m3fn,
 }
 """How the memory of a tensor is decoded, by the name of its type."""
@@ -123,7 +108,7 @@ def _by_name(kept: Iterable[KeptTensor]) -> dict[str, tuple[str, tuple[int, ...]
 def _elements(name: str, left: Values, right: Values, most: int) -> Iterable[Element]:
     places = np.flatnonzero(_unequal(left.numbers, right.numbers))[: max(most, 0)]
     apart = _ulps(left, right)
-    finite = _finite(left, right)
+    finite = np.isfinite(left.numbers) & np.isfinite(right.numbers)
     for place in places.tolist():
         index: Sequence[Any] = np.unravel_index(place, left.shape) if left.shape else ()
         yield Element(
@@ -157,14 +142,10 @@ def _ulps(left: Values, right: Values) -> Any:
     return np.where((one ^ other) & sign, larger + smaller, larger - smaller)
 
 
-def _finite(left: Values, right: Values) -> Any:
-    return np.isfinite(left.numbers) & np.isfinite(right.numbers)
-
-
 def _distance(name: str, left: Values, right: Values) -> Distance:
     wide = "complex128" if "c" in (left.numbers.dtype.kind, right.numbers.dtype.kind) else "float64"
     one, other = (each.numbers.astype(wide) for each in (left, right))
-    finite = _finite(left, right)
+    finite = np.isfinite(left.numbers) & np.isfinite(right.numbers)
     one, other = one[finite], other[finite]
     differing, total = int(_unequal(left.numbers, right.numbers).sum()), left.numbers.size
     if not one.size:
