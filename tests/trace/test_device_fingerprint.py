@@ -136,23 +136,49 @@ def test_computing_waits_for_nothing() -> None:
     assert seen.waiting == []
 
 
-def test_pending_ones_are_filled_by_fetching() -> None:
-    """What is pending has no bytes until it is fetched, and holds nothing of the device after."""
-    tensors = [torch.randn(10), torch.empty(0), torch.eye(3).to_sparse(), torch.randn(10)]
-    pending = [device_fingerprint(tensor) for tensor in tensors]
-    assert [one.bytes for one in pending] == [None] * 4
-
+def _fetched(*tensors: torch.Tensor) -> list[bytes | None]:
+    pending = [*map(device_fingerprint, tensors)]
     fetch(pending)
-    together = [one.bytes for one in pending]
+    return [one.bytes for one in pending]
+
+
+def _on_streams(tensors: list[torch.Tensor]) -> list[Pending]:
+    pending = [device_fingerprint(tensors[0])]
+    with torch.cpu.stream(torch.cpu.Stream()):
+        pending.append(device_fingerprint(tensors[1]))
+    return [*pending, *map(device_fingerprint, tensors[2:])]
+
+
+def _on_threads(tensors: list[torch.Tensor]) -> list[Pending]:
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(device_fingerprint, tensors))
+
+
+@pytest.mark.parametrize(
+    "begin", [lambda tensors: [*map(device_fingerprint, tensors)], _on_streams, _on_threads]
+)
+def test_what_is_fetched_together_is_what_each_is_alone(
+    begin: Callable[[list[torch.Tensor]], list[Pending]],
+) -> None:
+    """Wherever fingerprints are begun, and in however many portions they are fetched.
+
+    What is pending has no bytes until it is fetched, and holds nothing of the device after.
+    """
+    tensors = [torch.full((5,), float(number)) for number in range(1200)]
+    tensors += [torch.empty(0), torch.eye(3).to_sparse()]
+    pending = begin(tensors)
+    assert {one.bytes for one in pending} == {None}
+
+    fetch(pending[1::2])
+    fetch(pending)
+    found = [one.bytes for one in pending]
     fetch(pending)
 
-    assert all(one.bytes is not None and len(one.bytes) == 16 for one in pending)
-    assert [one.bytes for one in pending] == together
-    assert [one.sums for one in pending] == [[]] * 4
-    for tensor, bytes_ in zip(tensors, together, strict=True):
-        alone = device_fingerprint(tensor)
-        fetch([alone])
-        assert alone.bytes == bytes_
+    assert [one.bytes for one in pending] == found
+    assert [one.sums for one in pending] == [[]] * len(tensors)
+    assert len(set(found)) == len(tensors)
+    for number in (0, 1, 2, 3, 600, 1201):
+        assert _fetched(tensors[number]) == [found[number]]
 
 
 def test_what_was_written_afterwards_does_not_show() -> None:
@@ -162,10 +188,8 @@ def test_what_was_written_afterwards_does_not_show() -> None:
     tensor.add_(1)
     after = device_fingerprint(tensor)
     fetch([before, after])
-    again = device_fingerprint(torch.ones(100))
-    fetch([again])
 
-    assert before.bytes == again.bytes != after.bytes
+    assert [before.bytes] == _fetched(torch.ones(100)) != [after.bytes]
 
 
 @pytest.fixture
@@ -206,46 +230,6 @@ def test_a_device_that_computes_something_else_is_not_trusted(
     assert device_fingerprint(torch.ones(3)).bytes == module.fingerprint(torch.ones(3))
 
 
-def test_one_fetch_brings_many() -> None:
-    """Thousands of tensors fetched together have the fingerprints they have alone."""
-    tensors = [torch.full((5,), float(number)) for number in range(2500)]
-    pending = [device_fingerprint(tensor) for tensor in tensors]
-    fetch(pending[1::2])
-    fetch(pending)
-
-    for number in (0, 1, 1023, 1024, 2499):
-        alone = device_fingerprint(tensors[number])
-        fetch([alone])
-        assert alone.bytes == pending[number].bytes
-    assert len({one.bytes for one in pending}) == len(tensors)
-
-
-def test_what_streams_computed_is_fetched_together() -> None:
-    """Fingerprints that were begun on several streams are those of their tensors."""
-    tensors = [torch.full((5,), float(number)) for number in range(3)]
-    here = device_fingerprint(tensors[0])
-    with torch.cpu.stream(torch.cpu.Stream()):
-        there = device_fingerprint(tensors[1])
-    together = [here, there, device_fingerprint(tensors[2])]
-    fetch(together)
-    alone = [device_fingerprint(tensor) for tensor in tensors]
-    fetch(alone)
-
-    assert [one.bytes for one in together] == [one.bytes for one in alone]
-
-
-def test_threads_fetch_together() -> None:
-    """Fingerprints that several threads begin at once are those of their own tensors."""
-    tensors = [torch.full((5,), float(number)) for number in range(400)]
-    with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(device_fingerprint, tensors))
-    fetch(together)
-    alone = [device_fingerprint(tensor) for tensor in tensors]
-    fetch(alone)
-
-    assert [one.bytes for one in together] == [one.bytes for one in alone]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("size", [1, 7, 8, 8193, CHUNK + 11, 3 * CHUNK])
@@ -273,14 +257,5 @@ def test_cuda_is_not_waited_for() -> None:
         torch.cuda.set_sync_debug_mode("default")
     fetch(pending)
 
-    expected = [device_fingerprint(part) for part in (tensor, tensor.t(), tensor[:, 1:])]
-    fetch(expected)
-    assert [one.bytes for one in pending] == [one.bytes for one in expected]
-
-
-def test_a_pending_one_that_is_known_is_not_fetched() -> None:
-    """Bytes that are there stay."""
-    known = Pending(b"0123456789abcdef")
-    fetch([known])
-
-    assert known.bytes == b"0123456789abcdef"
+    expected = _fetched(tensor, tensor.t(), tensor[:, 1:])
+    assert [one.bytes for one in pending] == expected

@@ -213,7 +213,7 @@ def test_a_thread_that_has_ended_leaves_nothing_behind(tmp_path: Path, every: in
 @pytest.mark.parametrize(
     "asked",
     [
-        *({"every": wrong} for wrong in (0, -2, 1.5, True, "3")),
+        *({"every": wrong} for wrong in (0, -2, 1.5, 2.0, True, "3", None)),
         {"every": 2, "level": "step"},
         {"every": 10, "steps": (11, 19)},
     ],
@@ -225,8 +225,8 @@ def test_an_every_that_records_no_step_in_full_is_refused(
     with pytest.raises(TraceError) as refused, torchrepro.record(tmp_path / "run", **asked):
         pass
 
-    assert "every" in str(refused.value)
-    assert str(asked["every"]) in str(refused.value)
+    more = f", with the level {asked['level']}" if "level" in asked else ""
+    assert f"every = {asked['every']!r}{more}: " in str(refused.value)
     assert not (tmp_path / "run").exists()
 
 

@@ -29,7 +29,7 @@ def on_device(tensor: torch.Tensor) -> bytes | None:
     return pending.bytes
 
 
-WAYS = pytest.mark.parametrize("way", [fingerprint, on_device], ids=lambda way: way.__name__)
+WHERE = pytest.mark.parametrize("taken", [fingerprint, on_device], ids=lambda take: take.__name__)
 
 
 @pytest.fixture(autouse=True)
@@ -140,19 +140,19 @@ def _state(tensor: torch.Tensor) -> Any:
     return version, gradient, torch.is_grad_enabled()
 
 
-@WAYS
+@WHERE
 @pytest.mark.filterwarnings("ignore")  # torch says of some layouts that they may still change
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_tensor_has_one_and_stays_as_it_was(
-    kind: str, way: Callable[[torch.Tensor], bytes]
+    kind: str, taken: Callable[[torch.Tensor], bytes]
 ) -> None:
     """Whatever torch can make has the fingerprint of its like, and is not touched."""
     tensor, like = KINDS[kind](), KINDS[kind]()
     generator, state = torch.get_rng_state(), _state(tensor)
 
-    found = way(tensor)
+    found = taken(tensor)
 
-    assert found == way(like)
+    assert found == taken(like)
     assert len(found) == 16
     assert _state(tensor) == state
     assert torch.equal(torch.get_rng_state(), generator)
@@ -171,44 +171,35 @@ def test_many_tensors_read_at_once_are_what_each_is() -> None:
     assert size == sum(map(size_of, tensors))
 
 
-@WAYS
-@pytest.mark.filterwarnings("ignore")
-def test_kinds_do_not_collide(way: Callable[[torch.Tensor], bytes]) -> None:
-    """The same ones, kept in another way, have another fingerprint."""
+def _alike() -> dict[str, list[torch.Tensor]]:
     same = ("scalar", "bool", "uint64", "bits with gaps", "csr", "csc", "bsr", "bsc", "coo")
     more = ("nested", "nested with gaps", "jagged", "quantised", "two in a byte", "mkldnn", "plain")
-    found = [way(KINDS[kind]()) for kind in (*same, *more, "coo, not coalesced", "meta", "empty")]
-
-    assert len(set(found)) == len(found)
-
-
-@WAYS
-@pytest.mark.filterwarnings("ignore")
-def test_equal_bytes_in_another_order_or_number_differ(
-    way: Callable[[torch.Tensor], bytes],
-) -> None:
-    """The same memory read in another order of dimensions, cut elsewhere, or longer, differs."""
-    memory_, parts = torch.zeros(2, 2, 2), (torch.zeros(2), torch.zeros(3))
-    orders = [memory_.permute(order) for order in ((0, 1, 2), (0, 2, 1), (2, 1, 0), (1, 0, 2))]
-    cut = [torch.nested.nested_tensor(list(sizes)) for sizes in (parts, parts[::-1])]
-    lengths = [torch.zeros(size, dtype=torch.uint8) for size in (0, 1, 3, 8, 9)]
-    tensors = [*orders, *cut, *lengths]
-
-    assert len({way(tensor) for tensor in tensors}) == len(tensors)
-
-
-@WAYS
-@pytest.mark.filterwarnings("ignore")
-def test_scales_and_zero_points_are_part_of_the_value(way: Callable[[torch.Tensor], bytes]) -> None:
-    """Quantised tensors of the same integers that stand for other numbers differ."""
+    order, parts = torch.zeros(2, 2, 2), (torch.zeros(2), torch.zeros(3))
     ones = torch.ones(3, dtype=torch.uint8)
-    tensors = [
-        *(torch._make_per_tensor_quantized_tensor(ones, *scale) for scale in ((0.1, 0), (0.2, 0))),
-        torch._make_per_tensor_quantized_tensor(ones, 0.1, 1),
-        per_channel(torch.qint8),
-    ]
+    return {
+        "ones, kept otherwise": [
+            KINDS[kind]() for kind in (*same, *more, "coo, not coalesced", "meta", "empty")
+        ],
+        "memory in another order, cut elsewhere, longer": [
+            *(order.permute(each) for each in ((0, 1, 2), (0, 2, 1), (2, 1, 0), (1, 0, 2))),
+            *(torch.nested.nested_tensor(list(sizes)) for sizes in (parts, parts[::-1])),
+            *(torch.zeros(size, dtype=torch.uint8) for size in (0, 1, 3, 8, 9)),
+        ],
+        "integers that stand for other numbers": [
+            torch._make_per_tensor_quantized_tensor(ones, 0.1, 0),
+            torch._make_per_tensor_quantized_tensor(ones, 0.2, 0),
+            torch._make_per_tensor_quantized_tensor(ones, 0.1, 1),
+            per_channel(torch.qint8),
+        ],
+    }
 
-    assert len({way(tensor) for tensor in tensors}) == len(tensors)
+
+@WHERE
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_that_are_alike_do_not_collide(taken: Callable[[torch.Tensor], bytes]) -> None:
+    """Another layout, dtype, order, length, scale or zero point is another fingerprint."""
+    for what, tensors in _alike().items():
+        assert len({*map(taken, tensors)}) == len(tensors), what
 
 
 def test_a_plain_tensor_has_the_hash_of_its_bytes() -> None:
@@ -228,16 +219,16 @@ class _Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@WAYS
+@WHERE
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_mode_of_the_program_sees_it(kind: str, way: Callable[[torch.Tensor], bytes]) -> None:
+def test_no_mode_of_the_program_sees_it(kind: str, taken: Callable[[torch.Tensor], bytes]) -> None:
     """A fingerprint runs no op that a dispatch mode would see."""
     tensor = KINDS[kind]()
     if kind in ("fake", "functional"):
         pytest.skip("made under a mode of its own")
     with _Counting() as seen:
-        way(tensor)
+        taken(tensor)
 
     assert seen.ops == []
 
@@ -245,10 +236,10 @@ def test_no_mode_of_the_program_sees_it(kind: str, way: Callable[[torch.Tensor],
 SHAPES = some.lists(some.integers(1, 4), min_size=1, max_size=4)
 
 
-@WAYS
+@WHERE
 @given(shape=SHAPES, data=some.data())
 def test_equal_tensors_are_equal_wherever_they_lie(
-    way: Callable[[torch.Tensor], bytes], shape: list[int], data: some.DataObject
+    taken: Callable[[torch.Tensor], bytes], shape: list[int], data: some.DataObject
 ) -> None:
     """Offset, allocation and version are not part of a value, in any order of dimensions."""
     order = data.draw(some.permutations(range(len(shape))))
@@ -260,28 +251,28 @@ def test_equal_tensors_are_equal_wherever_they_lie(
     moved = room[offset : offset + size].view(shape)
     moved.copy_(values)
 
-    assert way(moved.permute(order)) == way(values.permute(order))
-    assert way(moved.permute(order).clone(memory_format=torch.contiguous_format)) == way(
+    assert taken(moved.permute(order)) == taken(values.permute(order))
+    assert taken(moved.permute(order).clone(memory_format=torch.contiguous_format)) == taken(
         values.permute(order).contiguous()
     )
 
 
-@WAYS
+@WHERE
 @given(shape=SHAPES, data=some.data())
 def test_gaps_are_not_part_of_a_value(
-    way: Callable[[torch.Tensor], bytes], shape: list[int], data: some.DataObject
+    taken: Callable[[torch.Tensor], bytes], shape: list[int], data: some.DataObject
 ) -> None:
     """What lies between the elements is not read: a slice is what its contiguous copy is."""
     step = data.draw(some.integers(2, 3))
     base = torch.randint(-9, 9, [*shape, 2 * step + 1])
     slices = base[..., ::step]
-    before = way(slices)
+    before = taken(slices)
     base[..., 1::step] += 1
 
-    assert way(slices) == before == way(slices.contiguous())
+    assert taken(slices) == before == taken(slices.contiguous())
 
 
-@WAYS
+@WHERE
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
@@ -291,43 +282,37 @@ def test_gaps_are_not_part_of_a_value(
         ((2, 3, PIECE // 16), torch.complex64),
     ],
 )
-def test_what_is_copied_in_pieces_is_the_whole(
-    way: Callable[[torch.Tensor], bytes], shape: tuple[int, ...], dtype: torch.dtype
+def test_pieces_that_are_copied_add_up(
+    taken: Callable[[torch.Tensor], bytes], shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     """A large tensor with gaps has the fingerprint of its contiguous copy."""
     size = torch.Size(shape)
     base = torch.arange(size.numel()).to(dtype).view(shape)
     slices = base[..., 1:-1]
 
-    assert way(slices) == way(slices.contiguous())
+    assert taken(slices) == taken(slices.contiguous())
 
 
-@WAYS
-def test_lazy_conjugation_is_done_before(way: Callable[[torch.Tensor], bytes]) -> None:
-    """A conjugate that is yet to be computed is what it will be."""
+@WHERE
+def test_a_value_is_its_bits_once_it_is_computed(taken: Callable[[torch.Tensor], bytes]) -> None:
+    """A lazy conjugate is what it will be; a NaN is equal to itself and not to another."""
     values = torch.randn(3, 4, dtype=torch.complex64)
-
-    assert way(values.conj()) == way(values.conj_physical())
-    assert way(values.mH) == way(values.conj_physical().t())
-    assert way(values.conj().imag) == way(-values.imag)
-
-
-@WAYS
-def test_equal_nans_are_equal(way: Callable[[torch.Tensor], bytes]) -> None:
-    """A NaN is its bits: the same one is equal to itself, another is not."""
     nan = torch.tensor([0x7FC00000, 0x7FC00000], dtype=torch.int32).view(torch.float32)
     other = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
 
-    assert way(nan) == way(nan.clone()) != way(other)
+    assert taken(values.conj()) == taken(values.conj_physical())
+    assert taken(values.mH) == taken(values.conj_physical().t())
+    assert taken(values.conj().imag) == taken(-values.imag)
+    assert taken(nan) == taken(nan.clone()) != taken(other)
 
 
-@WAYS
-def test_tensors_of_transformed_functions_are_read(way: Callable[[torch.Tensor], bytes]) -> None:
+@WHERE
+def test_tensors_of_transformed_functions_are_read(taken: Callable[[torch.Tensor], bytes]) -> None:
     """Inside of vmap and grad, where tensors have no storage, values still count."""
     found = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        found.append(way(x))
+        found.append(taken(x))
         return (x * 2).sum()
 
     for value in (1.0, 1.0, 2.0):
@@ -355,10 +340,10 @@ class Secretive(torch.Tensor):
         raise KeyError("not yet")
 
 
-@WAYS
-def test_memory_that_is_not_found_is_told(way: Callable[[torch.Tensor], bytes]) -> None:
+@WHERE
+def test_memory_that_is_not_found_is_named(taken: Callable[[torch.Tensor], bytes]) -> None:
     """A tensor whose own code fails has a constant, and its type is known for it."""
-    assert way(Secretive()) == way(Secretive())
+    assert taken(Secretive()) == taken(Secretive())
     assert {name.rpartition(".")[2] for name in memory.unread} == {"Secretive"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -20,41 +21,21 @@ def line_of(text: str) -> int:
     return number
 
 
-def test_forward_ops_have_the_path_of_their_module_and_the_line_that_calls_it(
-    net: Net, recorded: Recorder
-) -> None:
-    """A layer's op is named by the layer's path in the model, and by the user's line."""
-    trace = recorded(lambda: train(net))
+def test_ops_have_the_module_and_the_line_that_compute_them(net: Net, recorded: Recorder) -> None:
+    """A layer's op has the layer's path and the user's line; a gradient's has those of its op."""
+    found = seen(recorded(lambda: train(net)))
 
-    found = {
-        (one.step, one.phase, one.module, one.line)
-        for one in seen(trace)
-        if one.op == "aten::addmm"
-    }
-    call = line_of("torch.tanh(self.linear(x)) + x")
-    assert found == {
-        (step, "forward", f"layers.{layer}.linear", call) for step in (0, 1) for layer in range(3)
-    }
-
-
-def test_ops_of_a_module_itself_carry_its_path(net: Net, recorded: Recorder) -> None:
-    """What a module computes itself, and not by a child, is its own."""
-    trace = recorded(lambda: train(net, steps=1))
-
-    modules = [one.module for one in seen(trace) if one.op == "aten::tanh"]
-    assert modules == [f"layers.{layer}" for layer in range(3)]
-
-
-def test_backward_ops_have_the_module_and_line_of_the_forward_op(
-    net: Net, recorded: Recorder
-) -> None:
-    """A gradient's op belongs where the op is whose gradient it computes."""
-    trace = recorded(lambda: train(net, steps=1))
-
-    found = [one for one in seen(trace) if one.op == "aten::tanh_backward"]
-    assert [one.module for one in found] == [f"layers.{layer}" for layer in (2, 1, 0)]
-    assert {one.phase for one in found} == {"backward"}
-    assert {one.line for one in found} == {line_of("torch.tanh(self.linear(x)) + x")}
+    line = line_of("torch.tanh(self.linear(x)) + x")
+    for op, phase, child, layers in (
+        ("addmm", "forward", ".linear", (0, 1, 2)),
+        ("tanh", "forward", "", (0, 1, 2)),  # what a module computes itself
+        ("tanh_backward", "backward", "", (2, 1, 0)),
+    ):
+        of_op = [one for one in found if one.op == f"aten::{op}"]
+        assert [(one.step, one.module) for one in of_op] == [
+            (step, f"layers.{layer}{child}") for step in (0, 1) for layer in layers
+        ]
+        assert {(one.phase, one.line) for one in of_op} == {(phase, line)}
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -65,24 +46,13 @@ def test_the_optimizers_ops_are_its_phase_and_have_the_line_of_its_step(
     trace = recorded(lambda: train(net, foreach=foreach))
 
     found = [one for one in seen(trace) if one.phase == "optimizer"]
-    assert found
+    assert [one.phase for one in seen(trace)][-1] == "optimizer"
     assert {one.line for one in found} == {line_of("optimizer.step()")}
     assert found[0].op == "SGD.step()"
     if not foreach:
         assert {one.module for one in found if one.op.startswith("aten")} == {
             f"layers.{layer}.linear" for layer in range(3)
         }
-
-
-def test_a_step_ends_with_the_optimizers(net: Net, recorded: Recorder) -> None:
-    """Steps are counted from 0; a step's last record is the optimizer's."""
-    trace = recorded(lambda: train(net, steps=3))
-
-    assert list(trace.steps) == [0, 1, 2]
-    assert all(step.finished for step in trace.steps.values())
-    for step in trace.steps:
-        last = trace.records(step)[-1]
-        assert trace.sites[last.site].phase == "optimizer"
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -106,7 +76,7 @@ def test_recomputed_ops_and_their_gradients_keep_their_module(
 
 
 def test_wrappers_leave_no_trace_in_names(net: Net, recorded: Recorder) -> None:
-    """A model inside of another that only passes on is called as it is by itself."""
+    """The modules of a model inside of another that only calls it have their own names."""
 
     class Wrapper(torch.nn.Module):
         def __init__(self, module: torch.nn.Module) -> None:
@@ -122,7 +92,7 @@ def test_wrappers_leave_no_trace_in_names(net: Net, recorded: Recorder) -> None:
     assert [one.module for one in bare] == [one.module for one in wrapped]
 
 
-def test_a_second_model_is_told_apart(recorded: Recorder) -> None:
+def test_a_second_model_has_other_names(recorded: Recorder) -> None:
     """Modules of two models have different names."""
     one, two = torch.nn.Sequential(torch.nn.ReLU()), torch.nn.Sequential(torch.nn.ReLU())
     x = torch.ones(3)
@@ -192,45 +162,29 @@ def test_workers_change_nothing_but_the_making_of_batches(recorded: Recorder) ->
     assert batches(2) == batches(0)
 
 
-def test_threads_started_while_recording_are_recorded(recorded: Recorder) -> None:
-    """A thread's ops carry the thread's number; those of the first thread carry 0."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    def program() -> None:
-        torch.ones(3).sin()
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(lambda: torch.ones(3).cos()).result()
-
-    found = seen(recorded(program))
-    assert {one.thread for one in found if one.op == "aten::sin"} == {0}
-    assert {one.thread for one in found if one.op == "aten::cos"} == {1}
-
-
-def test_threads_end_with_the_recording(recorded: Recorder) -> None:
-    """A thread that outlives the recording runs on, unrecorded."""
-    import threading
-
-    begun, go, done = (threading.Event() for _ in range(3))
+def test_threads_are_recorded_while_a_recording_runs(recorded: Recorder) -> None:
+    """A thread's ops carry its number, 0 for the first; one that outlives the recording runs on."""
+    begun, go = threading.Event(), threading.Event()
     values: list[float] = []
 
     def work() -> None:
-        torch.ones(3).sin()
+        torch.ones(3).cos()
         begun.set()
         go.wait(300)
         values.append(torch.ones(3).sum().item())
-        done.set()
 
-    started: list[threading.Thread] = []
+    thread = threading.Thread(target=work)
 
     def program() -> None:
-        started.append(threading.Thread(target=work))
-        started[0].start()
+        torch.ones(3).sin()
+        thread.start()
         assert begun.wait(300)
 
-    trace = recorded(program)
+    found = seen(recorded(program))
     go.set()
-    started[0].join(300)
+    thread.join(300)
 
-    assert done.is_set()
+    numbers = {one.op: one.thread for one in found}
+    assert (numbers["aten::sin"], numbers["aten::cos"]) == (0, 1)
+    assert "aten::sum" not in numbers
     assert values == [3.0]
-    assert "aten::sum" not in {one.op for one in seen(trace)}

@@ -1,4 +1,4 @@
-"""What the program's functions return while a batch is loaded: seen whole, and left as it is."""
+"""What the program's functions return while a batch is loaded: seen, and left as it is."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def test_values_have_equal_parts_where_they_are_equal_and_only_there(one, other,
 
 
 def returned(call):
-    """Return what a recorder was told while `call` ran as the loading of a batch."""
-    told = []
-    recorder = SampleRecorder(lambda *record: told.append(record))
+    """Return what a recorder was reported while `call` ran as the loading of a batch."""
+    reported = []
+    recorder = SampleRecorder(lambda *record: reported.append(record))
     recorder.begin()
     try:
         call()
     finally:
         recorder.end()
-    return told
+    return reported
 
 
 class Words:
@@ -63,31 +63,31 @@ def numbers():
     yield 2
 
 
-def test_functions_are_told_in_the_order_in_which_they_return():
+def test_functions_are_reported_in_the_order_in_which_they_return():
     """Each comes with its line, its value, the sample, and the numbers that it was given; library
     code does not come at all.
     """
-    told = returned(lambda: torch.utils.data.default_collate([len(Words()[3])]))
-    spelt = [(name, value, text) for _, name, value, text in told if name.startswith("Words")]
-    places = [source_of(place) for place, name, *_ in told if name.startswith("Words")]
+    reported = returned(lambda: torch.utils.data.default_collate([len(Words()[3])]))
+    spelt = [(name, value, text) for _, name, value, text in reported if name.startswith("Words")]
+    places = [source_of(place) for place, name, *_ in reported if name.startswith("Words")]
 
     assert spelt == [
         ("Words.spelt()", "word 3 2.5", "sample 3; index=3, weight=2.5"),
         ("Words.__getitem__()", "word 3 2.5", "sample 3"),
     ]
     assert all(place.startswith(f"{__file__}:") for place in places)
-    assert not any("collate" in name for _, name, *_ in told)
+    assert not any("collate" in name for _, name, *_ in reported)
 
 
 def test_what_a_generator_yields_counts_as_returned():
-    """Every value that a generator hands over is told, one by one."""
-    told = returned(lambda: list(numbers()))
+    """Every value that a generator hands over is reported, one by one."""
+    reported = returned(lambda: list(numbers()))
 
-    assert [value for _, name, value, _ in told if name == "numbers()"] == [1, 2, None]
+    assert [value for _, name, value, _ in reported if name == "numbers()"] == [1, 2, None]
 
 
-def test_a_sample_that_fails_fails_as_before_and_the_next_one_is_told():
-    """An error goes its way through the recorder, and the sample after it has its own index."""
+def test_a_sample_that_fails_fails_as_before_and_the_next_one_is_reported():
+    """An error passes through the recorder, and the sample after it has its own index."""
 
     def load():
         with pytest.raises(KeyError):
@@ -107,14 +107,14 @@ def test_a_profile_function_that_is_set_goes_on_and_gets_its_place_back():
 
     sys.setprofile(profiler)
     try:
-        told = returned(lambda: Words()[1])
+        reported = returned(lambda: Words()[1])
         kept = sys.getprofile()
     finally:
         sys.setprofile(None)
 
     assert kept is profiler
     assert ("spelt", "return") in seen
-    assert [name for _, name, *_ in told][:2] == ["Words.spelt()", "Words.__getitem__()"]
+    assert [name for _, name, *_ in reported][:2] == ["Words.spelt()", "Words.__getitem__()"]
 
 
 def test_a_loader_within_a_loader_ends_with_the_outer_one():

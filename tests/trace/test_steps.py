@@ -59,7 +59,7 @@ def test_arguments_of_an_optimizer_are_those_of_now(changes: list[tuple[str, int
         assert remembering.of(optimizer) == OptimizerArguments().of(optimizer)
 
 
-def test_any_two_values_of_an_argument_are_told_apart() -> None:
+def test_any_two_values_of_an_argument_differ() -> None:
     """Whatever an argument is and becomes, its text is that of a reading without memory."""
     for before, after in product(VALUES, repeat=2):
         optimizer, remembering = Optimizer(), OptimizerArguments()
@@ -168,7 +168,7 @@ def test_level_step_holds_gradients_before_and_parameters_after(
     assert [one.argument for one in found[:2]] == ["weight", "bias"]
 
 
-WAYS_TO_RECORD: list[dict[str, Any]] = [
+OPTIONS: list[dict[str, Any]] = [
     *({"level": "op"}, {"level": "step"}, {"level": "module"}),
     *({"detail": True}, {"every": 2}, {"statistics": True}),
 ]
@@ -192,15 +192,16 @@ def _trained(passes: int) -> None:
 def test_a_step_leaves_the_same_digests_however_it_is_recorded(tmp_path: Path, passes: int) -> None:
     """Digests of gradients and parameters are of their memory: a view has those of its bytes."""
     found = []
-    for number, way in enumerate(WAYS_TO_RECORD):
+    for number, way in enumerate(OPTIONS):
         with torchrepro.record(tmp_path / str(number), **way):
             _trained(passes)
         (trace,) = read_run(tmp_path / str(number))
-        found.append([(row.gradients, row.parameters) for row in trace.steps.values()])
+        losses = [loss.fingerprint for loss in trace.losses]
+        found.append([*((row.gradients, row.parameters) for row in trace.steps.values()), losses])
         trace.close()
 
     assert all(all(row) for row in found[0])
-    assert found[1:] == found[:1] * (len(WAYS_TO_RECORD) - 1)
+    assert found[1:] == found[:1] * (len(OPTIONS) - 1)
 
 
 MOMENTS = ("first", "between a view and what reads it", "after the forward", "after the backward")

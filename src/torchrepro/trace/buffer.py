@@ -22,17 +22,14 @@ if TYPE_CHECKING:
     from torchrepro.trace.store import Store
 
 IN_MEMORY = 1 << 16
-"""Records of one step that are kept in memory; more are handed to the store at once."""
-
-BufferedRow = tuple[int, int, int, Any, Any]
-"""A `Row` whose inputs and outputs may be lists of digests that are not there yet."""
+"""Records of one step that are kept in memory; more go to the store at once."""
 
 
 class RecordBuffer:
     """Records in the order in which they were taken, and the names that they refer to."""
 
     def __init__(self) -> None:
-        self.rows: list[BufferedRow] = []
+        self.rows: list[Row] = []  # whose inputs and outputs may be lists of missing digests
         self.sites: dict[Hashable, int] = {}
         self.arguments: dict[Hashable, int] = {}
         self.moved = 0
@@ -128,7 +125,11 @@ class RecordBuffer:
             self._new_sites, self._new_arguments, self._new_threads = [], [], []
             incomplete, self._incomplete = self._incomplete, False
             self.moved += count
-        store.add_records(_completed(rows) if incomplete else rows)
+        if incomplete:
+            missing = (each for row in rows for each in row[3:] if not isinstance(each, bytes))
+            _complete([digest for digests in missing for digest in digests])
+            rows = [(*row[:3], joined(row[3], INPUT), joined(row[4], OUTPUT)) for row in rows]
+        store.add_records(rows)
 
     def end_step(self, store: Store) -> tuple[int, int]:
         """Hand the rest of a step to `store`; returns the first id and the count of its records."""
@@ -167,16 +168,6 @@ def joined(digests: Any, length: int) -> bytes:
     return b"".join(
         digest if isinstance(digest, bytes) else digest.bytes[:length] for digest in digests
     )
-
-
-def _completed(rows: list[BufferedRow]) -> list[Row]:
-    """Return records with all digests that were missing when they were taken."""
-    missing = (digests for row in rows for digests in row[3:] if not isinstance(digests, bytes))
-    _complete([digest for digests in missing for digest in digests])
-    return [
-        (thread, site, argument, joined(inputs, INPUT), joined(outputs, OUTPUT))
-        for thread, site, argument, inputs, outputs in rows
-    ]
 
 
 def _complete(digests: list[Any]) -> None:

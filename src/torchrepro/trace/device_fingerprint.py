@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import import_module
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from torchrepro.trace.fingerprint import (
     not_read,
     pieces,
     sums,
+    torch,
     unobserved,
 )
 
@@ -66,7 +66,6 @@ def fetch(pendings: Iterable[Pending]) -> None:
 
     One may come several times: as an output of one op, and as an input of those that read it.
     """
-    torch = import_module("torch")
     once = {id(pending): pending for pending in pendings}.values()
     # Another thread may fetch the same one: it sets the bytes before it drops the sums.
     missing = [(one, sums) for one, sums in [(one, one.sums) for one in once] if one.bytes is None]
@@ -96,7 +95,8 @@ def _begun(tensor: Any) -> Pending:
     memory = memory_of(tensor)
     pending = Pending(kind=memory.kind, sizes=tuple(part.nbytes for part in memory.parts))
     for part in memory.parts:
-        if _is_captured(part.device):
+        # Nothing may be waited for where the device's stream is recording a graph.
+        if getattr(_module(part.device), "is_current_stream_capturing", lambda: False)():
             return _constant("captured into a graph")
         if part.nbytes:
             mixing = _mixing(part.device)
@@ -110,15 +110,9 @@ def _constant(kind: str) -> Pending:
     return Pending(xxhash.xxh3_128_digest(kind.encode()))
 
 
-def _is_captured(device: Any) -> bool:
-    """Whether the device's stream is recording a graph, where nothing may be waited for."""
-    ask = getattr(_module(device), "is_current_stream_capturing", None)
-    return ask is not None and bool(ask())
-
-
 @cache
 def _module(device: Any) -> Any:
-    return import_module("torch").get_device_module(device)
+    return torch.get_device_module(device)
 
 
 @cache
@@ -127,7 +121,6 @@ def _mixing(device: Any) -> Mixing | None:
 
     One that raises there is skipped. Waits for the device.
     """
-    torch = import_module("torch")
     probe = torch.arange(-9999, 9999, dtype=torch.int64, device="cpu") * WIDE.multipliers[0]
     probe = probe.view(torch.uint8)[5:]  # neither aligned nor whole words
     for mixing in MIXINGS.get(device.type, OTHER_MIXINGS):

@@ -20,6 +20,8 @@ import xxhash
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+torch: Any = import_module("torch")
+"""Without its types: much of what is asked for here is private or of subclasses."""
 
 PIECE = 1 << 24
 """Bytes that are copied at a time where memory is not contiguous."""
@@ -45,7 +47,6 @@ def unobserved() -> Iterator[None]:
     They may record, count or change what is asked of a tensor. Nothing public turns all of them
     off. Where this fails, every tensor that is not plain is `unread`.
     """
-    torch = import_module("torch")
     names = ("DisableTorchFunction", "_DisableFuncTorch", "_DisableTorchDispatch")
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -75,14 +76,18 @@ def pieces(part: Any) -> Iterator[Any]:
     A contiguous part comes whole, without a copy. Of others every piece but the last has a multiple
     of 8 bytes, and hardly more than `PIECE` unless a row has many more.
     """
-    lazy = _is_lazy(part)
+    # Elements that are in no memory: conjugated or negated ones, or zeros.
+    lazy = part.is_conj() or part.is_neg() or part._is_zerotensor()  # noqa: SLF001 - they have no other name
     if part.is_contiguous() and not lazy:
         yield part
-    else:
-        yield from _copies(part if lazy else _as_integers(part))
+        return
+    if not lazy:  # some dtypes have no kernel that copies
+        same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        part = part.view(same.get(part.itemsize, part.dtype))
+    yield from _copies(part)
 
 
-def order_of_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
+def _order_of_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
     """Return the dimensions, slowest first, of a tensor without gaps; None for one with gaps."""
     order = sorted(range(len(shape)), key=lambda dim: (shape[dim] != 1, -strides[dim], dim))
     size = 1
@@ -91,11 +96,6 @@ def order_of_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int] |
             return None
         size *= shape[dim]
     return order
-
-
-def kind_of_order(order: Sequence[int]) -> str:
-    """Return the kind of a `Memory` whose dimensions lie in `order`."""
-    return f"order {' '.join(map(str, order))}"
 
 
 def _joined(name: str, tensors: Iterable[Any]) -> Memory:
@@ -118,21 +118,9 @@ def _copies(part: Any) -> Iterator[Any]:
         yield _copy(rows)
 
 
-def _is_lazy(part: Any) -> bool:
-    """Whether a part has elements that are in no memory: conjugated or negated ones, or zeros."""
-    return bool(part.is_conj() or part.is_neg() or part._is_zerotensor())  # noqa: SLF001 - zeros without memory have no other name
-
-
 def _copy(part: Any) -> Any:
-    contiguous = import_module("torch").contiguous_format
-    return part.clone(memory_format=contiguous)  # resolves lazy conjugation and negation
-
-
-def _as_integers(part: Any) -> Any:
-    """Return `part` with integers for its elements: some dtypes have no kernel that copies."""
-    torch = import_module("torch")
-    same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return part.view(same.get(part.itemsize, part.dtype))
+    # Resolves lazy conjugation and negation.
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def _wrapper(tensor: Any) -> Memory:
@@ -148,18 +136,6 @@ def _wrapper(tensor: Any) -> Memory:
     names = [name for name in tensor.__tensor_flatten__()[0] if getattr(tensor, name).numel()]
     title = f"{type(tensor).__qualname__} {' '.join(names)}"
     return _joined(title, [getattr(tensor, name) for name in names])
-
-
-def _functorch() -> Any:
-    """Return the module that tells the tensors inside of `torch.func` from others.
-
-    Nothing public does; without it, their memory is `unread`.
-    """
-    return import_module("torch")._C._functorch  # noqa: SLF001
-
-
-def _functional(tensor: Any) -> Memory:
-    return _joined("functional", [import_module("torch")._from_functional_tensor(tensor)])  # noqa: SLF001 - no public name
 
 
 def _coordinates(tensor: Any) -> Memory:
@@ -193,10 +169,14 @@ def _strided(tensor: Any) -> Memory:
         return Memory("no memory", ())
     if tensor.is_contiguous():
         return Memory("", (tensor,))
-    order = order_of_memory(tensor.shape, tensor.stride())
+    order = _order_of_memory(tensor.shape, tensor.stride())
     if order is None:
         return Memory("", (tensor,))
-    return Memory(kind_of_order(order), (tensor.permute(order),))
+    return Memory(_kind_of_order(order), (tensor.permute(order),))
+
+
+def _kind_of_order(order: Sequence[int]) -> str:
+    return f"order {' '.join(map(str, order))}"
 
 
 def _has_memory(tensor: Any) -> bool:
@@ -214,13 +194,15 @@ _COMPRESSED = tuple(f"torch.sparse_{name}" for name in ("csr", "csc", "bsr", "bs
 
 _KINDS: Sequence[tuple[Callable[[Any], bool], Callable[[Any], Memory]]] = (
     (lambda tensor: hasattr(tensor, "__tensor_flatten__"), _wrapper),
+    # Nothing public tells the tensors inside of `torch.func`, and functional ones, from others;
+    # where a torch has not even these, asking raises, and their memory is `unread`.
     (
-        lambda tensor: _functorch().is_functorch_wrapped_tensor(tensor),
-        lambda tensor: _joined("transformed", [_functorch().get_unwrapped(tensor)]),
+        lambda tensor: torch._C._functorch.is_functorch_wrapped_tensor(tensor),  # noqa: PLW0108, SLF001
+        lambda tensor: _joined("transformed", [torch._C._functorch.get_unwrapped(tensor)]),  # noqa: SLF001
     ),
     (
-        lambda tensor: import_module("torch")._is_functional_tensor(tensor),  # noqa: SLF001 - no public name
-        _functional,
+        lambda tensor: torch._is_functional_tensor(tensor),  # noqa: PLW0108, SLF001
+        lambda tensor: _joined("functional", [torch._from_functional_tensor(tensor)]),  # noqa: SLF001
     ),
     (lambda tensor: tensor.device.type == "meta", lambda _: Memory("no memory", ())),
     (lambda tensor: str(tensor.layout) == "torch.sparse_coo", _coordinates),
@@ -238,9 +220,6 @@ ROW = 1024
 
 CHUNK = 1 << 24
 """Bytes that are mixed at a time, in all streams; up to four times as many are on the device."""
-
-SUMS = 2
-"""Sums of each stream: of the mixed words, and of their products with their keys."""
 
 FEW = 1 << 19
 """Bytes up to which a small table of keys is used."""
@@ -290,10 +269,9 @@ def sums(part: Iterator[Any], mixing: Mixing) -> Any:
 
     They stay on the device, in a tensor of 16 bytes; nothing waits for them.
     """
-    total = None
-    at = 0
+    total, at = None, 0
     for piece in part:
-        for chunk in bytes_of(piece).split(CHUNK // mixing.streams):
+        for chunk in piece.reshape(-1).view(torch.uint8).split(CHUNK // mixing.streams):
             words = _words(chunk, mixing)
             if words.numel():
                 here = _sums_at(words, at, mixing)
@@ -302,56 +280,33 @@ def sums(part: Iterator[Any], mixing: Mixing) -> Any:
     return total
 
 
-def bytes_of(piece: Any) -> Any:
-    """Return the memory of a contiguous tensor as bytes."""
-    torch = import_module("torch")
-    return piece.reshape(-1).view(torch.uint8)
-
-
-def is_aligned(memory: Any, mixing: Mixing) -> bool:
-    """Whether memory begins at a multiple of a word; that of others may begin anywhere."""
-    return bool((memory.data_ptr() | memory.storage_offset()) % mixing.width == 0)
-
-
 def _words(chunk: Any, mixing: Mixing) -> Any:
     """Return bytes as words, the last one filled up with zeros."""
-    torch = import_module("torch")
     missing = -chunk.numel() % mixing.width
     if missing:
         chunk = torch.nn.functional.pad(chunk, (0, missing))
-    elif not is_aligned(chunk, mixing):
+    elif (chunk.data_ptr() | chunk.storage_offset()) % mixing.width:  # it may begin anywhere
         chunk = chunk.clone()
     return chunk.view(getattr(torch, mixing.dtype))
 
 
-def mixed(words: Any, keys: Any, mixing: Mixing) -> Any:
-    """Return the words of each stream, mixed with its keys."""
-    found = words + keys
-    for multiplier, shift in zip(mixing.multipliers, mixing.shifts, strict=True):
-        found.mul_(multiplier)
-        found.bitwise_xor_(found >> shift)
-    return found
-
-
-def sums_of(words: Any, keys: Any, mixing: Mixing) -> Any:
-    """Return the sums over the last dimension of words; `keys` has the streams before the words.
-
-    Each stream has `SUMS` for every row of words, one beside the other.
-    """
-    found = mixed(words, keys, mixing)
-    plain = found.sum(-1, dtype=found.dtype)
-    weighted = found.mul_(keys).sum(-1, dtype=found.dtype)
-    return import_module("torch").stack((plain, weighted), -1)
-
-
 def _sums_at(words: Any, at: int, mixing: Mixing) -> Any:
-    """Return the sums of words that begin at place `at` of a tensor."""
+    """Return the sums of words that begin at place `at` of a tensor.
+
+    There are two of each stream: of the mixed words, and of their products with their keys.
+    """
     room = FEW if len(words) * mixing.width <= FEW else CHUNK
     row, column = divmod(at, ROW)
     keys = key_tables(mixing, words.device, room)[:, column : column + len(words)]
     if row:
         keys = keys + _signed(row * mixing.step, mixing.width)
-    return sums_of(words, keys, mixing).view(-1)
+    mixed = words + keys
+    for multiplier, shift in zip(mixing.multipliers, mixing.shifts, strict=True):
+        mixed.mul_(multiplier)
+        mixed.bitwise_xor_(mixed >> shift)
+    plain = mixed.sum(-1, dtype=mixed.dtype)
+    weighted = mixed.mul_(keys).sum(-1, dtype=mixed.dtype)
+    return torch.stack((plain, weighted), -1).view(-1)
 
 
 @cache
@@ -360,18 +315,15 @@ def key_tables(mixing: Mixing, device: Any, room: int) -> Any:
 
     They are made on the host and waited for once; every stream of the device may read them then.
     """
-    torch = import_module("torch")
     rows = room // mixing.width // ROW + 1
     dtype = getattr(torch, mixing.dtype)
     steps = torch.arange(rows, dtype=dtype, device="cpu") * mixing.step
-    first = [_keys(stream, mixing.width) for stream in range(mixing.streams)]
+    first = [
+        [_signed(_splitmix(stream * ROW + place) | 1, mixing.width) for place in range(ROW)]
+        for stream in range(mixing.streams)
+    ]
     keys = steps[:, None] + torch.tensor(first, dtype=dtype, device="cpu")[:, None]
     return keys.flatten(1).to(device)
-
-
-def _keys(stream: int, width: int) -> list[int]:
-    numbers = (_splitmix(stream * ROW + place) for place in range(ROW))
-    return [_signed(number | 1, width) for number in numbers]
 
 
 def _splitmix(number: int) -> int:
@@ -410,16 +362,20 @@ class _Cached(dict[Any, Any]):
 
 
 def _order(shape_and_strides: tuple[Any, Any]) -> bytes | None:
-    order = order_of_memory(*shape_and_strides)
-    return None if order is None else kind_of_order(order).encode()
+    order = _order_of_memory(*shape_and_strides)
+    return None if order is None else _kind_of_order(order).encode()
 
 
 arrays = _Cached(lambda size: ctypes.c_char * size)
 """The ctypes array of so many bytes."""
 
 _orders = _Cached(_order)
-_plain_types: set[type] = set()
-widths: dict[Any, int] = {}
+_plain_types = {torch.Tensor, torch.nn.Parameter}
+widths: dict[Any, int] = {
+    dtype: dtype.itemsize
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
+}
 """Bytes of an element of each dtype that is not quantised."""
 
 _digest = xxhash.xxh3_128_digest
@@ -455,9 +411,6 @@ def fingerprint(tensor: Any) -> bytes:
 
 
 def _of_any_kind(tensor: Any) -> bytes:
-    if not widths:
-        _learn_what_is_plain()
-        return fingerprint(tensor)
     try:
         with unobserved():
             return _of_memory(memory_of(tensor))
@@ -476,11 +429,3 @@ def _of_part(part: Any) -> bytes:
         here = piece.cpu()
         state.update(arrays[here.nbytes].from_address(here.data_ptr()))
     return state.digest()
-
-
-def _learn_what_is_plain() -> None:
-    torch = import_module("torch")
-    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-    plain = (dtype for dtype in dtypes if not str(dtype).startswith("torch.q"))
-    _plain_types.update((torch.Tensor, torch.nn.Parameter))
-    widths.update((dtype, dtype.itemsize) for dtype in plain)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
 
@@ -143,8 +144,10 @@ class FingerprintCache:
         if self.new:
             made = self.new.pop(address(tensor), None)
             if made is not None and made[0]() is tensor:
-                first_read = _popped(made[1])
-                if first_read is not None:
+                waiting = []
+                with suppress(IndexError):  # another thread was first
+                    waiting.append(made[1].pop())
+                for first_read in waiting:
                     first_read(tensor, fingerprint)
         return self.add(tensor, fingerprint)
 
@@ -181,11 +184,11 @@ class FingerprintCache:
     def end_step(self) -> None:
         """Forget all that may change without torch by the next step; large data stays."""
         _keep(self.entries, _outlives)
-        _keep(self.new, _lives)
+        _keep(self.new, lambda *_: True)
 
     def forget_dead(self) -> None:
         """Forget tensors that no longer exist."""
-        _keep(self.entries, _lives)
+        _keep(self.entries, lambda *_: True)
 
     def distrust(self) -> None:
         """Forget everything except which memory nothing has written."""
@@ -227,22 +230,15 @@ class FingerprintCache:
                 self._add_value(facts, value, digests, plain)
 
     def _add_value(self, facts: OpFacts, value: Any, digests: list[Any], plain: list[Any]) -> None:
-        """Add the digests of the tensors in one argument, or the argument itself."""
         if value.__class__ in PLAIN:
-            digests.append(self.input(facts, value))
+            entry = self._valid(value)
+            digests.append(self.missing_input(facts, value) if entry is None else entry[2])
+            if entry is not None and entry[2].__class__ is InFlight:
+                entry[2].land()
         elif value.__class__ is list or value.__class__ is tuple:
             self.add_list(value, digests, plain)
         else:
             plain.append(value)
-
-    def input(self, facts: OpFacts, tensor: Any) -> Digest:
-        """Return the digest of a tensor that an op reads."""
-        entry = self._valid(tensor)
-        if entry is None:
-            return self.missing_input(facts, tensor)
-        if entry[2].__class__ is InFlight:
-            entry[2].land()
-        return entry[2]
 
     def missing_input(self, facts: OpFacts, tensor: Any) -> Digest:
         """Return the digest of a tensor that an op reads and the cache lacks."""
@@ -331,8 +327,7 @@ class FingerprintCache:
             if facts.collective:
                 digest: Digest = InFlight(tensor)
             else:
-                plain = _plain_result(tensor)
-                digest = fingerprint_of(tensor) if plain is None else plain[0]
+                digest = _of_plain_result(tensor) or fingerprint_of(tensor)
             fingerprints.append(digest)
             short = digest[:INPUT] if digest.__class__ is bytes else digest
             self.bytes_read += size_of(tensor)
@@ -350,14 +345,6 @@ class FingerprintCache:
         where = repr((view.storage_offset(), view.shape, view.stride())).encode()
         digest = _of_unset([before[2], after[2]], where)
         entries[address(base)] = before[0], after[1], digest[:INPUT], WRITTEN
-
-
-def _popped(waiting: list[Callable[[Any, Any], None]]) -> Callable[[Any, Any], None] | None:
-    """Return what waits for a first read, to one thread alone; None if there is nothing left."""
-    try:
-        return waiting.pop()
-    except IndexError:
-        return None
 
 
 def is_unset(digest: Digest) -> bool:
@@ -395,7 +382,7 @@ class InFlight:
 
     @property
     def bytes(self) -> bytes:
-        """The whole fingerprint, once it has landed."""
+        """All of the fingerprint, once it has landed."""
         return self._digest if self._digest.__class__ is bytes else self._digest.bytes
 
 
@@ -410,25 +397,25 @@ def version_of(tensor: Any) -> int:
         return 0
 
 
-def _plain_result(tensor: Any) -> tuple[bytes, Any, int] | None:
-    """Return fingerprint, shape and size of a plain contiguous tensor on the CPU, else None.
+def _of_plain_result(tensor: Any) -> bytes | None:
+    """Return the fingerprint of a plain contiguous tensor on the CPU, else None.
 
     An op has just written it: its memory exists, and no value waits to be conjugated or negated.
     Fewer checks than in `fingerprint` are therefore enough; the fingerprint is the same.
     """
     try:
-        shape = tensor.shape  # raises for nested tensors
         if (
             tensor.__class__ in PLAIN
             and tensor.is_cpu
             and tensor.dtype in widths  # not quantised
+            and tensor.shape is not None  # raises for nested tensors
             and tensor.is_contiguous()  # raises for sparse ones
             and (size := tensor.nbytes)
             and (start := tensor.data_ptr())  # none for zeros that autograd only imagines
         ):
-            return _digest(arrays[size].from_address(start)), (shape, tensor.dtype), size
+            return _digest(arrays[size].from_address(start))
     except RuntimeError:
-        return None
+        pass
     return None
 
 
@@ -447,13 +434,7 @@ def _keep(entries: dict[int, _Kept], is_kept: Callable[[Any, _Kept], bool]) -> N
             entries.pop(key, None)
 
 
-def _lives(_tensor: Any, _entry: Entry | NewTensor) -> bool:
-    """Keep an entry whose tensor exists."""
-    return True
-
-
 def _outlives(tensor: Any, entry: Entry) -> bool:
-    """Whether an entry is kept for the next step."""
     if is_unset(entry[2]):
         return True  # reading it would read what nobody wrote
     return entry[3] != VIEW and size_of(tensor) > LARGE and not _is_parameter(tensor)

@@ -82,7 +82,6 @@ SAMPLE = "sample "
 BETWEEN = "; "
 """Stands between the sample and the numbers that the function was given."""
 
-
 NEW_TENSOR = "new tensor"
 """The op of a record of a tensor that the program made from values of Python or numpy."""
 
@@ -204,8 +203,8 @@ class Outline:
 
     @cached_property
     def limits(self) -> tuple[int, int, int, int]:
-        """The largest number of a thread, of a site and of an argument; the least of a site."""
-        return max(self.threads), max(self.sites), max(self.arguments), min(self.sites)
+        """The largest number of a thread, the least and the largest of a site, and of arguments."""
+        return max(self.threads), min(self.sites), max(self.sites), max(self.arguments)
 
 
 @dataclass(frozen=True, slots=True)

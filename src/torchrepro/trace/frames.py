@@ -106,12 +106,9 @@ class ModuleNames:
 
     def of_module(self, module: Any, frame: FrameType) -> str:
         """Return the path of `module`, whose call `frame` is, within its model."""
-        known = self._modules.get(address(module))
-        if known is not None and known[0]() is module:
-            return known[1]
-        self._learn(_outermost(module, frame), frame)
-        known = self._modules.get(address(module))
-        if known is None or known[0]() is not module:  # in no attribute of the model
+        if not self.knows(module):
+            self._learn(_outermost(module, frame), frame)
+        if not self.knows(module):  # in no attribute of the model
             self._modules[address(module)] = ref(module), type(module).__name__
         return self._modules[address(module)][1]
 
@@ -146,16 +143,14 @@ class ModuleNames:
     def learn_optimizer(self, optimizer: Any) -> None:
         """Name gradients and an optimizer's state after their parameters."""
         if len(self._parameters) > MANY:  # temporary tensors of earlier steps
-            alive = {k: v for k, v in self._parameters.items() if v[0]() is not None}
-            self._parameters = alive
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                owner = self.of_parameter(parameter)
-                if owner is not None:
-                    state = optimizer.state.get(parameter, {})
-                    for tensor in (parameter.grad, *state.values()):
-                        if isinstance(tensor, torch.Tensor):
-                            self.learn(tensor, *owner)
+            self._parameters = {k: v for k, v in self._parameters.items() if v[0]() is not None}
+        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            owner = self.of_parameter(parameter)
+            if owner is not None:
+                state = optimizer.state.get(parameter, {})
+                for tensor in (parameter.grad, *state.values()):
+                    if isinstance(tensor, torch.Tensor):
+                        self.learn(tensor, *owner)
 
     def _learn(self, model: Any, frame: FrameType) -> None:
         """Name all modules of `model`; names in a second model begin with its class."""
@@ -169,8 +164,7 @@ class ModuleNames:
         for name, module in model.named_modules():
             short = bare(name) if name and module is not _unwrapped(model) else ""
             path = label if not short else short if first else f"{label}:{short}"
-            known = self._modules.get(address(module))
-            if known is None or known[0]() is not module:
+            if not self.knows(module):
                 self._modules[address(module)] = ref(module), path
             for own, parameter in module.named_parameters(recurse=False):
                 self.learn(parameter, path, own)
@@ -192,12 +186,12 @@ def _name_in_program(model: Any, frame: FrameType) -> str:
     """Return the attribute, or else the variable, by which the program calls `model`; or nothing.
 
     A variable of a function comes last: it may be a parameter that stands for any model. It is
-    looked for since Python 3.13 alone: before, reading a function's variables would keep alive all
-    that they hold until the function ends (https://peps.python.org/pep-0667).
+    looked for from Python 3.13 on: before, reading a function's variables would keep alive all that
+    they hold until the function ends (https://peps.python.org/pep-0667).
     """
     callers = [each for each in frames(frame) if is_of_program(each.f_code)]
     owners = (_attributes_of_self(its) for its in callers)
-    variables = (its.f_locals for its in callers) if _LOCALS_ARE_A_VIEW else ()
+    variables = (its.f_locals for its in callers) if sys.version_info >= (3, 13) else ()
     names = chain(owners, (its.f_globals for its in callers), variables)
     return next(
         (name for values in names for name, value in [*values.items()] if value is model), ""
@@ -214,13 +208,6 @@ def _attributes_of_self(frame: FrameType) -> Mapping[str, Any]:
     except Exception:  # noqa: BLE001 - whatever a proxy raises that stands for nothing now
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _locals_are_a_view() -> bool:
-    return not isinstance(sys._getframe().f_locals, dict)  # noqa: SLF001 - see `place_of_call`
-
-
-_LOCALS_ARE_A_VIEW = _locals_are_a_view()
 
 
 def _unwrapped(model: Any) -> Any:
@@ -358,20 +345,26 @@ class Origin:
                 place, in_engine = place_of_call(self.names, DEPTH)
                 if in_engine or not place.module:
                     place = self._place_of_node(node, place)
-        elif now.optimizer is not None and now.optimizer[0] == get_ident():
-            return ("collective" if facts.collective else "optimizer"), self._of_optimizer(args)
+        elif (optimizer := now.optimizer) is not None and optimizer[0] == get_ident():
+            place = self._of_optimizer(optimizer[1], args)
+            return ("collective" if facts.collective else "optimizer"), place
         else:
-            phase = self._phase() if now.loading or now.backward else "forward"
+            phase = "forward"
+            if now.loading and now.loading == get_ident():
+                phase = "data"
+            elif now.backward and now.backward == get_ident():
+                phase = "backward"
             place, _ = place_of_call(self.names, DEPTH)
         sequence = _next_sequence()
-        if sequence != self._last_sequence:
-            self._note_nodes(place, sequence)
+        if sequence != self._last_sequence:  # autograd has added nodes to its graph
+            for number in range(self._last_sequence, sequence):
+                self._places[number] = place
+            self._last_sequence = sequence
         return ("collective" if facts.collective else phase), place
 
-    def _of_optimizer(self, args: Any) -> Place:
+    def _of_optimizer(self, call: Place, args: Any) -> Place:
         """Return the line that called the optimizer, in the module whose parameter is updated."""
         now = self.now
-        call = now.optimizer[1] if now.optimizer is not None else NOWHERE
         owner = ""  # many at once
         if args and isinstance(args[0], torch.Tensor):
             for value in args:
@@ -392,19 +385,6 @@ class Origin:
         owner = self.names.of_parameter(given)
         if owner is not None:
             self.names.learn(result, *owner)
-
-    def _phase(self) -> str:
-        """Return the phase of an op that neither autograd nor an optimizer has called."""
-        now = self.now
-        if now.loading and now.loading == get_ident():
-            return "data"
-        return "backward" if now.backward and now.backward == get_ident() else "forward"
-
-    def _note_nodes(self, place: Place, sequence: int) -> None:
-        """Note the place of the nodes that autograd has added to its graph since last time."""
-        for number in range(self._last_sequence, sequence):
-            self._places[number] = place
-        self._last_sequence = sequence
 
     def _place_of_node(self, node: Any, place: Place) -> Place:
         """Return the place of the forward op whose gradient is computed."""

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 
+_digest = xxhash.xxh3_128_digest
+
+
 class GeneratorStates:
     """Reads the states of the global generators, and remembers the last fingerprints.
 
@@ -28,11 +31,9 @@ class GeneratorStates:
     """
 
     def __init__(self) -> None:
-        self._python: tuple[Any, Any, str] | None = None
-        self._numpy: tuple[Any, str] | None = None
-        self._torch = b"", ""
+        self._known: dict[str, tuple[Any, str]] = {}  # memory, and fingerprint of the state
+        self._views: dict[str, tuple[Any, Any]] = {}  # an object, and its memory
         self._last: dict[str, str] = {}
-        self._found: dict[str, tuple[Any, Any]] = {}
         self._built_for: set[str] | None = None
 
     def read(self) -> Mapping[str, str]:
@@ -40,74 +41,43 @@ class GeneratorStates:
 
         While none has changed, it is the very same mapping, which nobody may change.
         """
-        found = {"python": self._of_python()}
-        if "numpy.random" in sys.modules:
-            found["numpy"] = self._of_numpy(sys.modules["numpy.random"])
-        found["torch"] = self._of_torch()
-        for name, module in self._devices().items():
-            for index in range(module.device_count()):
-                found[f"{name}:{index}"] = fingerprint(module.get_rng_state(index)).hex()
+        found = {"python": self._of("python", self._memory_of_python(), _state_of_python)}
+        numpy = sys.modules.get("numpy.random")
+        if numpy is not None:
+            memory = self._memory_of_numpy(numpy)
+            found["numpy"] = self._of("numpy", memory, lambda: _state_of_numpy(numpy))
+        state = fingerprint(torch.get_rng_state())
+        found["torch"] = self._of("torch", state, state.hex)
+        if self._built_for is None:
+            self._built_for = generators.built_for()
+        if self._built_for or "npu" in vars(torch):  # which is put there later
+            for name, module in generators.devices_in_use().items():
+                for index in range(module.device_count()):
+                    found[f"{name}:{index}"] = fingerprint(module.get_rng_state(index)).hex()
         if found != self._last:
             self._last = found
         return self._last
 
-    def _devices(self) -> Mapping[str, Any]:
-        """Return the accelerators in use; asks no more where torch is built for none."""
-        if self._built_for is None:
-            self._built_for = generators.built_for()
-        if self._built_for or "npu" in vars(torch):  # which is put there later
-            return generators.devices_in_use()
-        return {}
+    def _of(self, name: str, memory: Any, read: Callable[[], str]) -> str:
+        known = self._known.get(name)
+        if known is None or known[0] != memory:
+            known = self._known[name] = memory, read()
+        return known[1]
 
-    def _of_torch(self) -> str:
-        state = fingerprint(torch.get_rng_state())
-        if state != self._torch[0]:
-            self._torch = state, state.hex()
-        return self._torch[1]
+    # Where an object keeps its words is not documented. They are looked for once: where another
+    # Python or numpy has them elsewhere, a new object stands for the memory, and the state, which
+    # takes long, is read in full each time.
 
-    def _of_python(self) -> str:
-        """Return a fingerprint of Python's generator, whose `getstate` makes 625 numbers."""
+    def _memory_of_python(self) -> Any:
         generator = getattr(random.getstate, "__self__", None)
-        left = getattr(generator, "gauss_next", None)  # half a pair of normal numbers
-        memory = self._digest_of_python(generator)
-        known = self._python
-        if known is None or known[0] != memory or known[1] is not left:
-            digest = xxhash.xxh3_128_hexdigest(marshal.dumps(random.getstate(), 2))
-            known = self._python = memory, left, digest
-        return known[2]
-
-    def _digest_of_python(self, generator: Any) -> Any:
-        """Return a digest of the memory of a generator of Python's; a new value if it is not found.
-
-        Where an object keeps its words is not documented. They are looked for once: where another
-        Python has them elsewhere, the state is read in full each time.
-        """
         if type(generator) is not random.Random or not _python_is_inline():
             return object()
-        return _digest(self._memory("python", generator, _of_python))
+        left = repr(getattr(generator, "gauss_next", None))  # half a pair of normal numbers
+        return self._digest_of("python", generator, _words_of_python), left
 
-    def _of_numpy(self, numpy: Any) -> str:
-        """Return a fingerprint of numpy's global generator, whose `get_state` takes long."""
-        memory = self._digest_of_numpy(numpy)
-        if self._numpy is None or self._numpy[0] != memory:
-            state = numpy.get_state(legacy=False)
-            own = state["state"]
-            digest = xxhash.xxh3_128(own["key"] if "key" in own else repr(own).encode())
-            rest = (own.get("pos"), state.get("has_gauss"), state.get("gauss"))
-            digest.update(repr(rest).encode())
-            self._numpy = memory, digest.hexdigest()
-        return self._numpy[1]
-
-    def _digest_of_numpy(self, numpy: Any) -> Any:
-        """Return a digest of the memory of numpy's generator; a new value if its kind is unknown.
-
-        A Mersenne twister is 624 words and a position:
-        https://numpy.org/doc/stable/reference/random/bit_generators/mt19937.html
-        Half a pair of normal numbers lies in the object around it, which is not documented and
-        therefore tried once.
-        """
+    def _memory_of_numpy(self, numpy: Any) -> Any:
         words: Any = numpy.get_bit_generator() if hasattr(numpy, "get_bit_generator") else None
-        around = getattr(numpy.get_state, "__self__", None)
+        around = getattr(numpy.get_state, "__self__", None)  # has half a pair of normal numbers
         if (
             type(words).__name__ != "MT19937"
             or type(around) is not numpy.RandomState
@@ -115,19 +85,28 @@ class GeneratorStates:
         ):
             return object()
         return (
-            _digest(self._memory("numpy", words, _words_of_numpy)),
-            _digest(self._memory("around", around, _memory_of)),
+            self._digest_of("numpy", words, _words_of_numpy),
+            self._digest_of("around", around, _memory_of),
         )
 
-    def _memory(self, name: str, value: Any, find: Callable[[Any], Any]) -> Any:
-        """Return the memory of `value`, which is looked up where it is another than last time."""
-        known = self._found.get(name)
+    def _digest_of(self, name: str, value: Any, find: Callable[[Any], Any]) -> bytes:
+        known = self._views.get(name)
         if known is None or known[0] is not value:
-            known = self._found[name] = value, find(value)
-        return known[1]
+            known = self._views[name] = value, find(value)
+        return _digest(known[1])
 
 
-_digest = xxhash.xxh3_128_digest
+def _state_of_python() -> str:
+    return xxhash.xxh3_128_hexdigest(marshal.dumps(random.getstate(), 2))
+
+
+def _state_of_numpy(numpy: Any) -> str:
+    state = numpy.get_state(legacy=False)
+    own = state["state"]
+    digest = xxhash.xxh3_128(own["key"] if "key" in own else repr(own).encode())
+    rest = (own.get("pos"), state.get("has_gauss"), state.get("gauss"))
+    digest.update(repr(rest).encode())
+    return digest.hexdigest()
 
 
 @cache
@@ -135,7 +114,7 @@ def _python_is_inline() -> bool:
     """Whether the words and the position of a generator lie within its object."""
     generator = random.Random(0)  # noqa: S311 - one to look at
     *words, position = _Words.getstate(generator)
-    memory = bytes(_of_python(generator))
+    memory = bytes(_words_of_python(generator))
     return struct.pack(f"=i{len(words)}I", position, *words) in memory
 
 
@@ -151,10 +130,12 @@ def _gauss_is_inline(numpy: Any) -> bool:
 
 
 def _words_of_numpy(words: Any) -> Any:
+    # A Mersenne twister is 624 words and a position:
+    # https://numpy.org/doc/stable/reference/random/bit_generators/mt19937.html
     return arrays[625 * 4].from_address(words.ctypes.state_address)
 
 
-def _of_python(generator: Any) -> Any:
+def _words_of_python(generator: Any) -> Any:
     return _memory_of(generator, _Words)
 
 

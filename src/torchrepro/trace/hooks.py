@@ -25,7 +25,6 @@ from torchrepro.patching import wrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from types import ModuleType
 
 BATCHES = {
     "torch.utils.data.dataloader": "_BaseDataLoaderIter",
@@ -50,17 +49,12 @@ def watch_training(listener: Any) -> ExitStack:
     whether with a closure), `optimizer_ends` (optimizer), `batch_begins` (the loader's iterator)
     and `batch_ends` (the iterator, and its batch, None if there was none).
     """
-    stack = ExitStack()
-    before = register_optimizer_step_pre_hook(
-        lambda optimizer, args, kwargs: listener.optimizer_begins(
-            optimizer, with_closure=bool(args[1:] or kwargs)
-        )
-    )
-    stack.callback(before.remove)
-    after = register_optimizer_step_post_hook(
-        lambda optimizer, _args, _kwargs: listener.optimizer_ends(optimizer)
-    )
-    stack.callback(after.remove)
+
+    def optimizer_begins(optimizer: Any, args: Any, kwargs: Any) -> None:
+        listener.optimizer_begins(optimizer, with_closure=bool(args[1:] or kwargs))
+
+    def optimizer_ends(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        listener.optimizer_ends(optimizer)
 
     def watched_backward(backward: Any) -> Any:
         def watched(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,6 +86,9 @@ def watch_training(listener: Any) -> ExitStack:
             classes.add(iterators)
             wrap(stack, iterators, "__next__", watched_next)
 
+    stack = ExitStack()
+    stack.callback(register_optimizer_step_pre_hook(optimizer_begins).remove)
+    stack.callback(register_optimizer_step_post_hook(optimizer_ends).remove)
     wrap(stack, torch.autograd, "backward", watched_backward)
     stack.enter_context(_once_imported(tuple(BATCHES), watch_batches))
     return stack
@@ -164,14 +161,13 @@ def compiled_regions_seen() -> Iterator[None]:
             stack.callback(setattr, config, _WRAP_REGIONS, getattr(config, _WRAP_REGIONS))
             setattr(config, _WRAP_REGIONS, True)
 
-    with ExitStack() as stack:
-        stack.enter_context(_once_imported((_INDUCTOR,), wrap_regions))
+    with ExitStack() as stack, _once_imported((_INDUCTOR,), wrap_regions):
         yield
 
 
 @contextmanager
 def left_out_of_compilation(mode: type[TorchDispatchMode]) -> Iterator[None]:
-    """Have torch.compile leave torchrepro's own code out where it meets it between two regions.
+    """Have torch.compile leave torchrepro's own code out where it finds it between two regions.
 
     ``trace_rules.add`` is not documented. The documented ``torch.compiler.disable`` costs a
     microsecond per op even where nothing is compiled; it is used where the other is gone.
@@ -182,44 +178,35 @@ def left_out_of_compilation(mode: type[TorchDispatchMode]) -> Iterator[None]:
             return
         _left_out.append(True)
         rules = import_module("torch._dynamo.trace_rules")
-        if hasattr(rules, "add"):
-            with _one_rule_for_all(rules):
-                for own in _own_modules():
-                    rules.add(own)
-        else:
+        if not hasattr(rules, "add"):
             dispatch: Any = mode.__torch_dispatch__
             mode.__torch_dispatch__ = torch.compiler.disable(dispatch)  # type: ignore[method-assign, no-untyped-call]
+            return
+        # It builds its one pattern anew for each module that is added: a fifth of a second for all
+        # of ours. Where that can be put off, it is built once.
+        build = getattr(rules, "_recompile_re", None)
+        if build is not None:
+            vars(rules)["_recompile_re"] = lambda: None
+        try:
+            for own in _own_modules():
+                rules.add(own)
+        finally:
+            if build is not None:
+                vars(rules)["_recompile_re"] = build
+                build()
 
     with _once_imported((_DYNAMO,), leave_out):
         yield
 
 
-@contextmanager
-def _one_rule_for_all(rules: ModuleType) -> Iterator[None]:
-    """Have ``rules.add`` build its one pattern at the end of the block, where it can be put off.
-
-    It builds it anew for each module that is added: a fifth of a second for all of ours.
-    """
-    build = getattr(rules, "_recompile_re", None)
-    if build is None:
-        yield
-        return
-    vars(rules)["_recompile_re"] = lambda: None
-    try:
-        yield
-    finally:
-        vars(rules)["_recompile_re"] = build
-        build()
-
-
 def _own_modules() -> list[str]:
-    """Return the modules to leave out: all but those that do nothing while a compiler looks."""
-    whole = __name__.partition(".")[0]
+    """Return the modules to leave out: all but those that do nothing while a compiler runs."""
+    package = __name__.partition(".")[0]
     divided = {module.rpartition(".")[0] for module in _COMPILED}
     found = [
-        f"{package}.{module.name}"
-        for package in (whole, *sorted(divided))
-        for module in iter_modules(import_module(package).__path__)
+        f"{each}.{module.name}"
+        for each in (package, *sorted(divided))
+        for module in iter_modules(import_module(each).__path__)
     ]
     return [name for name in found if name not in divided and name not in _COMPILED]
 

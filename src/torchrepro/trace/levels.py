@@ -19,32 +19,25 @@ from torchrepro.trace.buffer import IN_MEMORY
 from torchrepro.trace.fingerprint_cache import fingerprint_of, read_each
 from torchrepro.trace.format import INPUT, OPTIMIZER_STEP
 from torchrepro.trace.frames import Place, RunPosition, place_of_user
-from torchrepro.trace.mode_stack import ModesTakenOff
 from torchrepro.trace.module_hook import on_modules_called
-from torchrepro.trace.op_facts import (
-    shape_of,
-    tensors_in,
-    value_text,
-)
-from torchrepro.trace.op_mode import RecordingMode
+from torchrepro.trace.op_facts import shape_of, tensors_in, value_text
+from torchrepro.trace.op_mode import ModesTakenOff, RecordingMode
 from torchrepro.trace.samples import parts_of
 from torchrepro.trace.statistics import DetailRecorder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from weakref import ReferenceType
 
     from torchrepro.trace.buffer import RecordingState
     from torchrepro.trace.fingerprint_cache import Digest
     from torchrepro.trace.store import Store
 
+Origin = tuple[str, Place, str]
+"""The phase, the place and the op of records of one kind."""
+
 _NO_ARGUMENTS = ("params", "param_names")  # of the entries of an optimizer's groups
 _CONSTANTS = frozenset({bool, int, float, str, type(None)})  # exactly: a subclass may be anything
-
-
-def parameters_of(optimizer: Any) -> list[Any]:
-    """Return the parameters of an optimizer in their order."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class OptimizerArguments:
@@ -71,20 +64,20 @@ class OptimizerArguments:
             for group in optimizer.param_groups
         ]
         known = self._known.get(address(optimizer))
-        if known is not None and known[0]() is optimizer and _are_the_same(groups, known[1]):
+        if (
+            known is not None
+            and known[0]() is optimizer
+            and [*map(len, groups)] == [*map(len, known[1])]
+            # The very same objects: 1, 1.0 and True differ, and so do -0.0 and 0.0.
+            and all(map(is_, chain.from_iterable(groups), chain.from_iterable(known[1])))
+        ):
             return known[2], []
         values = [dict(zip(group[::2], group[1::2], strict=True)) for group in groups]
         text = json.dumps(values, default=value_text)
         if all(map(_is_constant, chain.from_iterable(groups))):
             self._known[address(optimizer)] = ref(optimizer), groups, text
-        return text, [value for group in groups for value in group[1::2] if _is_tensor(value)]
-
-
-def _are_the_same(groups: list[list[Any]], others: list[list[Any]]) -> bool:
-    """Whether two lists hold the very same objects: 1, 1.0 and True differ, and -0.0 and 0.0."""
-    return [*map(len, groups)] == [*map(len, others)] and all(
-        all(map(is_, group, other)) for group, other in zip(groups, others, strict=True)
-    )
+        tensors = [value for group in values for value in group.values()]
+        return text, [value for value in tensors if isinstance(value, torch.Tensor)]
 
 
 def _is_constant(value: Any) -> bool:
@@ -94,18 +87,19 @@ def _is_constant(value: Any) -> bool:
     )
 
 
-def gradients_of(optimizer: Any) -> list[Any]:
-    """Return the gradients of an optimizer's parameters in their order, but for missing ones."""
-    gradients = [one.grad for group in optimizer.param_groups for one in group["params"]]
+def _parameters_of(optimizer: Any) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _gradients_of(optimizer: Any) -> list[Any]:
+    gradients = [one.grad for one in _parameters_of(optimizer)]
     return [gradient for gradient in gradients if gradient is not None]
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 class Level:
     """What all levels record: batches of data as they enter the program."""
+
+    name: str
 
     def __init__(self, state: RecordingState) -> None:
         self.state = state
@@ -140,11 +134,11 @@ class Level:
         Returns the digests of its gradients.
         """
         self._take_arguments(optimizer, place)
-        return self._digests(gradients_of(optimizer))
+        return self._digests(_gradients_of(optimizer))
 
     def optimizer_ends(self, optimizer: Any) -> Sequence[Digest]:
         """The optimizer has made the step; returns the digests of its parameters."""
-        return self._digests(parameters_of(optimizer))
+        return self._digests(_parameters_of(optimizer))
 
     def _digests(self, tensors: Iterable[Any]) -> Sequence[Digest]:
         if not self.state.wants_step:
@@ -159,13 +153,13 @@ class Level:
         self._take_tensors(("optimizer", place, name), tensors, argument)
 
     def batch_begins(self, workers: int) -> None:
-        """A loader with so many worker processes is about to hand over a batch."""
+        """A loader with so many worker processes is about to give out a batch."""
 
     def batch_ends(self, batch: Any, place: Place) -> None:
         """Record a batch; None if there was none."""
         tensors = tensors_in(batch)
         if tensors:
-            self.take("data", place, "DataLoader", tensors)
+            self._take_tensors(("data", place, "DataLoader"), tensors)
 
     def write(self, store: Store, first: int) -> None:
         """Write what belongs to the records of a step, the first of which has this id."""
@@ -177,34 +171,12 @@ class Level:
     def end_step(self) -> None:
         """Forget the step that has ended."""
 
-    @property
-    def name(self) -> str:
-        """What the level of the running step is called."""
-        return self.state.request.level
-
     def rest(self) -> None:
         """Leave out what is recorded within steps, between two steps, until `resume`."""
 
     def resume(self) -> bool:
         """Record all again, from the next step on; returns whether it could be done."""
         return True
-
-    def take(
-        self, phase: str, place: Place, op: str, tensors: Sequence[Any], text: str = ""
-    ) -> None:
-        """Take a record of tensors that belong to no single op."""
-        self._take_tensors((phase, place, op), tensors, self._argument(text))
-
-    def _take_tensors(
-        self, origin: tuple[str, Place, str], tensors: Sequence[Any], argument: int
-    ) -> None:
-        digests: list[Any] = []
-        if tensors:
-            with self.paused():
-                digests = [*map(fingerprint_of, tensors)]
-            for tensor, digest in zip(tensors, digests, strict=True):
-                self.state.cache.add(tensor, digest)
-        self._take(origin, [*map(shape_of, tensors)], digests, argument)
 
     def take_returned(self, place: Place, function: str, value: Any, text: str) -> None:
         """Take a record of what a function of the program returned while it loaded a batch."""
@@ -215,18 +187,26 @@ class Level:
             digests = [part.digest for part in parts]
             self._take(("data", place, function), shapes, digests, self._argument(text))
 
-    def _argument(self, text: str) -> int:
-        buffer = self.state.buffer
-        return buffer.arguments.get(text) or buffer.new_argument(text, text)
+    def _take_tensors(self, origin: Origin, tensors: Sequence[Any], argument: int = 0) -> None:
+        """Take a record of tensors that belong to no single op."""
+        digests: list[Any] = []
+        if tensors:
+            with self.paused():
+                digests = [*map(fingerprint_of, tensors)]
+            for tensor, digest in zip(tensors, digests, strict=True):
+                self.state.cache.add(tensor, digest)
+        self._take(origin, [*map(shape_of, tensors)], digests, argument)
 
-    def _take(
-        self, origin: tuple[str, Place, str], shapes: Any, digests: Sequence[Any], argument: int
-    ) -> None:
+    def _take(self, origin: Origin, shapes: Any, digests: Sequence[Any], argument: int) -> None:
         buffer, site = self.state.buffer, self._site(origin, shapes)
         if buffer.take(buffer.thread(0), site, argument, (), digests) >= IN_MEMORY:
             self.state.spill()
 
-    def _site(self, origin: tuple[str, Place, str], shapes: Any) -> int:
+    def _argument(self, text: str) -> int:
+        buffer = self.state.buffer
+        return buffer.arguments.get(text) or buffer.new_argument(text, text)
+
+    def _site(self, origin: Origin, shapes: Any) -> int:
         buffer = self.state.buffer
         phase, place, op = origin
         key = (op, phase, place, *shapes)
@@ -236,31 +216,27 @@ class Level:
 class StepLevel(Level):
     """Gradients before, and parameters after, each step of an optimizer."""
 
+    name = "step"
+
     def __init__(self, state: RecordingState) -> None:
         super().__init__(state)
         self._known: dict[tuple[str, int], _Taken] = {}  # by kind of record, and optimizer
-        self._naming: ExitStack | None = None
+        self._watching = self.open.enter_context(ExitStack())
 
     def __enter__(self) -> None:
         super().__enter__()
-        self._watch_modules()
-
-    def _watch_modules(self) -> None:
-        """Learn the names of parameters from the first calls of modules, until a step ends."""
-        self._naming = self.open.enter_context(ExitStack())
-        self._naming.enter_context(
+        # The names of parameters are learnt from the first calls of modules, until a step ends.
+        self._watching.enter_context(
             on_modules_called(lambda module, _: self.state.names.place_of(module))
         )
 
     def end_step(self) -> None:
-        if self._naming is not None:
-            self._naming.close()
-            self._naming = None
+        self._watching.close()
 
     def optimizer_begins(
         self, optimizer: Any, place: Place, *, with_closure: bool
     ) -> Sequence[Digest]:
-        parameters, gradients = parameters_of(optimizer), gradients_of(optimizer)
+        parameters, gradients = _parameters_of(optimizer), _gradients_of(optimizer)
         if len(gradients) < len(parameters):
             parameters = [one for one in parameters if one.grad is not None]
         origin = "backward", place, "gradient"
@@ -269,16 +245,12 @@ class StepLevel(Level):
         return digests
 
     def optimizer_ends(self, optimizer: Any) -> Sequence[Digest]:
-        parameters = parameters_of(optimizer)
+        parameters = _parameters_of(optimizer)
         origin = "optimizer", place_of_user(), "parameter"
         return self._take_each(origin, id(optimizer), parameters, parameters)
 
     def _take_each(
-        self,
-        origin: tuple[str, Place, str],
-        owner: int,
-        parameters: list[Any],
-        tensors: list[Any],
+        self, origin: Origin, owner: int, parameters: list[Any], tensors: list[Any]
     ) -> Sequence[Digest]:
         """Take a record of each parameter, or of its gradient; returns the digests."""
         state = self.state
@@ -291,9 +263,7 @@ class StepLevel(Level):
             state.spill()
         return [each[:INPUT] if each.__class__ is bytes else each for each in fingerprints]
 
-    def _learn(
-        self, origin: tuple[str, Place, str], parameters: list[Any], shapes: list[Any]
-    ) -> _Taken:
+    def _learn(self, origin: Origin, parameters: list[Any], shapes: list[Any]) -> _Taken:
         phase, place, op = origin
         sites, arguments = [], []
         for number, (parameter, shape) in enumerate(zip(parameters, shapes, strict=True)):
@@ -308,7 +278,7 @@ class StepLevel(Level):
 class _Taken:
     """What the records of all parameters of an optimizer, or of their gradients, have in common."""
 
-    origin: tuple[str, Place, str]
+    origin: Origin
     parameters: list[ReferenceType[Any]]
     shapes: list[Any]
     models: int
@@ -316,9 +286,7 @@ class _Taken:
     sites: list[int]
     arguments: list[int]
 
-    def is_of(
-        self, origin: tuple[str, Place, str], parameters: list[Any], shapes: list[Any], models: int
-    ) -> bool:
+    def is_of(self, origin: Origin, parameters: list[Any], shapes: list[Any], models: int) -> bool:
         """Whether records of these would be the same but for their fingerprints."""
         return (
             origin == self.origin
@@ -331,14 +299,13 @@ class _Taken:
 class ModuleLevel(StepLevel):
     """What every module returns, and the gradients that come back to it, besides steps."""
 
+    name = "module"
+
     def __enter__(self) -> None:
         self.state.buffer.new_thread()
         self.open.enter_context(hooks.on_threads_started(self.state.buffer.new_thread))
-        super().__enter__()
-
-    def _watch_modules(self) -> None:
-        self._watching = self.open.enter_context(ExitStack())
-        self._watching.enter_context(on_modules_called(self._returned))
+        Level.__enter__(self)
+        self.resume()
 
     def end_step(self) -> None:
         """Go on watching modules."""
@@ -347,27 +314,28 @@ class ModuleLevel(StepLevel):
         self._watching.close()
 
     def resume(self) -> bool:
-        self._watch_modules()
+        self._watching.enter_context(on_modules_called(self._returned))
         return True
 
     def _returned(self, module: Any, result: Any) -> None:
         place = self.state.names.place_of(module)
         tensors = tensors_in(result)
         if tensors:
-            self.take("forward", place, "module", tensors)
+            self._take_tensors(("forward", place, "module"), tensors)
         for position, tensor in enumerate(tensors):
             if tensor.requires_grad:
-                tensor.register_hook(self._gradient_taker(place, str(position)))
+                argument = self._argument(str(position))
 
-    def _gradient_taker(self, place: Place, position: str) -> Callable[[Any], None]:
-        def take(gradient: Any) -> None:
-            self.take("backward", place, "module", [gradient], position)
+                def take(gradient: Any, argument: int = argument) -> None:
+                    self._take_tensors(("backward", place, "module"), [gradient], argument)
 
-        return take
+                tensor.register_hook(take)
 
 
 class OpLevel(Level):
     """Every op on every thread."""
+
+    name = "op"
 
     def __init__(self, state: RecordingState) -> None:
         super().__init__(state)

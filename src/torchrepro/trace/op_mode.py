@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from marshal import dumps
 from operator import is_
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
@@ -31,7 +33,7 @@ from torchrepro.trace.frames import Origin
 from torchrepro.trace.op_facts import PLAIN, OpFacts, call_text, facts_of, shape_of, value_text
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Collection, Hashable
 
     from torchrepro.trace.buffer import RecordingState
     from torchrepro.trace.frames import Place, RunPosition
@@ -42,6 +44,16 @@ FEW = 8
 
 _TRACING = "torch._subclasses"  # tensors that a compiler or an exporter looks at, not numbers
 _facts: dict[int, OpFacts] = {}  # by id: ops take long to hash
+
+# Torch has no public way to take a mode off the stack of its thread that a program may have entered
+# others above. The stack is read and changed by three functions of its own, and a fourth one says
+# whether a backward pass runs; were one of them gone, a mode would stay and do nothing there.
+_read: Any = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", None)
+_push: Any = getattr(_python_dispatch, "_push_mode", None)
+_pop: Any = getattr(_python_dispatch, "_pop_mode", None)
+_backward_pass: Any = getattr(torch._C, "_current_graph_task_id", None)  # noqa: SLF001 - see above
+_STACK_IS_KNOWN = None not in (_read, _push, _pop, _backward_pass)
+_NO_PASS = -1
 
 
 class RecordKind:
@@ -65,15 +77,6 @@ class RecordKind:
         """What came next the last time; itself where nothing did."""
         self.before = self
         """What came next before that, and was another kind."""
-
-    def is_of(self, facts: OpFacts, phase: str, place: Place, shapes: Any) -> bool:
-        """Whether a record of these is of this kind."""
-        return (
-            self.facts is facts
-            and self.place is place
-            and self.phase is phase
-            and self.shapes == shapes
-        )
 
 
 class RecordingMode(TorchDispatchMode):
@@ -218,7 +221,7 @@ class RecordingMode(TorchDispatchMode):
             return result
         given, cache = args[0], self.cache
         if facts.fresh:
-            self._expect_first_read(facts, args, result)
+            self._record_once_read(result, *self.origin.of(facts, args))
         elif cache.new:
             cache.pass_on(given, result)
         entry = cache.entries.get(address(given))
@@ -229,17 +232,13 @@ class RecordingMode(TorchDispatchMode):
                 self.origin.passed_on(given, result)
         return result
 
-    def _expect_first_read(self, facts: OpFacts, args: Any, tensor: Any) -> None:
+    def _record_once_read(self, tensor: Any, phase: str, place: Place) -> None:
         """Record a tensor that the program has made from values, once an op reads it."""
-        phase, place = self.origin.of(facts, args)
 
         def take(tensor: Any, fingerprint: Any) -> None:
-            shape = shape_of(tensor)
+            shape, buffer = shape_of(tensor), self.buffer
             key = NEW_TENSOR, phase, place, shape
-            buffer = self.buffer
-            site = buffer.sites.get(key)
-            if site is None:
-                site = buffer.new_site(key, phase, place, NEW_TENSOR, (shape,))
+            site = buffer.sites.get(key) or buffer.new_site(key, phase, place, NEW_TENSOR, (shape,))
             buffer.take(buffer.thread(self.thread), site, 0, (), (fingerprint,))
             if self.details is not None:
                 self.details.made(place, tensor)
@@ -301,7 +300,12 @@ class RecordingMode(TorchDispatchMode):
         ):
             last = self._last
             kind = last.before
-            if not kind.is_of(facts, phase, place, shapes):
+            if (
+                kind.facts is not facts
+                or kind.place is not place
+                or kind.phase is not phase
+                or kind.shapes != shapes
+            ):
                 kind = self._kind_of(facts, phase, place, shapes)
             last.following, last.before = kind, last.following
         self._last = kind
@@ -312,7 +316,6 @@ class RecordingMode(TorchDispatchMode):
             self.spill()
 
     def _kind_of(self, facts: OpFacts, phase: str, place: Place, shapes: Any) -> RecordKind:
-        """Return the kind of a record by looking it up; a new one is added."""
         key = (facts, phase, place, *shapes)
         kind = self._kinds.get(key)
         if kind is None:
@@ -328,7 +331,6 @@ class RecordingMode(TorchDispatchMode):
     def _learn_argument(
         self, kind: RecordKind, facts: OpFacts, key: bytes, args: Any, kwargs: Any
     ) -> int:
-        """Return the number of arguments that are not those of the last records of a kind."""
         number = self.buffer.arguments.get((facts, key))
         if number is None:
             number = self.buffer.new_argument((facts, key), call_text(args, kwargs))
@@ -373,3 +375,77 @@ def _written_by_region(args: Any) -> list[Any]:
         for node, tensor in zip(given, inputs, strict=False)
         if node in written and hasattr(tensor, "dtype")
     ]
+
+
+class ModesTakenOff:
+    """The modes that were taken off the stacks of their threads while they have nothing to do.
+
+    A mode on the stack costs a call of Python for every op, whatever it does. A thread's stack can
+    be changed on that thread alone, and not within a backward pass: autograd puts back the stack
+    with which the pass began. Modes stay where they are in a program whose steps end within
+    backward passes, or on several threads.
+    """
+
+    def __init__(self) -> None:
+        self._modes: WeakKeyDictionary[threading.Thread, Any] = WeakKeyDictionary()
+        self._is_allowed = _STACK_IS_KNOWN
+
+    def take_off(self, modes: Collection[Any]) -> None:
+        """Take the one of `modes` that this thread has off its stack, wherever in it."""
+        if self._is_allowed and _backward_pass() != _NO_PASS:
+            self._is_allowed = False
+        if not self._is_allowed:
+            return
+        own = next((mode for mode in _of_thread() if mode in modes), None)
+        if own is not None:
+            _remove(own)
+            self._modes[threading.current_thread()] = own
+
+    def put_back(self) -> bool:
+        """Put all back at the bottom of their stacks; returns whether all of them are there.
+
+        Whatever the program has entered meanwhile stays above: it is what the program leaves next.
+        """
+        self._put_back_own()
+        # Another thread may put its own back meanwhile: `keyrefs` is a copy.
+        threads = (known() for known in self._modes.keyrefs())
+        left = any(thread is not None and thread.is_alive() for thread in threads)
+        self._is_allowed = self._is_allowed and not left
+        return not left
+
+    def before_backward(self) -> None:
+        """Put the mode of this thread back if steps end within the pass that is about to begin."""
+        if not self._is_allowed:
+            self._put_back_own()
+
+    def end(self, mode: Any) -> None:
+        """Have `mode` at the top of this thread's stack, where leaving it takes it off."""
+        self._modes.pop(threading.current_thread(), None)
+        if _STACK_IS_KNOWN:
+            _remove(mode)
+            _push(mode)
+
+    def _put_back_own(self) -> None:
+        if self._modes and _backward_pass() == _NO_PASS:
+            mode = self._modes.pop(threading.current_thread(), None)
+            modes = _of_thread()
+            if mode is not None and mode not in modes:
+                _replace(modes, [mode, *modes])
+
+
+def _of_thread() -> list[Any]:
+    """Return the modes on this thread's stack that are not part of torch, the outermost first."""
+    return [mode for mode in _read() if getattr(mode, "_mode_key", None) is None]
+
+
+def _remove(mode: Any) -> None:
+    modes = _of_thread()
+    if mode in modes:
+        _replace(modes, [each for each in modes if each is not mode])
+
+
+def _replace(modes: list[Any], others: list[Any]) -> None:
+    for _ in modes:
+        _pop()
+    for each in others:
+        _push(each)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from torchrepro.errors import TraceError
 from torchrepro.fork_safety import fork_safe_lock
-from torchrepro.messages import Problem
 from torchrepro.trace.request import Request, bytes_of
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def record(  # noqa: PLR0913 - one for each option of a recording
 
     Takes records on this thread and on those started within the block. `level` is ``op``,
     ``module`` or ``step``; `steps` are the first and last step to record; `keep` are patterns of
-    modules whose tensors are kept whole; `statistics` adds what ``compare`` needs for tolerances;
+    modules whose tensors are kept; `statistics` adds what ``compare`` needs for tolerances;
     `detail` reads every input again. With `every`, steps 0, `every`, 2 * `every` and so on are
     recorded at `level` and all others at ``step``. `max_size`, in bytes or as in ``"500MB"``, is
     what the recording may take on disk, of which each rank has an equal share: the records of the
@@ -59,7 +58,10 @@ def record(  # noqa: PLR0913 - one for each option of a recording
         max_size=None if max_size is None else bytes_of(max_size),
     )
     with _starting:
-        _refuse_a_second()
+        others = [recording for recording in _running() if recording not in _of_process]
+        if others:
+            todo, found = "end that recording first", others[-1].request.folder
+            raise TraceError.about("is being recorded already", found=found, todo=todo)
         request.prepare_folder()
         recording = _begin(request)
     try:
@@ -70,18 +72,6 @@ def record(  # noqa: PLR0913 - one for each option of a recording
 
 _starting = fork_safe_lock()
 _of_process: list[Recording] = []  # those of `run --record`, which go on beside a program's own
-
-
-def _refuse_a_second() -> None:
-    others = [recording for recording in _running() if recording not in _of_process]
-    if others:
-        raise TraceError(
-            Problem(
-                "is being recorded already",
-                found=others[-1].request.folder,
-                todo="end that recording first",
-            )
-        )
 
 
 def end_step() -> None:
@@ -106,16 +96,10 @@ def record_process(request: Request, refuse: Callable[[TraceError], None]) -> No
     recording.refuse = refuse
     _of_process.append(recording)
     atexit.register(recording.finish)
-    _finish_before_exit(recording)
-
-
-def _finish_before_exit(recording: Recording) -> None:
-    """Finish `recording` where the main thread of this process calls `os._exit`.
-
-    A program that calls it to skip the exit handlers of its libraries has done its work, so its
-    trace is complete. A call from another thread ends a program that hangs.
-    """
     leave, process = os._exit, os.getpid()
+
+    # A program whose main thread calls `os._exit`, to skip the exit handlers of its libraries, has
+    # done its work, so its trace is complete. A call from another thread ends a program that hangs.
 
     @wraps(leave)
     def finish_and_leave(status: int) -> NoReturn:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
+from torch.utils.data import IterableDataset
 
 from torchrepro.console import say
 from torchrepro.errors import TraceError
-from torchrepro.messages import Problem
+from torchrepro.seeding.loader_hook import author_worker_init
 from torchrepro.seeding.state import is_resumed
 from torchrepro.seeding.uncontrolled import EVERY_SOURCE, WITHOUT_COST, watch_for_recording
 from torchrepro.trace.buffer import RecordingState, joined
@@ -21,29 +23,40 @@ from torchrepro.trace.format import INPUT, OUTPUT, StepRow
 from torchrepro.trace.frames import place_of_user, source_of
 from torchrepro.trace.generator_states import GeneratorStates
 from torchrepro.trace.hooks import watch_training
-from torchrepro.trace.intermittent import level_for
-from torchrepro.trace.loaders import IteratedLoaders, workers_of
+from torchrepro.trace.levels import LEVELS, StepLevel
+from torchrepro.trace.module_hook import on_modules_called
 from torchrepro.trace.op_facts import PLAIN
 from torchrepro.trace.samples import SampleRecorder
-from torchrepro.trace.size_limit import limit_of
+from torchrepro.trace.size_limit import SizeLimit
 from torchrepro.trace.store import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
     from torchrepro.trace.fingerprint_cache import Digest
+    from torchrepro.trace.levels import Level
     from torchrepro.trace.request import Request
-    from torchrepro.trace.size_limit import SizeLimit
     from torchrepro.trace.store import Store
+
+_OF_DATAPIPES = "_sharding_worker_init_fn"  # torch's own, around that of the author
 
 
 class Recording:
-    """One process being recorded, from `start` to `stop`."""
+    """One process being recorded, from `start` to `stop`.
+
+    With `every`, the level changes between two steps: to `StepLevel` for those that are not to be
+    recorded in full. Where the full level cannot be taken up at once, because the steps of a
+    program end on several threads or have begun to end within backward passes, it stays there;
+    each step says at which level it was recorded.
+    """
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.state = RecordingState(request, self.spill)
-        self.level = level_for(self.state)
+        self._full: Level = LEVELS[request.level](self.state)
+        self._level = self._full  # of the running step; step 0 is a multiple of every number
+        self._coarse = StepLevel(self.state)
+        self._naming = ExitStack()  # of modules that are first called while the full level rests
         self._store: Store | None = None
         self._limit: SizeLimit | None = None
         self._open = ExitStack()
@@ -51,8 +64,8 @@ class Recording:
         self._losses: list[tuple[Any, Any, str]] = []  # tensor, fingerprint, source
         self._gradients: list[Any] = []
         self._generators = GeneratorStates()
-        self._loaders = IteratedLoaders()
-        self._samples = SampleRecorder(self.level.take_returned)
+        self._loaders: dict[Hashable, Mapping[str, Any]] = {}
+        self._samples = SampleRecorder(self._full.take_returned)
         self._lock = threading.RLock()
         self._failed = False
         self._left_out = False
@@ -65,7 +78,8 @@ class Recording:
         self._sources.position = self._position
         self._open.callback(self._sources.stop)
         self._open.enter_context(watch_training(self))
-        self._open.enter_context(self.level)
+        self._open.enter_context(self._full)
+        self._open.enter_context(self._naming)
         self._open.callback(_recordings.remove, self)
         _recordings.append(self)
 
@@ -81,28 +95,33 @@ class Recording:
         """
         if self.ended:
             return
-        self.level.abandon()
+        self._full.abandon()
         self.ended = True
         if self._failed:
             return
         if self.state.buffer.rows or self.state.buffer.moved or self._losses:
             self._write_step((), finished=False)
-        self._warn_of_unmatched_requests()
-        if self._store is not None:
-            with self._unwritable_handled():
-                self._store.write_knobs_in_effect()
-                self._store.finish(self._facts())
-                self._store.must_exist()
-                self._say_what_was_dropped(self._store)
+        folder, asked = self.request.folder, self.request.steps
+        if self._store is None:
+            if asked is not None and self._left_out:
+                say(f"{folder}: {_not_reached(asked, self.state.step)}")
+            return
+        say(*(f"{folder}: no module matches `{pattern}`" for pattern in self._full.unmatched()))
+        with self._unwritable_handled():
+            self._store.write_knobs_in_effect()
+            self._store.finish(self._facts())
+            self._store.must_exist()
+            if self._limit is not None and self._limit.count:
+                say(f"{self._store.path}: {self._limit.in_words()}")
 
     def abandon(self) -> None:
         """Take no more records and leave the store alone: it is another process's."""
         self._failed, self._store = True, None
-        self.level.abandon()
+        self._full.abandon()
 
     def spill(self) -> None:
         """Hand the records of a long step to the store before it ends."""
-        with self._lock, self.level.paused():
+        with self._lock, self._full.paused():
             if self._drops_step():
                 return
             with self._unwritable_handled():
@@ -115,44 +134,63 @@ class Recording:
         `parameters` are digests of what an optimizer has updated.
         """
         if self.ended:
-            raise TraceError(
-                Problem(
-                    "has ended: no step of it can end any more",
-                    found=self.request.folder,
-                    todo="call end_step inside of the `with` block",
-                )
+            raise TraceError.about(
+                "has ended: no step of it can end any more",
+                found=self.request.folder,
+                todo="call end_step inside of the `with` block",
             )
-        with self._lock, self.level.paused():
+        with self._lock, self._full.paused():
             self._write_step(parameters, finished=True)
             self.state.step += 1
             self._losses.clear()
             self._gradients = []
             self.state.cache.end_step()
-            self.level.end_step()
+            if self._level is self._full:
+                self._full.end_step()
+            self._change_level()
 
-    # Called by the hooks of the training loop (see `watch_training`).
+    def _change_level(self) -> None:
+        wanted = self.request.level_of(self.state.step)
+        if wanted == self._level.name:
+            return
+        if wanted == self._coarse.name:
+            self._full.rest()
+            self._naming.enter_context(on_modules_called(self._learn_name))
+            self._level = self._coarse
+        elif self._full.resume():
+            self._naming.close()
+            self._level = self._full
+
+    def _learn_name(self, module: Any, _returned: Any) -> None:
+        # Modules are named in the order of their first calls, in whichever steps these are.
+        if not self.state.names.knows(module):
+            self.state.names.place_of(module)
+
+    # Called by the hooks of the training loop (see `watch_training`). A backward pass, and the
+    # loading of a batch, may begin in one step and end in another: the full level hears of both
+    # ends, also while it rests. A batch is recorded alike at each level.
 
     def backward_begins(self, losses: Any) -> None:
         source = source_of(place_of_user())
-        with self.level.paused():
+        with self._full.paused():
             for loss in (losses,) if isinstance(losses, torch.Tensor) else losses:
                 if isinstance(loss, torch.Tensor):
                     self._losses.append((*_value_and_fingerprint(loss), source))
-        self.level.backward_begins()
+        self._full.backward_begins()
 
     def backward_ends(self) -> None:
-        self.level.backward_ends()
+        self._full.backward_ends()
 
     def optimizer_begins(self, optimizer: Any, *, with_closure: bool) -> None:
-        self._gradients += self.level.optimizer_begins(
+        self._gradients += self._level.optimizer_begins(
             optimizer, place_of_user(), with_closure=with_closure
         )
 
     def optimizer_ends(self, optimizer: Any) -> None:
-        self.end_step(self.level.optimizer_ends(optimizer))
+        self.end_step(self._level.optimizer_ends(optimizer))
 
     def batch_begins(self, iterator: Any) -> None:
-        self.level.batch_begins(workers_of(iterator))
+        self._full.batch_begins(_workers_of(iterator))
         if self._records_samples_of(iterator):
             self._samples.begin()
 
@@ -160,14 +198,21 @@ class Recording:
         if self._records_samples_of(iterator):
             self._samples.end()
         place = place_of_user()
-        self._loaders.see(iterator, place)
-        self.level.batch_ends(batch, place)
+        with suppress(Exception):  # a class of the program's may raise what it likes
+            dataset = getattr(iterator, "_dataset", None)
+            its = {
+                "where": source_of(place),
+                "workers": _workers_of(iterator),
+                "dataset": type(dataset).__name__,
+                "iterable": isinstance(dataset, IterableDataset),
+                "worker_init_fn": _own_init(getattr(iterator, "_worker_init_fn", None)),
+            }
+            self._loaders[tuple(its.values())] = its
+        self._full.batch_ends(batch, place)
 
     def _records_samples_of(self, iterator: Any) -> bool:
         """Whether what the program returns while this loader prepares a batch is recorded."""
-        return self.request.samples and not workers_of(iterator) and self.state.wants_step
-
-    # Writing.
+        return self.request.samples and not _workers_of(iterator) and self.state.wants_step
 
     def _facts(self) -> dict[str, Any]:
         """Return what was learnt of the program while it ran."""
@@ -175,7 +220,7 @@ class Recording:
         models = self.state.names.held()
         return {
             **({"dropped": self._limit.count} if self._limit is not None else {}),
-            **self._loaders.meta(),
+            "loaders": list(self._loaders.values()),
             **({"sources": sources} if sources else {}),
             **({"models": models} if models else {}),
             "resumed": "yes" if is_resumed() else "no",
@@ -197,37 +242,34 @@ class Recording:
     def _write_step(self, parameters: Sequence[Digest], *, finished: bool) -> None:
         if self._drops_step():
             return
-        cache = self.state.cache
         with self._unwritable_handled():
             store = self._store or self._open_store()
             first, count = self.state.buffer.end_step(store)
-            self._write_losses(store)
-            self.level.write(store, first)
+            marks = joined([mark for _, mark, _ in self._losses], OUTPUT)
+            store.add_losses(
+                (_real(value), marks[n * OUTPUT : (n + 1) * OUTPUT], source)
+                for n, (value, _, source) in enumerate(self._losses)
+            )
+            self._level.write(store, first)
             row = StepRow(
                 step=self.state.step,
                 first=first,
                 records=count,
-                bytes=cache.pop_bytes_read(),
+                bytes=self.state.cache.pop_bytes_read(),
                 parameters=_combined(parameters),
                 gradients=_combined(self._gradients),
                 random=self._generators.read(),
                 finished=finished,
-                level=self.level.name,
+                level=self._level.name,
             )
             store.end_step(row)
             if self._limit is not None:
                 self._limit.hold(row)
 
-    def _write_losses(self, store: Store) -> None:
-        marks = joined([mark for _, mark, _ in self._losses], OUTPUT)
-        store.add_losses(
-            (_real(value), marks[n * OUTPUT : (n + 1) * OUTPUT], source)
-            for n, (value, _, source) in enumerate(self._losses)
-        )
-
     def _open_store(self) -> Store:
         self._store = open_store(self.request)
-        self._limit = limit_of(self._store, self.request)
+        if self.request.max_size is not None:
+            self._limit = SizeLimit(self._store, self.request.max_size)
         return self._store
 
     @contextmanager
@@ -244,19 +286,6 @@ class Recording:
                 self.refuse(error)
                 return
             say(f"{error}\n    the run goes on, unrecorded from here")
-
-    def _say_what_was_dropped(self, store: Store) -> None:
-        if self._limit is not None and self._limit.count:
-            say(f"{store.path}: {self._limit.in_words()}")
-
-    def _warn_of_unmatched_requests(self) -> None:
-        """Name a module to keep that is misspelt, and steps to record that were never reached."""
-        request, sentences = self.request, []
-        if request.steps is not None and self._store is None and self._left_out:
-            sentences.append(_not_reached(request.steps, self.state.step))
-        if self._store is not None:
-            sentences += [f"no module matches `{pattern}`" for pattern in self.level.unmatched()]
-        say(*(f"{request.folder}: {sentence}" for sentence in sentences))
 
 
 _recordings: list[Recording] = []
@@ -280,7 +309,6 @@ os.register_at_fork(after_in_child=_abandon_in_forked_child)
 
 
 def _not_reached(asked: tuple[int, int], ended: int) -> str:
-    """Return a sentence on steps that were to be recorded, of which the run had none."""
     first, last = asked
     wanted = f"step {first} was" if first == last else f"steps {first} to {last} were"
     if ended > 1:
@@ -292,18 +320,15 @@ def _not_reached(asked: tuple[int, int], ended: int) -> str:
 
 def _combined(digests: Sequence[Digest]) -> bytes:
     """Return one fingerprint of many digests in their order; empty for none."""
-    whole = joined(digests, INPUT)
-    return xxhash.xxh3_128_digest(whole) if whole else b""
+    together = joined(digests, INPUT)
+    return xxhash.xxh3_128_digest(together) if together else b""
 
 
 def _value_and_fingerprint(loss: Any) -> tuple[Any, Any]:
-    """Return the value of a loss, None unless it is one number, and its fingerprint.
-
-    A number on the CPU is read now. Asking a device now would wait for it: a copy of the value
-    stays there until the step ends.
-    """
+    """Return the value of a loss, None unless it is one number, and its fingerprint."""
     if loss.__class__ in PLAIN and loss.is_cpu:
         return loss.item() if loss.numel() == 1 else None, fingerprint_of(loss)
+    # To ask a device now would wait for it: a copy of the value stays there until the step ends.
     loss = loss.detach()
     return loss.clone() if loss.numel() == 1 else None, fingerprint_of(loss)
 
@@ -313,3 +338,26 @@ def _real(value: Any) -> float | None:
     if isinstance(value, torch.Tensor):
         value = value.item()
     return None if value is None or isinstance(value, complex) else float(value)
+
+
+# What is read of an iterator of torch's loader is private. A fact that a newer torch no longer has
+# there is left out, and so is a loader whose objects raise where they are looked at.
+
+
+def _workers_of(iterator: Any) -> int:
+    return int(getattr(iterator, "_num_workers", 0))
+
+
+def _own_init(init: Any) -> str | None:
+    """Return name and place of the author's `worker_init_fn`; None without one."""
+    if isinstance(init, partial) and getattr(init.func, "__name__", "") == _OF_DATAPIPES:
+        init = init.args[0]
+    init = author_worker_init(init)
+    if init is None:
+        return None
+    while isinstance(init, partial):
+        init = init.func
+    function = getattr(init, "__func__", init)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    name = getattr(function, "__name__", type(function).__name__)
+    return name if code is None else f"{name} at {code.co_filename}:{code.co_firstlineno}"

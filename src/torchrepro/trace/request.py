@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import TraceError
-from torchrepro.messages import Problem, near, shown
+from torchrepro.messages import near, shown
 from torchrepro.messages import size as in_units
 
 if TYPE_CHECKING:
@@ -74,31 +74,21 @@ class Request:
         if self.steps is not None and not is_range(self.steps):
             legal = "the first and the last, counted from 0, as in (5, 8)"
             raise _wrong("not a range of steps", "steps", self.steps, legal=legal)
-        self._check_every()
         if self.max_size is not None:  # a manifest's, which anybody may have written
             object.__setattr__(self, "max_size", bytes_of(self.max_size))
-
-    def _check_every(self) -> None:
-        """Raise `TraceError` unless `every` leaves steps to record in full, and others."""
         every = self.every
         if type(every) is not int or every < 1:
             legal = "as in 100, for steps 0, 100, 200, ..."
             raise _wrong("not a whole number from 1 on", "every", repr(every), legal=legal)
-        if every == 1:
-            return
-        if self.level == LEVELS[0]:
+        if every > 1 and self.level == LEVELS[0]:
             legal = " or ".join(f"the level {level}" for level in LEVELS[1:])
             found = f"{every}, with the level {self.level}"
-            raise TraceError(
-                Problem("records no step in full", key="every", found=found, legal=legal)
-            )
-        if self.steps is not None and self.steps[1] // every * every < self.steps[0]:
-            first, last = self.steps
-            raise _wrong(
-                f"none of the steps {first} to {last} is a multiple of it",
-                *("every", every),
-                todo=f"ask for other steps, or for the level {LEVELS[0]}",
-            )
+            raise TraceError.about("records no step in full", key="every", found=found, legal=legal)
+        first, last = self.steps or (0, 0)
+        if last // every * every < first:
+            todo = f"ask for other steps, or for the level {LEVELS[0]}"
+            what = f"none of the steps {first} to {last} is a multiple of it"
+            raise _wrong(what, "every", every, todo=todo)
 
     def to_variable(self) -> str:
         """Return the request as the value of `VARIABLE`."""
@@ -129,20 +119,14 @@ class Request:
             place.mkdir(parents=True, exist_ok=True)
             occupied = next(place.iterdir(), None)
         except OSError as error:
-            raise TraceError(
-                Problem(
-                    f"cannot hold a recording: {error.strerror}",
-                    found=self.folder,
-                    todo="name a new or empty folder",
-                )
-            ) from None
+            what = f"cannot hold a recording: {error.strerror}"
+            todo = "name a new or empty folder"
+            raise TraceError.about(what, found=self.folder, todo=todo) from None
         if occupied is not None:
-            raise TraceError(
-                Problem(
-                    "a recording goes into a new or empty folder",
-                    found=self.folder,
-                    todo=f"name another one, or remove what is in it ({occupied.name}, ...)",
-                )
+            raise TraceError.about(
+                "a recording goes into a new or empty folder",
+                found=self.folder,
+                todo=f"name another one, or remove what is in it ({occupied.name}, ...)",
             )
 
 
@@ -180,12 +164,11 @@ def is_range(steps: Any) -> bool:
 
 
 def _wrong(what: str, key: str, found: Any, **hint: str) -> TraceError:
-    """Return the error about the value of an option."""
-    return TraceError(Problem(what, key=key, found=shown(found), **hint))
+    return TraceError.about(what, key=key, found=shown(found), **hint)
 
 
 def _check(key: str, found: str, legal: tuple[str, ...]) -> None:
     if found not in legal:
         suggestion = near(found, legal)
         hint: Any = {"near": suggestion} if suggestion else {"legal": ", ".join(legal)}
-        raise TraceError(Problem("no such choice", key=key, found=found, **hint))
+        raise TraceError.about("no such choice", key=key, found=found, **hint)

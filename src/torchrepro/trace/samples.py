@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _MOST = 64  # parts of one value
 _LONGEST = 100_000  # items of a list or a dict
 _DEEPEST = 4
-_LARGEST = 1 << 26  # bytes: a whole dataset that a function hands on is not read again and again
+_LARGEST = 1 << 26  # bytes: a dataset that a function passes on is not read again and again
 _PLAIN = frozenset({bool, int, float, complex, str, bytes})
 _ASKS_FOR_A_SAMPLE = ("__getitem__", "__getitems__")
 _GENERATOR = 0x20  # the flag of a generator's code, see the documentation of `inspect`
@@ -62,27 +62,26 @@ def parts_of(value: Any) -> list[Part]:
 
 
 def _parts(value: Any, depth: int) -> Iterator[Part]:
+    kind = type(value)
     if isinstance(value, torch.Tensor):
-        yield from _of_tensor(value)
-    elif type(value) in _PLAIN:
-        if isinstance(value, str | bytes) and len(value) > _LARGEST:
-            return
-        yield Part((), type(value).__name__, _digest(marshal.dumps(value, 2)))
-    elif (
-        type(value) is dict and len(value) <= _LONGEST
-    ):  # another mapping may load what it is asked
+        if size_of(value) <= _LARGEST:
+            shape, *rest = shape_of(value)
+            yield Part(shape, " ".join(map(str, rest)), fingerprint_of(value))
+    elif kind in _PLAIN:
+        if not isinstance(value, str | bytes) or len(value) <= _LARGEST:
+            yield Part((), kind.__name__, _digest(marshal.dumps(value, 2)))
+    elif kind is dict and len(value) <= _LONGEST:  # another mapping may load what it is asked
         yield from _of_several(list(value), depth)
         yield from _of_several(list(value.values()), depth)
     elif isinstance(value, list | tuple) and len(value) <= _LONGEST:
         yield from _of_several(list(value), depth)
-    elif callable(getattr(value, "tobytes", None)):
-        yield from _of_bytes(value)
-
-
-def _of_tensor(value: Any) -> Iterator[Part]:
-    if size_of(value) <= _LARGEST:
-        shape, *kind = shape_of(value)
-        yield Part(shape, " ".join(map(str, kind)), fingerprint_of(value))
+    elif callable(getattr(value, "tobytes", None)):  # an array or an image
+        dtype = getattr(value, "dtype", None)
+        if not getattr(dtype, "hasobject", False) and getattr(value, "nbytes", 0) <= _LARGEST:
+            data = value.tobytes()
+            shape = getattr(value, "shape", None) or getattr(value, "size", ())
+            name = kind.__name__ if dtype is None else str(dtype)
+            yield Part(tuple(shape) if isinstance(shape, tuple) else (), name, _digest(data))
 
 
 def _of_several(values: list[Any], depth: int) -> Iterator[Part]:
@@ -92,17 +91,6 @@ def _of_several(values: list[Any], depth: int) -> Iterator[Part]:
     elif depth < _DEEPEST:
         for each in values:
             yield from _parts(each, depth + 1)
-
-
-def _of_bytes(value: Any) -> Iterator[Part]:
-    """Yield an array or an image as one part, unless it is large or holds references."""
-    dtype = getattr(value, "dtype", None)
-    if getattr(dtype, "hasobject", False) or getattr(value, "nbytes", 0) > _LARGEST:
-        return
-    data = value.tobytes()
-    shape = getattr(value, "shape", None) or getattr(value, "size", ())
-    kind = type(value).__name__ if dtype is None else str(dtype)
-    yield Part(tuple(shape) if isinstance(shape, tuple) else (), kind, _digest(data))
 
 
 class _Calls(threading.local):
@@ -117,7 +105,7 @@ class _Calls(threading.local):
 
 
 class SampleRecorder:
-    """Hands on what each function of the program returns between `begin` and `end`.
+    """Reports what each function of the program returns between `begin` and `end`.
 
     `take` is called with the place of the return, the function, the value and what is known of the
     call. A generator's `yield` counts as a return.
@@ -133,7 +121,7 @@ class SampleRecorder:
         calls.loading += 1
         before = sys.getprofile()
         if calls.loading > 1 or (before is not None and not callable(before)):
-            return  # a loader within a loader; or a profiler written in C, which gives no way
+            return  # a loader within a loader; or a profiler written in C, which cannot be called
         calls.before, calls.ours = before, self._on_event
         sys.setprofile(calls.ours)
 
@@ -151,32 +139,26 @@ class SampleRecorder:
             calls.sample = ""
 
     def _on_event(self, frame: FrameType, event: str, value: Any) -> None:
-        if self._calls.before is not None:
-            self._calls.before(frame, event, value)
-        if event == "call" and is_of_program(frame.f_code):
-            self._called(frame)
-        elif event == "return" and is_of_program(frame.f_code):
-            self._returned(frame, value)
-
-    def _called(self, frame: FrameType) -> None:
         calls, code = self._calls, frame.f_code
-        if not calls.sample and code.co_name in _ASKS_FOR_A_SAMPLE and code.co_argcount > 1:
+        if calls.before is not None:
+            calls.before(frame, event, value)
+        if event not in {"call", "return"} or not is_of_program(code):
+            return
+        if event == "return":
+            while calls.stack:
+                called, text, is_sample = calls.stack.pop()
+                if is_sample:
+                    calls.sample = ""
+                if called is frame:
+                    place = place_at("", code, frame.f_lasti)
+                    self._take(place, f"{_name(code)}{RETURNED}", value, text)
+                    return
+        elif not calls.sample and code.co_name in _ASKS_FOR_A_SAMPLE and code.co_argcount > 1:
             calls.sample = f"{SAMPLE}{_index_text(frame.f_locals[code.co_varnames[1]])}"
             calls.stack.append((frame, calls.sample, True))
         else:
             known = filter(None, (calls.sample, _numbers_given(frame)))
             calls.stack.append((frame, BETWEEN.join(known), False))
-
-    def _returned(self, frame: FrameType, value: Any) -> None:
-        calls, code = self._calls, frame.f_code
-        while calls.stack:
-            called, text, is_sample = calls.stack.pop()
-            if is_sample:
-                calls.sample = ""
-            if called is frame:
-                place = place_at("", code, frame.f_lasti)
-                self._take(place, f"{_name(code)}{RETURNED}", value, text)
-                return
 
 
 @cache

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torchrepro.console import say
 from torchrepro.errors import TraceError
-from torchrepro.messages import Problem, size
+from torchrepro.messages import size
 from torchrepro.seeding.ranks import world
 from torchrepro.trace.request import LEVELS, SMALLEST
 
@@ -29,51 +29,39 @@ NEWEST = 2
 last step and the one before it say from what."""
 
 
-def limit_of(store: Store, request: Request) -> SizeLimit | None:
-    """Return what holds a store to its share of the size that a run may have; None for any size.
-
-    Ranks have equal shares. A process that one of them starts has as much again.
-    """
-    if request.max_size is None:
-        return None
-    return SizeLimit(store, request.max_size, world().size)
-
-
 def check_share(request: Request) -> None:
     """Raise `TraceError` where the share of this rank has no room for a trace without an op."""
-    if request.max_size is None:
-        return
     ranks = world().size
-    if request.max_size // ranks < SMALLEST:
-        raise TraceError(
-            Problem(
-                f"each of {ranks} ranks has {size(request.max_size // ranks)} of it, and an empty "
-                f"trace takes up to {size(SMALLEST)}",
-                key="max_size",
-                found=size(request.max_size),
-                legal=f"{size(ranks * SMALLEST)} or more",
-            )
+    if request.max_size is not None and request.max_size // ranks < SMALLEST:
+        raise TraceError.about(
+            f"each of {ranks} ranks has {size(request.max_size // ranks)} of it, and an empty "
+            f"trace takes up to {size(SMALLEST)}",
+            key="max_size",
+            found=size(request.max_size),
+            legal=f"{size(ranks * SMALLEST)} or more",
         )
 
 
 class SizeLimit:
-    """Holds a store to a size, on the assumption that no step is larger than those before it.
+    """Holds a store to its rank's share of the size of a run; a process that a rank starts has as
+    much again.
 
-    SQLite writes a step to a log, and later from there into its file, in which it uses the place
-    of what was deleted. So there has to be room for the largest step up to now in the log, in the
-    file, and once more for the step that is written before the next look.
+    No step is taken to be larger than those before it. SQLite writes a step to a log, and later
+    from there into its file, in which it uses the place of what was deleted. So there has to be
+    room for the largest step up to now in the log, in the file, and once more for the step that is
+    written before the next look.
     """
 
-    def __init__(self, store: Store, size_of_run: int, ranks: int) -> None:
+    def __init__(self, store: Store, size_of_run: int) -> None:
+        ranks = world().size
         self._store = store
         self._most = size_of_run // ranks
         share = f" (its share of {size(size_of_run)} for {ranks:,} ranks)" if ranks > 1 else ""
         self._most_in_words = f"{size(self._most)}{share}"
         self._largest = 0
-        self._used = store.bytes_used
+        self._used = store.bytes_of_file()[1]
         self._in_full: deque[int] = deque()  # the steps that have records
-        self._others = 0  # how many at `COARSEST` have records
-        self._last_other = -1  # the last one without
+        self._coarse: deque[int] = deque()  # those at `COARSEST` that have records
         self._after_last: int | None = None  # the number of what came after the last step
         self._dropped = array("q")
         self._said: set[str] = set()
@@ -82,23 +70,25 @@ class SizeLimit:
         """Make room for the next step; called where `row` has been written."""
         if not row.finished:
             self._after_last = row.step
-        if row.records and row.level == COARSEST:
-            self._others += 1
-        elif row.records:
-            self._in_full.append(row.step)
+        if row.records:
+            (self._coarse if row.level == COARSEST else self._in_full).append(row.step)
         store = self._store
-        used = store.bytes_used
+        file, used = store.bytes_of_file()
         self._largest = max(self._largest, used - self._used + OVERHEAD)
         room = self._most - 3 * self._largest
         if used > room:
-            while store.bytes_used > room and (self._others or self._in_full):
-                self._drop_one()
+            newest = NEWEST + (self._after_last is not None)
+            while store.bytes_of_file()[1] > room and (self._coarse or self._in_full):
+                kind = self._in_full
+                if self._coarse and len(kind) <= newest:
+                    kind = self._coarse
+                self._dropped.append(kind.popleft())
+                store.drop(self._dropped[-1])
             store.commit()
-            used = store.bytes_used
+            file, used = store.bytes_of_file()
         self._used = used
         if row.level != COARSEST and row.records and not self._in_full:
             self._say_once("full", self._room_for_none())
-        file = store.bytes_of_file
         # The log is still there while it is moved: the file grows beside it.
         if file + store.bytes_of_log + 2 * self._largest > self._most:
             store.shrink(file=file + 2 * self._largest > self._most)
@@ -109,24 +99,6 @@ class SizeLimit:
                     "records are left that could be dropped\n    the run goes on, and the digests "
                     "of each step are still written",
                 )
-
-    def _drop_one(self) -> None:
-        """Drop the records of the oldest step in full, or of another where only the newest are."""
-        newest = NEWEST + (self._after_last is not None)
-        if len(self._in_full) > newest or not self._others:
-            step = self._in_full.popleft()
-        else:
-            ((step,),) = self._store.ask(
-                "select step from step where step > ? and parts > 0 and level = ?"
-                " order by step limit 1",
-                (self._last_other, COARSEST),
-            )
-            self._last_other = step
-            self._others -= 1
-        self._store.drop(step)
-        self._dropped.append(step)
-
-    # What is said.
 
     @property
     def count(self) -> int:
@@ -140,20 +112,18 @@ class SizeLimit:
         taken = self._store.bytes_on_disk
         of = "of" if taken <= self._most else "and not"
         parts = [f"takes {size(taken)} {of} {self._most_in_words}"]
-        if in_full or not self._others:
+        if in_full or not self._coarse:
             parts.append(f"kept in full: {_in_words(in_full)}")
-        if self._others:
-            parts.append(f"kept at level {COARSEST}: {self._others:,} others")
+        if self._coarse:
+            parts.append(f"kept at level {COARSEST}: {len(self._coarse):,} others")
         what = [f"the records of {_in_words(dropped)}"] if dropped else []
         what += ["what came after the last step"] if len(dropped) < self.count else []
         parts.append(
             f"dropped: {' and '.join(what)}; losses and the digests of parameters and gradients "
             "are there of every step"
         )
-        lines = ["; ".join(parts)]
-        if "full" in self._said and not self._in_full:
-            lines.append(f"    {self._room_for_none()}")
-        return "\n".join(lines)
+        none = f"\n    {self._room_for_none()}" * ("full" in self._said and not self._in_full)
+        return "; ".join(parts) + none
 
     def _say_once(self, what: str, sentence: str) -> None:
         if what not in self._said:

@@ -1,4 +1,4 @@
-"""What is recorded besides fingerprints on request: statistics of outputs, and whole tensors."""
+"""What is recorded besides fingerprints on request: statistics of outputs, and tensors."""
 
 from __future__ import annotations
 
@@ -95,17 +95,14 @@ def _combined(pieces: list[tuple[int, float, float, float, float]]) -> Statistic
     _, sums, norms, lows, highs = zip(*pieces, strict=True)
     # math.fsum refuses infinities of both signs.
     total = math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)
-    return Statistics(
-        count, _number(total / count), _number(math.hypot(*norms)), min(lows), max(highs)
+    mean, norm = (
+        None if math.isnan(each) else each for each in (total / count, math.hypot(*norms))
     )
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else value
+    return Statistics(count, mean, norm, min(lows), max(highs))
 
 
 class DetailRecorder:
-    """Records statistics of the outputs of every op, and whole tensors of some modules."""
+    """Records statistics of the outputs of every op, and the tensors of some modules."""
 
     def __init__(self, state: RecordingState) -> None:
         self._state = state
@@ -128,7 +125,7 @@ class DetailRecorder:
         return [None if cache.is_unset(tensor) else _copied(tensor) for tensor in tensors]
 
     def after(self, before: list[Any] | None, outputs: list[Any]) -> None:
-        """Look at the outputs of an op whose record was the last to be taken."""
+        """Record the outputs of an op whose record was the last to be taken."""
         if not self._state.wants_step:
             return
         buffer = self._state.buffer
@@ -142,12 +139,17 @@ class DetailRecorder:
             self._keep(position, "output", map(_copied, outputs))
 
     def made(self, place: Place, tensor: Any) -> None:
-        """Look at a tensor made from values, whose record was the last to be taken."""
+        """Record a tensor made from values, whose record was the last to be taken."""
         self.after([] if self._keeps(place) else None, [tensor])
 
     def _keeps(self, place: Place) -> bool:
         """Whether the tensors of a module are kept."""
-        matching = [one for one in self._state.request.keep if _fits(place.module, one)]
+        module = place.module
+        matching = [
+            pattern
+            for pattern in self._state.request.keep
+            if fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
+        ]
         self._matched.update(matching)
         return bool(matching)
 
@@ -168,10 +170,6 @@ class DetailRecorder:
                 shape = ",".join(map(str, tensor.shape))
                 data = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
                 self._tensors.append((position, role, number, kind, shape, bytes(data)))
-
-
-def _fits(module: str, pattern: str) -> bool:
-    return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
 
 
 def _copied(tensor: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The store of a trace: one SQLite file per rank and process, whole up to its last commit."""
+"""The store of a trace: one SQLite file per rank and process, complete up to its last commit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import sys
 import zlib
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import cached_property
 from importlib import import_module
 from itertools import chain, count
 from multiprocessing import current_process
@@ -25,7 +24,7 @@ from torchrepro.applier import in_force
 from torchrepro.errors import TraceError
 from torchrepro.manifest.contents import secrets_here
 from torchrepro.manifest.environment import commit, hardware, software
-from torchrepro.messages import Problem, shown
+from torchrepro.messages import shown
 from torchrepro.redaction import cleaner
 from torchrepro.seeding import generators
 from torchrepro.seeding.ranks import world
@@ -56,6 +55,8 @@ LARGE = 1 << 24
 PATIENCE = 5000
 """Milliseconds for which a write waits for a lock, which is what Python asks for by itself."""
 
+_ASKED = ("level", "steps", "every", "max_size", "statistics", "detail", "keep")
+
 CHECKPOINT = 4000
 """Pages of the log that are moved to the file at once. The disk is waited for then, and the time
 that takes depends little on how much is moved."""
@@ -64,7 +65,7 @@ that takes depends little on how much is moved."""
 class Store:
     """A trace that is being written.
 
-    Every step is one transaction, so a process that is killed leaves whole steps behind.
+    Every step is one transaction, so a process that is killed leaves complete steps behind.
     https://sqlite.org/atomiccommit.html
     `clean` redacts texts of the program; with `shrinks`, the file can be made smaller again.
     """
@@ -104,14 +105,14 @@ class Store:
         self._details: dict[str, list[tuple[Any, ...]]] = {table: [] for table in DETAILS}
 
     def write_meta(self, values: Mapping[str, Any]) -> None:
-        """Write what is known of the run as a whole."""
+        """Write what is known of the run."""
         self._meta |= {key: json.dumps(self._clean(value)) for key, value in values.items()}
         rows = sorted(self._meta.items())
         rows.append((SEAL, json.dumps(digest_of(rows).hex())))
         self._insert("meta", rows)
 
     def write_knobs_in_effect(self) -> None:
-        """Write the values of knobs that have changed since to others as good."""
+        """Write the values of knobs that have changed since to equivalent ones."""
         rewrites = [each for applied in in_force() for each in applied.report.as_good]
         if rewrites:
             now = {each.knob: shown(each.now) for each in rewrites}
@@ -201,8 +202,6 @@ class Store:
         self.ask("commit")
         self.ask("begin")
 
-    # Dropping records, between two steps.
-
     @property
     def bytes_on_disk(self) -> int:
         """How many bytes the trace takes, its log and the index of that included."""
@@ -217,22 +216,13 @@ class Store:
         file = self.path.with_name(self.path.name + end)
         return file.stat().st_size if file.exists() else 0
 
-    @property
-    def bytes_used(self) -> int:
-        """How many bytes of the file, once it has all that the log holds, are in use."""
-        return self.bytes_of_file - self._number("freelist_count") * self._page
-
-    @property
-    def bytes_of_file(self) -> int:
-        """How many bytes the file has, once it has all that the log holds."""
-        return self._number("page_count") * self._page
-
-    @cached_property
-    def _page(self) -> int:
-        return self._number("page_size")
-
-    def _number(self, pragma: str) -> int:
-        return int(self.ask(f"pragma {pragma}")[0][0])
+    def bytes_of_file(self) -> tuple[int, int]:
+        """Return how many bytes the file has, once it has all of the log, and are in use."""
+        ((pages, free, page),) = self.ask(
+            "select page_count, freelist_count, page_size"
+            " from pragma_page_count, pragma_freelist_count, pragma_page_size"
+        )
+        return pages * page, (pages - free) * page
 
     def drop(self, step: int) -> None:
         """Delete the records of a step and their details; its row says so and stays."""
@@ -274,7 +264,7 @@ class Store:
     def must_exist(self) -> None:
         """Raise `TraceError` if somebody has taken the file away while it was written."""
         if not self.path.exists():
-            raise TraceError(Problem("the trace was removed while it was written", str(self.path)))
+            raise TraceError.about("the trace was removed while it was written", str(self.path))
 
     def discard(self) -> None:
         """Close without what was written since the last commit."""
@@ -282,28 +272,22 @@ class Store:
             self._connection.execute("rollback")
         self._connection.close()
 
-    def ask(self, statement: str, values: Sequence[Any] = ()) -> list[Any]:
-        """Run a statement and return its rows. Raises `TraceError` if it cannot be done."""
+    def ask(self, statement: str, values: Sequence[Any] = (), *, each: bool = False) -> list[Any]:
+        """Run a statement and return its rows. Raises `TraceError` if it cannot be done.
+
+        With `each`, run it once for each of `values`.
+        """
+        run = self._connection.executemany if each else self._connection.execute
         try:
-            return self._connection.execute(statement, values).fetchall()
+            return run(statement, values).fetchall()
         except sqlite3.Error as error:
-            raise self._refused(error) from error
+            todo = "make room, or record into another folder"
+            what = f"the trace cannot be written: {error}"
+            raise TraceError.about(what, str(self.path), todo=todo) from error
 
     def _insert(self, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
         marks = ", ".join("?" * len(rows[0]))
-        try:
-            self._connection.executemany(f"replace into {table} values ({marks})", rows)  # noqa: S608 - a table of ours
-        except sqlite3.Error as error:
-            raise self._refused(error) from error
-
-    def _refused(self, error: sqlite3.Error) -> TraceError:
-        return TraceError(
-            Problem(
-                f"the trace cannot be written: {error}",
-                str(self.path),
-                todo="make room, or record into another folder",
-            )
-        )
+        self.ask(f"replace into {table} values ({marks})", rows, each=True)  # noqa: S608 - a table of ours
 
     def _shown(self, texts: Iterable[str]) -> dict[str, str]:
         """Return each text as it may be written: without secrets, and as a database can hold it."""
@@ -335,70 +319,51 @@ def open_store(request: Request) -> Store:
 
     Raises `TraceError` if the folder cannot be written to.
     """
-    about = _about_this_process()
+    torch: Any = import_module("torch")
+    about: dict[str, Any] = {
+        "program": sys.argv[0] if sys.argv else "",
+        "program_text": _program_text(),
+        "process": current_process().name,
+        "recorded_by": BY_RUN if request == Request.inherited(os.environ) else BY_PROGRAM,
+        "algorithm": {"cpu": ALGORITHM}
+        | {name: algorithm(torch.device(name)) for name in generators.devices_in_use()},
+        "versions": software(),
+        "hardware": hardware(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": platform.node(),
+        "repository": commit(),
+        "knobs": {},
+    }
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator().type
+        about["hardware"] |= {"accelerator": f"{kind} x{torch.accelerator.device_count()}"}
+    profiles = in_force()
+    if profiles:
+        resolved = profiles[-1].resolved
+        rows = [row for applied in profiles for row in applied.report]
+        about |= {
+            "profile": resolved.name,
+            "digest": resolved.digest,
+            "guarantee": resolved.guarantee,
+            "knobs": {row.knob: shown(row.after) for row in rows},
+            "outcomes": {row.knob: str(row.outcome) for row in rows},
+            "absent": {
+                row.knob: row.absent for row in rows if row.absent and row.after is not None
+            },
+        }
     its = world()
     folder = Path(request.folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         path, ordinal = _new_file(folder, its.rank)
     except OSError as error:
-        raise TraceError(
-            Problem(f"cannot hold a recording: {error.strerror}", found=request.folder)
-        ) from None
+        what = f"cannot hold a recording: {error.strerror}"
+        raise TraceError.about(what, found=request.folder) from None
     store = Store(path, _Redaction(), shrinks=request.max_size is not None)
-    store.write_meta(
-        {
-            "format": FORMAT,
-            "level": request.level,
-            "rank": its.rank,
-            "world_size": its.size,
-            "ordinal": ordinal,
-            "program": sys.argv[0] if sys.argv else "",
-            "program_text": _program_text(),
-            "process": current_process().name,
-            "steps": request.steps,
-            "every": request.every,
-            "max_size": request.max_size,
-            "recorded_by": _who_asked_for(request),
-            "algorithm": _algorithms(),
-            "statistics": request.statistics,
-            "detail": request.detail,
-            "keep": list(request.keep),
-            **about,
-        }
-    )
+    asked = {name: getattr(request, name) for name in _ASKED}
+    place = {"rank": its.rank, "world_size": its.size, "ordinal": ordinal}
+    store.write_meta({"format": FORMAT, **asked, **place, **about})
     return store
-
-
-def _about_this_process() -> Mapping[str, Any]:
-    """Return the profile in force with its knobs, and what a manifest says of the machine.
-
-    Secrets may be in it; the store redacts them.
-    """
-    its: dict[str, Any] = {
-        "versions": software(),
-        "hardware": hardware() | _accelerator(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "host": platform.node(),
-        "repository": commit(),
-        "knobs": {},
-    }
-    profiles = in_force()
-    if profiles:
-        resolved = profiles[-1].resolved
-        its["profile"] = resolved.name
-        its["digest"] = resolved.digest
-        its["guarantee"] = resolved.guarantee
-        rows = [row for applied in profiles for row in applied.report]
-        its["knobs"] = {row.knob: shown(row.after) for row in rows}
-        its["outcomes"] = {row.knob: str(row.outcome) for row in rows}
-        absent = (row for row in rows if row.absent and row.after is not None)
-        its["absent"] = {row.knob: row.absent for row in absent}
-    return its
-
-
-def _who_asked_for(request: Request) -> str:
-    return BY_RUN if request == Request.inherited(os.environ) else BY_PROGRAM
 
 
 def _program_text() -> str | None:
@@ -407,23 +372,6 @@ def _program_text() -> str | None:
         return xxhash.xxh3_64_hexdigest(Path(sys.argv[0]).read_bytes())
     except (IndexError, OSError):
         return None
-
-
-def _accelerator() -> dict[str, str]:
-    """Return the type and the number of the devices that torch can compute on besides the CPU."""
-    torch: Any = import_module("torch")
-    if not torch.accelerator.is_available():
-        return {}
-    device = torch.accelerator.current_accelerator()
-    return {"accelerator": f"{device.type} x{torch.accelerator.device_count()}"}
-
-
-def _algorithms() -> Mapping[str, str]:
-    """Return how fingerprints are taken, by type of device in use."""
-    torch = import_module("torch")
-    return {"cpu": ALGORITHM} | {
-        name: algorithm(torch.device(name)) for name in generators.devices_in_use()
-    }
 
 
 def _new_file(folder: Path, rank: int) -> tuple[Path, int]:
