@@ -8,11 +8,7 @@ import shlex
 import pytest
 import typer
 
-from torchrepro.cli import (  # noqa: F401 - they register commands
-    profile_commands,
-    run_commands,
-    selftest_commands,
-)
+from torchrepro.cli import profile_commands, run_commands  # noqa: F401 - they register commands
 from torchrepro.cli.app import app
 from torchrepro.cli.command_table import FIRST_STEPS, ROWS
 

@@ -53,12 +53,10 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def forked(fork: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the programs that are verified in forks: each is recorded, none imports torch anew."""
 
-    def run(
-        program: str, command: list[str], environment: dict[str, str], folder: Path, log: Path
-    ) -> int:
+    def run(program: str, command: list[str], environment: dict[str, str], log: Path) -> int:
         assert command[0] == sys.executable
         log.write_bytes(b"")
-        return fork(command[1:], environment, folder, (os.devnull, log, log))
+        return fork(command[1:], environment, Path.cwd(), (os.devnull, log, log))
 
     monkeypatch.setattr(runner, "run_to_end", run)
 

@@ -102,7 +102,7 @@ def test_a_command_that_does_not_want_to_end_is_killed_at_the_second_signal(star
 def test_signals_are_handled_as_before_afterwards(tmp_path):
     """The handlers of the process are those that it had, after a run and after an error."""
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    status = run_to_end("/bin/sh", ["sh", "-c", "exit 3"], os.environ, tmp_path, tmp_path / "log")
+    status = run_to_end("/bin/sh", ["sh", "-c", "exit 3"], os.environ, tmp_path / "log")
 
     assert status == 3
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
@@ -114,7 +114,7 @@ def test_a_command_reads_nothing():
         "import os; from pathlib import Path\n"
         "from torchrepro.verification.runner import run_to_end\n"
         "command = ['sh', '-c', 'wc -c; echo to-stderr >&2']\n"
-        "run_to_end('/bin/sh', command, os.environ, Path.cwd(), Path('log'))"
+        "run_to_end('/bin/sh', command, os.environ, Path('log'))"
     )
     subprocess.run([sys.executable, "-c", program], input="words", text=True, check=True)
 

@@ -45,19 +45,25 @@ def test_a_reproducible_program_is_the_same_and_leaves_nothing_behind(
 
 
 @pytest.mark.usefixtures("forked")
-def test_runs_that_diverge_are_looked_at_more_closely(training, verified, tmp_path):
-    """The first divergence comes with its place, elements of the tensors, and all recordings."""
-    found = verified(training(ANOTHER_EACH_TIME))
+@pytest.mark.parametrize("closer", [True, False])
+def test_a_divergence_is_recorded_more_closely_if_that_is_wanted(
+    closer, training, verified, tmp_path
+):
+    """The first divergence comes with its place and all recordings, and with elements of the
+    tensors from two more runs, unless they are not wanted.
+    """
+    found = verified(training(ANOTHER_EACH_TIME), closer=closer)
     first = found.verdict.first
+    recorded = {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()}
 
     assert not found.same
     assert (first.step, first.phase, first.kind) == (1, "forward", Kind.DATA)
     assert Path(first.source.rpartition(":")[0]).name == "train.py"
-    assert first.elements
-    assert first.distances
-    assert [len(read_run(run.folder)) for run in found.runs] == [1, 1]
-    assert set(read_run(tmp_path / "out" / "closer-1")[0].steps) == {0, 1, 2}
+    assert (bool(first.elements), bool(first.distances)) == (closer, closer)
+    assert recorded == {"run-1", "run-2"} | ({"closer-1", "closer-2"} if closer else set())
     assert found.next_level is not None
+    if closer:
+        assert set(read_run(tmp_path / "out" / "closer-1")[0].steps) == {0, 1, 2}
 
 
 @pytest.mark.usefixtures("forked")
@@ -81,69 +87,52 @@ def test_a_divergence_that_does_not_come_back_is_said_to_vary(training, verified
 
 
 @pytest.mark.usefixtures("forked")
-def test_without_a_closer_look_there_are_no_more_runs(training, verified, tmp_path):
-    """A closer look that is not wanted is not taken; the answer is the same."""
-    found = verified(training(ANOTHER_EACH_TIME), closer=False)
-
-    assert found.verdict.first.step == 1
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "run-1",
-        "run-1.log",
-        "run-2",
-        "run-2.log",
-    ]
-
-
-@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
-    ("program", "told"),
+    ("program", "words"),
     [
         ("print('gone wrong'); raise SystemExit(7)", ["exit status 7", "gone wrong"]),
         ("import os; os.kill(os.getpid(), 9)", ["signal SIGKILL", "printed nothing"]),
+        ("print(1)", ["nothing was recorded"]),
+        ("import torch", ["nothing was recorded"]),
     ],
 )
-def test_a_command_that_fails_every_time_is_told_with_its_last_lines(verified, program, told):
-    """A command that fails alike in every run is an error, and no answer."""
+def test_a_command_that_fails_or_computes_nothing_gets_no_answer(verified, program, words):
+    """Failing alike in every run is an error with its last lines; so is a run without a record."""
     with pytest.raises(TraceError) as raised:
         verified([sys.executable, "-c", program])
 
     assert raised.value.exit_status == 2
-    assert all(words in str(raised.value) for words in told)
+    assert all(each in str(raised.value) for each in words)
 
 
 @pytest.mark.usefixtures("forked")
-def test_runs_that_end_differently_are_not_the_same(training, verified):
+@pytest.mark.parametrize(
+    ("before", "end", "what"),
+    [
+        (
+            "import os\ncount = len(os.listdir())\nopen('x', 'w')",
+            "import sys; sys.exit(count - 2)",
+            ["run-1 with exit status 0 and run-2 with exit status 1"],
+        ),
+        (
+            "import os, sys\nos.path.exists('x') and sys.exit(4)\nopen('x', 'w')",
+            "",
+            ["run-2 ended before anything was recorded of it", "exit status 4"],
+        ),
+    ],
+    ids=["at the end", "at the start"],
+)
+def test_runs_that_end_differently_are_not_the_same(before, end, what, training, verified):
     """Another exit status is a difference, whatever was recorded."""
-    command = training(before="import atexit, os\ncount = len(os.listdir())\nopen('x', 'w')")
-    text = Path("train.py").read_text()
-    Path("train.py").write_text(f"{text}\nimport sys; sys.exit(count - 2)")
+    command = training(before=before)
+    with Path("train.py").open("a", encoding="utf-8") as file:
+        file.write(end)
     found = verified(command)
 
     assert not found.same
     assert found.verdict.first.kind is Kind.ENDED
-    assert "run-1 with exit status 0 and run-2 with exit status 1" in found.verdict.first.what
+    assert all(words in found.verdict.first.what for words in what)
     json.dumps(verification_json(found), allow_nan=False)
-
-
-@pytest.mark.usefixtures("forked")
-def test_a_run_that_ends_before_its_first_step_is_not_the_same(training, verified):
-    """A run that crashed at once differs from one that trained, and both statuses are told."""
-    before = "import os, sys\nos.path.exists('x') and sys.exit(4)\nopen('x', 'w')"
-    found = verified(training(before=before))
-
-    assert not found.same
-    assert "run-2 ended before anything was recorded of it" in found.verdict.first.what
-    assert "exit status 4" in found.verdict.first.what
-
-
-@pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("program", ["print(1)", "import torch"])
-def test_a_command_of_which_nothing_is_recorded_is_never_the_same(verified, program):
-    """Without torch, or without anything computed by it, there is an error and no answer."""
-    with pytest.raises(TraceError, match="nothing was recorded") as raised:
-        verified([sys.executable, "-c", program])
-
-    assert raised.value.exit_status == 2
 
 
 def test_a_wrong_request_runs_nothing(plain, training, tmp_path, monkeypatch):
@@ -168,21 +157,19 @@ def test_a_wrong_request_runs_nothing(plain, training, tmp_path, monkeypatch):
     assert list(tmp_path.glob("torchrepro-*")) == []
 
 
-DIVERGING = {
-    "data from the clock": "batch[0, 0] = __import__('time').time_ns() % 16777213",
-    "an unseeded generator": "batch += __import__('numpy').random.default_rng().random()",
-    "a seed from the clock": "torch.manual_seed(__import__('time').time_ns())",
-}
-
-
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("what", DIVERGING)
-def test_numbers_that_differ_are_never_the_same_whatever_the_guarantee(
-    what, training, plain, tmp_path
-):
+@pytest.mark.parametrize(
+    "line",
+    [
+        "batch[0, 0] = __import__('time').time_ns() % 16777213",
+        "batch += __import__('numpy').random.default_rng().random()",
+        "torch.manual_seed(__import__('time').time_ns())",
+    ],
+    ids=["data from the clock", "an unseeded generator", "a seed from the clock"],
+)
+def test_numbers_that_differ_are_never_the_same_whatever_the_guarantee(line, training, verified):
     """What `seeded` leaves open is said, and not called equal."""
-    options = {"overrides": ["guarantee=seeded"], "folder": tmp_path / "out", "closer": False}
-    found = verify(plain, training(DIVERGING[what]), **options)
+    found = verified(training(line), overrides=["guarantee=seeded"], closer=False)
     answer = verification_json(found)
 
     assert (answer["same"], answer["asked"]) == (False, "bits")
@@ -190,11 +177,10 @@ def test_numbers_that_differ_are_never_the_same_whatever_the_guarantee(
 
 
 @pytest.mark.usefixtures("forked")
-def test_of_several_runs_the_one_that_differs_is_found(training, plain, tmp_path):
+def test_of_several_runs_the_one_that_differs_is_found(training, verified):
     """Runs 1 and 2 agree, and run 3 does not: the answer is no, and it names run 3."""
     third = "import os\nruns = len(os.listdir())\nopen(f'ran-{runs}', 'w')"
-    command = training("batch[0, 0] = float(runs == 4)", third)
-    found = verify(plain, command, runs=3, closer=False, folder=tmp_path / "out")
+    found = verified(training("batch[0, 0] = float(runs == 4)", third), runs=3, closer=False)
 
     assert [verdict.same for verdict in found.verdicts] == [True, False]
     assert [run["same"] for run in verification_json(found)["runs"]] == [True, True, False]
@@ -202,81 +188,65 @@ def test_of_several_runs_the_one_that_differs_is_found(training, plain, tmp_path
 
 
 @pytest.mark.usefixtures("forked")
-def test_only_a_tolerance_that_was_asked_for_is_granted(training, plain, tmp_path):
+@pytest.mark.parametrize(
+    ("options", "asked", "same"),
+    [
+        ({}, "bits", False),
+        ({"overrides": ["guarantee=aligned"]}, "tolerance", True),
+        ({"rtol": 1e-2, "atol": 1e-2}, "tolerance", True),
+    ],
+    ids=["bits", "aligned", "given"],
+)
+def test_only_a_tolerance_that_was_asked_for_is_granted(options, asked, same, training, verified):
     """Nearly the same numbers are the same under `aligned`, or by rtol and atol, and only then."""
     near = "batch[0, 0] += 1e-8 * (int.from_bytes(__import__('os').urandom(4)) % 9973)"
-    command = training(near)
-    for name, options, asked, same in (
-        ("bits", {}, "bits", False),
-        ("aligned", {"overrides": ["guarantee=aligned"]}, "tolerance", True),
-        ("given", {"rtol": 1e-2, "atol": 1e-2}, "tolerance", True),
-    ):
-        found = verify(plain, command, closer=False, folder=tmp_path / name, **options)
-        answer = verification_json(found)
+    answer = verification_json(verified(training(near), closer=False, **options))
 
-        assert (answer["asked"], answer["same"]) == (asked, same), name
-        assert (answer["tolerance"] is None) == (asked == "bits")
+    assert (answer["asked"], answer["same"]) == (asked, same)
+    assert (answer["tolerance"] is None) == (asked == "bits")
 
 
 @pytest.mark.usefixtures("forked")
-def test_escalation_starts_from_what_a_guarantee_leaves_open(training, tmp_path):
-    """`seed-only` over a program that needs more escalates to the level that makes runs equal."""
-    command = training("batch = next(batches)", WORKERS_THAT_VARY)
-    found = verify("seed-only", command, escalate=True, closer=False, folder=tmp_path / "out")
-
-    assert not found.same
-    assert found.equal_on.name == "no loader workers"
-
-
-@pytest.mark.usefixtures("forked")
-def test_where_no_level_helps_that_is_said(training, verified):
-    """A command whose runs diverge on every level has none named, and each was tried."""
-    found = verified(training(ANOTHER_EACH_TIME), escalate=True, closer=False)
+@pytest.mark.parametrize(
+    ("profile", "program", "equal_on", "tried"),
+    [
+        ("seed-only", ("batch = next(batches)", WORKERS_THAT_VARY), "no loader workers", None),
+        ("./plain.yaml", ("batch = next(batches)", WORKERS_THAT_VARY), "no loader workers", None),
+        ("./bare.yaml", (), "seeds", ["seeds"]),
+        ("./plain.yaml", (ANOTHER_EACH_TIME,), None, ["seeds"]),
+    ],
+    ids=["what a guarantee leaves open", "loader workers", "no seed", "no level helps"],
+)
+def test_escalation_goes_up_to_the_level_that_makes_runs_equal(
+    profile, program, equal_on, tried, training, plain, tmp_path
+):
+    """The levels are tried one after another, up to the first on which the runs are the same."""
+    Path("bare.yaml").write_text("schema: 1\nname: bare\nguarantee: repeatable\n")
+    command = training(*program)
+    found = verify(profile, command, escalate=True, closer=False, folder=tmp_path / "out")
     answer = verification_json(found)["escalation"]
 
-    assert found.equal_on is None
-    assert answer["equal_on"] is None
-    assert [tried["name"] for tried in answer["tried"]] == ["seeds"]
-    assert not any(tried["same"] for tried in answer["tried"])
-    assert "no level of escalation" in as_text(*verification_parts(found))
-
-
-@pytest.mark.usefixtures("forked")
-def test_an_unseeded_program_is_the_same_on_the_level_of_seeds(training, tmp_path):
-    """A profile without a seed, over a program without one, becomes equal on the first level."""
-    Path("bare.yaml").write_text("schema: 1\nname: bare\nguarantee: repeatable\n")
-    found = verify("./bare.yaml", training(), escalate=True, closer=False, folder=tmp_path / "out")
-
     assert not found.same
-    assert found.equal_on.name == "seeds"
-    assert [tried.same for tried in found.escalation] == [True]
+    assert answer["equal_on"] == equal_on
+    assert [level["same"] for level in answer["tried"]][-1] == (equal_on is not None)
+    assert not any(level["same"] for level in answer["tried"][:-1])
+    assert tried is None or [level["name"] for level in answer["tried"]] == tried
+    none_helps = "no level of escalation" in as_text(*verification_parts(found))
+    assert none_helps == (equal_on is None)
 
 
 @pytest.mark.usefixtures("forked")
-def test_loader_workers_that_vary_are_found_on_their_level(training, verified):
-    """Workers that give other data each time are equal on the level without workers."""
-    found = verified(
-        training("batch = next(batches)", WORKERS_THAT_VARY), escalate=True, closer=False
-    )
-
-    assert not found.same
-    assert found.equal_on.name == "no loader workers"
-    assert [tried.same for tried in found.escalation][-1:] == [True]
-    assert len(found.escalation) > 1
-
-
-@pytest.mark.usefixtures("forked")
-def test_what_follows_the_last_step_is_looked_at_more_closely(training, verified):
+def test_what_follows_the_last_step_is_recorded_more_closely(training, verified):
     """Steps are counted as the program counts them, and the closer look finds what follows them."""
     command = training()
-    with open("train.py", "a", encoding="utf-8") as file:  # noqa: PTH123
+    with Path("train.py").open("a", encoding="utf-8") as file:
         file.write("model(torch.full((2, 4), __import__('random').SystemRandom().random()))\n")
     said = []
     found = verified(command, say=said.append)
-    first, told = found.verdict.first, "".join(said)
+    first, progress = found.verdict.first, "".join(said)
 
-    assert told.count(" 3 steps\n") == 2
-    assert told.count("a closer look after the last step, run") == 2
+    assert progress.count(" 3 steps\n") == 2
+    assert progress.count("a closer look after the last step, run") == 2
     assert [run.steps for run in found.runs] == [3, 3]
     assert (first.step, first.after_last, found.verdict.compared.steps) == (3, True, 3)
     assert first.elements
@@ -284,15 +254,15 @@ def test_what_follows_the_last_step_is_looked_at_more_closely(training, verified
 
 @pytest.mark.usefixtures("forked")
 def test_a_program_without_steps_is_verified(verified):
-    """All that it computes is outside of any step, and nothing tells of a number of steps."""
+    """All that it computes is outside of any step, and no number of steps is said."""
     program = "import random, torch; torch.full((2,), random.SystemRandom().random()).sin()"
     said = []
     found = verified([sys.executable, "-c", program], say=said.append)
-    told = "".join(said) + as_text(*verification_parts(found))
+    text = "".join(said) + as_text(*verification_parts(found))
 
     assert not found.same
     assert found.verdict.first.elements
     assert all(run.recorded and not run.steps for run in found.runs)
-    assert "2 records outside of any step" in told
-    assert "2 ops outside of any step" in told
-    assert not re.search(r"\d steps?\b|step \d", told)
+    assert "2 records outside of any step" in text
+    assert "2 ops outside of any step" in text
+    assert not re.search(r"\d steps?\b|step \d", text)

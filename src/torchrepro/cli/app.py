@@ -14,7 +14,6 @@ import torchrepro
 from torchrepro.cli.command_table import FIRST_STEPS, Commands
 from torchrepro.console import show
 from torchrepro.errors import ProfileError
-from torchrepro.messages import Problem
 from torchrepro.patching import variables_put_back
 from torchrepro.verbosity import Verbosity, environment_for
 
@@ -57,9 +56,8 @@ def say_what_to_do_first(
     if context.invoked_subcommand is None:
         width = max(len(each.line) for each in FIRST_STEPS)
         lines = [f"  {each.line:{width}}  {each.what}" for each in FIRST_STEPS]
-        sys.stdout.write(
-            "\n".join(["torchrepro makes PyTorch runs repeatable. First:", *lines, ""])
-        )
+        head = "torchrepro makes PyTorch runs repeatable. First:"
+        sys.stdout.write("\n".join([head, *lines, ""]))
 
 
 def _complete(incomplete: str) -> list[str]:
@@ -83,19 +81,17 @@ Overrides = Annotated[
 ]
 
 
-def with_variables(context: typer.Context, variables: Mapping[str, str]) -> None:
-    """Set variables, here and in children, until the command ends."""
+def _set_variables(context: typer.Context, variables: Mapping[str, str]) -> None:
+    # Here and in children, until the command ends.
     context.with_resource(variables_put_back(variables))
     os.environ.update(variables)
 
 
 def _consent(context: typer.Context, names: list[str] | None) -> None:
-    """Allow profiles to set the variables `names`, here and in children, until the command ends."""
-    if not names or context.resilient_parsing:
-        return
-    from torchrepro.profile.validation import VARIABLE, allowed_by
+    if names and not context.resilient_parsing:
+        from torchrepro.profile.validation import VARIABLE, allowed_by
 
-    with_variables(context, {VARIABLE: allowed_by(names)})
+        _set_variables(context, {VARIABLE: allowed_by(names)})
 
 
 AllowEnv = Annotated[
@@ -111,15 +107,13 @@ AllowEnv = Annotated[
 
 
 def _saying(wanted: Verbosity) -> Callable[[typer.Context, bool], None]:
-    """Return what makes this command, and all that it starts, say as much as is `wanted`."""
-
     def say_so(context: typer.Context, given: bool) -> None:  # noqa: FBT001 - the value of an option
         if not given or context.resilient_parsing:
             return
         if context.meta.setdefault(VERBOSITY, wanted) is not wanted:
             context.close()  # takes back what the first of the two has set
             raise typer.BadParameter("--quiet and --verbose contradict each other")
-        with_variables(context, environment_for(wanted))
+        _set_variables(context, environment_for(wanted))
 
     return say_so
 
@@ -163,17 +157,12 @@ def resolved_profile(profile: str, overrides: list[str] | None) -> ResolvedProfi
     from torchrepro.profile.load import load
 
     if "=" in profile and not Path(profile).exists():
-        raise ProfileError(
-            Problem("an override without a profile", found=profile, todo="name the profile")
-        )
+        todo = "name the profile"
+        raise ProfileError.about("an override without a profile", found=profile, todo=todo)
     for text in overrides or ():
         if "=" not in text and not text.startswith("~"):
-            raise ProfileError(
-                Problem(
-                    "not an override; one profile at a time",
-                    found=text,
-                    todo="write key=value, or a profile that inherits both: "
-                    f"defaults: [{profile}, {text}, _self_]",
-                )
-            )
+            both = f"defaults: [{profile}, {text}, _self_]"
+            todo = f"write key=value, or a profile that inherits both: {both}"
+            what = "not an override; one profile at a time"
+            raise ProfileError.about(what, found=text, todo=todo)
     return load(profile, overrides or ()).resolved

@@ -6,8 +6,7 @@ A new command is a row here and a function that `command` decorates.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
@@ -22,175 +21,138 @@ LOCKS = "Hold runs to a lock"
 MACHINE = "This machine"
 
 
-@dataclass(frozen=True, slots=True)
-class Example:
+class Example(NamedTuple):
     """A command line that works as it is written, and what it is for."""
 
     line: str
     what: str
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """How the help shows one command."""
 
     group: str
     examples: tuple[Example, ...]
-    starts_a_command: bool = False
-    """Whether the words after `--` are a command that it starts."""
-    knows_a_command: bool = False
-    """Whether it starts one without being given it."""
+
+    @property
+    def starts_a_command(self) -> bool:
+        """Whether the words after `--` are a command that it starts."""
+        return any(" -- " in each.line for each in self.examples)
+
+    @property
+    def knows_a_command(self) -> bool:
+        """Whether it starts one without being given it."""
+        return self.starts_a_command and any(" -- " not in each.line for each in self.examples)
+
+
+def _row(group: str, *examples: tuple[str, str]) -> Row:
+    return Row(group, tuple(map(Example._make, examples)))
 
 
 ROWS: dict[str, Row] = {
-    "quickstart": Row(
+    "quickstart": _row(
         RUNS,
-        (
-            Example("torchrepro quickstart", "into this folder"),
-            Example("torchrepro quickstart first-try", "into a folder of its own"),
-        ),
+        ("torchrepro quickstart", "into this folder"),
+        ("torchrepro quickstart first-try", "into a folder of its own"),
     ),
-    "run": Row(
+    "run": _row(
         RUNS,
+        ("torchrepro run debug-strict -- python train.py", "a run under the profile"),
         (
-            Example("torchrepro run debug-strict -- python train.py", "a run under the profile"),
-            Example(
-                "torchrepro run debug-strict --record runs/a -- python train.py",
-                "record what it computes, for `torchrepro compare`",
-            ),
-            Example(
-                "torchrepro run --lock repro.lock -- python train.py",
-                "start only if the lock is met",
-            ),
+            "torchrepro run debug-strict --record runs/a -- python train.py",
+            "record what it computes, for `torchrepro compare`",
         ),
-        starts_a_command=True,
+        ("torchrepro run --lock repro.lock -- python train.py", "start only if the lock is met"),
     ),
-    "rerun": Row(
+    "rerun": _row(
         RUNS,
+        ("torchrepro rerun outputs/2026-11-20/10-30-00", "a Hydra job once more"),
+        ("torchrepro rerun runs/a --dry-run", "what differs from then; starts nothing"),
         (
-            Example("torchrepro rerun outputs/2026-11-20/10-30-00", "a Hydra job once more"),
-            Example("torchrepro rerun runs/a --dry-run", "what differs from then; starts nothing"),
-            Example(
-                "torchrepro rerun runs/a -- python train.py --token $TOKEN",
-                "with the arguments that its manifest hides",
-            ),
+            "torchrepro rerun runs/a -- python train.py --token $TOKEN",
+            "with the arguments that its manifest hides",
         ),
-        starts_a_command=True,
-        knows_a_command=True,
     ),
-    "verify": Row(
+    "verify": _row(
         RUNS,
+        ("torchrepro verify -- python train.py", "two runs of the program as it is"),
+        ("torchrepro verify debug-strict -- python train.py", "two runs under a profile"),
         (
-            Example("torchrepro verify -- python train.py", "two runs of the program as it is"),
-            Example(
-                "torchrepro verify debug-strict -- python train.py", "two runs under a profile"
-            ),
-            Example(
-                "torchrepro verify debug-strict --stress --open -- python train.py",
-                "perturb what must not matter, and show the page of the verdict",
-            ),
+            "torchrepro verify debug-strict --stress --open -- python train.py",
+            "perturb what must not matter, and show the page of the verdict",
         ),
-        starts_a_command=True,
     ),
-    "compare": Row(
+    "compare": _row(
         RUNS,
+        ("torchrepro compare runs/a runs/b", "the first op whose results differ"),
+        ("torchrepro compare runs/a runs/b --open", "the same as a page in the browser"),
         (
-            Example("torchrepro compare runs/a runs/b", "the first op whose results differ"),
-            Example("torchrepro compare runs/a runs/b --open", "the same as a page in the browser"),
-            Example(
-                "torchrepro compare runs/a runs/b --rtol 1e-3 --atol 1e-5",
-                "the same numbers within a tolerance: needs runs with --statistics",
-            ),
+            "torchrepro compare runs/a runs/b --rtol 1e-3 --atol 1e-5",
+            "the same numbers within a tolerance: needs runs with --statistics",
         ),
     ),
-    "list": Row(
+    "list": _row(
         PROFILES,
-        (
-            Example("torchrepro list", "the profiles that can be named here"),
-            Example("torchrepro list --pieces", "what can be laid on top of a profile"),
-        ),
+        ("torchrepro list", "the profiles that can be named here"),
+        ("torchrepro list --pieces", "what can be laid on top of a profile"),
     ),
-    "show": Row(
+    "show": _row(
         PROFILES,
-        (
-            Example("torchrepro show debug-strict", "every value of the profile"),
-            Example("torchrepro show debug-strict seed=7", "the same with another seed"),
-            Example("torchrepro show debug-strict --origin", "the file and line of each value"),
-        ),
+        ("torchrepro show debug-strict", "every value of the profile"),
+        ("torchrepro show debug-strict seed=7", "the same with another seed"),
+        ("torchrepro show debug-strict --origin", "the file and line of each value"),
     ),
-    "plan": Row(
+    "plan": _row(
         PROFILES,
-        (
-            Example("torchrepro plan debug-strict", "what each setting would become here, and why"),
-            Example("torchrepro plan train-fast seed=7 --json", "the same as one JSON document"),
-        ),
+        ("torchrepro plan debug-strict", "what each setting would become here, and why"),
+        ("torchrepro plan train-fast seed=7 --json", "the same as one JSON document"),
     ),
-    "explain": Row(
+    "explain": _row(
         PROFILES,
-        (
-            Example("torchrepro explain backends.cudnn.benchmark", "by the key in a profile"),
-            Example("torchrepro explain CUBLAS_WORKSPACE_CONFIG", "by the name of a variable"),
-        ),
+        ("torchrepro explain backends.cudnn.benchmark", "by the key in a profile"),
+        ("torchrepro explain CUBLAS_WORKSPACE_CONFIG", "by the name of a variable"),
     ),
-    "env": Row(
+    "env": _row(
         PROFILES,
-        (
-            Example('eval "$(torchrepro env debug-strict)"', "set them in this shell"),
-            Example("torchrepro env debug-strict --format dotenv", "for a .env file"),
-            Example(
-                "torchrepro env debug-strict --format slurm", "for a job script, after #SBATCH"
-            ),
-        ),
+        ('eval "$(torchrepro env debug-strict)"', "set them in this shell"),
+        ("torchrepro env debug-strict --format dotenv", "for a .env file"),
+        ("torchrepro env debug-strict --format slurm", "for a job script, after #SBATCH"),
     ),
-    "schema": Row(
+    "schema": _row(
         PROFILES,
-        (
-            Example("torchrepro schema", "every key of a profile, and what it may be"),
-            Example("torchrepro schema > profile.schema.json", "for an editor that completes keys"),
-        ),
+        ("torchrepro schema", "every key of a profile, and what it may be"),
+        ("torchrepro schema > profile.schema.json", "for an editor that completes keys"),
     ),
-    "new-pack": Row(
+    "new-pack": _row(
         PROFILES,
-        (
-            Example("torchrepro new-pack acme", "a package for the profiles of a team"),
-            Example("torchrepro new-pack packs/acme --json", "and its files as JSON"),
-        ),
+        ("torchrepro new-pack acme", "a package for the profiles of a team"),
+        ("torchrepro new-pack packs/acme --json", "and its files as JSON"),
     ),
-    "lock": Row(
+    "lock": _row(
         LOCKS,
-        (
-            Example("torchrepro lock debug-strict", "write repro.lock, to be committed"),
-            Example("torchrepro lock debug-strict seed=7 -o gpu.lock", "another seed and file"),
-        ),
+        ("torchrepro lock debug-strict", "write repro.lock, to be committed"),
+        ("torchrepro lock debug-strict seed=7 -o gpu.lock", "another seed and file"),
     ),
-    "check": Row(
+    "check": _row(
         LOCKS,
-        (
-            Example("torchrepro check repro.lock", "exit status 1 if numbers may change here"),
-            Example("torchrepro check repro.lock --strict", "forbid every other difference too"),
-        ),
+        ("torchrepro check repro.lock", "exit status 1 if numbers may change here"),
+        ("torchrepro check repro.lock --strict", "forbid every other difference too"),
     ),
-    "diff": Row(
+    "diff": _row(
         LOCKS,
-        (
-            Example("torchrepro diff debug-strict train-fast", "two profiles"),
-            Example("torchrepro diff runs/a runs/b", "two runs"),
-            Example("torchrepro diff repro.lock debug-strict", "a lock and its profile as it is"),
-        ),
+        ("torchrepro diff debug-strict train-fast", "two profiles"),
+        ("torchrepro diff runs/a runs/b", "two runs"),
+        ("torchrepro diff repro.lock debug-strict", "a lock and its profile as it is"),
     ),
-    "doctor": Row(
+    "doctor": _row(
         MACHINE,
-        (
-            Example("torchrepro doctor", "what is in the way of debug-strict here"),
-            Example("torchrepro doctor npu-align", "and of another profile"),
-        ),
+        ("torchrepro doctor", "what is in the way of debug-strict here"),
+        ("torchrepro doctor npu-align", "and of another profile"),
     ),
-    "selftest": Row(
+    "selftest": _row(
         MACHINE,
-        (
-            Example("torchrepro selftest", "what is held here, on each device, in half a minute"),
-            Example("torchrepro selftest --json", "with the facts of the machine, to be sent"),
-        ),
+        ("torchrepro selftest", "what is held here, on each device, in half a minute"),
+        ("torchrepro selftest --json", "with the facts of the machine, to be sent"),
     ),
 }
 
@@ -207,13 +169,11 @@ class Command(TyperCommand):
     """A command whose help names a type only where a value of that type is written."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words after the command; every error shows the usage and names --help.
-
-        The parser leaves it out of an error about an option without its value.
-        """
+        """Parse the words after the command; every error shows the usage and names --help."""
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
+            # The parser leaves it out of an error about an option without its value.
             if getattr(error, "ctx", ctx) is None:
                 error.__dict__.update(ctx=ctx, cmd=ctx.command)
             raise
@@ -222,19 +182,16 @@ class Command(TyperCommand):
         """Return the arguments and options."""
         return _without_idle_types(super().get_params(ctx))
 
-
-class StartingCommand(Command):
-    """A command that starts the command after `--`."""
-
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return the parts of the usage line."""
-        given = "-- COMMAND..."
-        known = ROWS[self.name or ""].knows_a_command
+        """Return the parts of the usage line, with the command that is started."""
         ours = super().collect_usage_pieces(ctx)
+        row = ROWS[self.name or ""]
+        if not row.starts_a_command:
+            return ours
         for param in self.get_params(ctx):
             if getattr(param, "hidden", False) and isinstance(param, TyperArgument):
                 ours = [piece for piece in ours if piece not in param.get_usage_pieces(ctx)]
-        return [*ours, f"[{given}]" if known else given]
+        return [*ours, "[-- COMMAND...]" if row.knows_a_command else "-- COMMAND..."]
 
 
 class Commands(TyperGroup):
@@ -242,8 +199,7 @@ class Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of the commands in the order of the help."""
-        names = super().list_commands(ctx)
-        return sorted(names, key=list(ROWS).index)
+        return sorted(super().list_commands(ctx), key=list(ROWS).index)
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the options."""
@@ -251,21 +207,14 @@ class Commands(TyperGroup):
 
 
 def _without_idle_types(params: list[Any]) -> list[Any]:
-    """Take the type away from flags, which take no value, and from arguments, which have a name.
-
-    Of an argument typer offers no setting for that. A version that asks another method than this
-    shows the type again, and nothing else changes.
-    """
+    """Take the type away from flags, which take no value, and from arguments, which have a name."""
     for param in params:
         if getattr(param, "is_flag", False):
             param.metavar = ""
         elif isinstance(param, TyperArgument):
-            param.display_type_rich = _no_type  # type: ignore[method-assign]
+            # typer has no setting for it. One that asks another method shows the type again.
+            param.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
     return params
-
-
-def _no_type(ctx: Any) -> str | None:
-    return None
 
 
 def command(app: typer.Typer, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -273,22 +222,16 @@ def command(app: typer.Typer, name: str) -> Callable[[Callable[..., Any]], Calla
     row = ROWS[name]
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        # Each paragraph is one line: versions of typer differ in whether they keep line breaks.
+        paragraphs = (inspect.getdoc(function) or "").split("\n\n")
+        examples = (f"{each.line}\n    {each.what}" for each in row.examples)
         decorate = app.command(
             name,
-            cls=StartingCommand if row.starts_a_command else Command,
-            help=_paragraphs(function),
+            cls=Command,
+            help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs),
             rich_help_panel=row.group,
-            # One paragraph each: versions of typer differ in whether they keep single line breaks.
-            epilog="\n\n".join(
-                ["Examples:", *(f"{each.line}\n    {each.what}" for each in row.examples)]
-            ),
+            epilog="\n\n".join(["Examples:", *examples]),
         )
         return decorate(function)
 
     return register
-
-
-def _paragraphs(function: Callable[..., Any]) -> str:
-    """Return the docstring with each paragraph on one line, to be wrapped where it is shown."""
-    paragraphs = (inspect.getdoc(function) or "").split("\n\n")
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)

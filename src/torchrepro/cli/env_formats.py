@@ -7,13 +7,12 @@ very values; a value that a format has no way to write is refused.
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from torchrepro.errors import ProfileError
-from torchrepro.messages import Problem, shown
+from torchrepro.messages import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -28,9 +27,8 @@ def _in_dotenv(variables: Mapping[str, str]) -> str:
     lines = []
     for name, value in variables.items():
         if any(letter in value for letter in "'\\") or not value.isprintable():
-            raise _unwritable(
-                name, value, "a character that programs read differently in .env files"
-            )
+            what = "a character that programs read differently in .env files"
+            raise _unwritable(name, value, what)
         plain = all(letter.isalnum() or letter in "_-.,:;/+@%=[]" for letter in value)
         lines.append(f'{name}="{value}"\n' if plain else f"{name}='{value}'\n")
     return "".join(lines)
@@ -61,25 +59,14 @@ def _in_k8s(variables: Mapping[str, str]) -> str:
 
     https://kubernetes.io/docs/tasks/inject-data-application/define-interdependent-environment-variables
     """
-    entries = (
-        f"  - name: {name}\n    value: {_in_yaml(value.replace('$', '$$'))}\n"
-        for name, value in variables.items()
-    )
-    return "env:\n" + "".join(entries)
-
-
-def _in_yaml(text: str) -> str:
-    """Return `text` as a quoted scalar on one line, with an escape for what is not printed.
-
-    JSON's own escapes would not do: YAML has no surrogate pairs, and takes U+0085, U+2028 and
-    U+2029 for ends of a line.
-    """
-    quoted = json.dumps(text, ensure_ascii=False)
-    return re.sub(r"[^ -~]", lambda found: _escaped(found[0]), quoted)
-
-
-def _escaped(letter: str) -> str:
-    return letter if letter.isprintable() else f"\\U{ord(letter):08X}"
+    lines = ["env:\n"]
+    for name, value in variables.items():
+        quoted = json.dumps(value.replace("$", "$$"), ensure_ascii=False)
+        # JSON's own escapes would not do for the rest: YAML has no surrogate pairs, and takes
+        # U+0085, U+2028 and U+2029 for ends of a line.
+        text = "".join(c if c.isprintable() else f"\\U{ord(c):08X}" for c in quoted)
+        lines.append(f"  - name: {name}\n    value: {text}\n")
+    return "".join(lines)
 
 
 def _in_json(variables: Mapping[str, str]) -> str:
@@ -88,7 +75,7 @@ def _in_json(variables: Mapping[str, str]) -> str:
 
 def _unwritable(name: str, value: str, what: str) -> ProfileError:
     todo = "use --format sh or --format json"
-    return ProfileError(Problem(what, key=name, found=shown(value), todo=todo))
+    return ProfileError.about(what, key=name, found=shown(value), todo=todo)
 
 
 class EnvFormat(StrEnum):

@@ -23,11 +23,10 @@ from torchrepro.cli.env_formats import EnvFormat, written
 from torchrepro.cli.progress import IMPORTING, doing
 from torchrepro.console import listing, say, table
 from torchrepro.messages import shown
-from torchrepro.profile.resolved import plain
+from torchrepro.profile.resolved import flatten, plain
 
 if TYPE_CHECKING:
     from torchrepro.console import Part
-    from torchrepro.profile.resolved import ResolvedProfile
 
 
 @command(app, "list")
@@ -65,7 +64,16 @@ def show_profile(
 
     resolved = resolved_profile(profile, overrides)
     if origin:
-        _show_origins(resolved, as_json=as_json)
+        rows, cells = [], []
+        for key, value in flatten(resolved.values).items():
+            its = resolved.origins[key].to_json()
+            row = {"key": key, "value": plain(value), "origin": its.pop("set_by"), **its}
+            rows.append(row)
+            others = [each for each in row["replaced"] if each["value"] != row["value"]]
+            replaced = ", ".join(f"{shown(each['value'])} ({each['set_by']})" for each in others)
+            cells.append((key, shown(row["value"]), row["origin"], row["package"], replaced))
+        headings = ("key", "value", "set by", "package", "replaced")
+        answer(rows, [table(headings, cells)], as_json=as_json)
     elif as_json:
         print_json(plain(resolved.values))
     else:
@@ -77,23 +85,6 @@ def show_profile(
             sys.stdout.write(f"# {guarantee}\n")
         dumped = yaml.safe_dump(plain(resolved.values), sort_keys=False, allow_unicode=True)
         sys.stdout.write(dumped)
-
-
-def _show_origins(resolved: ResolvedProfile, *, as_json: bool) -> None:
-    from torchrepro.profile.resolved import flatten
-
-    rows = []
-    for key, value in flatten(resolved.values).items():
-        origin = resolved.origins[key].to_json()
-        rows.append({"key": key, "value": plain(value), "origin": origin.pop("set_by"), **origin})
-    cells = [(r["key"], shown(r["value"]), r["origin"], r["package"], _replaced(r)) for r in rows]
-    headings = ("key", "value", "set by", "package", "replaced")
-    answer(rows, [table(headings, cells)], as_json=as_json)
-
-
-def _replaced(row: dict[str, Any]) -> str:
-    others = [each for each in row["replaced"] if each["value"] != row["value"]]
-    return ", ".join(f"{shown(each['value'])} ({each['set_by']})" for each in others)
 
 
 @command(app, "plan")
@@ -162,25 +153,26 @@ def examine_machine(
     with doing(IMPORTING):
         findings = examine(resolved)
     serious = [finding for finding in findings if finding.serious]
-    if as_json:
-        print_json(
-            {
-                "profile": resolved.name,
-                "effective": not serious,
-                "findings": [finding.to_json() for finding in findings],
-            }
-        )
-    else:
-        things = f"{len(serious)} thing{'s' * (len(serious) > 1)}"
-        verdict = f"{things} would make" if serious else "nothing here makes"
-        verdict += f" {resolved.name} ineffective"
-        sys.stdout.write(f"{verdict}\n")
-        for finding in findings:
-            mark = "!" if finding.serious else "-"
-            sys.stdout.write(f"  {mark} {finding.what}\n")
-            if finding.todo:
-                sys.stdout.write(f"      to do: {finding.todo}\n")
+    things = f"{len(serious)} thing{'s' * (len(serious) > 1)}"
+    verdict = f"{things} would make" if serious else "nothing here makes"
+    lines = [f"{verdict} {resolved.name} ineffective"]
+    for finding in findings:
+        lines.append(f"  {'!' if finding.serious else '-'} {finding.what}")
+        lines += [f"      to do: {finding.todo}"] * bool(finding.todo)
+    found = {
+        "profile": resolved.name,
+        "effective": not serious,
+        "findings": [finding.to_json() for finding in findings],
+    }
+    _write(found, lines, as_json=as_json)
     raise typer.Exit(1 if serious else 0)
+
+
+def _write(value: Any, lines: list[str], *, as_json: bool) -> None:
+    if as_json:
+        print_json(value)
+    else:
+        sys.stdout.write("\n".join([*lines, ""]))
 
 
 @command(app, "schema")
@@ -202,18 +194,14 @@ def quickstart(
     from torchrepro.scaffold import write_quickstart
 
     written = write_quickstart(folder)
-    if as_json:
-        print_json(
-            {
-                "files": [str(path) for path in written.files],
-                "next": [{"command": line, "what": what} for line, what in written.next],
-            }
-        )
-        return
+    found = {
+        "files": [str(path) for path in written.files],
+        "next": [{"command": line, "what": what} for line, what in written.next],
+    }
     lines = [f"wrote {' and '.join(map(str, written.files))}; next:"]
     for line, what in written.next:
         lines += ["", f"  # {what}", f"  {line}"]
-    sys.stdout.write("\n".join(lines) + "\n")
+    _write(found, lines, as_json=as_json)
 
 
 @command(app, "new-pack")
@@ -227,24 +215,20 @@ def new_pack(
     from torchrepro.scaffold import write_pack
 
     pack = write_pack(Path(name))
-    if as_json:
-        print_json(
-            {
-                "folder": str(pack.folder),
-                "name": pack.name,
-                "distribution": pack.distribution,
-                "profiles": list(pack.profiles),
-                "files": list(pack.files),
-            }
-        )
-    else:
-        folder = pack.folder if pack.folder.is_absolute() else f"./{pack.folder}"
-        lines = [
-            f"{pack.folder}/ holds the pack {pack.name}:",
-            *(f"  {path}" for path in pack.files),
-            "next:",
-            f'  pip install -e "{folder}[test]"',
-            f"  pytest {pack.folder}",
-            f"  python train.py +repro={pack.name}/strict",
-        ]
-        sys.stdout.write("\n".join(lines) + "\n")
+    found = {
+        "folder": str(pack.folder),
+        "name": pack.name,
+        "distribution": pack.distribution,
+        "profiles": list(pack.profiles),
+        "files": list(pack.files),
+    }
+    folder = pack.folder if pack.folder.is_absolute() else f"./{pack.folder}"
+    lines = [
+        f"{pack.folder}/ holds the pack {pack.name}:",
+        *(f"  {path}" for path in pack.files),
+        "next:",
+        f'  pip install -e "{folder}[test]"',
+        f"  pytest {pack.folder}",
+        f"  python train.py +repro={pack.name}/strict",
+    ]
+    _write(found, lines, as_json=as_json)

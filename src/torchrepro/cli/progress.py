@@ -17,12 +17,8 @@ class Progress:
 
     def __init__(self) -> None:
         self._for_now = ""
-        self._is_terminal = sys.stderr is not None and sys.stderr.isatty()
-
-    @property
-    def is_watched(self) -> bool:
+        self.is_watched = sys.stderr is not None and sys.stderr.isatty()
         """Whether anybody sees what is true for the moment."""
-        return self._is_terminal
 
     def say(self, text: str) -> None:
         """Write text that stays, at once, also within a line."""
@@ -31,7 +27,7 @@ class Progress:
 
     def for_now(self, text: str) -> None:
         """Show text until the next one."""
-        if self._is_terminal:
+        if self.is_watched:
             self.erase()
             self._for_now = text
             _write(text)

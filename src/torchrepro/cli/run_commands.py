@@ -1,4 +1,4 @@
-"""The commands about runs: lock, check, diff, run, rerun, compare and verify.
+"""The commands about runs: lock, check, diff, run, rerun, compare, verify and selftest.
 
 Each calls one function of the package and prints its answer.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,12 +30,11 @@ from torchrepro.cli.progress import IMPORTING, Progress, doing
 from torchrepro.console import parts, say, show_aside
 from torchrepro.errors import ProfileError, TraceError
 from torchrepro.manifest.contents import LOG_TO, refuse_used_folder
-from torchrepro.messages import Problem
 from torchrepro.trace.request import VARIABLE, Request, bytes_of, is_range
 from torchrepro.verbosity import Verbosity, verbosity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torchrepro.profile.resolved import ResolvedProfile
 
@@ -201,13 +199,18 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
     from torchrepro.launch import start
 
     command = _given_command(context, f"run {profile or 'PROFILE'}")
-    resolved = _to_run(profile, overrides, lock)
+    if lock:
+        resolved = _locked_profile(lock, profile, overrides)
+    elif profile:
+        resolved = resolved_profile(profile, overrides)
+    else:
+        todo = "write one: torchrepro run PROFILE -- COMMAND"
+        raise ProfileError.about("no profile is named", todo=todo)
     if log_to:
         refuse_used_folder(Path(log_to))
     more = {LOG_TO: os.path.abspath(log_to or record)} if log_to or record else {}  # noqa: PTH100 - text
-    given = [f"--{name.replace('_', '-')}" for name in OF_A_RECORDING if _is_given(context, name)]
     if record:
-        with _keys_as_options():
+        try:
             request = Request(
                 folder=record,
                 level=level.value,
@@ -219,12 +222,19 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
                 every=_number(every) if every else 1,
                 max_size=bytes_of(max_size) if max_size else None,
             )
+        except TraceError as error:
+            key = _option(error.problem.key)
+            raise TraceError(error.problem._replace(key=key)) from None
         request.prepare_folder()
         more[VARIABLE] = request.to_variable()
-    elif given:
-        what, todo = "nothing is recorded", "say where to: --record DIR"
-        raise TraceError(Problem(what, key=", ".join(given), todo=todo))
+    elif given := [name for name in OF_A_RECORDING if _is_given(context, name)]:
+        key, todo = ", ".join(map(_option, given)), "say where to: --record DIR"
+        raise TraceError.about("nothing is recorded", key=key, todo=todo)
     start(resolved, command, more)
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 @command(app, "rerun")
@@ -260,9 +270,9 @@ def rerun_command(  # noqa: PLR0913, PLR0917 - see above
     from torchrepro.rerun import prepare
 
     if more:
-        what = "a rerun takes one folder and no overrides: it is under the profile of then"
+        what = "a rerun takes one folder and no overrides: it is under the original profile"
         todo = "for another profile start anew: torchrepro run PROFILE OVERRIDES -- COMMAND"
-        raise ProfileError(Problem(what, found=" ".join(more), todo=todo))
+        raise ProfileError.about(what, found=" ".join(more), todo=todo)
     given = _given_command(context, f"rerun {run}") if context.obj is not None else ()
     with untouched(), doing(IMPORTING):
         found = prepare(run, given, output, strict=strict)
@@ -292,26 +302,10 @@ def _locked_profile(lock: str, profile: str, overrides: list[str] | None) -> Res
     raise typer.Exit(1)
 
 
-def _to_run(profile: str, overrides: list[str] | None, lock: str) -> ResolvedProfile:
-    """Return the profile to run, which is a lock's if one is given; it must be met."""
-    if lock:
-        return _locked_profile(lock, profile, overrides)
-    if not profile:
-        raise ProfileError(
-            Problem("no profile is named", todo="write one: torchrepro run PROFILE -- COMMAND")
-        )
-    return resolved_profile(profile, overrides)
-
-
 def _given_command(context: typer.Context, words: str) -> list[str]:
-    """Return the command after `--`; raises `ProfileError` if there is none."""
     if not context.obj:
-        raise ProfileError(
-            Problem(
-                "no command to start",
-                todo=f"write it after `--`: torchrepro {words} -- python train.py",
-            )
-        )
+        todo = f"write it after `--`: torchrepro {words} -- python train.py"
+        raise ProfileError.about("no command to start", todo=todo)
     return list(context.obj)
 
 
@@ -322,19 +316,8 @@ OF_A_RECORDING = (
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
-    """Whether the command line has the option, whatever its value."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
-
-
-@contextmanager
-def _keys_as_options() -> Iterator[None]:
-    """Name what is wrong with a request as the command line does: ``--max-size``."""
-    try:
-        yield
-    except TraceError as error:
-        key = error.problem.key
-        raise TraceError(error.problem._replace(key=f"--{key.replace('_', '-')}")) from None
 
 
 def _steps(text: str) -> tuple[int, int] | None:
@@ -344,13 +327,12 @@ def _steps(text: str) -> tuple[int, int] | None:
     steps = _number(first), _number(last if colon else first)
     if is_range(steps):
         return steps
-    raise TraceError(
-        Problem("names no steps", key="steps", found=text, legal="7 or 5:8, counted from 0")
-    )
+    legal = "7 or 5:8, counted from 0"
+    raise TraceError.about("names no steps", key="steps", found=text, legal=legal)
 
 
 def _number(text: str) -> Any:
-    """Return a whole number; any other text as it is, for whoever checks it to show."""
+    # Any other text stays as it is, for whoever checks it to show.
     return int(text) if text.isdecimal() and len(text) < DIGITS else text
 
 
@@ -414,6 +396,8 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
     --atol, or a profile with the guarantee `aligned`, ask for the same numbers within a tolerance.
     Exit 1 if the runs differ.
     """
+    from torchrepro.lock.lock_file import plan_of_a_run
+    from torchrepro.relaunch import untouched
     from torchrepro.verification.perturbations import EVERYTHING
     from torchrepro.verification.result import (
         verification_json,
@@ -428,7 +412,9 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
     if profile:
         resolved = resolved_profile(profile, overrides)  # refuses a wrong one at once
         if verbosity() is Verbosity.VERBOSE:
-            _show_plan(resolved)
+            with untouched(), doing(IMPORTING):
+                planned = plan_of_a_run(resolved)
+            show_aside(*parts(planned))  # the runs print into files of their own
     progress = Progress()
     silent = verbosity() is Verbosity.QUIET
     try:
@@ -445,7 +431,7 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
             keep=tuple(keep or ()),
             rtol=rtol,
             atol=atol,
-            say=_nothing if silent else progress.say,
+            say=(lambda text: None) if silent else progress.say,
             meanwhile=progress.for_now if progress.is_watched and not silent else None,
         )
     except Interrupted as stopped:
@@ -457,60 +443,52 @@ def verify_command(  # noqa: PLR0913, PLR0917 - see above
     raise typer.Exit(int(not found.same))
 
 
-def _nothing(text: str) -> None:
-    """Say nothing."""
-
-
-def _show_plan(resolved: ResolvedProfile) -> None:
-    """Show what the runs will be under: they print into files of their own."""
-    from torchrepro.lock.lock_file import plan_of_a_run
-    from torchrepro.relaunch import untouched
-
-    with untouched(), doing(IMPORTING):
-        planned = plan_of_a_run(resolved)
-    show_aside(*parts(planned))
-
-
 def _check_page(report: str) -> None:
     """Raise `TraceError` if a page cannot be written, before hours are spent on what is in it."""
     place = Path(report)
     if report and (place.is_dir() or not place.absolute().parent.is_dir()):
         todo = "name a file in a folder that is there"
-        raise TraceError(Problem("the page cannot be written there", found=report, todo=todo))
+        raise TraceError.about("the page cannot be written there", found=report, todo=todo)
 
 
 def _offer_page(page: Callable[[], str], report: str, *, opened: bool) -> None:
-    """Write the page of an answer if one is asked for, say where it is, and show it if `opened`.
-
-    A page that is shown and has no file of its own stays in a temporary one: a browser reads it
-    after the command has ended.
-    """
+    """Write the page of an answer if one is asked for, say where it is, and show it if `opened`."""
     if not report and not opened:
         return
-    place = Path(report) if report else _temporary_page()
-    _write_page(page, place)
-    say(f"the page is in {place}")
-    if opened and not _shown_in_browser(place):
-        say("no browser could be started here: open that file where there is one")
-
-
-def _temporary_page() -> Path:
-    descriptor, path = tempfile.mkstemp(prefix="torchrepro-", suffix=".html")
-    os.close(descriptor)
-    return Path(path)
-
-
-def _write_page(page: Callable[[], str], place: Path) -> None:
+    if not report:
+        # It stays: a browser reads it after the command has ended.
+        descriptor, report = tempfile.mkstemp(prefix="torchrepro-", suffix=".html")
+        os.close(descriptor)
+    place = Path(report)
     try:
         place.write_text(page(), encoding="utf-8")
     except OSError as error:
-        raise TraceError(
-            Problem(f"the page cannot be written: {error.strerror}", found=str(place))
-        ) from None
+        what = f"the page cannot be written: {error.strerror}"
+        raise TraceError.about(what, found=report) from None
+    say(f"the page is in {place}")
+    if opened:
+        import webbrowser
+
+        if not webbrowser.open(place.absolute().as_uri()):
+            say("no browser could be started here: open that file where there is one")
 
 
-def _shown_in_browser(place: Path) -> bool:
-    """Whether a browser could be started: https://docs.python.org/3/library/webbrowser.html."""
-    import webbrowser
+@command(app, "selftest")
+def selftest_here(as_json: Json = False) -> None:  # noqa: FBT002 - an option of the command line
+    """Try every promise on the devices of this machine: held, failed or not here; exit 1 if one
+    failed.
 
-    return webbrowser.open(place.absolute().as_uri())
+    It takes half a minute for each device, and leaves no file and no setting behind.
+    """
+    from torchrepro.selftest.self_test import selftest
+    from torchrepro.verification.runner import Interrupted
+
+    progress = Progress()
+    try:
+        found = selftest(meanwhile=progress.for_now)
+    except Interrupted as stopped:
+        raise typer.Exit(stopped.exit_status) from None
+    finally:
+        progress.erase()
+    answer(found.to_json(), parts(found), as_json=as_json)
+    raise typer.Exit(int(not found.held))

@@ -23,9 +23,7 @@ VARIABLE = "TORCHREPRO_STRESS"
 _LONGEST = 0.02
 """The most seconds that a worker of a loader waits before it hands over a batch."""
 
-_LOADERS = "torch.utils.data"
 _kept: list[Any] = []
-_calls = count()
 
 
 def perturb(environment: Mapping[str, str]) -> None:
@@ -37,7 +35,7 @@ def perturb(environment: Mapping[str, str]) -> None:
 
 
 def _litter_the_heap(number: int) -> None:
-    """Move objects to other addresses and fill free memory with other bytes."""
+    # Moves objects to other addresses, and fills free memory with other bytes.
     sizes = [16 + index * number * 7919 % 65536 for index in range(512)]
     blocks = [bytes([1 + number % 255]) * size for size in sizes]
     _kept.append(blocks[::2])
@@ -45,54 +43,50 @@ def _litter_the_heap(number: int) -> None:
 
 
 def _leave_some_cpus_alone(cpus: Mapping[str, Sequence[int]]) -> None:
-    """Use only some of the CPUs once torch has counted them all.
-
-    The number of threads must stay: another number adds up in another order, which is no fault of
-    a program. A process that inherits the few CPUs therefore gets all of them back until then.
-    """
-    from torchrepro.imports import AfterImport
-
+    # The number of threads must stay: another number adds up in another order, which is no fault
+    # of the program. So torch counts all CPUs, those that a child did not inherit as well.
     os.sched_setaffinity(0, cpus["all"])
 
     def keep_to_some(module: str) -> None:
         sys.modules[module].get_num_threads()  # torch counts the CPUs when it is asked first
         os.sched_setaffinity(0, cpus["some"])
 
-    if "torch" in sys.modules:
-        keep_to_some("torch")
+    _once_imported("torch", keep_to_some)
+
+
+def _once_imported(name: str, act: Callable[[str], None]) -> None:
+    from torchrepro.imports import AfterImport
+
+    if name in sys.modules:
+        act(name)
     else:
-        AfterImport(["torch"], keep_to_some).watch()
+        AfterImport([name], act).watch()
 
 
 def _delay_batches(number: int) -> None:
-    """Delay every batch of each worker of a DataLoader, by varying times."""
-    from torchrepro.imports import AfterImport
+    calls = count()
 
-    AfterImport(["multiprocessing.queues"], lambda module: _delay(module, number)).watch()
+    def delay(module: str) -> None:
+        from torchrepro.seeding.streams import present_worker
 
+        queue = sys.modules[module].Queue
+        put = queue.put
 
-def _delay(module: str, number: int) -> None:
-    from torchrepro.seeding.streams import present_worker
+        @wraps(put)
+        def late(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if present_worker() is not None:
+                # No random number is drawn: the program would see that.
+                varying = os.getpid() * 40503 + next(calls) * 2654435761 + number * 97
+                time.sleep(_LONGEST * (varying % 1000 / 1000))
+            return put(self, *args, **kwargs)
 
-    queue = sys.modules[module].Queue
-    put = queue.put
+        queue.put = late
 
-    @wraps(put)
-    def late(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if present_worker() is not None:
-            time.sleep(_LONGEST * _share(number))
-        return put(self, *args, **kwargs)
-
-    queue.put = late
-
-
-def _share(number: int) -> float:
-    """Return a number between 0 and 1, another one at every call and in every process."""
-    return (os.getpid() * 40503 + next(_calls) * 2654435761 + number * 97) % 1000 / 1000
+    _once_imported("multiprocessing.queues", delay)
 
 
 def _move_the_clock(seconds: float) -> None:
-    """Shift the time of day of Python's `time`; intervals are measured as before."""
+    # The time of day alone: intervals are measured as before.
     moved = int(seconds * 1e9)
     now, now_in_ns = time.time, time.time_ns
     time.time = lambda: now() + seconds
@@ -112,8 +106,7 @@ def _of_now(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_today(original: Callable[..., Any], required: int) -> Callable[..., Any]:
-    """Return a function whose last argument, the time, may be left out."""
-
+    # The last argument of `original`, the time, may be left out.
     @wraps(original)
     def shifted(*arguments: Any) -> Any:
         left_out = len(arguments) == required
@@ -123,33 +116,29 @@ def _of_today(original: Callable[..., Any], required: int) -> Callable[..., Any]
 
 
 def _list_files_otherwise(number: int) -> None:
-    """List the entries of every folder in another order, as `pathlib`, `glob` and `os.walk` do.
-
-    Python's import system has a reference of its own to `listdir` and goes on as before.
-    """
+    # As `pathlib`, `glob` and `os.walk` list them. Python's import system has a reference of its
+    # own to `listdir` and goes on as before.
     listdir, scandir = os.listdir, os.scandir
+
+    def in_another_order(entries: list[Any]) -> list[Any]:
+        turned = entries[::-1]
+        first = number % len(turned) if len(turned) > 2 else 0  # noqa: PLR2004 - two have one other order
+        return turned[first:] + turned[:first]
 
     @wraps(listdir)
     def listed(*args: Any, **kwargs: Any) -> Any:
-        return _in_another_order(listdir(*args, **kwargs), number)
+        return in_another_order(listdir(*args, **kwargs))
 
     @wraps(scandir)
     def scanned(*args: Any, **kwargs: Any) -> Any:
         with scandir(*args, **kwargs) as entries:
-            return _Entries(_in_another_order(list(entries), number))
+            return _Entries(in_another_order(list(entries)))
 
     for name, original, other in (("listdir", listdir, listed), ("scandir", scandir, scanned)):
         other.__module__ = "os"  # where pickle finds it
         setattr(os, name, other)
         if original in os.supports_fd:
             os.supports_fd.add(other)
-
-
-def _in_another_order(entries: list[Any], number: int) -> list[Any]:
-    """Return the entries the other way round, beginning with another one for each `number`."""
-    turned = entries[::-1]
-    first = number % len(turned) if len(turned) > 2 else 0  # noqa: PLR2004 - two have one other order
-    return turned[first:] + turned[:first]
 
 
 class _Entries:
@@ -175,18 +164,12 @@ class _Entries:
 
 
 def _load_in_the_main_process(_: Any) -> None:
-    """Have every DataLoader load without worker processes."""
-    from torchrepro.imports import AfterImport
-
     def load_here(_module: str) -> None:
         from torchrepro.seeding.loader_hook import workers_policy
 
         workers_policy.write(0)  # what a profile says later is the same, or nothing
 
-    if _LOADERS in sys.modules:
-        load_here(_LOADERS)
-    else:
-        AfterImport([_LOADERS], load_here).watch()
+    _once_imported("torch.utils.data", load_here)
 
 
 LOADING = "loading in the main process"

@@ -18,7 +18,7 @@ from torchrepro.verdict.render import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from torchrepro.console import Part
     from torchrepro.verdict.diagnosis import EscalationLevel
@@ -121,88 +121,62 @@ def verification_parts(found: Verification) -> tuple[Part, ...]:
 
 def verification_page(found: Verification) -> str:
     """Return the page of a verification: all of its runs, and the comparisons that say no."""
-    differing = [
-        (run, verdict)
-        for run, verdict in zip(found.runs[1:], found.verdicts, strict=True)
-        if not verdict.same
-    ]
-    shown = differing[:COMPARISONS] or [(found.runs[1], found.verdicts[0])]
+    first, *others = found.runs
+    pairs = list(zip(others, found.verdicts, strict=True))
+    differing = [(run, verdict) for run, verdict in pairs if not verdict.same]
+    shown = differing[:COMPARISONS] or pairs[:1]
     alone = len(shown) == 1
+    answers = {run.name: _short_answer(verdict) for run, verdict in differing}
+    about_first = next((each.about[0] for each in found.verdicts if each.about), None)
+    abouts = [about_first, *(each.about[1] if each.about else None for each in found.verdicts)]
+    rows = []
+    for run, about in zip(found.runs, abouts, strict=True):
+        as_first = f"as {first.name}" if run is not first else "the reference"
+        facts = {
+            "Answer": answers.get(run.name, as_first),
+            **facts_of(about),
+            "Steps": f"{run.steps:,}" if run.steps else "",
+            "Seconds": f"{run.seconds:.1f}",
+            "Exit status": str(run.status) if run.status else "",
+            "Perturbed": ", ".join(run.perturbed),
+        }
+        row = RunRow(run.name, facts)
+        # The one comparison calls its runs A and B. Of several each has a link to its own.
+        side = {first.name: "a", shown[0][0].name: "b"}.get(run.name, "") if alone else ""
+        if side:
+            row = replace(row, name=f"{side.upper()} = {run.name}", kind=side)
+        elif not alone and any(run is each for each, _ in shown):
+            row = replace(row, link=run.name)
+        rows.append(row)
+    comparisons = [
+        Comparison(
+            verdict,
+            found.next_level if verdict is found.verdict else None,
+            "" if alone else f"A = {first.name}, B = {run.name}: {_short_answer(verdict)}",
+            run.name,
+        )
+        for run, verdict in shown
+    ]
     rest = len(differing) - len(shown)
+    more = (
+        f"{counted(rest, 'more run')} in the table above, without details: `torchrepro compare` two"
+        " folders"
+    )
+    lines = (_counts(found), *_lines(found))
     return page_of(
         Answer(
-            same=found.same,
-            headline=headline(found.verdict),
-            lines=(_counts(found), *_lines(found)),
-            runs=_with_sides(_run_rows(found), shown[0][0])
-            if alone
-            else _with_links(_run_rows(found), [run.name for run, _ in shown]),
-            comparisons=[
-                Comparison(
-                    verdict,
-                    found.next_level if verdict is found.verdict else None,
-                    "" if alone else _title(found.runs[0], run, verdict),
-                    run.name,
-                )
-                for run, verdict in shown
-            ],
-            more=f"{counted(rest, 'more run')} in the table above, without details: `torchrepro"
-            " compare` two folders"
-            if rest > 0
-            else "",
+            found.same,
+            headline(found.verdict),
+            lines,
+            rows,
+            comparisons,
+            more if rest > 0 else "",
         )
     )
 
 
-def _title(first: Run, run: Run, verdict: Verdict) -> str:
-    return f"A = {first.name}, B = {run.name}: {_short_answer(verdict)}"
-
-
 def _short_answer(verdict: Verdict) -> str:
     return headline(verdict).removeprefix("not the same: ")
-
-
-def _with_sides(rows: Sequence[RunRow], other: Run) -> list[RunRow]:
-    """Return rows that say which two runs the one comparison calls A and B."""
-    sides = {rows[0].name: "a", other.name: "b"}
-    return [
-        replace(row, name=f"{kind.upper()} = {row.name}", kind=kind) if kind else row
-        for row in rows
-        for kind in [sides.get(row.name, "")]
-    ]
-
-
-def _with_links(rows: Sequence[RunRow], names: Sequence[str]) -> list[RunRow]:
-    """Return rows of which those with such a name lead to their comparison."""
-    return [replace(row, link=row.name) if row.name in names else row for row in rows]
-
-
-def _run_rows(found: Verification) -> list[RunRow]:
-    """Return all runs, each with what is known of it."""
-    first, *others = found.runs
-    about = next((verdict.about[0] for verdict in found.verdicts if verdict.about), None)
-    rows = [RunRow(first.name, {"Answer": "the reference"})]
-    rows += [
-        RunRow(
-            run.name,
-            {"Answer": f"as {first.name}" if verdict.same else _short_answer(verdict)},
-        )
-        for run, verdict in zip(others, found.verdicts, strict=True)
-    ]
-    facts = [about, *(each.about[1] if each.about else None for each in found.verdicts)]
-    return [
-        replace(row, facts={**row.facts, **facts_of(its), **_outcome(run)})
-        for row, its, run in zip(rows, facts, found.runs, strict=True)
-    ]
-
-
-def _outcome(run: Run) -> dict[str, str]:
-    return {
-        "Steps": f"{run.steps:,}" if run.steps else "",
-        "Seconds": f"{run.seconds:.1f}",
-        "Exit status": str(run.status) if run.status else "",
-        "Perturbed": ", ".join(run.perturbed),
-    }
 
 
 def _counts(found: Verification) -> str:
@@ -225,34 +199,23 @@ def _lines(found: Verification) -> Iterator[str]:
         skipped = [f"{name} ({why})" for name, why in found.stressed.skipped]
         if skipped and found.same:  # what was not tried limits a yes, and no no
             yield f"not perturbed: {'; '.join(skipped)}"
-    if found.escalation is not None:
-        yield from _escalation(found.escalation, found.equal_on)
+    trials, equal_on = found.escalation, found.equal_on
+    if equal_on is not None:
+        yield f"with {equal_on.name} the runs are the same: {equal_on.why}"
+        yield f"    {' '.join(map(quote, equal_on.overrides))}"
+    elif trials:
+        yield "no level of escalation makes the runs the same:"
+        levels: dict[str, list[str]] = {}  # by the answer: the same one is said once
+        for trial in trials:
+            answer = trial.what.removeprefix("not the same: ")
+            levels.setdefault(answer, []).append(trial.level.name)
+        yield from (f"    {', '.join(names)}: {what}" for what, names in levels.items())
+    elif trials is not None:
+        yield "nothing to escalate: no setting can make up for what the program itself brings in"
     elif found.own_profile and not found.same:
         yield "escalation adds settings to a profile that `torchrepro verify PROFILE` puts in force"
     if found.folder:
         yield f"recordings and logs are in {found.folder}"
-
-
-def _escalation(
-    trials: Sequence[EscalationTrial], equal_on: EscalationLevel | None
-) -> Iterator[str]:
-    if not trials:
-        yield "nothing to escalate: no setting can make up for what the program itself brings in"
-        return
-    if equal_on is None:
-        yield "no level of escalation makes the runs the same:"
-        yield from _failed(trials)
-        return
-    yield f"with {equal_on.name} the runs are the same: {equal_on.why}"
-    yield f"    {' '.join(map(quote, equal_on.overrides))}"
-
-
-def _failed(trials: Sequence[EscalationTrial]) -> Iterator[str]:
-    """Yield what came of the levels, once for those of which the same is to be said."""
-    names: dict[str, list[str]] = {}
-    for trial in trials:
-        names.setdefault(trial.what.removeprefix("not the same: "), []).append(trial.level.name)
-    yield from (f"    {', '.join(levels)}: {what}" for what, levels in names.items())
 
 
 def verification_json(found: Verification) -> dict[str, Any]:

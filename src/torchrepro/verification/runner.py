@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import join
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from torchrepro.errors import ApplyError, ProfileError, TorchreproError, TraceError
 from torchrepro.launch import prepared, prepared_as_it_is
 from torchrepro.manifest.contents import secrets_here
-from torchrepro.messages import Problem, printable
+from torchrepro.messages import printable
 from torchrepro.redaction import shareable, shell_line
 from torchrepro.trace.reader import read_run, steps_so_far
 from torchrepro.trace.request import VARIABLE, Request
@@ -26,7 +26,6 @@ from torchrepro.verdict.comparison import compare_within
 from torchrepro.verdict.diagnosis import advice
 from torchrepro.verdict.render import counted
 from torchrepro.verdict.value import Compared, Divergence, Kind, Verdict
-from torchrepro.verification.perturbations import RunEnvironment, mirrored
 from torchrepro.verification.result import Run
 
 if TYPE_CHECKING:
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.trace.reader import Trace
+    from torchrepro.verification.perturbations import RunEnvironment
 
     Setup = tuple[ResolvedProfile | None, RunEnvironment]
     """The profile under which a run is started, if any, and what else it is started in."""
@@ -99,19 +99,21 @@ class Runner:
             program, variables = prepared(resolved, self.command)
         request.prepare_folder()
         variables |= {**environment.all_variables(), VARIABLE: request.to_variable()}
-        with ExitStack() as stack:
-            place = Path.cwd()
-            if environment.mirror:
-                place = stack.enter_context(mirrored(place))
-                variables["PWD"] = str(place)
-            stack.enter_context(_watched(traces, self.meanwhile))
-            begun = time.monotonic()
-            status = run_to_end(program, self.command, variables, place, log)
+        begun = time.monotonic()
+        with _watched(traces, self.meanwhile):
+            status = run_to_end(program, self.command, variables, log)
         seconds = time.monotonic() - begun
         trace = _first_trace(traces)
-        ended = f", exit status {status}" if status else ""
-        self.say(f" {seconds:.1f} s, {_amount(trace)}{ended}\n")
         steps = trace.ended_steps if trace else 0
+        if trace is None:
+            amount = "nothing recorded"
+        elif steps:
+            amount = counted(steps, "step")
+        else:
+            records = sum(row.records for row in trace.steps.values())
+            amount = f"{counted(records, 'record')} outside of any step"
+        ended = f", exit status {status}" if status else ""
+        self.say(f" {seconds:.1f} s, {amount}{ended}\n")
         recorded = trace is not None
         return Run(name, str(traces), str(log), status, seconds, steps, recorded, perturbed)
 
@@ -168,9 +170,9 @@ def output_directory(folder: str, say: Callable[[str], object]) -> Iterator[Path
 
 
 def run_to_end(
-    program: str, command: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path
+    program: str, command: Sequence[str], environment: Mapping[str, str], log: Path
 ) -> int:
-    """Run a command in `folder` with its output in `log`; return its exit status.
+    """Run a command with its output in `log`; return its exit status.
 
     Its standard input is empty, so that every run has the same. It has a session of its own, so
     that it and all processes that it started can be ended together. Raises `Interrupted` if a
@@ -182,16 +184,14 @@ def run_to_end(
                 list(command),
                 executable=program,
                 env=dict(environment),
-                cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
         except OSError as error:
-            raise ProfileError(
-                Problem(f"cannot be started: {error.strerror}", found=program)
-            ) from None
+            what = f"cannot be started: {error.strerror}"
+            raise ProfileError.about(what, found=program) from None
         try:
             return process.wait()
         except BaseException as stopped:
@@ -201,7 +201,6 @@ def run_to_end(
 
 @contextmanager
 def _watched(traces: Path, tell: Callable[[str], object] | None) -> Iterator[None]:
-    """Tell now and then how many steps the run has ended that is recorded into `traces`."""
     if tell is None:
         yield
         return
@@ -222,26 +221,13 @@ def _watched(traces: Path, tell: Callable[[str], object] | None) -> Iterator[Non
         thread.join()
 
 
-def refuse_without_recording(run: Run, command: Sequence[str]) -> None:
-    """Raise `TraceError` for a command that succeeded and of which nothing was recorded."""
-    if run.status == 0 and not run.recorded:
-        raise TraceError(
-            Problem(
-                "nothing was recorded of it, so nothing can be said of its runs",
-                found=join(command),
-                todo="it has to import torch and compute something with it, in a Python in which "
-                "torchrepro is installed",
-            )
-        )
-
-
 def all_failed(runs: Sequence[Run]) -> bool:
     """Whether a command has failed in every run with the same exit status."""
     return runs[0].status != 0 and len({run.status for run in runs}) == 1
 
 
 def failure(runs: Sequence[Run], command: Sequence[str]) -> TorchreproError:
-    """Return the error for a command that failed alike in all its runs."""
+    """Return the error for a command that failed in all its runs with the same exit status."""
     run = runs[-1]
     with open(run.log, encoding="utf-8", errors="replace") as file:  # noqa: PTH123
         lines = [printable(line.rstrip("\n")) for line in deque(file, _LAST_LINES)]
@@ -249,7 +235,7 @@ def failure(runs: Sequence[Run], command: Sequence[str]) -> TorchreproError:
         return ApplyError("\n".join(line.removeprefix("torchrepro: ") for line in lines))
     said = [f"    {line}" for line in lines] or ["    (it printed nothing)"]
     ended = f"it ended with {status_in_words(run.status)} in each of {len(runs)} runs"
-    return TraceError(Problem("\n".join([f"{ended}:", *said]), found=join(command)))
+    return TraceError.about("\n".join([f"{ended}:", *said]), found=join(command))
 
 
 def status_in_words(status: int) -> str:
@@ -276,7 +262,6 @@ def _different(first: Run, other: Run, what: str, step: int, *, after_last: bool
 
 
 def _first_trace(traces: Path) -> Trace | None:
-    """Return the trace of the first process of a run; None if nothing was recorded."""
     try:
         first, *others = read_run(traces, records=False)
     except TraceError:
@@ -284,16 +269,6 @@ def _first_trace(traces: Path) -> Trace | None:
     for trace in (first, *others):
         trace.close()
     return first if first.steps else None
-
-
-def _amount(trace: Trace | None) -> str:
-    """Return how much was recorded of a process."""
-    if trace is None:
-        return "nothing recorded"
-    if trace.ended_steps:
-        return counted(trace.ended_steps, "step")
-    records = sum(row.records for row in trace.steps.values())
-    return f"{counted(records, 'record')} outside of any step"
 
 
 def end_group(process: subprocess.Popen[bytes], number: int = signal.SIGTERM) -> None:
