@@ -89,20 +89,20 @@ class Displayed:
 
 
 def say(*lines: object) -> None:
-    """Tell standard error each of `lines`; where it is closed, as in some services, nobody."""
+    """Write each of `lines` to standard error, unless it is closed, as in some services."""
     for line in lines if sys.stderr is not None else ():
         sys.stderr.write(f"torchrepro: {line}\n")
 
 
 def note(*lines: object) -> None:
-    """Tell standard error what is neither an error nor lowers a guarantee; nothing if quiet."""
+    """Say what is neither an error nor lowers a guarantee; nothing if quiet."""
     if verbosity() is not Verbosity.QUIET:
         say(*lines)
 
 
 @cache
 def say_once(line: str) -> None:
-    """Tell standard error a line the first time that this process has it to say."""
+    """Say a line the first time that this process has it to say."""
     say(line)
 
 
@@ -196,33 +196,30 @@ def _laid_out(table: Table, console: Any, room: int) -> Iterator[Any]:
     fold = table.fold
     left = room - sum(widths) + widths[fold] - _GAP * (len(widths) - 1)
     longest_word = max(each.minimum for each in measured[fold])
-    if headings and left < min(widths[fold], max(_PROSE, longest_word)):
-        first, other, further = _INDENTS
-        for row in rows:
-            indent = first
-            for heading, cell in zip(headings, row, strict=True):
-                if not cell:
-                    continue
-                label = Text.assemble(heading, ": ", style="bold") if heading else Text()
-                for line in _broken(label + cell, console, room - len(further)):
-                    yield Text.assemble(indent, line)
-                    indent = further
-                indent = other
-    else:
+    if not headings or left >= min(widths[fold], max(_PROSE, longest_word)):
         width = max(left, min(widths[fold], _PROSE))
         grid = rich.table.Table.grid(padding=(0, _GAP, 0, 0))
         for row in shown:
             row[fold] = Text("\n").join(_broken(row[fold], console, width))
             grid.add_row(*row)
         yield grid
+        return
+    first, other, further = _INDENTS
+    for row in rows:
+        indent = first
+        for heading, cell in zip(headings, row, strict=True):
+            label = Text.assemble(heading, ": ", style="bold") if heading else Text()
+            for line in _broken(label + cell, console, room - len(further)) if cell else ():
+                yield Text.assemble(indent, line)
+                indent = further
+            indent = other if cell else indent
 
 
 def _broken(text: Any, console: Any, width: int) -> Iterator[Any]:
     """Yield a text as lines of so many columns, broken between words.
 
-    A longer word is left to the terminal, from which it is copied whole, as rich does not do. A
-    longer ``file:line`` is cut in the middle instead, so that its line number is seen where the
-    file is named.
+    A longer word is left to the terminal, from which it is copied in one piece; rich would fold it.
+    A longer ``file:line`` is cut in the middle, so that its line number is seen.
     """
     from rich.cells import cell_len
 
@@ -244,9 +241,9 @@ def _broken(text: Any, console: Any, width: int) -> Iterator[Any]:
 
 
 def _text(cell: str | Styled) -> Any:
-    """Return a cell as rich shows it: what others wrote must not steer the terminal."""
     from rich.text import Text
 
     if isinstance(cell, Styled):
         return Text(cell.text, cell.style)
+    # What others wrote must not steer the terminal.
     return Text("\n".join(map(printable, cell.split("\n"))))

@@ -48,16 +48,10 @@ class Problem(NamedTuple):
         subject = f"{self.key} = {found}" if self.key and found else self.key or found
         if where.startswith("override "):  # the override already shows key and value
             subject = ""
-        head = printable(": ".join(part for part in (where, subject) if part))
         what = "\n".join(map(printable, self.what.split("\n")))
-        lines = [f"{head}: {what}" if head else what]
-        for label, text in (
-            ("did you mean", self.near),
-            ("legal", self.legal),
-            ("to do", self.todo),
-        ):
-            if text:
-                lines.append(f"    {label}: {printable(text)}")
+        lines = [": ".join(filter(None, (printable(where), printable(subject), what)))]
+        hints = (("did you mean", self.near), ("legal", self.legal), ("to do", self.todo))
+        lines += [f"    {label}: {printable(text)}" for label, text in hints if text]
         return "\n".join(lines)
 
 

@@ -23,7 +23,7 @@ _PARTS = frozenset(
         *("signature", "token", "tokens", "webhook"),
     )
 )
-"""Parts of a name, whole, that make it sound secret."""
+"""A name sounds secret if one of its words is among these."""
 
 _INSIDE = ("accesskey", "apikey", "credential", "passphrase", "passwd", "password", "secret")
 _LIKE_TOKEN = re.compile(r"token(?!iz)")
@@ -127,7 +127,20 @@ def without_secrets(value: Any, secrets: Iterable[str]) -> Any:
 def cleaner(secrets: Iterable[str]) -> Callable[[Any], Any]:
     """Return `without_secrets` for these secrets, prepared for many values."""
     patterns = [_pattern(secret) for secret in secrets if _worth_hiding(secret)]
-    return lambda value: _cleaned(value, patterns)
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, str):
+            for pattern in patterns:
+                value = pattern.sub(HIDDEN, value)
+            if "://" in value:
+                value = _URL.sub(_redacted_url, value)
+            value = _TOKEN_SHAPES.sub(HIDDEN, value)
+            return _AFTER_SCHEME.sub(rf"\1 {HIDDEN}", value)
+        if isinstance(value, Mapping):
+            return {clean(str(key)): clean(its) for key, its in value.items()}
+        return [clean(each) for each in value] if isinstance(value, list | tuple) else value
+
+    return clean
 
 
 def shareable(words: Sequence[str], secrets: Iterable[str]) -> list[str]:
@@ -150,7 +163,11 @@ def shareable(words: Sequence[str], secrets: Iterable[str]) -> list[str]:
         right_after = "=" not in word and _hides_what_follows(word)
         hiding = right_after or (hiding and not is_option)
         before = word
-    return [_without_known(text, secrets) for text in shown]
+    clean = cleaner(secrets)
+    for at, text in enumerate(shown):
+        value = text.partition("=")[2]
+        shown[at] = HIDDEN if text in secrets or (value and value in secrets) else clean(text)
+    return shown
 
 
 def shell_line(words: Sequence[str]) -> str:
@@ -159,10 +176,8 @@ def shell_line(words: Sequence[str]) -> str:
 
 
 def _logins(text: str) -> Iterator[str]:
-    """Yield the names, passwords and tokens that the URLs in `text` carry before their host."""
-    if "://" not in text:
-        return
-    for url in _URL.findall(text):
+    # The names, passwords and tokens that the URLs in `text` carry before their host.
+    for url in _URL.findall(text) if "://" in text else ():
         login, at, _ = url.partition("://")[2].partition("/")[0].rpartition("@")
         if at:
             name, _, password = login.partition(":")
@@ -176,14 +191,14 @@ def _readable(token: str) -> bool:
 
 
 def _worth_hiding(secret: str) -> bool:
-    """Whether `secret` is not so common that leaving it out would spoil other text."""
+    # Leaving out what is too common would spoil other text.
     return len(secret) >= _SHORT and not (
         _EVERYDAY.fullmatch(secret) and (secret[0] != "/" or os.path.exists(secret))  # noqa: PTH110 - a value may be no path at all, and this never raises
     )
 
 
 def _pattern(secret: str) -> re.Pattern[str]:
-    """Match a secret as it is, and as Python writes it within quotes, where it escapes some."""
+    # A secret as it is, and as Python writes it within quotes, where it escapes some.
     quoted, among_quotes = repr(secret)[1:-1], repr(f"{secret}\"'")[1:-4]
     spellings = "|".join(map(re.escape, dict.fromkeys((secret, quoted, among_quotes))))
     if len(secret) >= _WHOLE:
@@ -191,38 +206,10 @@ def _pattern(secret: str) -> re.Pattern[str]:
     return re.compile(rf"(?<![A-Za-z0-9])(?:{spellings})(?![A-Za-z0-9])")
 
 
-def _cleaned(value: Any, patterns: list[re.Pattern[str]]) -> Any:
-    if isinstance(value, str):
-        return _cleaned_text(value, patterns)
-    if isinstance(value, Mapping):
-        return {
-            _cleaned_text(str(key), patterns): _cleaned(its, patterns) for key, its in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [_cleaned(entry, patterns) for entry in value]
-    return value
-
-
-def _cleaned_text(text: str, patterns: list[re.Pattern[str]]) -> str:
-    for pattern in patterns:
-        text = pattern.sub(HIDDEN, text)
-    if "://" in text:
-        text = _URL.sub(_redacted_url, text)
-    text = _TOKEN_SHAPES.sub(HIDDEN, text)
-    return _AFTER_SCHEME.sub(rf"\1 {HIDDEN}", text)
-
-
 def _redacted_url(match: re.Match[str]) -> str:
     url = match.group()
     login = "@" in url.partition("://")[2].partition("/")[0]
     return url_without_login(url) if login or "?" in url else url
-
-
-def _without_known(text: str, secrets: tuple[str, ...]) -> str:
-    value = text.partition("=")[2]
-    if text in secrets or (value and value in secrets):
-        return HIDDEN
-    return str(without_secrets(text, secrets))
 
 
 def _hides_what_follows(word: str) -> bool:
@@ -233,9 +220,8 @@ def _hides_what_follows(word: str) -> bool:
 
 
 def _is_private(name: str) -> bool:
-    return sounds_secret(name) or any(
-        part in _PRIVATE for part in _NOT_IN_NAMES.split(name.lower())
-    )
+    words = _NOT_IN_NAMES.split(name.lower())
+    return sounds_secret(name) or not _PRIVATE.isdisjoint(words)
 
 
 def _shareable_word(word: str, before: str) -> str:
@@ -245,17 +231,14 @@ def _shareable_word(word: str, before: str) -> str:
         return url_without_login(word)
     if equals:
         return _shareable_assignment(name, value)
-    return word if _harmless(word, before) else HIDDEN
-
-
-def _harmless(word: str, before: str) -> bool:
     if _NUMBER.fullmatch(word):
-        return True
+        return word
     if word.startswith("-") and not word.startswith("--"):
-        return len(word) <= _LONGEST_FLAG and ordinary(word[1:])
-    if _one_letter(before) and before != "-m":
-        return _is_file(word)
-    return _is_file(word) or ordinary(word)
+        harmless = len(word) <= _LONGEST_FLAG and ordinary(word[1:])
+    else:
+        one_letter = len(before) == 2 and before[0] == "-" and before[1].isalpha()  # noqa: PLR2004 - the dash and the letter
+        harmless = _is_file(word) or ((not one_letter or before == "-m") and ordinary(word))
+    return word if harmless else HIDDEN
 
 
 def _shareable_assignment(name: str, value: str) -> str:
@@ -267,10 +250,6 @@ def _shareable_assignment(name: str, value: str) -> str:
         inner, _, last = value.partition("=")
         return f"{name}={_shareable_assignment(inner, last)}"
     return f"{name}={_shareable_word(value, '')}"
-
-
-def _one_letter(word: str) -> bool:
-    return len(word) == 2 and word[0] == "-" and word[1].isalpha()  # noqa: PLR2004 - the dash and the letter
 
 
 def _is_file(word: str) -> bool:

@@ -1,7 +1,7 @@
-"""Start the command of an earlier run again, from its manifest, under the profile of then.
+"""Start the command of an earlier run again, from its manifest, under its profile.
 
-What differs from then is found and said first. The run of then is left as it is: what is started
-writes into a new folder beside it.
+What differs from the original run is found and said first. That run is left as it is: what is
+started writes into a new folder beside it.
 """
 
 from __future__ import annotations
@@ -76,16 +76,16 @@ class Rerun:
     """What would be started, and what differs from the run that it repeats."""
 
     run: Path
-    """The folder of the run of then."""
+    """The folder of the original run."""
     into: Path
     """The folder of the new one."""
     resolved: ResolvedProfile
     started: Started
     command: tuple[str, ...]
     comparison: Comparison
-    """Then on the left, this machine on the right."""
+    """The original run on the left, this machine on the right."""
     changed: str = ""
-    """What the files of the profile give now, where it is known not to be what they gave then."""
+    """What the files of the profile give now, where it is known to be something else."""
     strict: bool = False
     """Whether a difference that may change numbers forbids the start."""
 
@@ -104,11 +104,8 @@ class Rerun:
         return {
             "run": str(self.run),
             "into": str(self.into),
-            "profile": {
-                "name": self.resolved.name,
-                "digest": self.resolved.digest,
-                **({"files_now": self.changed} if self.changed else {}),
-            },
+            "profile": {"name": self.resolved.name, "digest": self.resolved.digest}
+            | ({"files_now": self.changed} if self.changed else {}),
             "folder": self.started.folder,
             "command": self.shown_command(),
             "same": not self.differences,
@@ -126,13 +123,26 @@ class Rerun:
     def start(self) -> NoReturn:
         """Replace this process by the command; raises as `torchrepro.launch.start` does."""
         os.chdir(self.started.folder)
+        job, words = self.started.hydra, self.started.command
+        # The names by which the original run was given its profile.
+        given = [
+            word.partition("=")[2]
+            for word in (job.task if job else words)
+            if key_of(word) == SECTION
+        ]
+        chosen = [job.choice] if job and job.choice else []
         profile = self.resolved.to_json()
-        told = {"profile": profile, "asked": profile["asked"], "named": _names(self.started)}
-        told |= {"folder": str(self.run), "into": str(self.into)}
-        more = {REPEATED: json.dumps(told)}
+        repeated = {
+            "profile": profile,
+            "asked": profile["asked"],
+            "named": [*self.started.asked[:1], *given, *chosen],
+            "folder": str(self.run),
+            "into": str(self.into),
+        }
+        more = {REPEATED: json.dumps(repeated)}
         if self.started.by != RUN:
             replace_process(program_of(self.command), self.command, {**os.environ, **more})
-        # What the run of then has written is written again, elsewhere.
+        # What the original run has written is written again, elsewhere.
         if not self.started.hydra:
             more[LOG_TO] = str(self.into)
         recording = self.started.recording
@@ -146,14 +156,6 @@ class Rerun:
         start(self.resolved, self.command, more)
 
 
-def _names(started: Started) -> list[str]:
-    """Return the names by which the run of then was given its profile."""
-    job = started.hydra
-    words = started.command if job is None else job.task
-    in_words = [word.partition("=")[2] for word in words if key_of(word) == SECTION]
-    return [*started.asked[:1], *in_words, *([job.choice] if job and job.choice else [])]
-
-
 def prepare(
     name: str, command: Sequence[str] = (), into: str = "", *, strict: bool = False
 ) -> Rerun:
@@ -164,7 +166,17 @@ def prepare(
     Raises `ProfileError` for what holds no manifest or a damaged one, for hidden arguments, and
     for a folder or a program that is gone.
     """
-    path = _manifest(Path(name))
+    path = Path(name)
+    if not path.exists():
+        todo = "name the folder of a run, such as the output folder of a Hydra job"
+        raise ProfileError.about("there is no such folder or file", found=name, todo=todo)
+    if path.is_dir():
+        manifest = manifest_in(name, path)
+        if manifest is None:
+            todo = "name the output folder of a Hydra job under +repro=, the folder of "
+            todo += "`torchrepro run --record` or `--log-to`, or that of torchrepro.log_to"
+            raise ProfileError.about("holds no manifest", found=name, todo=todo)
+        path = manifest
     try:
         kind, contents = read_complete(path)
     except DamagedError:
@@ -175,12 +187,11 @@ def prepare(
     if kind != "manifest":
         todo = f"`torchrepro run --lock {name} -- COMMAND` holds a run to it"
         raise ProfileError.about("a lock, which no run has left", str(path), todo=todo)
-    resolved = _profile_of_then(path, contents)
+    resolved = _original_profile(path, contents)
     started = started_in(path, contents)
-    folder = Path(started.folder)
-    if command and not folder.is_dir():  # as on another machine
+    if command and not Path(started.folder).is_dir():  # as on another machine
         started = replace(started, folder=str(Path.cwd()))
-        folder = Path.cwd()
+    folder = Path(started.folder)
     if not folder.is_dir():
         todo = f"give the command, where the program is now: torchrepro rerun {name} -- COMMAND"
         what = "the folder in which it was started is gone"
@@ -193,32 +204,21 @@ def prepare(
         todo = "name a new or an empty folder"
         raise ProfileError.about("exists already", key="--output", found=into, todo=todo)
     with chdir(folder):
-        words = tuple(command) or _command_of_then(name, path, started)
-        words = into_new_folder(words, started, new, repeated=not command)
-        _refuse_lost_program(words, path, given=bool(command))
-        found = _differences(path, contents, resolved, started, words)
+        words = tuple(command) or _original_command(name, path, started)
+        # The output folder of a Hydra job is replaced by the new one. A command that is given anew
+        # is changed only where it is a Python or names that folder.
+        kept = tuple(word for word in words if key_of(word) != RUN_DIR)
+        of_hydra = started.hydra is not None and (not command or is_python(words[0]))
+        if of_hydra or len(kept) < len(words):
+            place = new if started.hydra is not None else new / "hydra"
+            words = (*kept, f"{RUN_DIR}={hydra_value(str(place))}")
+        script = _script(path, words, given=bool(command))
+        found = _differences(path, contents, resolved, started, script)
         changed = _changed_profile(resolved, started)
     return Rerun(run, new, resolved, started, words, found, changed, strict)
 
 
-def _manifest(place: Path) -> Path:
-    if not place.exists():
-        todo = "name the folder of a run, such as the output folder of a Hydra job"
-        raise ProfileError.about("there is no such folder or file", found=str(place), todo=todo)
-    if not place.is_dir():
-        return place
-    found = manifest_in(str(place), place)
-    if found is None:
-        raise ProfileError.about(
-            "holds no manifest",
-            found=str(place),
-            todo="name the output folder of a Hydra job under +repro=, the folder of "
-            "`torchrepro run --record` or `--log-to`, or that of torchrepro.log_to",
-        )
-    return found
-
-
-def _profile_of_then(path: Path, contents: Mapping[str, Any]) -> ResolvedProfile:
+def _original_profile(path: Path, contents: Mapping[str, Any]) -> ResolvedProfile:
     """Return the profile in a manifest, validated as that of a file which somebody else wrote."""
     digest = true_digest(contents)
     if digest is None:
@@ -245,7 +245,7 @@ def beside(run: Path) -> Path:
     return next(each for each in names if not each.exists())
 
 
-def _command_of_then(name: str, path: Path, started: Started) -> tuple[str, ...]:
+def _original_command(name: str, path: Path, started: Started) -> tuple[str, ...]:
     """Return the command line in a manifest; raises `ProfileError` where it is not all there."""
     again = f"torchrepro rerun {name} --"
     if not started.command:
@@ -253,21 +253,27 @@ def _command_of_then(name: str, path: Path, started: Started) -> tuple[str, ...]
         raise ProfileError.about("the run was interactive", str(path), todo=todo)
     if started.launcher:
         line = shell_line(("torchrun", "...", *_program(started.command)[1]))
-        raise ProfileError.about(
+        what = (
             f"{started.launcher} had started this process as one of several; its command line "
-            "alone would start one process",
-            str(path),
-            todo=f"give the command of the launcher: {again} {line}",
+            "alone would start one process"
         )
-    words = _single_run(started)
+        todo = f"give the command of the launcher: {again} {line}"
+        raise ProfileError.about(what, str(path), todo=todo)
+    words, job = started.command, started.hydra
+    if job is not None and job.sweep:  # this job alone
+        before, program = _program(words)
+        number = 2 if program[:1] == ("-m",) else 1
+        options = _options(program[number:])
+        left_out = tuple(f"{section}." for section in _NOT_FOR_ONE_JOB)
+        own = [text for text in job.own if not f"{key_of(text)}.".startswith(left_out)]
+        numbered = [] if job.number is None else [f"hydra.job.num={job.number}"]
+        app = (*before, *program[:number], *options)
+        words = (*app, *job.task, *own, *numbered, "hydra.mode=RUN")
     if hidden := hidden_in(words):
         line = shell_line([word.replace(HIDDEN, "VALUE") for word in words])
-        raise ProfileError.about(
-            f"the manifest hides {len(hidden)} of the arguments, which may be secret",
-            str(path),
-            found=", ".join(hidden),
-            todo=f"give the command with each VALUE: {again} {line}",
-        )
+        what = f"the manifest hides {len(hidden)} of the arguments, which may be secret"
+        todo = f"give the command with each VALUE: {again} {line}"
+        raise ProfileError.about(what, str(path), found=", ".join(hidden), todo=todo)
     if is_python(words[0]):
         if _program(words)[1][:1] in ((), ("-",)):
             todo = f"give the command: {again} COMMAND"
@@ -284,20 +290,6 @@ def _program(command: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(command[:number]), tuple(command[number:])
 
 
-def _single_run(started: Started) -> tuple[str, ...]:
-    """Return the command line of then, and for a job of a sweep, that of this job alone."""
-    job = started.hydra
-    if job is None or not job.sweep:
-        return started.command
-    before, program = _program(started.command)
-    number = 2 if program[:1] == ("-m",) else 1
-    its = (*program[:number], *_options(program[number:]), *job.task)
-    left_out = tuple(f"{section}." for section in _NOT_FOR_ONE_JOB)
-    own = [text for text in job.own if not f"{key_of(text)}.".startswith(left_out)]
-    numbered = [] if job.number is None else [f"hydra.job.num={job.number}"]
-    return (*before, *its, *own, *numbered, "hydra.mode=RUN")
-
-
 def _options(words: Sequence[str]) -> Iterator[str]:
     """Yield the options of a Hydra app but that for a sweep, each with its value."""
     before = ""
@@ -306,22 +298,6 @@ def _options(words: Sequence[str]) -> Iterator[str]:
         if is_option or before in _OPTIONS_WITH_VALUE:
             yield word
         before = word
-
-
-def into_new_folder(
-    words: Sequence[str], started: Started, new: Path, *, repeated: bool
-) -> tuple[str, ...]:
-    """Return `words` with the output folder of a Hydra job replaced by a new one.
-
-    A command that somebody gives anew is changed only where it is a Python or names the folder.
-    """
-    kept = tuple(word for word in words if key_of(word) != RUN_DIR)
-    named = len(kept) < len(words)
-    of_hydra = started.hydra is not None and (repeated or is_python(words[0]))
-    if not (named or of_hydra):
-        return tuple(words)
-    place = new if started.hydra is not None else new / "hydra"
-    return (*kept, f"{RUN_DIR}={hydra_value(str(place))}")
 
 
 def hydra_value(text: str) -> str:
@@ -333,20 +309,26 @@ def hydra_value(text: str) -> str:
     return QuotedString(text.replace("${", "\\${"), Quote.single).with_quotes()
 
 
-def _refuse_lost_program(words: Sequence[str], path: Path, *, given: bool) -> None:
+def _script(path: Path, words: Sequence[str], *, given: bool) -> Path | None:
+    """Return the script that a command runs, if any; raises `ProfileError` for a lost program."""
     program_of(words)
-    if not is_python(words[0]):
-        return
-    program = _program(words)[1]
-    if program and program[0] not in ("-c", "-m") and not Path(program[0]).exists():
-        place = Path.cwd() / program[0]
-        what = f"there is no {place.name} in {place.parent}"
+    program = _program(words)[1] if is_python(words[0]) else ()
+    if not program or program[0] in ("-c", "-m"):
+        return None
+    script = Path(program[0]).absolute()
+    if not script.exists():
+        what = f"there is no {script.name} in {script.parent}"
         todo = (
             "give the command of a program that is there"
             if given
             else "put it there again, or give the command after `--`"
         )
         raise ProfileError.about(what, "" if given else str(path), todo=todo)
+    return script
+
+
+_COMPARED = ("knobs", "environment", "versions", "hardware", "source")
+"""What can differ although the profile is the same; what the program did comes with its end."""
 
 
 def _differences(
@@ -354,24 +336,21 @@ def _differences(
     contents: Mapping[str, Any],
     resolved: ResolvedProfile,
     started: Started,
-    words: Sequence[str],
+    script: Path | None,
 ) -> Comparison:
-    """Return in what this machine differs from then."""
-    program = _program(words)[1] if is_python(words[0]) else ()
-    source = Path.cwd()  # the folder whose commit counts
-    if program and program[0] not in ("-c", "-m"):
-        script = Path(program[0]).absolute()
-        source = source if script.is_relative_to(sys.prefix) else script.parent
-    then = of_contents(str(path), "manifest", contents)
+    """Return in what this machine differs from the original run."""
+    own = script is not None and not script.is_relative_to(sys.prefix)
+    source = script.parent if script is not None and own else Path.cwd()  # whose commit counts
+    original = of_contents(str(path), "manifest", contents)
     report = plan_of_a_run(resolved).report
     here = {**common_contents(resolved, report), "repository": repository(str(source))}
-    found = compare(then, of_contents(HERE, "manifest", here))
+    found = compare(original, of_contents(HERE, "manifest", here))
     rows = []
     for each in found.differences:
-        # What was late then is late again: the command is started in the same way.
+        # What was late is late again: the command is started in the same way.
         if each.section not in _COMPARED or each.left == Outcome.TOO_LATE:
             continue
-        # A launcher gives a value to each of its processes, which is none of them here.
+        # A launcher gives each of its processes values that have no meaning here.
         exported = each.section == "environment" and each.right is None
         threads = (each.section, each.key) == ("hardware", "threads")
         if not (started.ranked and (exported or threads)):
@@ -380,15 +359,9 @@ def _differences(
     return replace(found, differences=tuple(rows), gaps=gaps)
 
 
-_COMPARED = ("knobs", "environment", "versions", "hardware", "source")
-"""What can differ although the profile is the same; what the program did comes with its end."""
-
-
 def _changed_profile(resolved: ResolvedProfile, started: Started) -> str:
-    """Return what the files of the profile give now, if that is not what is run.
-
-    Under Hydra they may be the app's own: its config source looks at them.
-    """
+    # What the files of the profile give now, if that is not what is run. Under Hydra they may be
+    # the app's own: its config source reads them.
     asked = resolved.asked
     if started.by == HYDRA or not asked or any(HIDDEN in word for word in asked):
         return ""
@@ -402,7 +375,6 @@ def _changed_profile(resolved: ResolvedProfile, started: Started) -> str:
 
 @parts.register(Rerun)
 def _rerun_parts(found: Rerun) -> tuple[Part, ...]:
-    """Return what differs from then, and what is started where."""
     rows, others = found.differences, found.comparison.having(Impact.SHOULD_NOT)
     changed = [changed_files(found.resolved.asked[0], found.changed)] if found.changed else []
     return (

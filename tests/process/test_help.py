@@ -89,30 +89,3 @@ def test_the_version_is_that_of_the_package(command):
     import torchrepro
 
     assert command("--version") == (0, f"torchrepro {torchrepro.__version__}\n", "")
-
-
-def test_a_file_that_is_no_lock_is_told_what_one_is(command, tmp_path):
-    """`check` of a program says that it is no lock, and with which command one is written."""
-    program = tmp_path / "train.py"
-    program.write_text("import torch\n", encoding="utf-8")
-    status, out, err = command("check", program)
-
-    assert (status, out) == (2, "")
-    assert "nor a lock" in err
-    assert "torchrepro lock PROFILE" in err
-
-
-@pytest.mark.parametrize(
-    ("asked", "says"),
-    [("baselin", "did you mean: {}/baseline"), ("zzz", "legal: {0}/a, {0}/baseline")],
-)
-def test_a_mistyped_recording_gets_the_near_one(command, tmp_path, asked, says):
-    """`compare` with a folder that is not there names the nearest recording beside it, or all."""
-    for name in ("a", "baseline", "notes"):
-        (tmp_path / name).mkdir()
-    for name in ("a", "baseline"):
-        (tmp_path / name / "rank0.sqlite").touch()
-    status, _, err = command("compare", tmp_path / asked, tmp_path / "a")
-
-    assert status == 2
-    assert says.format(tmp_path) in err

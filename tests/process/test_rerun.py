@@ -1,4 +1,4 @@
-"""`torchrepro rerun`: the command of an earlier run again, under the profile of then."""
+"""`torchrepro rerun`: the command of an earlier run again, under its profile."""
 
 from __future__ import annotations
 
@@ -155,42 +155,29 @@ BAD = {
     "one of several": ({"started": {"launcher": "Slurm"}}, "-- torchrun ... train.py --lr 1"),
     "one that does not say how": ({"started": None}, "damaged"),
     "a lock": ({"lock": 1}, "parts are missing"),
+    "overrides": ({}, "takes one folder and no overrides", "run", "seed=3"),
+    "a program, not a folder": ({}, "name the folder of a run", "train.py"),
+    "a program that never was": ({}, "there is no other.py in ", "run", "--", "python", "other.py"),
+    "half a manifest": ({}, "not the manifest of a run: it is cut or damaged", "half"),
 }
+"""Parts of a manifest, what is said of it, and the words of the request, if they are others."""
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_manifest_that_cannot_be_run_again_is_refused(command, earlier, case):
-    """What is damaged, newer or not enough ends with status 2 and says what to do; no traceback."""
-    parts, words = BAD[case]
-    earlier(**parts)
-    status, out, err = command("rerun", "run")
-
-    assert (status, out) == (2, "")
-    assert words in err
-    assert "run" in err
-
-
-WRONG = {
-    "overrides": (("run", "seed=3"), "takes one folder and no overrides"),
-    "a program, not a folder": (("train.py",), "name the folder of a run"),
-    "a program that never was": (("run", "--", "python", "other.py"), "there is no other.py in "),
-    "half a manifest": (("half",), "not the manifest of a run: it is cut or damaged"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_request_is_told_about_runs(command, earlier, case):
-    """What is wrong is said of the run that was named; nobody who has none is told of locks."""
-    words, said = WRONG[case]
-    earlier()
+def test_what_cannot_be_run_again_is_refused(command, earlier, case):
+    """A manifest that is damaged, newer or not enough, or a wrong request, ends with status 2 and
+    says what to do. Nobody who has no lock is told of locks.
+    """
+    parts, said, *words = BAD[case]
+    text = json.dumps(earlier(**parts))
     Path("half").mkdir()
-    written = Path("run/repro.json").read_text(encoding="utf-8")
-    Path("half/repro.json").write_text(written[:300], encoding="utf-8")
-    status, out, err = command("rerun", *words)
+    Path("half/repro.json").write_text(text[:300], encoding="utf-8")
+    status, out, err = command("rerun", *(words or ("run",)))
 
     assert (status, out) == (2, "")
     assert said in err
-    assert "lock" not in err
+    assert "run" in err
+    assert ("lock" in err) == ("lock" in parts)
 
 
 def test_a_manifest_is_not_replaced(torchrepro, write, tmp_path):

@@ -73,22 +73,6 @@ def test_a_python_elsewhere_that_has_torchrepro_is_started(bare, script, torchre
     assert json.loads(result.stdout)[0] == random.Random(1234).random()
 
 
-def test_a_wrong_request_ends_with_2(torchrepro):
-    """No command, an unknown command and an unknown profile end with status 2 and one message."""
-    for words, named in (
-        (["seed-only"], "no command"),
-        (["seed-only", "--"], "no command"),
-        (["seed-only", "--", "no-such-command-here"], "no-such-command-here"),
-        (["seed-onli", "--", "true"], "seed-only"),
-        (["seed-only", "seed=-1", "--", "true"], "seed=-1"),
-    ):
-        result = torchrepro("run", *words)
-
-        assert (result.returncode, result.stdout) == (2, ""), words
-        assert named in result.stderr
-        assert "Traceback" not in result.stderr
-
-
 def test_a_file_that_cannot_be_started_is_told(write, torchrepro, tmp_path):
     """A file that the system cannot start ends with status 2 and one message."""
     write({"no-shebang": "\0 nothing to run\n"}).chmod(0o755)

@@ -88,11 +88,3 @@ def test_an_option_wins_over_the_variables(options, command, monkeypatch):
     assert (status, err) == (0, "")
     assert seen == [GIVEN[options]]
     assert tuple(map(os.getenv, NAMES)) == ("1", "1")
-
-
-def test_the_options_contradict_each_other(command):
-    """Who asks for both is told so, and nothing starts."""
-    status, _, err = command("run", "--quiet", "--verbose", "seed-only", "--", "python", "x.py")
-
-    assert status == 2
-    assert "--quiet and --verbose contradict each other" in " ".join(err.split())

@@ -1,4 +1,4 @@
-"""A command without a profile: run as it is, recorded, and told for what it was."""
+"""A command without a profile: run as it is, recorded, and named for what it was."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ main()
 """
 
 
+SEEDED = "import random, numpy, torch\nrandom.seed(3); numpy.random.seed(3); torch.manual_seed(3)"
+
+
 def program(training, end: str = "") -> list[str]:
     """Write a training program that seeds itself; return its command."""
-    before = (
-        "import random, numpy, torch\nrandom.seed(3); numpy.random.seed(3); torch.manual_seed(3)"
-    )
-    command = training(before=before)
-    with open("train.py", "a", encoding="utf-8") as file:  # noqa: PTH123
+    command = training(before=SEEDED)
+    with Path("train.py").open("a", encoding="utf-8") as file:
         file.write(end)
     return command
 

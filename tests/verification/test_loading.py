@@ -86,59 +86,37 @@ def program(*parts):
     return [sys.executable, "train.py"], lines[0] if lines else None
 
 
+JITTER = DIGITS.format(f"jitter({ROWS})")
+DRAWN = DIGITS.format(f"scaled({ROWS}, random.SystemRandom().uniform(1, 2))")
+COLLATING = LOADER.format("num_workers=2, collate_fn=gathered, persistent_workers=True")
+STATEFUL = "from torchdata.stateful_dataloader import StatefulDataLoader as DataLoader"
+LIVING_ON = LOADER.format(f"{WORKERS}, persistent_workers=True, prefetch_factor=3, timeout=300")
+RETURNED = r" returned other values"
+FOR_SAMPLE = rf"{RETURNED} for the same sample \d+"
+GIVEN_OTHERS = r" was given other numbers for the same sample \d+: factor=1\.\d+ and factor=1\.\d+"
+CASES = {
+    "a helper function": ((CLOCK, JITTER, LOADER.format(WORKERS)), "jitter()", FOR_SAMPLE),
+    "a transform": (
+        (TRANSFORM, DIGITS.format(f"turn({ROWS})"), LOADER.format(WORKERS)),
+        "Turn.__call__()",
+        FOR_SAMPLE,
+    ),
+    "an iterable dataset": ((STREAM,), "Stream.__iter__()", RETURNED),
+    "a collate_fn": ((COLLATED, DIGITS.format(ROWS), COLLATING), "drawn()", RETURNED),
+    "without workers": ((CLOCK, JITTER, LOADER.format("num_workers=0")), "jitter()", FOR_SAMPLE),
+    "numbers drawn before": ((GIVEN, DRAWN, LOADER.format(WORKERS)), "scaled()", GIVEN_OTHERS),
+    "a stateful loader": ((STATEFUL, CLOCK, JITTER, LIVING_ON), "jitter()", FOR_SAMPLE),
+}
+"""The parts of a program, the function to be named, and what is said of it."""
+
+
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize(
-    ("parts", "function", "what"),
-    [
-        pytest.param(
-            (CLOCK, DIGITS.format(f"jitter({ROWS})"), LOADER.format(WORKERS)),
-            "jitter()",
-            r"jitter\(\) returned other values for the same sample \d+",
-            id="a helper function",
-        ),
-        pytest.param(
-            (TRANSFORM, DIGITS.format(f"turn({ROWS})"), LOADER.format(WORKERS)),
-            "Turn.__call__()",
-            r"Turn.__call__\(\) returned other values for the same sample \d+",
-            id="a transform",
-        ),
-        pytest.param(
-            (STREAM,),
-            "Stream.__iter__()",
-            r"Stream.__iter__\(\) returned other values",
-            id="an iterable dataset",
-        ),
-        pytest.param(
-            (
-                COLLATED,
-                DIGITS.format(ROWS),
-                LOADER.format("num_workers=2, collate_fn=gathered, persistent_workers=True"),
-            ),
-            "drawn()",
-            r"drawn\(\) returned other values",
-            id="a collate_fn",
-        ),
-        pytest.param(
-            (CLOCK, DIGITS.format(f"jitter({ROWS})"), LOADER.format("num_workers=0")),
-            "jitter()",
-            r"jitter\(\) returned other values for the same sample \d+",
-            id="without workers",
-        ),
-        pytest.param(
-            (
-                GIVEN,
-                DIGITS.format(f"scaled({ROWS}, random.SystemRandom().uniform(1, 2))"),
-                LOADER.format(WORKERS),
-            ),
-            "scaled()",
-            r"scaled\(\) was given other numbers for the same sample \d+: "
-            r"factor=1\.\d+ and factor=1\.\d+",
-            id="numbers that were drawn before",
-        ),
-    ],
-)
-def test_the_line_in_the_dataset_is_named(verified, parts, function, what):
+@pytest.mark.parametrize("case", CASES)
+def test_the_line_in_the_dataset_is_named(verified, case):
     """The verdict of a batch is that of the first function of the program that differed in it."""
+    parts, function, what = CASES[case]
+    if STATEFUL in parts:
+        pytest.importorskip("torchdata")
     command, line = program(*parts)
     found = verified(command)
     first = found.verdict.first
@@ -146,17 +124,17 @@ def test_the_line_in_the_dataset_is_named(verified, parts, function, what):
     assert not found.same
     assert (first.phase, first.op, first.kind) == ("data", function, Kind.DATA)
     assert first.source.endswith(f"train.py:{line}")
-    assert re.fullmatch(what, first.what)
+    assert re.fullmatch(re.escape(function) + what, first.what)
     assert NOTES["num_workers=0" in parts[-1]] in found.verdict.notes[0]
     assert found.verdict.advice.closer == ""
 
 
 @pytest.mark.usefixtures("forked")
-def test_another_order_of_samples_is_told_by_their_indices(verified):
+def test_another_order_of_samples_is_said_by_their_indices(verified):
     """Where another sample is loaded first nothing is said of what functions returned for it."""
     # From so many samples that two runs never begin with the same one.
     others = "sampler=random.SystemRandom().sample(range(10**9), 12), num_workers=2"
-    command, _ = program(CLOCK, DIGITS.format(f"jitter({ROWS})"), LOADER.format(others))
+    command, _ = program(CLOCK, JITTER, LOADER.format(others))
     first = verified(command).verdict.first
 
     assert first.kind is Kind.DATA
@@ -190,7 +168,7 @@ def test_workers_that_their_author_seeds_are_the_finding(verified, tmp_path):
 
 
 @pytest.mark.usefixtures("forked")
-def test_what_depends_on_the_worker_is_told_without_a_function(verified):
+def test_what_depends_on_the_worker_is_said_without_a_function(verified):
     """Without a worker_init_fn of its own the loader's workers themselves are the suspects."""
     command, _ = program(
         DIGITS.format("torch.full((4,), float(os.getpid() if torch.utils.data.get_worker_info()"
@@ -204,8 +182,8 @@ def test_what_depends_on_the_worker_is_told_without_a_function(verified):
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_loader_without_workers_is_looked_at_as_anything_else_is(verified, tmp_path):
-    """Where an op of the dataset itself differs, in the main process, it is the answer already."""
+def test_an_op_of_the_dataset_in_the_main_process_is_the_answer_itself(verified, tmp_path):
+    """Where an op of the dataset differs in the main process, nothing more is recorded."""
     loading = "torch.roll(torch.arange(4.), random.SystemRandom().randrange(1 << 30) % 1000003)"
     command, _ = program(DIGITS.format(loading), LOADER.format("num_workers=0"))
     found = verified(command)
@@ -227,24 +205,10 @@ def test_equal_batches_of_workers_are_the_same(verified):
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_stateful_loader_is_followed_as_well(verified):
-    """A loader of torchdata's, with workers that live on, is followed into its dataset."""
-    pytest.importorskip("torchdata")
-    stateful = "from torchdata.stateful_dataloader import StatefulDataLoader as DataLoader"
-    loader = LOADER.format(f"{WORKERS}, persistent_workers=True, prefetch_factor=3, timeout=300")
-    command, line = program(stateful, CLOCK, DIGITS.format(f"jitter({ROWS})"), loader)
-    first = verified(command).verdict.first
-
-    assert (first.op, first.kind) == ("jitter()", Kind.DATA)
-    assert first.source.endswith(f"train.py:{line}")
-
-
-@pytest.mark.usefixtures("forked")
 def test_a_profile_of_the_program_itself_makes_no_difference(plain, tmp_path):
     """Where the command puts a profile in force itself, it loads in the main process too."""
     own = "import torchrepro\ntorchrepro.apply('./plain.yaml', ['dataloader.seeding=auto'])"
-    parts = CLOCK, own, DIGITS.format(f"jitter({ROWS})"), LOADER.format(WORKERS)
-    command, line = program(*parts)
+    command, line = program(CLOCK, own, JITTER, LOADER.format(WORKERS))
     found = verify(None, command, folder=tmp_path / "out")
 
     assert found.verdict.first.op == "jitter()"

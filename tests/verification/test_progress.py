@@ -109,14 +109,3 @@ def test_a_command_that_imports_torch_says_so(words, capsys, monkeypatch):
     assert (status, "importing torch ..." in written) == (0, True)
     assert left_on_screen(written) == ""
     assert "importing" not in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("forked")
-def test_without_a_terminal_nothing_is_looked_at(monkeypatch, plain, training, capsys):
-    """Where nobody watches, no run is looked at, and each takes one line of standard error."""
-    monkeypatch.setattr(runner, "steps_so_far", lambda folder: pytest.fail("looked"))
-    monkeypatch.setattr(runner, "BETWEEN_LOOKS", 0.01)
-    with pytest.raises(SystemExit):
-        main(["verify", plain, "--", *training()])
-
-    assert "\b" not in capsys.readouterr().err

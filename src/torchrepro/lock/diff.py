@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.console import parts, table
 from torchrepro.errors import ProfileError
@@ -78,15 +78,13 @@ IMPACTS: tuple[tuple[Impact, tuple[str, ...]], ...] = (
 
 def impact_of(section: str, key: str) -> Impact:
     """Return how likely a difference in `key` of `section` changes numbers."""
-    name = f"{section}/{key}"
-    fitting = (
-        impact for impact, patterns in IMPACTS if any(fnmatchcase(name, each) for each in patterns)
-    )
+    rows = ((impact, pattern) for impact, patterns in IMPACTS for pattern in patterns)
+    fitting = (impact for impact, pattern in rows if fnmatchcase(f"{section}/{key}", pattern))
     return next(fitting, Impact.MAY)
 
 
 FOLLOWS = {"python patch": "python", "torch commit": "torch", "cpu family": "cpu"}
-"""A version or a piece of hardware, and another one that says it better."""
+"""Key -> the more general key that implies it."""
 
 THREADS = ("backends.cpu.num_threads", "env.OMP_NUM_THREADS", "env.MKL_NUM_THREADS")
 """Knobs that set the number of threads. A lock records that number before they are applied."""
@@ -112,8 +110,7 @@ class Difference:
     here: Impact | None = None
     """How likely it changes numbers on this machine, where that is known."""
     hardware: str = ""
-    """The hardware that one side lacks, so that it could not set this knob; empty if it is there.
-    """
+    """The hardware that one side lacks, so that it could not set this knob."""
 
     @property
     def impact(self) -> Impact:
@@ -127,16 +124,13 @@ class Difference:
         return {**its, "ranks": list(self.ranks)} if self.ranks else its
 
 
-@dataclass(frozen=True, slots=True)
-class Gap:
+class Gap(NamedTuple):
     """What one side lacks, so that it could not be compared."""
 
     side: str
-    """The name of the side that lacks it."""
-
     section: str
     key: str = ""
-    """Empty for the whole section."""
+    """Empty where all of the section is missing."""
 
     def __str__(self) -> str:
         return f"{self.section}: {self.key}" if self.key else self.section
@@ -171,12 +165,12 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """Return the answer as plain JSON values; what is empty beside it is left out."""
-        optional = {
-            "told": [each.to_json() for each in self.having(Impact.STARTED)],
-            "not_compared": [each.to_json() for each in self.gaps],
-        }
         its = {"same": self.same, "differences": [each.to_json() for each in self.substantial]}
-        return its | {key: rows for key, rows in optional.items() if rows}
+        if started := self.having(Impact.STARTED):
+            its["told"] = [each.to_json() for each in started]
+        if self.gaps:
+            its["not_compared"] = [each.to_json() for each in self.gaps]
+        return its
 
 
 def compare(left: Snapshot, right: Snapshot) -> Comparison:
@@ -202,7 +196,7 @@ def compare(left: Snapshot, right: Snapshot) -> Comparison:
         mine, other = left.of_rank(rank), right.of_rank(rank)
         missing += _gaps(mine, other)
         for each in _differences(mine, other):
-            text = _typed_text([each.to_json(), each.hardware])
+            text = json.dumps([each.to_json(), each.hardware], sort_keys=True)
             known = found.get(text, each)
             found[text] = replace(known, ranks=(*known.ranks, rank))
     every = [replace(e, ranks=()) if len(e.ranks) == len(ranks) else e for e in found.values()]
@@ -251,7 +245,7 @@ def effective(found: Comparison) -> Comparison:
 
 
 def _without_profile(key: str) -> Any:
-    """Return what a process here has for a key that its profile leaves out, None if nothing."""
+    # What a process here has for a key that its profile leaves out, None if nothing.
     if key in DEFAULTS:
         return DEFAULTS[key]
     knobs = [knob for knob in knobs_for_key(key) if knob.name == key]
@@ -264,15 +258,14 @@ def _without_profile(key: str) -> Any:
 
 
 def _differences(left: Snapshot, right: Snapshot) -> list[Difference]:
-    """Return the differences of two processes, section by section."""
     every = []
     both = [name for name in left.sections if name in right.sections and name != ABSENT_HARDWARE]
     if "profile" in both:
         both = [name for name in both if name != "asked"]  # the values are compared themselves
     for section in both:
         one, two = left.sections[section], right.sections[section]
-        of_recording = section == "knobs" and "recording" in (left.kind, right.kind)
-        as_compared = _untyped_text if of_recording else _typed_text
+        # Values are compared with their types, but for knobs of a recording, which holds texts.
+        as_text = section == "knobs" and "recording" in (left.kind, right.kind)
         for key in sorted({*one, *two}):
             if section == "profile" and key in NOT_INHERITED:
                 continue
@@ -281,7 +274,15 @@ def _differences(left: Snapshot, right: Snapshot) -> list[Difference]:
             values = one.get(key), two.get(key)
             if section != "started" and any(map(_is_unknown, values)):
                 continue
-            if as_compared(values[0]) == as_compared(values[1]):
+            texts = (
+                None
+                if as_text and value is None
+                else shown(value)
+                if as_text
+                else json.dumps(value, sort_keys=True)
+                for value in values
+            )
+            if next(texts) == next(texts):
                 continue
             lacking = section == "knobs" and any(
                 side.sections["knobs"].get(key) == Outcome.UNSUPPORTED
@@ -294,19 +295,8 @@ def _differences(left: Snapshot, right: Snapshot) -> list[Difference]:
     return [each for each in every if not _follows(each, left, right, differ)]
 
 
-def _is_unknown(value: Any) -> bool:
-    """Whether a value is only the reason why there is none."""
+def _is_unknown(value: Any) -> bool:  # it is only the reason why there is none
     return isinstance(value, str) and (value.startswith(UNKNOWN) or HIDDEN in value)
-
-
-def _typed_text(value: Any) -> str:
-    """Return a value as it is compared: with its type."""
-    return json.dumps(value, sort_keys=True)
-
-
-def _untyped_text(value: Any) -> str | None:
-    """Return the value of a knob as recordings hold it: as text."""
-    return None if value is None else shown(value)
 
 
 def _gaps(left: Snapshot, right: Snapshot) -> Iterator[Gap]:
@@ -328,7 +318,7 @@ def _gaps(left: Snapshot, right: Snapshot) -> Iterator[Gap]:
 def _follows(
     found: Difference, left: Snapshot, right: Snapshot, differ: set[tuple[str, str]]
 ) -> bool:
-    """Whether another difference, or a knob that the profile sets, already says it."""
+    # Whether another difference, or a knob that the profile sets, already says it.
     if found.section == "knobs":
         known = knobs_by_name().get(found.key)
         key = known.profile_key if known else found.key.replace("env.", "env_extra.", 1)
@@ -361,7 +351,6 @@ _ABSENT = {
 
 @parts.register(Comparison)
 def _comparison_parts(found: Comparison) -> tuple[Part, ...]:
-    """Return the table of differences, how each side was started, and what was not compared."""
     rows = found.substantial
     return (
         *(difference_parts(rows, found.left, found.right) if rows else ("the same",)),
@@ -380,15 +369,14 @@ def difference_parts(rows: Sequence[Difference], left: str, right: str) -> tuple
     How likely they change numbers is a column where it is not the same for all of them.
     """
     found: list[Part] = []
-    kept = [each for each in rows if not each.hardware]
-    if kept:
-        headings = ("what differs", left, right)
-        cells = [(_name(each), _value(each, each.left), _value(each, each.right)) for each in kept]
-        if shared_impact(kept):
-            found.append(table(headings, cells))
-        else:
-            likely = [(str(row.impact), *its) for row, its in zip(kept, cells, strict=True)]
-            found.append(table(("how likely", *headings), likely))
+    if kept := [each for each in rows if not each.hardware]:
+        headings = ("how likely", "what differs", left, right)
+        cells = [
+            (str(each.impact), _name(each), _value(each, each.left), _value(each, each.right))
+            for each in kept
+        ]
+        first = int(shared_impact(kept) is not None)
+        found.append(table(headings[first:], [row[first:] for row in cells]))
     if lacking := [each.hardware for each in rows if each.hardware]:
         found.append(f"{for_hardware(lacking)}: not on both sides")
     return tuple(found)

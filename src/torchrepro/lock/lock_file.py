@@ -60,9 +60,8 @@ def true_digest(contents: Mapping[str, Any]) -> str | None:
 def refuse_lost_file(profile: str) -> None:
     """Raise `ProfileError` for the path of a profile at which there is no file."""
     if profile.endswith(SUFFIXES) and "://" not in profile and not os.path.exists(profile):  # noqa: PTH110 - never raises
-        raise ProfileError.about(
-            "the profile's file does not exist", found=os.path.normpath(profile)
-        )
+        found = os.path.normpath(profile)
+        raise ProfileError.about("the profile's file does not exist", found=found)
 
 
 def _is_relative_path(profile: str) -> bool:
@@ -89,20 +88,15 @@ def write_lock(path: Path, profile: str, overrides: Sequence[str]) -> Report:
         except ProfileError:
             kind = ""
         if kind != "lock" and (path.is_dir() or path.stat().st_size):
-            raise ProfileError.about(
-                "exists already and is not a lock",
-                found=str(path),
-                todo="name another file, or remove it",
-            )
+            todo = "name another file, or remove it"
+            raise ProfileError.about("exists already and is not a lock", found=str(path), todo=todo)
     resolved = resolve(profile, overrides)
     secrets = secrets_here(resolved)
     for text in overrides:
         if without_secrets(text, secrets) != text:
-            raise ProfileError.about(
-                "an override that may hold a secret, and a lock is shared",
-                key=key_of(text),
-                todo="put it into the environment of the run instead",
-            )
+            what = "an override that may hold a secret, and a lock is shared"
+            todo = "put it into the environment of the run instead"
+            raise ProfileError.about(what, key=key_of(text), todo=todo)
     named = profile
     if _is_relative_path(profile):  # from the lock's own folder
         named = Path(os.path.relpath(profile, path.parent)).as_posix()
@@ -115,11 +109,11 @@ def write_lock(path: Path, profile: str, overrides: Sequence[str]) -> Report:
     try:
         path.write_text(as_text(its), encoding="utf-8")
     except OSError as error:
-        raise ProfileError.about(
+        what, todo = (
             f"the lock cannot be written: {error.strerror}",
-            found=str(path),
-            todo="name another file: --output FILE",
-        ) from None
+            "name another file: --output FILE",
+        )
+        raise ProfileError.about(what, found=str(path), todo=todo) from None
     return plan.report
 
 
@@ -131,7 +125,6 @@ class CheckResult:
     strict: bool
     resolved: ResolvedProfile | None
     """The locked profile as it is here; None where it cannot be resolved any more."""
-
     comparison: Comparison
 
     @property
@@ -186,12 +179,9 @@ def check(
     """
     kind, contents = read_complete(path)
     if kind != "lock":
-        raise ProfileError.about(
-            "a manifest, not a lock",
-            str(path),
-            todo="write a lock: torchrepro lock PROFILE -o FILE; to compare, use "
-            f"`torchrepro diff {path} OTHER`",
-        )
+        todo = "write a lock: torchrepro lock PROFILE -o FILE; to compare, use "
+        todo += f"`torchrepro diff {path} OTHER`"
+        raise ProfileError.about("a manifest, not a lock", str(path), todo=todo)
     locked = of_contents(str(path), kind, contents)
     first = []
     written, true = contents["digest"], true_digest(contents)
@@ -224,18 +214,10 @@ def check(
     return CheckResult(str(path), strict, resolved, replace(comparison, differences=every))
 
 
-_PLURAL = {
-    Impact.CHANGES: "change numbers",
-    Impact.MAY: "may change numbers",
-    Impact.SHOULD_NOT: "should not change numbers",
-}
-
-
 @parts.register(CheckResult)
 def _check_parts(found: CheckResult) -> tuple[Part, ...]:
-    """Return what the lock forbids, the answer, what it allows, and what was not compared."""
     counts = [
-        f"{number} that {impact if number == 1 else _PLURAL[impact]}"
+        f"{number} that {impact if number == 1 else impact.replace('changes', 'change')}"
         for impact in found.enforced
         if (number := len(found.comparison.having(impact)))
     ]

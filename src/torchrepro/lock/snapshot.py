@@ -108,10 +108,9 @@ def _pairs(value: Any) -> Section:
 
 
 def _knobs(report: Any) -> Section:
-    rows = _pairs(report)["knobs"]
     return {
         str(row["knob"]): _state(row["outcome"], row["after"], row.get("absent", ""))
-        for row in rows
+        for row in _pairs(report)["knobs"]
     }
 
 
@@ -121,12 +120,12 @@ def _absent_hardware(report: Any) -> Section:
 
 
 def _state(outcome: Any, after: Any, absent: Any) -> Any:
-    """Return the value that a knob had after applying, or the outcome if it was not set."""
+    # The value that a knob had after applying, or the outcome if it was not set.
     return after if is_set(outcome, after, absent) else str(outcome)
 
 
 def _packs(origins: Any) -> Section:
-    """Return the version of each package that the values come from, or once came from."""
+    # The version of each package that the values come from, or once came from.
     found: dict[str, set[str]] = {}
     for origin in _pairs(origins).values():
         for each in (origin, *origin["replaced"]):
@@ -149,11 +148,6 @@ def _versions(value: Any) -> Section:
     return found
 
 
-def _source(value: Any) -> Section | None:
-    its = _pairs(value)
-    return None if "unknown" in its else its
-
-
 READERS: Mapping[str, tuple[str, Callable[[Any], Section | None]]] = {
     "profile": ("profile", lambda value: flatten(_pairs(value))),
     "packs": ("origins", _packs),
@@ -164,7 +158,7 @@ READERS: Mapping[str, tuple[str, Callable[[Any], Section | None]]] = {
     "environment": ("environment", _pairs),
     "versions": ("versions", _versions),
     "hardware": ("hardware", _pairs),
-    "source": ("repository", _source),
+    "source": ("repository", lambda value: None if "unknown" in value else _pairs(value)),
     "started": ("command_line", lambda words: {"command line": " ".join(map(str, words))}),
 }
 """Section -> the key of a manifest that holds it, and how it is read; None leaves it out."""
@@ -175,31 +169,23 @@ def manifest_in(name: str, folder: Path) -> Path | None:
 
     Raises `ProfileError` for a folder with several, such as that of a sweep.
     """
-    manifests = sorted(
-        path for path in (folder / FILE, *folder.glob(f"*/{FILE}")) if path.is_file()
-    )
-    if len(manifests) > 1:
-        todo = f"name one of them: {some([str(path) for path in manifests])}"
+    found = sorted(path for path in (folder / FILE, *folder.glob(f"*/{FILE}")) if path.is_file())
+    if len(found) > 1:
+        todo = f"name one of them: {some(map(str, found))}"
         raise ProfileError.about("holds several manifests", found=name, todo=todo)
-    if manifests:
-        return manifests[0]
-    jobs = sorted(folder.glob(f"*/.hydra/{FILE}"))
-    if jobs:
-        job = jobs[0].parent.parent
-        raise ProfileError.about(
-            "holds the jobs of a sweep", found=name, todo=f"name one of them: {job}"
-        )
-    return None
+    if not found and (jobs := sorted(folder.glob(f"*/.hydra/{FILE}"))):
+        todo = f"name one of them: {jobs[0].parent.parent}"
+        raise ProfileError.about("holds the jobs of a sweep", found=name, todo=todo)
+    return found[0] if found else None
 
 
 def _of_folder(name: str, folder: Path) -> Snapshot:
-    """Return the snapshot of a recording, or of a Hydra job with this output folder."""
     from torchrepro.trace.reader import read_run
 
-    recorded = any(folder.glob(f"rank*{SUFFIX}"))
-    if not recorded and (path := manifest_in(name, folder)) is not None:
-        return of_contents(name, *read_complete(path))
-    if not recorded:
+    if not any(folder.glob(f"rank*{SUFFIX}")):
+        path = manifest_in(name, folder)
+        if path is not None:
+            return of_contents(name, *read_complete(path))
         raise ProfileError.about(
             "holds neither a manifest nor a recording",
             found=name,
@@ -216,7 +202,6 @@ def _of_folder(name: str, folder: Path) -> Snapshot:
 
 
 def _recorded(trace: Trace) -> Mapping[str, Section]:
-    """Return what a trace says about the process in which it was recorded."""
     meta = trace.meta
 
     def pairs(key: str) -> Section:

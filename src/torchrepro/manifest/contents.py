@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,36 +144,30 @@ def read_contents(path: Path) -> tuple[str, dict[str, Any]]:
 
     Raises `ProfileError` for a file that is neither, or of another format.
     """
+    where = str(path)
     try:
-        if path.stat().st_size > LARGEST:
-            raise DamagedError.about("too large for a manifest or a lock", str(path))
-        contents = json.loads(path.read_text(encoding="utf-8"))
+        size = path.stat().st_size
+        contents = json.loads(path.read_text(encoding="utf-8")) if size <= LARGEST else {}
+        _refuse_deep(contents, DEEPEST)
     except OSError as error:
         what = f"cannot be read: {error.strerror}"
-        raise ProfileError.about(what, str(path), todo=_NAME_ONE) from None
+        raise ProfileError.about(what, where, todo=_NAME_ONE) from None
     except RecursionError:
-        raise DamagedError.about("nested too deep", str(path)) from None
-    except DamagedError:
-        raise
+        raise DamagedError.about("nested too deep", where) from None
     except ValueError:
         what = "neither a manifest nor a lock: not JSON"
-        raise DamagedError.about(what, str(path), todo=_NAME_ONE) from None
-    if _too_deep(contents):
-        raise DamagedError.about("nested too deep", str(path))
+        raise DamagedError.about(what, where, todo=_NAME_ONE) from None
+    if size > LARGEST:
+        raise DamagedError.about("too large for a manifest or a lock", where)
     kind = next((key for key in KINDS if isinstance(contents, dict) and key in contents), "")
     if not kind or not isinstance(contents.get("profile"), dict):
         what = "neither a manifest nor a lock: it holds no `profile`"
-        raise DamagedError.about(what, str(path), todo=_NAME_ONE)
+        raise DamagedError.about(what, where, todo=_NAME_ONE)
     for key in KINDS:
         if contents.get(key, FORMAT) != FORMAT:
-            raise ProfileError.about(
-                f"a {key} of another format",
-                str(path),
-                key,
-                str(contents[key])[:80],
-                legal=str(FORMAT),
-                todo="read it with the torchrepro that wrote it",
-            )
+            what, found = f"a {key} of another format", str(contents[key])[:80]
+            todo = "read it with the torchrepro that wrote it"
+            raise ProfileError.about(what, where, key, found, legal=str(FORMAT), todo=todo)
     return kind, contents
 
 
@@ -190,19 +185,18 @@ def read_complete(path: Path) -> tuple[str, dict[str, Any]]:
         elif isinstance(contents[part], dict):
             lacking += [f"{part}.{key}" for key in inner if key not in contents[part]]
     if lacking:
-        raise ProfileError.about(
-            f"damaged: these parts are missing: {some(lacking)}",
-            str(path),
-            todo="lock again: torchrepro lock PROFILE -o FILE",
-        )
+        what = f"damaged: these parts are missing: {some(lacking)}"
+        todo = "lock again: torchrepro lock PROFILE -o FILE"
+        raise ProfileError.about(what, str(path), todo=todo)
     return kind, contents
 
 
-def _too_deep(value: Any, levels: int = DEEPEST) -> bool:
-    if not isinstance(value, dict | list):
-        return False
-    entries = value.values() if isinstance(value, dict) else value
-    return not levels or any(_too_deep(entry, levels - 1) for entry in entries)
+def _refuse_deep(value: Any, levels: int) -> None:
+    if isinstance(value, dict | list):
+        if not levels:
+            raise RecursionError
+        for entry in value.values() if isinstance(value, dict) else value:
+            _refuse_deep(entry, levels - 1)
 
 
 def hydra_job() -> DictConfig | None:
@@ -241,9 +235,9 @@ def refuse_used_folder(folder: Path) -> None:
 
 
 class ProcessManifest:
-    """Written when torch is there, and again, complete, when the process ends.
+    """Written when torch is imported, and again, complete, when the process ends.
 
-    One process of a run has it: the first that imports torch, or else rank 0, whose launcher may
+    One process of a run writes it: the first that imports torch, or else rank 0, whose launcher may
     have imported torch before it.
     """
 
@@ -254,9 +248,14 @@ class ProcessManifest:
         self._written = ""
 
     def write(self) -> None:
-        """Write it, unless another process has it; a folder that cannot be written is said."""
-        if os.getpid() != self._process or world().rank or not self._is_ours():
+        """Write it, unless another process has; a folder that cannot be written is said."""
+        if os.getpid() != self._process or world().rank:
             return
+        with suppress(OSError):
+            ranked = any(rank in os.environ for rank, _ in RANKS)
+            ours = (self._folder / FILE).read_text(encoding="utf-8") == self._written
+            if not ours and (self._written or not ranked):
+                return
         its = manifest(*self._read())
         try:
             write_manifest(self._folder, its)
@@ -264,11 +263,3 @@ class ProcessManifest:
             say_once(f"the manifest cannot be written: {self._folder}: {error.strerror}")
             return
         self._written = as_text(its)
-
-    def _is_ours(self) -> bool:
-        try:
-            found = (self._folder / FILE).read_text(encoding="utf-8")
-        except OSError:
-            return True
-        ranked = any(rank in os.environ for rank, _ in RANKS)
-        return found == self._written or (ranked and not self._written)

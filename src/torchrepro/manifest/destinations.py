@@ -6,7 +6,6 @@ import glob
 import json
 import sys
 from dataclasses import dataclass
-from functools import reduce
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -62,23 +61,21 @@ class Destination:
     name: str
     takes: str
     """What the program hands over, in words."""
-
     place: str = "the place"
     """What it is called, in words."""
-
     started_by: str = ""
     """What makes a place of it active, in words; empty if it cannot say what is active."""
-
     modules: tuple[str, ...] = ()
     """The modules of the tool. As a target, one of them means what is active in it."""
-
     place_class: str = ""
     """The name of the class of its places in `modules`."""
 
     def module_of(self, target: Any) -> Any:
         """Return the loaded module of the tool of which `target` is a place, or None."""
         for module in self._loaded():
-            kind = reduce(_attribute, self.place_class.split("."), module)
+            kind = module
+            for name in self.place_class.split("."):
+                kind = getattr(kind, name, None)
             if isinstance(kind, type) and isinstance(target, kind):
                 return module
         return None
@@ -92,8 +89,7 @@ class Destination:
         return bool(target == self.name) or any(target is module for module in self._loaded())
 
     def _loaded(self) -> list[Any]:
-        found = map(sys.modules.get, self.modules)
-        return [module for module in found if module is not None]
+        return [module for module in map(sys.modules.get, self.modules) if module is not None]
 
     def active(self) -> Any:
         """Return the place that is active now, or None; imports nothing."""
@@ -102,10 +98,6 @@ class Destination:
     def write(self, target: Any, entry: Entry) -> str:
         """Write `entry` over what an earlier one left, and say in words where it is."""
         raise NotImplementedError
-
-
-def _attribute(owner: Any, name: str) -> Any:
-    return getattr(owner, name, None)
 
 
 class Mlflow(Destination):
@@ -136,7 +128,11 @@ class Mlflow(Destination):
         mlflow: Any = sys.modules["mlflow"]
         client, run_id = mlflow.MlflowClient(), target.info.run_id
         prefix = f"{NAMESPACE}."
-        tags = {key: self._tag(value) for key, value in entry.flat.items()}
+        tags = {}
+        for key, value in entry.flat.items():
+            text = value if isinstance(value, str) else json.dumps(value)
+            longer = len(text) > self.LONGEST
+            tags[key] = f"{text[: self.LONGEST - 3]}..." if longer else text
         for key in client.get_run(run_id).data.tags:
             if key.startswith(prefix) and key not in tags:
                 client.delete_tag(run_id, key)
@@ -145,10 +141,6 @@ class Mlflow(Destination):
             client.log_batch(run_id, tags=rows[start : start + self.AT_ONCE])
         client.log_text(run_id, entry.text, FILE)
         return f"run {run_id}: tags {prefix}*, artifact {FILE}"
-
-    def _tag(self, value: Any) -> str:
-        text = value if isinstance(value, str) else json.dumps(value)
-        return text if len(text) <= self.LONGEST else f"{text[: self.LONGEST - 3]}..."
 
 
 class Wandb(Destination):

@@ -78,7 +78,7 @@ _FEATURE = re.compile(r"avx\w*|amx\w*|fma\w*|sve\w*|asimd\w*|bf16|i8mm|f16c")
 
 @cache
 def _first_cpu() -> Mapping[str, str]:
-    """Return what Linux says of its first CPU (man 5 proc)."""
+    # man 5 proc
     try:
         with _CPUINFO.open(encoding="utf-8", errors="replace") as file:
             text = file.read(_ENOUGH)
@@ -114,10 +114,7 @@ def _gpus() -> list[str]:
 
 
 def _in_use(kind: str, signs: str) -> list[str]:
-    """Return the models of the devices that torch uses.
-
-    Raises `NotKnownYetError` if torch uses none although files that match `signs` show some.
-    """
+    # Torch may use none although files that match `signs` show some.
     module = getattr(sys.modules.get("torch"), kind, None)
     if module is not None and module.is_initialized():
         return [module.get_device_name(index) for index in range(module.device_count())]
@@ -180,10 +177,7 @@ def _cudnn() -> Any:
 
 
 def _nccl() -> str | None:
-    """Return the version of the NCCL that torch runs with.
-
-    `torch.cuda.nccl.version` raises in a torch without NCCL, so this asks what it asks.
-    """
+    # `torch.cuda.nccl.version` raises in a torch without NCCL, so this asks what it asks.
     version = getattr(getattr(loaded("torch"), "_C", None), "_nccl_version", None)
     if version is None:
         return None
@@ -208,7 +202,6 @@ def _first_line_of(path: str) -> str | None:
 
 
 def _in_build(pattern: str) -> str | None:
-    """Return the group of `pattern` in torch's description of its build."""
     match = re.search(pattern, loaded("torch").__config__.show())
     return match and match[1]
 
@@ -270,10 +263,8 @@ def repository(folder: str = "") -> dict[str, Any]:
 
 def _folder() -> str:
     script = getattr(sys.modules.get("__main__"), "__file__", None)
-    place = Path(script).absolute().parent if script else None
-    installed = place is not None and place.is_relative_to(sys.prefix)
-    if place is not None and not installed:
-        return str(place)
+    if script and not Path(script).absolute().is_relative_to(sys.prefix):
+        return str(Path(script).absolute().parent)
     try:
         return str(Path.cwd())
     except OSError:  # the current folder is gone
@@ -282,7 +273,6 @@ def _folder() -> str:
 
 @cache
 def _answer(ask: Callable[[str], Mapping[str, Any]], folder: str) -> Mapping[str, Any]:
-    """Return what git says, or why it says nothing."""
     try:
         return ask(folder)
     except subprocess.TimeoutExpired:
@@ -312,8 +302,14 @@ def _changes(folder: str) -> Mapping[str, Any]:
     if found["changed_files"]:
         found["changes"] = hashlib.sha256(_git(folder, *_DIFF)).hexdigest()[:16]
     lines = _git(folder, "remote", "-v").decode(errors="replace").splitlines()
-    urls = {line.split("\t")[1].removesuffix(" (fetch)") for line in lines if "(fetch)" in line}
-    return {**found, "remotes": sorted(map(_without_login, urls))}
+    remotes = []
+    for url in {
+        line.split("\t")[1].removesuffix(" (fetch)") for line in lines if "(fetch)" in line
+    }:
+        place = url.rpartition("@")[2]  # as in user@host:path
+        hidden = place if ordinary(place) else HIDDEN
+        remotes.append(url_without_login(url) if "://" in url else hidden)
+    return {**found, "remotes": sorted(remotes)}
 
 
 def _git(folder: str, *words: str) -> bytes:
@@ -327,10 +323,3 @@ def _git(folder: str, *words: str) -> bytes:
         timeout=TIMEOUT,
         check=True,
     ).stdout
-
-
-def _without_login(url: str) -> str:
-    if "://" in url:
-        return url_without_login(url)
-    place = url.rpartition("@")[2]  # as in user@host:path
-    return place if ordinary(place) else HIDDEN

@@ -61,7 +61,7 @@ class Started:
     launcher: str
     """What started the process, perhaps as one of several, if its command line is not known."""
     ranked: bool
-    """Whether a launcher started the process; its variables are none of the command's own."""
+    """Whether a launcher started the process, and set variables that the command does not have."""
     asked: tuple[str, ...]
     """The profile's name or path, and the overrides of it; empty where it came as values."""
     in_app: bool
@@ -97,17 +97,17 @@ def started_here(
     """
     secrets = tuple(secrets)
     command, folder, unknown = _command_line()
-    by = RUN if inherited() is not None else CODE if hydra is None else HYDRA
+    recording = os.environ.get(_RECORD)
     return Started(
-        by,
-        str(hydra.runtime.cwd) if hydra is not None else folder,
-        tuple(shareable(command, secrets)),
-        unknown,
-        bool(launcher()) and not _sweep,
-        _shown(resolved.asked, secrets),
-        any(origin.set_by == APP for origin in resolved.origins.values()),
-        _hydra_job(hydra, secrets) if hydra is not None else None,
-        _recording(),
+        by=RUN if inherited() is not None else CODE if hydra is None else HYDRA,
+        folder=str(hydra.runtime.cwd) if hydra is not None else folder,
+        command=tuple(shareable(command, secrets)),
+        launcher=unknown,
+        ranked=bool(launcher()) and not _sweep,
+        asked=_shown(resolved.asked, secrets),
+        in_app=any(origin.set_by == APP for origin in resolved.origins.values()),
+        hydra=_hydra_job(hydra, secrets) if hydra is not None else None,
+        recording=dict(json.loads(recording)) if recording else {},
     )
 
 
@@ -125,9 +125,7 @@ def _command_line() -> tuple[Sequence[str], str, str]:
     if is_interactive():
         return (), FOLDER, ""
     by = launcher()
-    if not by:
-        return sys.orig_argv, FOLDER, ""
-    if COMMAND in os.environ:
+    if by and COMMAND in os.environ:
         outer = json.loads(os.environ[COMMAND])
         return outer["command"], outer["folder"], ""
     return sys.orig_argv, FOLDER, by
@@ -146,19 +144,15 @@ def _hydra_job(hydra: DictConfig, secrets: tuple[str, ...]) -> HydraJob:
     written: Any = OmegaConf.to_container(hydra.overrides, resolve=False)
     sweep = getattr(hydra.mode, "name", str(hydra.mode)) == "MULTIRUN"
     number = hydra.job.get("num") if sweep else None
+    choice = str((hydra.runtime.get("choices") or {}).get(SECTION) or "")
     return HydraJob(
-        _shown(written["task"], secrets),
-        _shown(written["hydra"], secrets),
-        sweep,
-        number if isinstance(number, int) else None,
-        hydra.output_subdir or ".hydra",
-        _shown([str((hydra.runtime.get("choices") or {}).get(SECTION) or "")], secrets)[0],
+        task=_shown(written["task"], secrets),
+        own=_shown(written["hydra"], secrets),
+        sweep=sweep,
+        number=number if isinstance(number, int) else None,
+        subdir=hydra.output_subdir or ".hydra",
+        choice=_shown([choice], secrets)[0],
     )
-
-
-def _recording() -> dict[str, Any]:
-    text = os.environ.get(_RECORD)
-    return dict(json.loads(text)) if text else {}
 
 
 def started_in(path: Path, contents: Mapping[str, Any]) -> Started:

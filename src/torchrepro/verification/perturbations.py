@@ -182,17 +182,6 @@ A read of unwritten memory shows under most of them, so that row leads. The numb
 op is not perturbed, because no guarantee covers it: another number adds up in another order. Load
 from other processes is not perturbed either: on the planted faults that were tried, it caught
 nothing of its own.
-
-What each row alone has caught:
-memory contents: a large tensor that is read before anything is written.
-hash seed: the hash of a text, and the order of a set of texts.
-allocation: the address of an object, and the order of a set of objects.
-thread scheduling: threads of Python that change the same value.
-affinity: the number of usable CPUs.
-loader timing: batches that are taken as workers finish.
-clock: the day by `time.time`.
-time zone: the day and the hour by `datetime.now`.
-file order: the order of `os.listdir`.
 """
 
 EVERYTHING = tuple(row.name for row in PERTURBATIONS)

@@ -124,21 +124,34 @@ class Runner:
         """
         if self.meanwhile is not None:
             self.meanwhile(f"comparing {other.name} with {first.name} ...")
+        exits = [f"{run.name} with {status_in_words(run.status)}" for run in (first, other)]
+        ended = f"they ended: {' and '.join(exits)}"
         empty = next((run for run in (first, other) if not run.recorded), None)
+        if empty is None:
+            found = compare_within(first.folder, other.folder, self.tolerance, one_program=True)
+            if first.status == other.status:
+                return self.advised(found, first)
+            if not found.same:
+                return self.advised(replace(found, notes=(ended, *found.notes)), first)
+            what, steps, after_last = (
+                "all that was recorded is the same",
+                found.compared.steps,
+                True,
+            )
+        else:
+            what, steps = f"{empty.name} ended before anything was recorded of it", 0
+            after_last = not (first.steps or other.steps)
+        what = f"{what}; {ended}"
+        different = Verdict(
+            same=False,
+            left=first.folder,
+            right=other.folder,
+            compared=Compared(ranks=0, steps=0, ops=0, bytes=0, level="op"),
+            first=Divergence.without_op(0, steps, Kind.ENDED, what, after_last=after_last),
+        )
         if empty is not None:
-            what = f"{empty.name} ended before anything was recorded of it"
-            return _different(first, other, what, 0, after_last=not (first.steps or other.steps))
-        found = compare_within(first.folder, other.folder, self.tolerance, one_program=True)
-        if first.status != other.status:
-            if found.same:
-                what = "all that was recorded is the same"
-                steps = found.compared.steps
-                different = _different(first, other, what, steps, after_last=True)
-                return replace(
-                    different, compared=found.compared, losses=found.losses, map=found.map
-                )
-            found = replace(found, notes=(_exits(first, other), *found.notes))
-        return self.advised(found, first)
+            return different
+        return replace(different, compared=found.compared, losses=found.losses, map=found.map)
 
     def advised(self, verdict: Verdict, run: Run) -> Verdict:
         """Return a verdict with advice by what the trace of a run says of the program."""
@@ -243,22 +256,6 @@ def status_in_words(status: int) -> str:
     if status >= 0:
         return f"exit status {status}"
     return f"signal {signal.Signals(-status).name}"
-
-
-def _exits(*runs: Run) -> str:
-    exits = (f"{run.name} with {status_in_words(run.status)}" for run in runs)
-    return f"they ended: {' and '.join(exits)}"
-
-
-def _different(first: Run, other: Run, what: str, step: int, *, after_last: bool) -> Verdict:
-    what = f"{what}; {_exits(first, other)}"
-    return Verdict(
-        same=False,
-        left=first.folder,
-        right=other.folder,
-        compared=Compared(ranks=0, steps=0, ops=0, bytes=0, level="op"),
-        first=Divergence.without_op(0, step, Kind.ENDED, what, after_last=after_last),
-    )
 
 
 def _first_trace(traces: Path) -> Trace | None:
