@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import ProfileError
 from torchrepro.profile.load import resolve
+from torchrepro.profile.resolved import flatten
 from torchrepro.trace.reader import read_run
 from torchrepro.verdict.diagnosis import (
     edit_at,
