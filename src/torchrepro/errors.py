@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.messages import MANY, Problem, printable, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
     from typing import Self
 
 
@@ -76,13 +76,19 @@ class DriftError(TorchreproError, RuntimeError):
     def __init__(self, drift: Sequence[Any]) -> None:
         self.drift = tuple(drift)
         """The `torchrepro.outcomes.Change` of each knob that changed."""
-        lines = [line for written in by_write(self.drift) for line in _lines(written)]
-        head = "knobs have changed since the profile was put in force (guard: error):"
-        todo = (
+        lines = ["knobs have changed since the profile was put in force (guard: error):"]
+        for first, *others in by_write(self.drift):
+            lines.append(str(first.problem))
+            for each in others:
+                had = f"the profile had set {shown(each.was)}"
+                lines.append(f"    also: {each.knob} = {shown(each.now)}: {had}")
+            if first.called:
+                lines.append(f"    called from: {printable(first.called)}")
+        lines.append(
             "    to do: let that code run before the profile is put in force, take the write out, "
             "or have the profile ask for the value"
         )
-        super().__init__("\n".join([head, *lines, todo]))
+        super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.drift,)
@@ -95,16 +101,6 @@ def by_write(drift: Iterable[Any]) -> list[list[Any]]:
         one = (each.where, each.called, each.when) if each.where else number
         groups.setdefault(one, []).append(each)
     return list(groups.values())
-
-
-def _lines(written: Sequence[Any]) -> Iterator[str]:
-    """Yield what a message says of the drift that one line wrote."""
-    first, *others = written
-    yield str(first.problem)
-    for each in others:
-        yield f"    also: {each.knob} = {shown(each.now)}: the profile had set {shown(each.was)}"
-    if first.called:
-        yield f"    called from: {printable(first.called)}"
 
 
 class LateError(ApplyError):

@@ -169,34 +169,8 @@ data = torch.tensor([items[key].value for key in order])  # <- here
 """,
     *("data", 64),
 )
-SUM_OVER_THREADS = (
-    COUNTED
-    + """
-import threading, time, torch
-weight = torch.linspace(0.1, 1.0, 1000, requires_grad=True)
-optimizer = torch.optim.SGD([weight], lr=0.1)
-def part(number, total):
-    value = (weight[number::8] * 1e3).square().sum()  # <- here
-    time.sleep(0.003)
-    total.append((number, value))
-    begun.set()
-for step in range(3):
-    total, begun = [], threading.Event()
-    threads = [threading.Thread(target=part, args=(number, total)) for number in range(8)]
-    for number in range(run, run + 8):
-        threads[number % 8].start()
-        begun.wait()
-    for thread in threads:
-        thread.join()
-    loss = sum(value for number, value in total) / 1e6  # <- here
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-"""
-)
-CUSTOM_KERNEL = (
-    _trained(
-        """
+CUSTOM_KERNEL = _trained(
+    """
 import os, torch
 @torch.library.custom_op("lab::sum_by_atomics", mutates_args=())
 def sum_by_atomics(values: torch.Tensor) -> torch.Tensor:
@@ -208,11 +182,8 @@ def sum_by_atomics(values: torch.Tensor) -> torch.Tensor:
     return total
 data = torch.logspace(-4, 4, 50 * 64).reshape(50, 64)
 """,
-        *("sum_by_atomics(data * (step + 1))", 64),
-    )
-    .replace("loss = ", "loss = ")
-    .replace(".square().mean()", ".square().mean()  # <- here")
-)
+    *("sum_by_atomics(data * (step + 1))", 64),
+).replace(".square().mean()", ".square().mean()  # <- here")
 STALE_BUFFER = _trained(
     COUNTED
     + """
@@ -303,12 +274,6 @@ BUGS = {
         ("id(item): item", "item.value * 34: item"),
         advice="not by id()",
         in_forks=False,
-    ),
-    "a sum over threads": Bug(
-        SUM_OVER_THREADS,
-        "threads reach one tensor in varying order",
-        ("for number, value in total)", "for number, value in sorted(total, key=lambda x: x[0]))"),
-        advice="a fixed order",
     ),
     "a kernel of one's own": Bug(
         CUSTOM_KERNEL,
