@@ -101,8 +101,13 @@ def ordinary(text: str) -> bool:
     """Whether `text` is made of words and numbers only: no key or token looks like that."""
     if not _ORDINARY_CHARACTERS.fullmatch(text):
         return False
-    tokens = [token for token in re.split(r"[^A-Za-z0-9]+", text) if token]
-    return all(_ORDINARY_TOKEN.fullmatch(token) and _readable(token) for token in tokens)
+    for token in filter(None, re.split(r"[^A-Za-z0-9]+", text)):
+        letters = [letter for letter in token.lower() if letter.isalpha()]
+        vowels = sum(letter in "aeiouy" for letter in letters)
+        readable = len(letters) < _LONG or vowels * _UNREADABLE >= len(letters)
+        if not readable or not _ORDINARY_TOKEN.fullmatch(token):
+            return False
+    return True
 
 
 def url_without_login(url: str) -> str:
@@ -126,7 +131,17 @@ def without_secrets(value: Any, secrets: Iterable[str]) -> Any:
 
 def cleaner(secrets: Iterable[str]) -> Callable[[Any], Any]:
     """Return `without_secrets` for these secrets, prepared for many values."""
-    patterns = [_pattern(secret) for secret in secrets if _worth_hiding(secret)]
+    patterns = []
+    for secret in secrets:
+        everyday = _EVERYDAY.fullmatch(secret) and (secret[0] != "/" or os.path.exists(secret))  # noqa: PTH110 - a value may be no path at all, and this never raises
+        if len(secret) < _SHORT or everyday:
+            continue  # leaving it out would spoil other text
+        # As it is, and as Python writes it within quotes, where it escapes some.
+        quoted, among_quotes = repr(secret)[1:-1], repr(f"{secret}\"'")[1:-4]
+        found = "|".join(map(re.escape, dict.fromkeys((secret, quoted, among_quotes))))
+        if len(secret) < _WHOLE:
+            found = rf"(?<![A-Za-z0-9])(?:{found})(?![A-Za-z0-9])"
+        patterns.append(re.compile(found))
 
     def clean(value: Any) -> Any:
         if isinstance(value, str):
@@ -182,28 +197,6 @@ def _logins(text: str) -> Iterator[str]:
         if at:
             name, _, password = login.partition(":")
             yield password or name
-
-
-def _readable(token: str) -> bool:
-    letters = [letter for letter in token.lower() if letter.isalpha()]
-    vowels = sum(letter in "aeiouy" for letter in letters)
-    return len(letters) < _LONG or vowels * _UNREADABLE >= len(letters)
-
-
-def _worth_hiding(secret: str) -> bool:
-    # Leaving out what is too common would spoil other text.
-    return len(secret) >= _SHORT and not (
-        _EVERYDAY.fullmatch(secret) and (secret[0] != "/" or os.path.exists(secret))  # noqa: PTH110 - a value may be no path at all, and this never raises
-    )
-
-
-def _pattern(secret: str) -> re.Pattern[str]:
-    # A secret as it is, and as Python writes it within quotes, where it escapes some.
-    quoted, among_quotes = repr(secret)[1:-1], repr(f"{secret}\"'")[1:-4]
-    spellings = "|".join(map(re.escape, dict.fromkeys((secret, quoted, among_quotes))))
-    if len(secret) >= _WHOLE:
-        return re.compile(spellings)
-    return re.compile(rf"(?<![A-Za-z0-9])(?:{spellings})(?![A-Za-z0-9])")
 
 
 def _redacted_url(match: re.Match[str]) -> str:

@@ -227,7 +227,11 @@ def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
             raise TraceError(error.problem._replace(key=key)) from None
         request.prepare_folder()
         more[VARIABLE] = request.to_variable()
-    elif given := [name for name in OF_A_RECORDING if _is_given(context, name)]:
+    elif given := [
+        name
+        for name in OF_A_RECORDING
+        if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
+    ]:
         key, todo = ", ".join(map(_option, given)), "say where to: --record DIR"
         raise TraceError.about("nothing is recorded", key=key, todo=todo)
     start(resolved, command, more)
@@ -313,11 +317,6 @@ OF_A_RECORDING = (
     *("level", "steps", "every", "max_size", "keep", "statistics", "detail", "on_unwritable"),
 )
 """Options of `run` that say nothing without a folder to record into."""
-
-
-def _is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def _steps(text: str) -> tuple[int, int] | None:

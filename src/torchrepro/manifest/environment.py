@@ -171,11 +171,6 @@ def _built_for(name: str) -> Any:
     return getattr(loaded("torch").version, name, None)
 
 
-def _cudnn() -> Any:
-    number = loaded("torch").backends.cudnn.version()
-    return number and str(number)
-
-
 def _nccl() -> str | None:
     # `torch.cuda.nccl.version` raises in a torch without NCCL, so this asks what it asks.
     version = getattr(getattr(loaded("torch"), "_C", None), "_nccl_version", None)
@@ -206,11 +201,6 @@ def _in_build(pattern: str) -> str | None:
     return match and match[1]
 
 
-def _numpy_blas() -> str:
-    blas = loaded("numpy").show_config(mode="dicts")["Build Dependencies"]["blas"]
-    return f"{blas['name']} {blas['version']}"
-
-
 VERSIONS: Mapping[str, Callable[[], Any]] = {
     "python": platform.python_version,
     "python implementation": platform.python_implementation,
@@ -218,7 +208,7 @@ VERSIONS: Mapping[str, Callable[[], Any]] = {
     "cuda": partial(_built_for, "cuda"),
     "hip": partial(_built_for, "hip"),
     "torch commit": partial(_built_for, "git_version"),
-    "cudnn": _cudnn,
+    "cudnn": lambda: (number := loaded("torch").backends.cudnn.version()) and str(number),
     "nccl": _nccl,
     "cuda driver": partial(_first_line_of, "/sys/module/nvidia/version"),
     "npu driver": partial(_first_line_of, "/usr/local/Ascend/driver/version.info"),
@@ -226,7 +216,9 @@ VERSIONS: Mapping[str, Callable[[], Any]] = {
     "blas": partial(_in_build, r"BLAS_INFO=([^,\s]+)"),
     "blas of torch": partial(_in_build, r"Math Kernel Library Version ([\w.\-]+)"),
     "onednn": partial(_in_build, r"(?:MKL-DNN|oneDNN) (v[\w.]+)"),
-    "blas of numpy": _numpy_blas,
+    "blas of numpy": lambda: "{name} {version}".format_map(
+        loaded("numpy").show_config(mode="dicts")["Build Dependencies"]["blas"]
+    ),
     "libc": lambda: " ".join(platform.libc_ver()).strip(),
     "kernel": platform.release,
 }

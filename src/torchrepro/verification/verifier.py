@@ -34,10 +34,6 @@ FEWEST = 2
 """Runs that it takes to compare anything."""
 
 
-def _nothing(text: str) -> None:
-    """Say nothing."""
-
-
 def verify(  # noqa: PLR0913 - each is an option of the command
     profile: Any,
     command: Sequence[str],
@@ -52,7 +48,7 @@ def verify(  # noqa: PLR0913 - each is an option of the command
     keep: Sequence[str] = (),
     rtol: float | None = None,
     atol: float | None = None,
-    say: Callable[[str], object] = _nothing,
+    say: Callable[[str], object] = lambda text: None,
     meanwhile: Callable[[str], object] | None = None,
 ) -> Verification:
     """Run `command` under `profile` in fresh processes and say whether all runs are the same.
