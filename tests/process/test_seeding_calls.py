@@ -3,6 +3,8 @@
 import json
 import sys
 
+import pytest
+
 APP = """
 import hydra, random, torch
 
@@ -96,31 +98,22 @@ def _said(stderr):
     return [line for line in stderr.splitlines() if "drew without a seed" in line]
 
 
-def test_a_strict_run_ends_with_the_lines_that_drew_without_a_seed(torchrepro, write, tmp_path):
-    """Each function is named once with its first line and what to do, in a worker too; status 0."""
+@pytest.mark.parametrize("options", [(), ("--quiet",)])
+def test_a_strict_run_ends_with_the_lines_that_drew_without_a_seed(torchrepro, write, options):
+    """Each function is named once with its first line and what to do, in a worker too; status 0.
+
+    Under --quiet nothing is said of them.
+    """
     program = write({"draws.py": f"{DRAWS}\nmain()\n"})
-    ran = torchrepro("run", "debug-strict", "--", sys.executable, program)
+    ran = torchrepro("run", *options, "debug-strict", "--", sys.executable, program)
 
     assert ran.returncode == 0, ran.stderr
     drew = f"numpy.random.default_rng() at {program}"
-    assert _said(ran.stderr) == [
+    lines = [
         f"torchrepro: drew without a seed, in workers: {drew}:{IN_WORKERS} ({IN_SAMPLE})",
         f"torchrepro: drew without a seed: {drew}:{FIRST} ({TO_DO})",
     ]
-
-
-def test_a_quiet_run_says_nothing_of_what_drew_without_a_seed(torchrepro, write):
-    """Under --quiet draws without a seed are in the report alone, those in workers too."""
-    ran = torchrepro(
-        "run",
-        "--quiet",
-        "debug-strict",
-        "--",
-        sys.executable,
-        write({"draws.py": f"{DRAWS}\nmain()\n"}),
-    )
-
-    assert (ran.returncode, _said(ran.stderr)) == (0, [])
+    assert _said(ran.stderr) == ([] if options else lines)
 
 
 def test_a_strict_job_says_and_keeps_what_drew_without_a_seed(hydra_app, fork_python, tmp_path):
