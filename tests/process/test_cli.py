@@ -144,6 +144,8 @@ def test_env_formats_hold_the_same_variables(command, form, value):
 
     assert wanted["TEAM"] == value
     assert READERS[form](text, list(wanted)) == wanted
+    # What srun starts gets what the script sets, which --export=NONE would keep back.
+    assert ("export SLURM_EXPORT_ENV=ALL\n" in text) == (form == "slurm")
 
 
 @given(value=st.text(st.characters(exclude_categories=["Cs"])))
@@ -151,11 +153,6 @@ def test_env_formats_hold_the_same_variables(command, form, value):
 def test_a_pod_gets_any_text_as_it_is(value):
     """YAML's readers find every character of a value, those that JSON writes otherwise included."""
     assert _by_k8s(written({"TEAM": value}, EnvFormat.K8S), ()) == {"TEAM": value}
-
-
-def test_a_job_script_hands_its_variables_to_what_srun_starts(command):
-    """The slurm format has srun hand on what the script sets, which --export=NONE keeps back."""
-    assert "export SLURM_EXPORT_ENV=ALL\n" in command("env", "debug-strict", "--format", "slurm")[1]
 
 
 @pytest.mark.parametrize(
@@ -202,32 +199,6 @@ def test_doctor_names_what_would_make_a_profile_ineffective(torchrepro, profile,
     assert len(serious) == len(exported)
     assert all("HCCL_DETERMINISTIC=1" in what for what in serious)
     assert exported or f"nothing here makes {profile} ineffective" in plain.stdout
-
-
-def test_diff_answers_by_its_status(command, answer):
-    """diff ends with 0 for the same values and with 1 for others, and names each that differs."""
-    code, document = answer("diff", "seed-only", "train-fast")
-    benchmark = ("backends.cudnn.benchmark", None, True)
-
-    assert answer("diff", "npu-align", "npu-align") == (0, {"same": True, "differences": []})
-    assert (code, document["same"]) == (1, False)
-    assert benchmark in [tuple(row.values())[:3] for row in document["differences"]]
-    assert command("diff", "seed-only", "train-fast")[::2] == (1, "")
-    assert "backends.cudnn.benchmark" in command("diff", "seed-only", "train-fast")[1]
-
-
-def test_diff_reads_a_manifest(answer, tmp_path):
-    """diff compares a manifest with the profile that it was written for, key by key."""
-    from torchrepro.manifest.contents import manifest, write_manifest
-
-    plan = library.plan("debug-strict", ["seed=7"])
-    path = write_manifest(tmp_path / "run", manifest(plan.resolved, plan.report))
-    status, document = answer("diff", path, "debug-strict")
-
-    (seed,) = document["differences"]
-
-    assert (status, seed["key"], seed["left"], seed["right"]) == (1, "seed", 7, 1234)
-    assert answer("diff", path, path)[0] == 0
 
 
 @pytest.mark.parametrize("words", ANSWERING, ids=" ".join)
