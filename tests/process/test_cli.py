@@ -201,6 +201,16 @@ def test_doctor_names_what_would_make_a_profile_ineffective(torchrepro, profile,
     assert exported or f"nothing here makes {profile} ineffective" in plain.stdout
 
 
+def test_schema_describes_every_key(command):
+    """schema prints a JSON Schema that names every key of the profile and no other."""
+    status, out, err = command("schema")
+    schema = json.loads(out)
+
+    assert (status, err) == (0, "")
+    assert {"seed", "schema", "env", "backends", "guarantee"} <= set(schema["properties"])
+    assert schema["additionalProperties"] is False
+
+
 @pytest.mark.parametrize("words", ANSWERING, ids=" ".join)
 def test_answers_go_to_stdout_without_colours(command, words):
     """Off a terminal an answer is plain text on stdout, and stderr stays empty."""
