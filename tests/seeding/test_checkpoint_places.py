@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import torchrepro
-from torchrepro.seeding.loader_places import await_loaders, interrupted, place_of, take_up
+from torchrepro.seeding.loader_places import await_loaders, place_of, places, take_up
 
 AUTO = {"seed": 5, "dataloader": {"seeding": "auto"}}
 EPOCHS, PER_EPOCH = 3, 4
@@ -133,8 +133,8 @@ def test_another_batch_size_within_an_epoch_is_said(
 RESUMED: dict[str, tuple[Any, Any]] = {
     "a loader's place": (place_of, lambda loader, place: take_up(loader, place, lambda: None)),
     "a run's places": (
-        lambda _: interrupted(),
-        lambda _, places: await_loaders(places, lambda: None),
+        lambda _: places(over=False),
+        lambda _, found: await_loaders(found, lambda: None),
     ),
 }
 """How frameworks keep the place of a loader, and how they go on from it."""

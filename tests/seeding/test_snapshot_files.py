@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchrepro
-from torchrepro.seeding.state import write_whole
+from torchrepro.seeding.state import write_atomically
 
 FULL = """
 import json, os, resource, signal, sys
@@ -107,7 +107,7 @@ def test_a_killed_process_leaves_a_whole_file(tmp_path: Path) -> None:
 def test_readers_find_one_content_or_the_other(tmp_path: Path) -> None:
     """Somebody who reads while the file is replaced finds the older or the newer, whole."""
     path, contents = tmp_path / "file", [bytes([n]) * 200_000 for n in range(20)]
-    write_whole(path, contents[0])
+    write_atomically(path, contents[0])
     program = (
         "import pathlib, sys; p = pathlib.Path(sys.argv[1])\nprint(flush=True)\n"
         "sizes = {(len(c), len(set(c))) for c in (p.read_bytes() for _ in range(400))}\n"
@@ -120,7 +120,7 @@ def test_readers_find_one_content_or_the_other(tmp_path: Path) -> None:
         reader.stdout.readline()
         while reader.poll() is None:
             for content in contents:
-                write_whole(path, content)
+                write_atomically(path, content)
         assert json.loads(reader.stdout.read()) == [[200_000, 1]]
 
 
@@ -131,7 +131,7 @@ def test_threads_that_save_to_one_path_do_not_mix_their_contents(tmp_path: Path)
     def write(content: bytes) -> None:
         try:
             for _ in range(30):
-                write_whole(path, content)
+                write_atomically(path, content)
                 assert len(set(path.read_bytes())) == 1
         except (OSError, AssertionError) as error:
             failed.append(error)

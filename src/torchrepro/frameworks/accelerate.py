@@ -31,16 +31,15 @@ from torchrepro.frameworks.run_state import (
     state_of_rank,
 )
 from torchrepro.frameworks.switches import Switch, say_switches
-from torchrepro.messages import Problem, shown
+from torchrepro.messages import shown
 from torchrepro.patching import MissingHookError, wrap, wrap_everywhere
 from torchrepro.seeding.loader_places import (
     batches_of_pass,
-    is_at_end,
     place_of,
     reads_items,
     skip_batches,
 )
-from torchrepro.seeding.state import write_whole
+from torchrepro.seeding.state import write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,12 +64,10 @@ def attach(accelerator: Any) -> None:
     """
     is_class = isinstance(accelerator, type)
     if is_class or not all(callable(getattr(accelerator, hook, None)) for hook in _HOOKS):
-        raise SeedingError(
-            Problem(
-                "a class, not an Accelerator" if is_class else "not an Accelerator",
-                found="None" if accelerator is None else shown(accelerator),  # Python, not YAML
-                todo="pass the Accelerator: torchrepro.attach(accelerator)",
-            )
+        raise SeedingError.about(
+            "a class, not an Accelerator" if is_class else "not an Accelerator",
+            found="None" if accelerator is None else shown(accelerator),  # Python, not YAML
+            todo="pass the Accelerator: torchrepro.attach(accelerator)",
         )
     if accelerator in _attached:
         return
@@ -160,13 +157,16 @@ class _Hooks:
         here, state, prepared = ranks(), state_of_rank(), self._prepared()
         counted = [(getattr(loader, "iteration", None), base_loader(loader)) for loader in prepared]
         # accelerate counts an epoch when the program asks for one more batch than there are
-        state["iterations"] = [n if n is None else n + is_at_end(loader) for n, loader in counted]
+        state["iterations"] = [
+            n if n is None else n + (place_of(loader) or {"over": False})["over"]
+            for n, loader in counted
+        ]
         # A rank to which another one sends its batches has no place from which its end is seen.
         ends = [loader for loader in prepared if getattr(loader, "end_of_dataloader", False)]
         done = [place["number"] for loader in ends if (place := place_of(base_loader(loader)))]
         state["interrupted"] = [p for p in state["interrupted"] if p["number"] not in done]
         entry = checkpoint_entry([state]) | here._asdict()
-        write_whole(Path(folder, _FILE.format(here.rank)), json.dumps(entry).encode())
+        write_atomically(Path(folder, _FILE.format(here.rank)), json.dumps(entry).encode())
 
     def load(self, models: Any, folder: str) -> None:
         """Put back the state of this rank; accelerate then loads what it has of the same."""

@@ -19,9 +19,8 @@ from torchrepro.patching import MissingHookError
 from torchrepro.seeding.loader_places import (
     await_loaders,
     await_resting,
-    ended,
-    interrupted,
     place_of,
+    places,
     resting,
     take_up,
 )
@@ -41,8 +40,8 @@ def state_of_rank() -> dict[str, Any]:
     """Return the state of this rank: its generators, and the loaders that it is iterating."""
     return {
         "rng": rng_state(),
-        "interrupted": interrupted(),
-        "ended": ended(),
+        "interrupted": places(over=False),
+        "ended": places(over=True),
         "resting": resting(),
     }
 

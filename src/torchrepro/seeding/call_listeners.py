@@ -1,11 +1,11 @@
 """Functions of other libraries whose calls somebody listens to.
 
 A function gets one stand-in, however many listen and under however many names it is known. The
-stand-in calls the function first, so a call that is refused is not told of. The last listener that
-leaves puts the function itself back, unless the program has put another there since.
+stand-in calls the function first, so no listener is called for a call that is refused. The last
+listener that leaves puts the function itself back, unless the program has put another there since.
 
 While torch.compile traces the program, a stand-in is the function and nothing more: it causes no
-break in the graph, and its listeners are told nothing.
+break in the graph, and no listener is called.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ if TYPE_CHECKING:
     from types import FrameType
 
     Listener = Callable[[str, tuple[Any, ...], Mapping[str, Any], FrameType], None]
-    """Is told of a call: the function's first name, what it was given, the frame that called."""
+    """Called with the function's first name, its arguments, and the frame that called it."""
 
 
 @dataclass(slots=True, eq=False)
 class _Heard:
-    """A function with a stand-in."""
+    """A function with a stand-in; `undo` gives it back to the modules and classes that show it."""
 
     original: Any
     stand_in: Any = None
     undo: ExitStack = field(default_factory=ExitStack)
-    """Gives it back to the modules and classes that show it."""
     listeners: list[Listener] = field(default_factory=list)
 
 
@@ -43,18 +42,24 @@ _heard: dict[tuple[str, str], _Heard] = {}
 
 
 def listen(module: str, name: str, listener: Listener) -> None:
-    """Have `listener` told of the calls of a function, if the package of its module is loaded.
+    """Call `listener` after each call of a function, if the package of its module is loaded.
 
-    `name` may lead through a class, as in ``Thread.start``. A listener is told of a call once, by
-    however many names it listens to the function.
+    `name` may lead through a class, as in ``Thread.start``. A listener is called once for a call,
+    by however many names it listens to the function.
     """
     owner, attribute = _owner(module, name)
     original = getattr(owner, attribute, None)
     if original is None:
         return
     if (module, name) not in _heard:
-        heard = _known(original) or _stood_in_for(module, name, original)
-        _heard[module, name] = heard
+        # A function that is known under another name keeps one stand-in, which pickle finds under
+        # the first.
+        known = (each for each in _heard.values() if original in (each.original, each.stand_in))
+        heard = _heard[module, name] = next(known, None) or _Heard(original)
+        if heard.stand_in is None:
+            is_bound = isinstance(original, MethodType) or not hasattr(type(original), "__get__")
+            heard.stand_in = (_BuiltIn if is_bound else _function)(f"{module}.{name}", heard)
+            heard.stand_in.__module__, heard.stand_in.__qualname__ = module, name
         patch(heard.undo, owner, attribute, heard.stand_in, heard.original)
     listeners = _heard[module, name].listeners
     if listener not in listeners:
@@ -62,7 +67,7 @@ def listen(module: str, name: str, listener: Listener) -> None:
 
 
 def stop_listening(listener: Listener) -> None:
-    """Tell `listener` of no more calls."""
+    """Call `listener` no more."""
     for key, heard in list(_heard.items()):
         if listener in heard.listeners:
             heard.listeners.remove(listener)
@@ -72,7 +77,7 @@ def stop_listening(listener: Listener) -> None:
 
 
 def is_listening(listener: Listener) -> bool:
-    """Whether `listener` is told of the calls of any function."""
+    """Whether `listener` is called for any function."""
     return any(listener in heard.listeners for heard in _heard.values())
 
 
@@ -86,23 +91,6 @@ def _owner(module: str, name: str) -> tuple[Any, str]:
     for part in path:
         owner = getattr(owner, part, None)
     return owner, attribute
-
-
-def _known(function: Any) -> _Heard | None:
-    """Return what is heard of `function` under another name: it keeps one stand-in.
-
-    pickle then finds it under the first.
-    """
-    known = _heard.values()
-    return next((each for each in known if function in (each.original, each.stand_in)), None)
-
-
-def _stood_in_for(module: str, name: str, original: Any) -> _Heard:
-    heard = _Heard(original)
-    is_method = hasattr(type(original), "__get__") and not isinstance(original, MethodType)
-    heard.stand_in = (_function if is_method else _BuiltIn)(f"{module}.{name}", heard)
-    heard.stand_in.__module__, heard.stand_in.__qualname__ = module, name
-    return heard
 
 
 def _function(name: str, heard: _Heard) -> Any:
@@ -122,14 +110,13 @@ def _function(name: str, heard: _Heard) -> Any:
 def _tell(
     listeners: Sequence[Listener], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Tell of a call. What a listener raises is dropped: the call itself has succeeded."""
     caller = sys._getframe(1).f_back  # noqa: SLF001 - documented; `inspect` takes 100 times as long
     if caller is None:
         return  # a thread has begun with the function: no line of the program called it
     for listener in tuple(listeners):
         try:
             listener(name, args, kwargs, caller)
-        except Exception:  # noqa: BLE001, S112 - the program's arguments may raise where they are looked at
+        except Exception:  # noqa: BLE001, S112 - the program's arguments may raise; its call has succeeded
             continue
 
 
@@ -160,7 +147,7 @@ class _BuiltIn:
 
 
 def _is_compiling() -> bool:
-    """Whether torch.compile traces this code: it cannot follow a look at the stack."""
+    # torch.compile cannot follow a look at the stack. Torch reads addresses and clocks while it is
+    # being imported, when not all of it is there.
     compiler: Any = getattr(sys.modules.get("torch"), "compiler", None)
-    # Torch reads addresses and clocks while it is being imported, when not all of it is there.
     return hasattr(compiler, "is_compiling") and bool(compiler.is_compiling())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from zipfile import BadZipFile, ZipFile
 
 from torchrepro.errors import SeedingError
-from torchrepro.messages import Problem, shown, some
+from torchrepro.messages import shown, some
 from torchrepro.seeding.loader import named_loading_of, set_epochs
 from torchrepro.seeding.loader_hook import set_epoch_of_parts
 from torchrepro.seeding.loader_places import (
@@ -26,8 +26,8 @@ from torchrepro.seeding.loader_places import (
     resting,
 )
 from torchrepro.seeding.ranks import world
-from torchrepro.seeding.state import rng_state, run_begins, set_rng_state, write_whole
-from torchrepro.seeding.streams import whole
+from torchrepro.seeding.state import rng_state, run_begins, set_rng_state, write_atomically
+from torchrepro.seeding.streams import nonnegative_int
 
 if TYPE_CHECKING:
     import os
@@ -73,38 +73,29 @@ class Checkpoint:
         self.folder = None if folder is None else Path(folder).absolute()
         self.parts = parts
         self.epoch = 0
-        self.batch = 0
-        """Batches of the present epoch that are done."""
-
-        self.step = 0
-        """Batches, or steps of `steps`, that are done since the run began."""
-
-        self._whole_epoch = False
+        self.batch = 0  # batches of the present epoch that are done
+        self.step = 0  # batches, or steps of `steps`, that are done since the run began
+        self._epoch_is_done = False
         self._within_epochs = False
         self._counted = False  # whether `batch` or `step` says how far the program has come
         self._counts_batches = False
         self._loop = ""  # the last that counted, before the first one that of the checkpoint
         self._first_save = True
         self._delivery: Delivery | None = None
+        # Of the interrupted epoch, until a loader takes it up.
         self._place: dict[str, Any] | None = None
-        """Of the interrupted epoch, until a loader takes it up."""
-
+        # Where the generators of the host stood as `epochs` began the present epoch.
         self._begun: dict[str, Any] | None = None
-        """Where the generators of the host stood as `epochs` began the present epoch."""
-
+        # Of the loader that has a name: the program's own seed where no profile gives one.
         self._root: int | None = None
-        """The seed of the loader that has a name: the program's own where no profile gives one."""
-
         self._rng: dict[str, Any] | None = None
         for name, part in parts.items():
             if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-                raise SeedingError(
-                    Problem(
-                        "has no state_dict and load_state_dict",
-                        key=name,
-                        found=shown(part),
-                        legal="a module, an optimizer, a scheduler, a scaler",
-                    )
+                raise SeedingError.about(
+                    "has no state_dict and load_state_dict",
+                    key=name,
+                    found=shown(part),
+                    legal="a module, an optimizer, a scheduler, a scaler",
                 )
         step = None if self.folder is None else _latest(self.folder)
         await_resting(())
@@ -116,7 +107,7 @@ class Checkpoint:
         """Yield the epochs that are left of `count`, the interrupted one first."""
         self._within_epochs = True
         try:
-            while self.epoch < whole("count", count):
+            while self.epoch < nonnegative_int("count", count):
                 self._counted = False
                 # The generators stand where they stood as the uninterrupted run began the epoch.
                 if self._waits_for("batches") and not self.batch:
@@ -126,7 +117,7 @@ class Checkpoint:
                 if self.folder is not None:
                     self._begun = encoded_states(read_states(None))
                 yield self.epoch
-                self.epoch, self.batch, self._whole_epoch = self.epoch + 1, 0, False
+                self.epoch, self.batch, self._epoch_is_done = self.epoch + 1, 0, False
             self._counted = True
         finally:
             self._within_epochs = False
@@ -139,20 +130,18 @@ class Checkpoint:
         batch: use `epochs` and `batches` for that. Raises `SeedingError` within `epochs`.
         """
         if self._within_epochs:
-            raise SeedingError(
-                Problem(
-                    "steps runs within epochs, and so does not know which epoch it counts",
-                    todo="count the steps of the whole run: for step in checkpoint.steps(N)",
-                )
+            raise SeedingError.about(
+                "steps runs within epochs, and so does not know which epoch it counts",
+                todo="count the steps of the run: for step in checkpoint.steps(N)",
             )
         self._counted = True
         if self._waits_for("batches"):
-            if self.step < whole("count", count):
+            if self.step < nonnegative_int("count", count):
                 raise self._of_another_loop("steps")
             return  # done before the batches began, whose place the checkpoint holds
         self._loop = "steps"
         self._restore_generators()
-        while self.step < whole("count", count):
+        while self.step < nonnegative_int("count", count):
             self.step += 1
             yield self.step - 1
 
@@ -167,12 +156,10 @@ class Checkpoint:
         while the batches of another loader are counted.
         """
         if self._counts_batches:
-            raise SeedingError(
-                Problem(
-                    "counts the batches of one loader at a time",
-                    key="checkpoint.batches",
-                    todo="iterate the other loader by itself, or make one loader of both",
-                )
+            raise SeedingError.about(
+                "counts the batches of one loader at a time",
+                key="checkpoint.batches",
+                todo="iterate the other loader by itself, or make one loader of both",
             )
         if self._waits_for("steps"):
             raise self._of_another_loop("batches")
@@ -197,19 +184,17 @@ class Checkpoint:
                 yield batch
         finally:
             self._counts_batches = False
-        self._whole_epoch = True
+        self._epoch_is_done = True
 
     def _waits_for(self, loop: str) -> bool:
         """Whether only `loop` can take up the checkpoint, which nothing has taken up yet."""
         return self._rng is not None and self._loop == loop
 
     def _of_another_loop(self, loop: str) -> SeedingError:
-        return SeedingError(
-            Problem(
-                f"the checkpoint was saved in a loop of {self._loop}, and this is one of {loop}",
-                str(self.folder),
-                todo="loop as the program did then, or name another folder to begin anew",
-            )
+        return SeedingError.about(
+            f"the checkpoint was saved in a loop of {self._loop}, and this is one of {loop}",
+            str(self.folder),
+            todo="loop as the program did then, or name another folder to begin anew",
         )
 
     def _restore_generators(self) -> None:
@@ -229,17 +214,15 @@ class Checkpoint:
         import torch
 
         if not self._counted:
-            raise SeedingError(
-                Problem(
-                    "neither batches nor steps runs, so the checkpoint would not say how far the "
-                    "program has come",
-                    todo="loop with `for batch in checkpoint.batches(loader)`, or without a loader "
-                    "with `for step in checkpoint.steps(N)`",
-                )
+            raise SeedingError.about(
+                "neither batches nor steps runs, so the checkpoint would not say how far the "
+                "program has come",
+                todo="loop with `for batch in checkpoint.batches(loader)`, or without a loader "
+                "with `for step in checkpoint.steps(N)`",
             )
-        if self.folder is None or self.step % max(whole("every", every), 1):
+        if self.folder is None or self.step % max(nonnegative_int("every", every), 1):
             return
-        within = self.batch and not self._whole_epoch
+        within = self.batch and not self._epoch_is_done
         states = {name: part.state_dict() for name, part in self.parts.items()}
         if self._first_save:
             for name, state in states.items():
@@ -249,8 +232,8 @@ class Checkpoint:
         torch.save(
             {
                 "format": FORMAT,
-                "epoch": self.epoch + self._whole_epoch,
-                "batch": 0 if self._whole_epoch else self.batch,
+                "epoch": self.epoch + self._epoch_is_done,
+                "batch": 0 if self._epoch_is_done else self.batch,
                 "step": self.step,
                 "loop": self._loop,
                 "place": self._delivery.place() if within and self._delivery is not None else None,
@@ -265,12 +248,16 @@ class Checkpoint:
         path = _file(self.folder, self.step)
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            write_whole(path, content.getvalue())
+            write_atomically(path, content.getvalue())
         except OSError:
             with suppress(OSError):
                 path.parent.rmdir()  # what cannot be written leaves no empty step
             raise
-        _delete_old_steps(self.folder)
+        if world().rank == 0:
+            steps, complete = _steps(self.folder)
+            for old in steps:
+                if len(complete) >= _KEPT and old < complete[_KEPT - 1]:
+                    shutil.rmtree(_file(self.folder, old).parent, ignore_errors=True)
 
     def _load(self, path: Path) -> None:
         try:
@@ -280,21 +267,17 @@ class Checkpoint:
             loop, place, root = saved["loop"], saved["place"], saved["root"]
             rested, begun = saved["resting"], saved["begun"]
         except Exception as error:
-            raise SeedingError(
-                Problem(
-                    f"not a complete checkpoint: {_reason(error)}",
-                    str(path),
-                    todo="delete its folder, to go on from the step before",
-                )
+            raise SeedingError.about(
+                f"not a complete checkpoint: {_reason(error)}",
+                str(path),
+                todo="delete its folder, to go on from the step before",
             ) from error
         if parts.keys() != self.parts.keys():
-            raise SeedingError(
-                Problem(
-                    "the checkpoint holds other parts",
-                    str(path),
-                    found=some(parts),
-                    legal=some(self.parts),
-                )
+            raise SeedingError.about(
+                "the checkpoint holds other parts",
+                str(path),
+                found=some(parts),
+                legal=some(self.parts),
             )
         for name, part in self.parts.items():
             part.load_state_dict(parts[name])
@@ -315,29 +298,26 @@ def _check_state(name: str, state: Any) -> None:
     try:
         torch.load(content, weights_only=True)
     except Exception as error:
-        raise SeedingError(
-            Problem(
-                f"its state cannot be saved without pickle: {_reason(error)}",
-                key=name,
-                legal="tensors, numbers, text, and lists and dicts of them",
-                todo="have its state_dict return plain values",
-            )
+        raise SeedingError.about(
+            f"its state cannot be saved without pickle: {_reason(error)}",
+            key=name,
+            legal="tensors, numbers, text, and lists and dicts of them",
+            todo="have its state_dict return plain values",
         ) from error
 
 
 def _reason(error: Exception) -> str:
-    """Return one line of what `error` says, without the colours that torch puts in."""
+    # One line of what it says, without the colours that torch puts in.
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in str(error).splitlines()]
     telling = [line for line in lines if "Unsupported" in line or "GLOBAL" in line]
     return f"{type(error).__name__}: {(telling or lines or [''])[0]}"
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return what `save` wrote to `path`; raises whatever says that it is not that."""
     import torch
 
     with ZipFile(path) as archive:
-        damaged = archive.testzip()  # torch.load does not look at the checksums
+        damaged = archive.testzip()  # torch.load ignores the checksums
     if damaged:
         raise BadZipFile(f"{damaged} is damaged")
     saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
@@ -351,46 +331,30 @@ def _file(folder: Path, step: int) -> Path:
     return folder / f"step-{step:09d}" / f"rank-{here.rank}-of-{here.size}.pt"
 
 
-def _steps(folder: Path) -> list[int]:
-    """Return the steps that `folder` holds, the latest first."""
+def _steps(folder: Path) -> tuple[list[int], list[int]]:
+    """Return the steps that `folder` holds, and those that every rank has written, latest first."""
     names = (entry.name for entry in folder.glob("step-*"))
-    return sorted((int(m[1]) for m in map(_STEP.fullmatch, names) if m), reverse=True)
-
-
-def _is_whole(folder: Path, step: int) -> bool:
-    """Whether every rank of this world has written `step`."""
-    size, place = world().size, _file(folder, step).parent
-    return all((place / f"rank-{rank}-of-{size}.pt").exists() for rank in range(size))
+    steps = sorted((int(m[1]) for m in map(_STEP.fullmatch, names) if m), reverse=True)
+    files = [f"rank-{rank}-of-{world().size}.pt" for rank in range(world().size)]
+    places = {step: _file(folder, step).parent for step in steps}
+    return steps, [step for step in steps if all((places[step] / f).exists() for f in files)]
 
 
 def _latest(folder: Path) -> int | None:
     """Return the latest step that every rank has written."""
-    whole_one = next((step for step in _steps(folder) if _is_whole(folder, step)), None)
+    here, (_, complete) = world(), _steps(folder)
     sizes = {path.stem.partition("-of-")[2] for path in folder.glob("step-*/rank-*-of-*.pt")}
-    if whole_one is None and sizes and str(world().size) not in sizes:
-        raise SeedingError(
-            Problem(
-                "the checkpoints were written by another number of processes",
-                str(folder),
-                found=some(sorted(sizes)),
-                legal=str(world().size),
-            )
+    if not complete and sizes and str(here.size) not in sizes:
+        raise SeedingError.about(
+            "the checkpoints were written by another number of processes",
+            str(folder),
+            found=some(sorted(sizes)),
+            legal=str(here.size),
         )
-    if whole_one is None and sizes:
-        here = world()
+    if not complete and sizes:
         warnings.warn(
             f"{folder} holds no step that all {here.size} ranks have written (this is rank "
             f"{here.rank}): starting from the beginning",
             stacklevel=3,
         )
-    return whole_one
-
-
-def _delete_old_steps(folder: Path) -> None:
-    """Delete the steps before the last two that every rank has written."""
-    if world().rank == 0:
-        steps = _steps(folder)
-        kept = [step for step in steps if _is_whole(folder, step)][:_KEPT]
-        for step in steps:
-            if len(kept) == _KEPT and step < kept[-1]:
-                shutil.rmtree(_file(folder, step).parent, ignore_errors=True)
+    return complete[0] if complete else None

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from inspect import unwrap
-from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torchrepro.errors import SeedingError
-from torchrepro.messages import Problem, shown
+from torchrepro.messages import shown
 from torchrepro.seeding import streams
 from torchrepro.seeding.ranks import checked_policy
 
@@ -51,55 +50,57 @@ def put_given_seeds(given: Given) -> None:
     _given = given
 
 
+class Slot(NamedTuple):
+    """One generator of this process: how to read its state, and how to set it."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+
+
 class Kind(NamedTuple):
-    """A kind of generator: how to recognise it, and how to read its state and set it."""
+    """A kind of generator: its class, which is never imported for it, and how its state is read."""
 
     name: str
-    is_one: Callable[[Any], bool]
+    module: str
+    type: str
     state: Callable[[Any], Any]
     set_state: Callable[[Any, Any], None]
+
+    def is_one(self, value: Any) -> bool:
+        kind: Any = getattr(sys.modules.get(self.module), self.type, None)
+        return kind is not None and isinstance(value, kind)
 
     def slot(self, generator: Any) -> Slot:
         """Return how the state of `generator` is read, and how it is set."""
         return Slot(partial(self.state, generator), partial(self.set_state, generator))
 
 
-def _is(module: str, name: str) -> Callable[[Any], bool]:
-    """Return a test for instances of a class of `module`, which is never imported for it."""
-
-    def check(value: Any) -> bool:
-        kind: Any = getattr(sys.modules.get(module), name, None)
-        return kind is not None and isinstance(value, kind)
-
-    return check
-
-
-def _set_numpy(generator: Any, state: Any) -> None:
-    generator.bit_generator.state = state
-
-
 KINDS = (
     Kind(
         "python",
-        lambda value: isinstance(value, Random),
+        "random",
+        "Random",
         lambda generator: generator.getstate(),
         lambda generator, state: generator.setstate(state),
     ),
     Kind(
         "numpy",
-        _is("numpy.random", "Generator"),
+        "numpy.random",
+        "Generator",
         lambda generator: generator.bit_generator.state,
-        _set_numpy,
+        lambda generator, state: setattr(generator.bit_generator, "state", state),
     ),
     Kind(
         "numpy_legacy",
-        _is("numpy.random", "RandomState"),
+        "numpy.random",
+        "RandomState",
         lambda generator: generator.get_state(legacy=False),
         lambda generator, state: generator.set_state(state),
     ),
     Kind(
         "torch",
-        _is("torch", "Generator"),
+        "torch",
+        "Generator",
         lambda generator: generator.get_state(),
         lambda generator, state: generator.set_state(state),
     ),
@@ -117,41 +118,28 @@ def register_generator(name: str, generator: Generator) -> Generator:
     for anything else.
     """
     if not isinstance(name, str) or not name:
-        raise SeedingError(
-            Problem("not a name for a generator", found=shown(name), legal="any text")
-        )
+        raise SeedingError.about("not a name for a generator", found=shown(name), legal="any text")
     kind = next((kind for kind in KINDS if kind.is_one(generator)), None)
-    if kind is None or not _has_state(kind, generator):
-        raise SeedingError(
-            Problem(
-                "not a generator that can be registered",
-                key=name,
-                found=shown(generator),
-                legal="random.Random, numpy.random.Generator or RandomState, torch.Generator",
-            )
-        )
-    _registered[name] = kind, generator
-    return generator
-
-
-def _has_state(kind: Kind, generator: Any) -> bool:
-    """Whether `generator` has a state: `random.SystemRandom` only looks as if it had one."""
-    try:
-        kind.state(generator)
-    except NotImplementedError:
-        return False
-    return True
+    with suppress(NotImplementedError):  # `random.SystemRandom` only looks as if it had a state
+        if kind is not None:
+            kind.state(generator)
+            _registered[name] = kind, generator
+            return generator
+    raise SeedingError.about(
+        "not a generator that can be registered",
+        key=name,
+        found=shown(generator),
+        legal="random.Random, numpy.random.Generator or RandomState, torch.Generator",
+    )
 
 
 def unregister_generator(name: str) -> None:
     """Forget the generator registered under `name`; raises `SeedingError` if there is none."""
     if name not in _registered:
-        raise SeedingError(
-            Problem(
-                "no generator is registered under this name",
-                found=shown(name),
-                legal=", ".join(sorted(_registered)),
-            )
+        raise SeedingError.about(
+            "no generator is registered under this name",
+            found=shown(name),
+            legal=", ".join(sorted(_registered)),
         )
     del _registered[name]
 
@@ -212,13 +200,6 @@ def set_device_states(module: Any, saved: list[Any]) -> None:
 def seed_device(module: Any, seed: int) -> None:
     """Seed the generator of every device; one that is not in use yet is seeded at its first use."""
     getattr(module, "manual_seed_all", module.manual_seed)(seed)
-
-
-class Slot(NamedTuple):
-    """One generator of this process: how to read its state, and how to set it."""
-
-    read: Callable[[], Any]
-    write: Callable[[Any], Any]
 
 
 def host_slots() -> dict[str, Slot]:

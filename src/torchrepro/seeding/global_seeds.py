@@ -29,8 +29,7 @@ class PlanField:
     """One field of the seed plan as a knob; undo brings the whole plan back."""
 
     name: str
-    unset: Any = None
-    """The value that an unset field stands for."""
+    unset: Any = None  # the value that an unset field stands for
 
     def read(self) -> Any:
         value = getattr(streams.current_plan(), self.name)
@@ -79,8 +78,7 @@ class HostSeed:
     module: str
     save: Callable[[], Any]
     restore: Callable[[Any], Any]
-    fresh: Callable[[int], Any]
-    """Return the state of a generator that was just seeded."""
+    fresh: Callable[[int], Any]  # the state of a generator that was just seeded
 
     def read(self) -> Any:
         return None
@@ -89,9 +87,8 @@ class HostSeed:
         import_module(self.module).seed(value)
 
     def holds(self, value: int) -> bool:
-        return bool(
-            generators.plain_state(self.save()) == generators.plain_state(self.fresh(value))
-        )
+        plain = generators.plain_state
+        return bool(plain(self.save()) == plain(self.fresh(value)))
 
 
 class TorchSeed:
@@ -219,8 +216,7 @@ def _seed_out_of_range(module: Any) -> int | None:
 class SeedByRank:
     """A generator that starts from this rank's own seed where ranks draw differently."""
 
-    generator: Any
-    """The access to the generator, whatever the rank."""
+    generator: Any  # the access to it, whatever the rank
 
     def write(self, value: int) -> None:
         self.generator.write(_seed_here(value))
@@ -241,10 +237,6 @@ def _torch() -> Any:
     return import_module("torch")
 
 
-def _numpy_random() -> Any:
-    return import_module("numpy.random")
-
-
 _PYTHON = HostSeed(
     "random",
     random.getstate,
@@ -253,9 +245,9 @@ _PYTHON = HostSeed(
 )
 _NUMPY = HostSeed(
     "numpy.random",
-    lambda: _numpy_random().get_state(legacy=False),
-    lambda saved: _numpy_random().set_state(saved),
-    lambda seed: _numpy_random().RandomState(seed).get_state(legacy=False),
+    lambda: import_module("numpy.random").get_state(legacy=False),
+    lambda saved: import_module("numpy.random").set_state(saved),
+    lambda seed: import_module("numpy.random").RandomState(seed).get_state(legacy=False),
 )
 streams_field = PlanField("streams", {})
 ranks_field = PlanField("ranks")

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from functools import cache, partial, wraps
 from itertools import count
 from multiprocessing import current_process
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.console import say
 from torchrepro.errors import SeedingError
 from torchrepro.imports import AfterImport
-from torchrepro.messages import Problem, shown
+from torchrepro.messages import shown
 from torchrepro.seeding.streams import derive, note_not_given
 
 if TYPE_CHECKING:
@@ -22,27 +23,27 @@ if TYPE_CHECKING:
 GROUP = "torchrepro.seeders"
 """Entry points of this group name a module to wait for and a function that takes a seed."""
 
+_GYMNASIUM = "gymnasium.utils.seeding"
+
 
 class Seeder(NamedTuple):
-    """How to seed one library, once its module is loaded."""
+    """How to seed one library, once its module is loaded.
+
+    `restore` is the undo of `seed`, from what `save` returned; without it the library keeps its
+    seed.
+    """
 
     module: str
     seed: Callable[[int], Any]
     save: Callable[[], Any] | None = None
     restore: Callable[[Any], Any] | None = None
-    """Undo of `seed`, from what `save` returned; without it the library keeps its seed."""
 
 
-def _cupy() -> Any:
-    return sys.modules["cupy"].random
+def _function(module: str, path: str) -> Callable[..., Any]:
+    def call(*given: Any) -> Any:
+        return attrgetter(path)(sys.modules[module])(*given)  # only by then is the module there
 
-
-def _seed_tensorflow(seed: int) -> None:
-    sys.modules["tensorflow"].random.set_seed(seed)
-
-
-def _gymnasium() -> Any:
-    return sys.modules["gymnasium.utils.seeding"]
+    return call
 
 
 def _seed_gymnasium(root: int) -> None:
@@ -54,7 +55,8 @@ def _seed_gymnasium(root: int) -> None:
     before are not reached, nor is code that has imported the function by its name before.
     https://gymnasium.farama.org/api/utils/#seeding
     """
-    original = _gymnasium().np_random
+    seeding = sys.modules[_GYMNASIUM]
+    original = vars(seeding)["np_random"]
     numbers = count()
 
     @wraps(original)
@@ -64,23 +66,25 @@ def _seed_gymnasium(root: int) -> None:
         name = f"{current_process().name}/{next(numbers)}"
         return original(derive(name, root, kind="gymnasium").entropy("numpy"))
 
-    _gymnasium().np_random = np_random
+    vars(seeding)["np_random"] = np_random
 
 
-def _put_back_gymnasium(function: Any) -> None:
-    _gymnasium().np_random = function
-
-
+_set_cupy = _function("cupy", "random.set_random_state")
 SEEDERS = (
     Seeder(
         "cupy",
         # A new state rather than a new seed of the old one: so that the old one can come back.
-        lambda seed: _cupy().set_random_state(_cupy().RandomState(seed)),
-        lambda: _cupy().get_random_state(),
-        lambda state: _cupy().set_random_state(state),
+        lambda seed: _set_cupy(_function("cupy", "random.RandomState")(seed)),
+        _function("cupy", "random.get_random_state"),
+        _set_cupy,
     ),
-    Seeder("tensorflow", _seed_tensorflow),
-    Seeder("gymnasium", _seed_gymnasium, lambda: _gymnasium().np_random, _put_back_gymnasium),
+    Seeder("tensorflow", _function("tensorflow", "random.set_seed")),
+    Seeder(
+        "gymnasium",
+        _seed_gymnasium,
+        lambda: vars(sys.modules[_GYMNASIUM])["np_random"],
+        lambda function: setattr(sys.modules[_GYMNASIUM], "np_random", function),
+    ),
 )
 """The libraries known without anybody registering them."""
 
@@ -93,8 +97,7 @@ class _State:
 
     seed: int | None = None
     finder: AfterImport | None = None
-    seeded: dict[str, Any] = field(default_factory=dict)
-    """Library -> its own state before it was seeded."""
+    seeded: dict[str, Any] = field(default_factory=dict)  # library -> its own state before
 
 
 _state = _State()
@@ -115,13 +118,11 @@ def register_seeder(
     """
     way_back = (save is None and restore is None) or (callable(save) and callable(restore))
     if not isinstance(module, str) or not module or not callable(seed) or not way_back:
-        raise SeedingError(
-            Problem(
-                "not a seeder",
-                found=f"register_seeder({shown(module)}, {shown(seed)})",
-                legal="the name of a module, a function that takes a seed, and functions to save "
-                "and restore or neither",
-            )
+        raise SeedingError.about(
+            "not a seeder",
+            found=f"register_seeder({shown(module)}, {shown(seed)})",
+            legal="the name of a module, a function that takes a seed, and functions to save "
+            "and restore or neither",
         )
     _registered[module] = Seeder(module, seed, save, restore)
     if _state.seed is not None:
@@ -157,11 +158,6 @@ class LibrarySeeds:
         _state.seed, _state.seeded = saved
         if _state.seed is not None:
             _watch()
-
-
-def seeded_libraries() -> tuple[str, ...]:
-    """Return the modules that were seeded so far under the seed in force."""
-    return tuple(sorted(_state.seeded))
 
 
 def seed_again(seed: int) -> None:
@@ -214,16 +210,15 @@ def _seeders() -> dict[str, Seeder]:
 
 @cache
 def _installed() -> dict[str, Seeder]:
-    """Return the seeders of installed packages, looked for once: that takes milliseconds."""
+    # Searched once: that takes milliseconds.
     from importlib.metadata import entry_points  # takes 20 ms, and only a seed needs it
 
+    def seed_by(entry: EntryPoint, seed: int) -> None:
+        # Loading the entry point may import the library, so it happens no sooner than this.
+        entry.load()(seed)
+
     found = entry_points(group=GROUP)
-    return {entry.name: Seeder(entry.name, partial(_seed_by, entry)) for entry in found}
-
-
-def _seed_by(entry: EntryPoint, seed: int) -> None:
-    # Loading the entry point may import the library, so it happens no sooner than this.
-    entry.load()(seed)
+    return {entry.name: Seeder(entry.name, partial(seed_by, entry)) for entry in found}
 
 
 def reseed(seed: int) -> None:

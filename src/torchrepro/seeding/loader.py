@@ -30,7 +30,7 @@ from torchrepro.seeding.loader_worker import (
     start_from,
     worker_stream,
 )
-from torchrepro.seeding.streams import Stream, derive, whole
+from torchrepro.seeding.streams import Stream, derive, nonnegative_int
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     import torch
 
 _NOTHING: Mapping[bytes, int] = {}
-_AGAIN = "torchrepro_again"
-"""Under this key the state of a sampler's iterator holds how often it has yielded each index."""
+_AGAIN = "torchrepro_again"  # key in a sampler's state: how often it has yielded each index
 
 
 class WorkerSeeder(NamedTuple):
@@ -84,20 +83,16 @@ def worker_seeder(init: Any) -> WorkerSeeder | None:
 
 
 class Loading:
-    """What the samples of one iteration draw from by torch's protocol; its `worker_init_fn`."""
+    """What the samples of one iteration draw from by torch's protocol; its `worker_init_fn`.
 
-    stream: Stream | None = None
-    """What the samples of the present epoch are parts of; None until torch has drawn its base seed.
-
-    Until then a worker knows it by the seed with which torch started it.
+    They are parts of `stream`, which is None until torch has drawn its base seed: a worker knows it
+    by the seed with which torch started it. They depend on the seeds that were `given` by the
+    program as well. The first `start` batches of the epoch are left out.
     """
 
+    stream: Stream | None = None
     given: Given | None = None
-    """The program's own seeds that the samples of the present epoch depend on, if they do."""
-
     start = 0
-    """How many batches of the present epoch are left out."""
-
     author_init: Callable[[int], Any] | None = None
     active = True
     _draws_base_seed = False
@@ -151,12 +146,8 @@ class NamedLoading(Loading):
         self.name, self.author_init, self.given = name, author_init, None
         self.root = streams.current_plan().root(name)
         streams.note_drawn(name)
-        self.next_epoch = whole("epoch", epoch)
-        self.next_start = 0
-        self.program_seed = self._program_seed_now()
-        """What the program had seeded torch with when the present epoch began, if that is part of
-        the seed."""
-
+        self.next_epoch, self.next_start = nonnegative_int("epoch", epoch), 0
+        self.program_seed = self._program_seed_now()  # as the present epoch began
         self._resumed_seed: list[int | None] = []
         self._enter(self.next_epoch)
 
@@ -191,7 +182,36 @@ class NamedLoading(Loading):
 
     def indices(self, sampler: Any, generator: torch.Generator | None) -> Iterator[Any]:
         """Return what `sampler` yields, which draws from a place of its own in the generators."""
-        return _from_own_place(sampler, generator, self.order)
+        return self._from_own_place(sampler, generator, self.order)  # of the epoch that begins here
+
+    @staticmethod
+    def _from_own_place(
+        sampler: Any, generator: torch.Generator | None, order: Stream
+    ) -> Iterator[Any]:
+        from torch.utils import data
+
+        own = [] if generator is None else [slot_of(generator)]
+        end = object()
+        with isolated_draws(own):
+            start_from(order)
+            if generator is not None:
+                generator.set_state(order.torch().get_state())
+            indices = iter(sampler)
+            index = next(indices, end)
+            # These of torch's use the global generators before their first index alone. Any other
+            # sampler may draw whenever it likes, which costs a change of all of them per batch.
+            draws_at_first = type(_sampler_of_indices(sampler)) in (
+                data.SequentialSampler,
+                data.RandomSampler,
+                data.SubsetRandomSampler,
+                data.WeightedRandomSampler,
+                data.DistributedSampler,
+            )
+            position = Position(own if draws_at_first else [*host_slots().values(), *own])
+        while index is not end:
+            yield index
+            with position.resumed():
+                index = next(indices, end)
 
     def _program_seed_now(self) -> int | None:
         if self.name in self.plan.streams:
@@ -218,8 +238,7 @@ class SeededSampler:
         self, sampler: Any, loading: Loading, generator: torch.Generator | None, yields: str
     ) -> None:
         self.sampler, self.loading, self.generator = sampler, loading, generator
-        self.yields = yields
-        """What the indices are that it yields: of `samples` or of `batches`."""
+        self.yields = yields  # indices of `samples` or of `batches`
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -245,10 +264,7 @@ class StatefulSeededSampler(SeededSampler):
 
 
 def seeded_sampler(loader: Any, loading: Loading, generator: Any) -> dict[str, SeededSampler]:
-    """Return what replaces the sampler of `loader` in an iteration that `loading` seeds.
-
-    By the name of the attribute that holds it.
-    """
+    """Return what replaces the sampler of `loader`, by the name of the attribute that holds it."""
     holder, yields = "batch_sampler", "batches"
     if loader.batch_sampler is None:
         holder, yields = "sampler", "samples"
@@ -284,10 +300,7 @@ class _Requests:
         return Request(self._stream or loading.stream, index, again, loading.given)
 
     def _next(self) -> tuple[Any, Mapping[bytes, int]]:
-        """Return the next index, and how often the epoch has had each of its samples before.
-
-        Samples that come for the first time, and once, are left out.
-        """
+        # With each index, how often the epoch has had those of its samples that come again.
         index = next(self._indices)
         if not self._repeats:
             return index, _NOTHING
@@ -315,25 +328,6 @@ class _StatefulRequests(_Requests):
         again = own.pop(_AGAIN, {})
         self._indices.load_state_dict(own)  # type: ignore[attr-defined]
         self._so_far = Counter({name.encode(): n for name, n in again.items()})
-
-
-def _from_own_place(
-    sampler: Any, generator: torch.Generator | None, order: Stream
-) -> Iterator[Any]:
-    own = [] if generator is None else [slot_of(generator)]
-    end = object()
-    with isolated_draws(own):
-        start_from(order)
-        if generator is not None:
-            generator.set_state(order.torch().get_state())
-        indices = iter(sampler)
-        index = next(indices, end)
-        moved = own if _draws_at_first_only(sampler) else [*host_slots().values(), *own]
-        position = Position(moved)
-    while index is not end:
-        yield index
-        with position:
-            index = next(indices, end)
 
 
 def _has_state(part: Any) -> bool:
@@ -369,22 +363,6 @@ def _may_repeat(sampler: Any) -> bool:
     return type(sampler) not in (data.SequentialSampler, data.DistributedSampler)
 
 
-def _draws_at_first_only(sampler: Any) -> bool:
-    """Whether `sampler` is one of torch's that use the global generators before their first index.
-
-    It saves a change of all generators per batch. Any other sampler may draw whenever it likes.
-    """
-    from torch.utils import data
-
-    return type(_sampler_of_indices(sampler)) in (
-        data.SequentialSampler,
-        data.RandomSampler,
-        data.SubsetRandomSampler,
-        data.WeightedRandomSampler,
-        data.DistributedSampler,
-    )
-
-
 def samplers_within(sampler: Any) -> Iterator[Any]:
     """Yield `sampler`, the one that it makes batches of or shares out, and so on."""
     seen: list[Any] = []
@@ -399,28 +377,22 @@ def samplers_within(sampler: Any) -> Iterator[Any]:
 class Register:
     """The loaders that are seeded since a seed came in force."""
 
+    # Those that were not made with `dataloader_kwargs`, each with what seeds it.
     loadings: WeakKeyDictionary[Any, Loading] = field(default_factory=WeakKeyDictionary)
-    """Those that were not made with `dataloader_kwargs`, each with what seeds it."""
-
+    # Names of loaders in a snapshot that are still to be made, each with its next epoch.
     named: dict[str, int] = field(default_factory=dict)
-    """Names of loaders in a snapshot, not made again yet, each with its next epoch."""
-
+    # What a reader has to know of the loading of data, by what it is about.
     notes: dict[str, str] = field(default_factory=dict)
-    """What a reader has to know of the loading of data, by what it is about."""
 
 
 @dataclass(slots=True)
 class Loaders:
     """The loaders of this process that torchrepro seeds."""
 
-    automatic: bool = False
-    """Whether loaders that were not made with `dataloader_kwargs` are seeded."""
-
-    register: Register = field(default_factory=Register)
-    """Those of the seed in force."""
-
+    automatic: bool = False  # whether those that were not made with `dataloader_kwargs` are seeded
+    register: Register = field(default_factory=Register)  # those of the seed in force
+    # The seeding of those made with `dataloader_kwargs`, while they are alive.
     explicit: WeakSet[NamedLoading] = field(default_factory=WeakSet)
-    """The seeding of the loaders made with `dataloader_kwargs`, while they are alive."""
 
 
 loaders = Loaders()
@@ -463,13 +435,11 @@ def loading_of_iteration(loader: Any) -> Loading | None:
     if not {"sampler", "batch_sampler"} <= vars(loader).keys():
         return None
     loadings = loaders.register.loadings
-    if getattr(loader, "_iterator", None) is not None and loader.persistent_workers:
-        present = loadings.get(loader)
-        if present is not None:
-            present.begin_again()
-        return present  # None where its workers started before the profile was in force
-    loadings[loader] = Loading()
-    return loadings[loader]
+    if getattr(loader, "_iterator", None) is None or not loader.persistent_workers:
+        loadings[loader] = Loading()
+    elif loader in loadings:
+        loadings[loader].begin_again()
+    return loadings.get(loader)  # None where its workers started before the profile was in force
 
 
 def author_seeds_workers(loader: Any) -> bool:

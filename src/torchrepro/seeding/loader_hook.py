@@ -1,4 +1,4 @@
-"""Where seeding meets torch's DataLoader: every loader by itself, or one that asks for it.
+"""Where seeding enters torch's DataLoader: every loader by itself, or one that asks for it.
 
 An iteration starts with ``DataLoader.__iter__``, which is wrapped while anything asks for it.
 """
@@ -19,7 +19,7 @@ from torchrepro.console import say_once
 from torchrepro.errors import SeedingError
 from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.imports import AfterImport, named
-from torchrepro.messages import Problem, shown
+from torchrepro.messages import shown
 from torchrepro.patching import wrap
 from torchrepro.seeding import streams
 from torchrepro.seeding.loader import (
@@ -51,14 +51,14 @@ from torchrepro.seeding.loader_worker import (
     epoch_stream,
     in_loader,
     isolated_draws,
-    named_reader,
+    put_reader_maker,
     reader_of_items,
+    reader_of_named_items,
     reader_of_samples,
-    readers_made_by,
     start_from,
     worker_stream,
 )
-from torchrepro.seeding.streams import Stream, checked_name, whole
+from torchrepro.seeding.streams import Stream, checked_name, nonnegative_int
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -127,7 +127,7 @@ workers_policy = WorkersPolicy()
 def author_worker_init(init: Any) -> Any:
     """Return the author's part of what a loader calls as its `worker_init_fn`, or None."""
     if isinstance(init, _PreparedWorker):
-        init = init.then
+        init = init.after
     return init.author_init if isinstance(init, Loading) else init
 
 
@@ -182,33 +182,37 @@ def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
     knows no epochs is left as it is, and one that torchrepro does not seed begins at its first
     batch, which a note says once.
     """
-    number, left_out = whole("epoch", epoch), whole("start", start)
+    number, left_out = nonnegative_int("epoch", epoch), nonnegative_int("start", start)
     loading = named_loading_of(loader)
-    author_decides = (
-        not is_kept(loader) or loader.generator is not None or author_seeds_workers(loader)
+    has_own = getattr(loader, "generator", None) is not None or author_seeds_workers(loader)
+    advice = (
+        "it has a generator or worker_init_fn of its own: give it "
+        "torchrepro.dataloader_kwargs(name) instead"
+        if has_own
+        else "make it with torchrepro.dataloader_kwargs(name), or apply a profile with "
+        "dataloader.seeding: auto"
     )
-    if loading is None and loaders.automatic and not author_decides and not loader._iterator:  # noqa: SLF001 - torch keeps it nowhere else
+    named_now = loading is None and loaders.automatic and is_kept(loader) and not has_own
+    if named_now and not loader._iterator:  # noqa: SLF001 - torch keeps it nowhere else
         # One that nobody named is called after its dataset.
         loading = NamedLoading(kind_of_dataset(loader.dataset))
         loaders.register.loadings[loader] = loading
     if loading is None and not loaders.automatic and streams.current_plan().seed is None:
         if left_out:
-            say_once(f"set_epoch: nothing seeds this loader, so it begins anew: {_advice(loader)}")
+            say_once(f"set_epoch: nothing seeds this loader, so it begins anew: {advice}")
         set_epoch_of_parts(loader, number)
         return
     if left_out and (loading is None or reads_items(loader)):
         why = "an IterableDataset" if loading is not None else "a loader that is not seeded here"
-        raise SeedingError(
-            Problem(f"batches of {why} cannot be skipped", key="start", found=shown(start))
-        )
-    if loading is None and not parts_with_epochs(loader):
-        raise SeedingError(
-            Problem(
-                "nothing in this loader knows epochs", found=shown(loader), todo=_advice(loader)
-            )
+        raise SeedingError.about(
+            f"batches of {why} cannot be skipped", key="start", found=shown(start)
         )
     if loading is not None:
         loading.go_to(number, left_out)
+    elif not parts_with_epochs(loader):
+        raise SeedingError.about(
+            "nothing in this loader knows epochs", found=shown(loader), todo=advice
+        )
     set_epoch_of_parts(loader, number)
 
 
@@ -216,19 +220,6 @@ def set_epoch_of_parts(loader: Any, epoch: int) -> None:
     """Call `set_epoch` of the samplers and of the dataset of `loader`, where they have one."""
     for part in parts_with_epochs(loader):
         part.set_epoch(epoch)
-
-
-def _advice(loader: Any) -> str:
-    """Return what makes torchrepro seed `loader`."""
-    if getattr(loader, "generator", None) is not None or author_seeds_workers(loader):
-        return (
-            "it has a generator or worker_init_fn of its own: give it "
-            "torchrepro.dataloader_kwargs(name) instead"
-        )
-    return (
-        "make it with torchrepro.dataloader_kwargs(name), or apply a profile with "
-        "dataloader.seeding: auto"
-    )
 
 
 def _settle() -> None:
@@ -268,7 +259,10 @@ def _wrapped_iter(original: Callable[..., Any]) -> Callable[..., Any]:
     def __iter__(loader: Any) -> Any:  # noqa: N807 - it stands for that method
         if any(other is loader for other in _being_started):
             return original(loader)  # a wrapper of an earlier profile, inside somebody's own
-        if delivery_of(loader) is None and _is_followed(loader):
+        # Somebody may ask how far the program has come with the loader.
+        in_main = threading.current_thread() is threading.main_thread()
+        is_followed = (loaders.automatic and in_main) or named_loading_of(loader) is not None
+        if is_followed and is_kept(loader) and not in_loader() and delivery_of(loader) is None:
             return Delivery(loader, partial(_iterate, original, loader))
         return _iterate(original, loader)
 
@@ -287,34 +281,6 @@ def _iterate(original: Callable[[Any], Any], loader: Any) -> Any:
     return original(loader)
 
 
-def _is_followed(loader: Any) -> bool:
-    """Whether somebody may ask how far the program has come with `loader`."""
-    if not is_kept(loader) or in_loader():
-        return False
-    in_main = threading.current_thread() is threading.main_thread()
-    return (loaders.automatic and in_main) or named_loading_of(loader) is not None
-
-
-def _note_seeding_of_workers(loader: Any, loading: Loading | None) -> None:
-    """Note what a `worker_init_fn` means for what `loader` loads, once for each line."""
-    if in_loader():
-        return
-    seeder = worker_seeder(loader.worker_init_fn)
-    where = program_place(sys._getframe())  # noqa: SLF001 - documented; `inspect` takes 100 times as long
-    if loading is not None and seeder is not None:
-        names_none = reads_items(loader)
-        loaders.register.notes[f"{seeder} at {where}"] = (
-            f"numbers in data loading {'depend on' if names_none else 'are the same for any'} "
-            f"num_workers: loader at {where} is seeded by torchrepro instead of by {seeder}"
-            f"{', but reads an IterableDataset' if names_none else ''}"
-        )
-    elif loading is None and author_seeds_workers(loader):
-        loaders.register.notes[f"worker_init_fn at {where}"] = (
-            f"numbers in data loading depend on num_workers: loader at {where} has a "
-            "worker_init_fn of its own"
-        )
-
-
 def _wrapped_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     def state_dict(loader: Any) -> Any:
         started = loader._iterator is not None  # noqa: SLF001 - it starts an iteration otherwise
@@ -323,20 +289,22 @@ def _wrapped_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
         if loading is None:
             return state
         finished = loader._iterator._finished  # noqa: SLF001 - torchdata keeps it nowhere else
-        return {**state, KEY: _state_of(loading, loader, finished=finished)}
+        own: dict[str, Any] = {}
+        if isinstance(loading, NamedLoading):
+            own = {
+                "epoch": loading.next_epoch - (not finished),
+                "program_seed": None if finished else loading.program_seed,
+                "within": not finished,
+            }
+        elif not finished and loading.stream is not None and loading.given is not None:
+            own = {
+                "stream": loading.stream.key.hex(),
+                "given": [seed.hex() for seed in loading.given],
+                "batch_size": batch_size(loader),
+            }
+        return {**state, KEY: own}
 
     return state_dict
-
-
-def _state_of(loading: Loading, loader: Any, *, finished: bool) -> dict[str, Any]:
-    if isinstance(loading, NamedLoading):
-        epoch = loading.next_epoch - (not finished)
-        program_seed = None if finished else loading.program_seed
-        return {"epoch": epoch, "program_seed": program_seed, "within": not finished}
-    if finished or loading.stream is None or loading.given is None:
-        return {}
-    given = [seed.hex() for seed in loading.given]
-    return {"stream": loading.stream.key.hex(), "given": given, "batch_size": batch_size(loader)}
 
 
 def _wrapped_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -389,17 +357,33 @@ def _start(original: Callable[[Any], Any], loader: Any, delivery: Delivery | Non
         begun = original(loader)
     if loading is not None and loading.stream is None:
         # Private, because torch shows the number that it has drawn to workers alone.
-        iterator: Any = (
-            begun if hasattr(begun, "_base_seed") else getattr(loader, "_iterator", None)
-        )
+        iterator: Any = begun if hasattr(begun, "_base_seed") else loader._iterator  # noqa: SLF001
         if not hasattr(iterator, "_base_seed"):
-            raise SeedingError(
-                Problem(
-                    "this torch draws the base seed of a loader in a way torchrepro does not know"
-                )
+            raise SeedingError.about(
+                "this torch draws the base seed of a loader in a way torchrepro does not know"
             )
         loading.stream = epoch_stream(int(iterator._base_seed))  # noqa: SLF001 - see above
     return begun
+
+
+def _note_seeding_of_workers(loader: Any, loading: Loading | None) -> None:
+    """Note what a `worker_init_fn` means for what `loader` loads, once for each line."""
+    if in_loader():
+        return
+    seeder = worker_seeder(loader.worker_init_fn)
+    where = program_place(sys._getframe())  # noqa: SLF001 - documented; `inspect` takes 100 times as long
+    if loading is not None and seeder is not None:
+        names_none = reads_items(loader)
+        loaders.register.notes[f"{seeder} at {where}"] = (
+            f"numbers in data loading {'depend on' if names_none else 'are the same for any'} "
+            f"num_workers: loader at {where} is seeded by torchrepro instead of by {seeder}"
+            f"{', but reads an IterableDataset' if names_none else ''}"
+        )
+    elif loading is None and author_seeds_workers(loader):
+        loaders.register.notes[f"worker_init_fn at {where}"] = (
+            f"numbers in data loading depend on num_workers: loader at {where} has a "
+            "worker_init_fn of its own"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,13 +391,13 @@ class _PreparedWorker:
     """The ``worker_init_fn`` of a worker that puts policies in force before its author's."""
 
     policies: Mapping[str, Any]
-    then: Callable[[int], None] | None
+    after: Callable[[int], None] | None
 
     def __call__(self, worker: int) -> None:
         for policy, value in self.policies.items():
             named(policy).write(value)
-        if self.then is not None:
-            self.then(worker)
+        if self.after is not None:
+            self.after(worker)
 
 
 def _seed_iteration(
@@ -446,19 +430,19 @@ def _seed_iteration(
         loading.given = given_from(saved["given"])
         say_other_batch_size(loader, saved["batch_size"])
     epoch: Any = loading.stream
-    note = None if delivery is None else partial(setattr, delivery, "samples_draw")
+    note = None if delivery is None or is_named else partial(setattr, delivery, "samples_draw")
 
     def make_reader(by_index: bool, make: Callable[[], Any]) -> Any:  # noqa: FBT001 - torch's kind
-        if is_named:
-            return named_reader(by_index, make, epoch)
         if by_index:
-            return reader_of_samples(make(), note)
+            return reader_of_samples(make(), note, in_any_thread=is_named)
+        if is_named:
+            return reader_of_named_items(make, epoch)
         return reader_of_items(make, lambda: loading.stream)
 
     replaced = seeded_sampler(loader, loading, generator)
     undo.enter_context(_with(loader, worker_init_fn=loading, **replaced))
     if not loader.num_workers:  # a worker that is forked here must find torch's own readers
-        undo.enter_context(readers_made_by(make_reader))
+        undo.callback(put_reader_maker(make_reader))
 
 
 @contextmanager

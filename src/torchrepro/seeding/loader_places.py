@@ -35,33 +35,31 @@ if TYPE_CHECKING:
 
     from torchrepro.seeding.loader import Loading
 
+    PutBack = Callable[[], None]
+
 
 @dataclass(slots=True, eq=False)
-class Known:
+class _Known:
     """A loader with generators of its own, and those that are made from it."""
 
     kind: str
     number: int
-    epochs: int = 0
-    """How many it has begun."""
+    epochs: int = 0  # how many it has begun
 
 
 @dataclass(slots=True)
 class Resumption:
-    """An interrupted epoch that the next iteration of a loader takes up."""
+    """An interrupted epoch that the next iteration of a loader takes up.
+
+    `put_back` puts every generator where it stood at the interruption. A program may pass over the
+    batches that are done itself; `skip` of them are passed over here.
+    """
 
     place: Mapping[str, Any]
-    put_back: Callable[[], None]
-    """Puts every generator where it stood when the epoch was interrupted."""
-
+    put_back: PutBack
     skip: int = 0
-    """Batches that are passed over here; a program may pass over those that are done itself."""
-
-    found_epochs: list[int] = field(default_factory=list)
-    """What the samplers that count epochs said, as the epoch was taken up."""
-
-    iterations: int = 0
-    """How many have begun since."""
+    found_epochs: list[int] = field(default_factory=list)  # of samplers, as it was taken up
+    iterations: int = 0  # how many have begun since
 
     def begin(self, loader: Any) -> None:
         """Put `loader` where it stood as the epoch began."""
@@ -86,28 +84,14 @@ class Resumption:
         self.iterations += 1
 
 
-_awaited: list[Resumption] = []
-"""Interrupted epochs that wait for a loader of their kind."""
-
-_ended: list[Resumption] = []
-"""Epochs whose program was saved at their last batch: who skips all of one takes it up."""
-
-_resting: list[Mapping[str, Any]] = []
-"""What `resting` found in the run that goes on here, until a loader of the kind begins an epoch."""
-
-_known: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
-"""Loaders with generators of their own."""
-
-_lived_for_one: Counter[str] = Counter()
-"""How many such loaders of each kind were gone after one epoch."""
-
-_late: list[tuple[Callable[[], None], int]] = []
-_waiting: list[Delivery] = []
-"""Those that begin with the first batch that is asked for, in the order in which they were made."""
-
-_taken_up: WeakKeyDictionary[Any, Resumption] = WeakKeyDictionary()
-"""Loaders with the epoch that they take up next, or took up last."""
-
+_awaited: list[Resumption] = []  # interrupted epochs that wait for a loader of their kind
+_ended: list[Resumption] = []  # saved at their last batch: who skips all of one takes it up
+_resting: list[Mapping[str, Any]] = []  # what `resting` found, for the next epoch of each kind
+_taken_up: WeakKeyDictionary[Any, Resumption] = WeakKeyDictionary()  # by loader, next or last
+_known: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()  # loaders with own generators
+_lived_for_one: Counter[str] = Counter()  # those of each kind that were gone after one epoch
+_late: list[tuple[PutBack, int]] = []
+_waiting: list[Delivery] = []  # those that begin with the first batch, in order of their making
 _deliveries: WeakSet[Delivery] = WeakSet()
 _beginning: list[Delivery] = []
 _NO_PLACE: Mapping[str, Any] = {"batches": 0, "first": None, "last": None}
@@ -117,7 +101,12 @@ _first_of_run = -1
 
 
 class Delivery:
-    """The iterator of one epoch of a loader, which knows how far the program has come."""
+    """The iterator of one epoch of a loader, which knows how far the program has come.
+
+    It takes up a resumption: by default the one that waits for the loader, if any. `states` are
+    those of the generators as the epoch began, `batches` those that the program has got, with those
+    that a sampler left out, and `skip` those that it is not to get.
+    """
 
     def __init__(
         self,
@@ -125,22 +114,14 @@ class Delivery:
         start: Callable[[], Iterator[Any]],
         resumption: Resumption | None = None,
     ) -> None:
-        """Begin the iteration of `loader` that `start` returns, and that takes up an epoch, if any.
-
-        By default it takes up what waits for `loader`.
-        """
         self.loader, self._start = loader, start
         self._is_read_ahead = resumption is None  # by a framework, of which nobody knows how far
         self._resumption = resumption or _next_resumption(loader)
         self.skip = 0 if self._resumption is None else self._resumption.skip
-        """Batches that are passed over before the first one that the program gets."""
-
         self.loading: Loading | None = None
         self.number = next(_begun)
         self.is_over = False
-        self.samples_draw = False
-        """Whether the first sample that was read in this process drew random numbers."""
-
+        self.samples_draw = False  # whether the first sample read in this process drew numbers
         self._iterator: Any = None
         self._first: Mapping[str, Any] | None = None
         self._last: Mapping[str, Any] | None = None
@@ -167,11 +148,7 @@ class Delivery:
             taken.count_on(loader)
         self.epochs = [part.epoch for part in _counting_parts(loader)]
         self.batches = unskipped(_top_sampler(loader))[1]
-        """Those of the epoch that the program has got; those left out by a sampler count."""
-
         self.states = read_states(loader)
-        """Of the generators, as the epoch began."""
-
         _beginning.append(self)
         try:
             self._iterator = self._start()
@@ -204,7 +181,7 @@ class Delivery:
         return self._next()
 
     def _begin_in_turn(self) -> None:
-        """Begin, after those that were made before and wait for their first batch as well."""
+        # After those that were made before and wait for their first batch as well.
         if self._iterator is not None:
             return
         turn = _waiting.index(self) + 1
@@ -231,12 +208,9 @@ class Delivery:
         return batch
 
     def _before_reading(self) -> None:
-        """Note, or put, where the generators stand before a batch is read in this process.
-
-        A sampler first draws as the first batch is asked for. What no stream seeds draws from the
-        program's generators, whose numbers a training draws as well: in a resumed run a batch that
-        was read ahead draws the numbers of the interrupted one.
-        """
+        # A sampler first draws as the first batch is asked for. What no stream seeds draws from the
+        # program's generators, whose numbers a training draws as well: in a resumed run a batch
+        # that was read ahead draws the numbers of the interrupted one.
         draws_on = self._is_read_ahead and (self.loading is None or reads_items(self.loader))
         place = _NO_PLACE if self._resumption is None else self._resumption.place
         left = place["batches"] - self.batches
@@ -252,7 +226,6 @@ class Delivery:
             self._last = read_states(self.loader)
 
     def _go_on(self) -> None:
-        """Put the generators where they stood at the interruption, if this epoch had one."""
         if self._resumption is not None:
             resumption, self._resumption = self._resumption, None
             resumption.put_back()
@@ -301,19 +274,12 @@ def _alive() -> list[Delivery]:
     return sorted(_deliveries, key=lambda each: each.number)
 
 
-def interrupted() -> list[dict[str, Any]]:
-    """Return the places of the loaders that the program is in the middle of, first begun first."""
-    return [each.place() for each in _alive() if not each.is_over]
+def places(*, over: bool) -> list[dict[str, Any]]:
+    """Return the places of the loaders that the program is in the middle of, first begun first.
 
-
-def ended() -> list[dict[str, Any]]:
-    """Return the places of the loaders at their end that somebody has batches left of."""
-    return [each.place() for each in _alive() if each.is_over]
-
-
-def is_at_end(loader: Any) -> bool:
-    """Whether `loader` is at its end, and somebody has batches left of it."""
-    return any(each.loader is loader and each.is_over for each in _deliveries)
+    Where `over`, of those at their end that somebody has batches left of.
+    """
+    return [each.place() for each in _alive() if each.is_over == over]
 
 
 def place_of(loader: Any) -> dict[str, Any] | None:
@@ -322,17 +288,17 @@ def place_of(loader: Any) -> dict[str, Any] | None:
     return own[-1].place() if own else None
 
 
-def _know(loader: Any) -> Known | None:
+def _know(loader: Any) -> _Known | None:
     """Return what is known of `loader`, if it or a sampler of it holds a generator."""
     if not is_kept(loader) or (loader not in _known and not _own_slots(loader)):
         return None
     if loader not in _known:
-        known = _known[loader] = Known(kind_of(loader), next(_begun))
+        known = _known[loader] = _Known(kind_of(loader), next(_begun))
         finalize(loader, _note_end, known)
     return _known[loader]
 
 
-def _note_end(known: Known) -> None:
+def _note_end(known: _Known) -> None:
     if known.number > _first_of_run:
         _lived_for_one[known.kind] += known.epochs == 1
 
@@ -365,7 +331,7 @@ def await_resting(saved: Sequence[Mapping[str, Any]]) -> None:
     _lived_for_one.clear()
 
 
-def begin_late(put_back: Callable[[], None], together: int) -> None:
+def begin_late(put_back: PutBack, together: int) -> None:
     """Have the loaders that are iterated next begin as the first batch is asked for.
 
     `put_back` is called before, and as many as are read `together` begin at once. For a framework
@@ -375,17 +341,17 @@ def begin_late(put_back: Callable[[], None], together: int) -> None:
 
 
 def await_loaders(
-    places: Sequence[Mapping[str, Any]],
-    put_back: Callable[[], None],
-    at_end: Sequence[Mapping[str, Any]] = (),
+    interrupted: Sequence[Mapping[str, Any]],
+    put_back: PutBack,
+    ended: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Have the next loader of the kind of each of `places` take it up.
+    """Have the next loader of the kind of each place of an `interrupted` epoch take it up.
 
     The program passes over the batches that are done. `put_back` puts every generator where it
-    stood when the run was interrupted. Places `at_end` are for `skip_batches`.
+    stood when the run was interrupted. Places of `ended` epochs are for `skip_batches`.
     """
-    _awaited[:] = [Resumption(place, put_back) for place in places]
-    _ended[:] = [Resumption(place, put_back) for place in at_end]
+    _awaited[:] = [Resumption(place, put_back) for place in interrupted]
+    _ended[:] = [Resumption(place, put_back) for place in ended]
 
 
 def skip_batches(loader: Any, other: Any, number: int) -> bool:
@@ -415,9 +381,7 @@ def batches_of_pass(loader: Any, number: int) -> int:
     return int(resumption.place["batches"]) - 1
 
 
-def take_up(
-    loader: Any, place: Mapping[str, Any], put_back: Callable[[], None], skip: int = 0
-) -> None:
+def take_up(loader: Any, place: Mapping[str, Any], put_back: PutBack, skip: int = 0) -> None:
     """Have the next iteration of `loader` take up `place`, and pass over `skip` batches."""
     _awaited[:] = [each for each in _awaited if each.place["number"] != place["number"]]
     _taken_up[loader] = Resumption(place, put_back, skip)
@@ -435,7 +399,6 @@ def _awaited_by(loader: Any) -> Resumption | None:
 
 
 def _next_resumption(loader: Any) -> Resumption | None:
-    """Return what the iteration of `loader` that begins now takes up, or None."""
     own = _taken_up.get(loader) if is_kept(loader) else None
     if own is not None and not own.iterations:
         return own
@@ -564,15 +527,12 @@ def encoded_states(states: Mapping[str, Any] | None) -> dict[str, Any] | None:
 # which is then another than in the uninterrupted run: this is said.
 
 _READ, _PUT, _MANY = "get_rng_state", "set_rng_state", 1000
-_states_read: dict[int, None] = {}
-"""Digests of the states of torch's generator that the program has read in this process."""
-
-_states_put: list[bool] = []
-"""One entry for each state that it has put back without having read it here: it was saved."""
+_states_read: dict[int, None] = {}  # digests of those that the program read in this process
+_states_put: list[bool] = []  # an entry for each that it put back without having read it here
 
 
 def watch_own_resumes(*, begins: bool) -> None:
-    """Hear of the program's reading and putting of torch's generator from now on, or no more."""
+    """Listen to the program's reading and putting of torch's generator from now on, or stop it."""
     _states_read.clear()
     _states_put.clear()
     if not begins:

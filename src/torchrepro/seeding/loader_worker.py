@@ -17,13 +17,11 @@ from operator import index as as_index
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import SeedingError
-from torchrepro.messages import Problem
 from torchrepro.seeding.generators import States, host_slots, seed_host, seed_sample
 from torchrepro.seeding.streams import (
     current_plan,
     derive,
     keep_program_seed,
-    present_worker,
     put_program_seed,
     stream,
 )
@@ -56,11 +54,6 @@ class _Present(threading.local):
 _here = _Present()
 
 
-def loads_sample() -> bool:
-    """Whether this thread loads a sample for a loader that is seeded, or is a loader's worker."""
-    return _here.draw is not None or present_worker() is not None
-
-
 def in_loader() -> bool:
     """Whether this thread is loading a sample or a batch of a seeded loader."""
     return _here.draw is not None
@@ -83,13 +76,11 @@ def sample_rng() -> np.random.Generator:
             _here.unseeded = (key, source.numpy())
         return _here.unseeded[1]
     if draw is None:
-        raise SeedingError(
-            Problem(
-                "no sample is being loaded by a seeded DataLoader",
-                found="sample_rng()",
-                todo="call it in the dataset of a DataLoader made with dataloader_kwargs, or "
-                "under a profile with dataloader.seeding: auto",
-            )
+        raise SeedingError.about(
+            "no sample is being loaded by a seeded DataLoader",
+            found="sample_rng()",
+            todo="call it in the dataset of a DataLoader made with dataloader_kwargs, or under a "
+            "profile with dataloader.seeding: auto",
         )
     if draw.generator is None:
         draw.generator = draw.stream.part(b"ready").numpy()
@@ -112,13 +103,11 @@ def epoch_stream(base_seed: int) -> Stream:
 
 
 def _stream_of_worker() -> Stream:
-    """Return what the samples of the epoch are parts of with which this worker was started.
-
-    torch starts worker `id` of an epoch with the seed `base seed + id`
-    (https://docs.pytorch.org/docs/stable/data.html#randomness-in-multi-process-data-loading).
-    """
+    """Return what the samples of the epoch are parts of with which this worker was started."""
     from torch.utils.data import get_worker_info
 
+    # torch starts worker `id` of an epoch with the seed `base seed + id`:
+    # https://docs.pytorch.org/docs/stable/data.html#randomness-in-multi-process-data-loading
     info: Any = get_worker_info()
     return epoch_stream(info.seed - info.id)
 
@@ -152,20 +141,20 @@ def isolated_draws(slots: Iterable[Slot] = ()) -> Iterator[None]:
 
 
 class Position:
-    """A place in some generators that is not the program's: entered, moved, and left."""
+    """A place in some generators that is not the program's, from where `resumed` blocks draw on."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
-        self._slots = slots
-        self._inside = _Place(slots)
-        self._outside: list[_Place] = []
+        self._slots, self._inside = slots, _Place(slots)
 
-    def __enter__(self) -> None:
-        self._outside.append(_Place(self._slots))
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        outside = _Place(self._slots)
         self._inside.put_back()
-
-    def __exit__(self, *_: object) -> None:
-        self._inside = _Place(self._slots)
-        self._outside.pop().put_back()
+        try:
+            yield
+        finally:
+            self._inside = _Place(self._slots)
+            outside.put_back()
 
 
 def label(index: Any) -> bytes:
@@ -189,7 +178,7 @@ def label(index: Any) -> bytes:
 class Request:
     """What a sampler asks for; every sample of it draws from a part of a stream of its own.
 
-    `collate_fn`, and a dataset that reads whole batches, draw from the batch's part.
+    `collate_fn`, and a dataset that reads complete batches, draw from the batch's part.
     """
 
     stream: Stream | None
@@ -257,15 +246,15 @@ class _SeededSamples:
 
 
 class _SeededBatches(_SeededSamples):
-    """A dataset that reads whole batches; each batch starts from a stream of its own."""
+    """A dataset that reads complete batches; each batch starts from a stream of its own."""
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         self._request.start_batch(self._stream)
         return self._dataset.__getitems__(indices)
 
 
-def _put_reader_maker(make: Callable[[bool, Callable[[], Any]], Any]) -> Callable[[], None]:
-    """Have `make` make torch's readers, and return the undo.
+def put_reader_maker(make: Callable[[bool, Callable[[], Any]], Any]) -> Callable[[], None]:
+    """Have ``make(reads samples by index, original)`` make torch's readers; return the undo.
 
     Private (``torch.utils.data._DatasetKind.create_fetcher``), because torch has no public place
     between a sampler and a dataset. Where it is gone, seeding a loader raises.
@@ -274,24 +263,12 @@ def _put_reader_maker(make: Callable[[bool, Callable[[], Any]], Any]) -> Callabl
 
     maker: Any = getattr(data, "_DatasetKind", None)
     if not hasattr(maker, "create_fetcher"):
-        raise SeedingError(
-            Problem("this torch reads datasets in a way that torchrepro does not know")
-        )
+        raise SeedingError.about("this torch reads datasets in a way that torchrepro does not know")
     original = maker.create_fetcher
     maker.create_fetcher = staticmethod(
         lambda kind, *rest: make(kind == maker.Map, partial(original, kind, *rest))
     )
     return lambda: setattr(maker, "create_fetcher", staticmethod(original))
-
-
-@contextmanager
-def readers_made_by(make: Callable[[bool, Callable[[], Any]], Any]) -> Iterator[None]:
-    """Have ``make(reads samples by index, original)`` make the readers of torch in the block."""
-    undo = _put_reader_maker(make)
-    try:
-        yield
-    finally:
-        undo()
 
 
 def seed_readers_of_worker(worker: int, begun: Stream | None, given: Given | None) -> None:
@@ -305,13 +282,13 @@ def seed_readers_of_worker(worker: int, begun: Stream | None, given: Given | Non
     streams_begun = [begun]
 
     def make(by_index: bool, original: Callable[[], Any]) -> Any:  # noqa: FBT001 - torch's kind
-        if by_index:
-            reader = original()
-            reader.fetch = _seeded_fetch(reader)
-            return reader
-        return _ItemReader(original, worker, streams_begun.pop() if streams_begun else None)
+        if not by_index:
+            return _ItemReader(original, worker, streams_begun.pop() if streams_begun else None)
+        reader = original()
+        reader.fetch = _seeded_fetch(reader)
+        return reader
 
-    _put_reader_maker(make)  # for as long as the process lives
+    put_reader_maker(make)  # for as long as the process lives
     start_from(worker_stream(begun, worker), given)
 
 
@@ -324,50 +301,24 @@ def _seeded_fetch(reader: Any) -> Callable[[Any], Any]:
 
 
 def _index_in(request: Any) -> Any:
-    """Return what a sampler has yielded, of which a `Request` may have been made."""
     return request.index if isinstance(request, Request) else request
 
 
-def named_reader(reads_samples: bool, make: Callable[[], Any], epoch: Stream) -> Any:  # noqa: FBT001 - torch's kind
-    """Return the reader of a named loader in the main process.
+def reader_of_samples(
+    reader: Any, note: Callable[[bool], None] | None, *, in_any_thread: bool
+) -> Any:
+    """Have `reader`, torch's of a map-style dataset in the main process, seed what it reads.
 
-    It leaves the program's own generators where they are. An `IterableDataset` draws from `epoch`.
-    """
-    if reads_samples:
-        reader = make()
-        fetch = _seeded_fetch(reader)
-
-        def fetch_samples(request: Any) -> Any:
-            with isolated_draws():
-                return fetch(request)
-
-        reader.fetch = fetch_samples
-        return reader
-    start_from(worker_stream(epoch, 0))  # torch has drawn from it since the epoch began
-    items = _ItemReader(make, 0, epoch)
-    position, fetch = Position([*host_slots().values()]), items.fetch
-
-    def fetch_items(request: Any) -> Any:
-        with position:
-            return fetch(request)
-
-    vars(items)["fetch"] = fetch_items
-    return items
-
-
-def reader_of_samples(reader: Any, note: Callable[[bool], None] | None) -> Any:
-    """Have `reader`, torch's of a map-style dataset, seed what it reads in the main thread.
-
-    The program's own generators stay where they are. `note` is told whether the first sample draws.
-    A thread beside the main one reads as without a profile: samples are seeded through the global
-    generators, from which the main thread draws meanwhile.
+    The program's own generators stay where they are. `note` is called with whether the first
+    sample draws. A thread beside the main one reads as without a profile, unless `in_any_thread`:
+    samples are seeded through the global generators, from which the main thread draws meanwhile.
     """
     unseeded, seeded = reader.fetch, _seeded_fetch(reader)
     warned: list[bool] = []
     _here.note_first = note
 
     def fetch(request: Any) -> Any:
-        if threading.current_thread() is threading.main_thread():
+        if in_any_thread or threading.current_thread() is threading.main_thread():
             with isolated_draws():
                 return seeded(request)
         if not warned:
@@ -389,28 +340,39 @@ def reader_of_items(make: Callable[[], Any], epoch: Callable[[], Stream | None])
 
     `sample_rng` draws from the stream that `epoch` returns, once there is one.
     """
+    reader = make()
+    original = reader.fetch
     draws: list[_Draw] = []
 
-    @contextmanager
-    def reading() -> Iterator[None]:
+    def fetch(request: Any) -> Any:
         stream = epoch()
         if not draws and stream is not None:
             draws.append(_Draw(worker_stream(stream, 0)))
         before, _here.draw = _here.draw, draws[0] if draws else None
         try:
-            yield
+            return original(_index_in(request))
         finally:
             _here.draw = before
 
-    reader = make()
-    original = reader.fetch
-
-    def fetch(request: Any) -> Any:
-        with reading():
-            return original(_index_in(request))
-
     reader.fetch = fetch
     return reader
+
+
+def reader_of_named_items(make: Callable[[], Any], epoch: Stream) -> Any:
+    """Return a reader of an `IterableDataset` in the main process that draws from `epoch` alone.
+
+    It reads as the only worker of a loader, and leaves the program's generators where they are.
+    """
+    start_from(worker_stream(epoch, 0))  # torch has drawn from it since the epoch began
+    items = _ItemReader(make, 0, epoch)
+    position, fetch = Position([*host_slots().values()]), items.fetch
+
+    def fetch_items(request: Any) -> Any:
+        with position.resumed():
+            return fetch(request)
+
+    vars(items)["fetch"] = fetch_items
+    return items
 
 
 class _ItemReader:
@@ -427,7 +389,6 @@ class _ItemReader:
             self._made()
 
     def fetch(self, request: Any) -> Any:
-        """Load what `request` asks for, as torch's reader does."""
         if not isinstance(request, Request):
             return self._made().fetch(request)
         stream = request.stream or _stream_of_worker()
@@ -435,7 +396,7 @@ class _ItemReader:
             late = self._reader is not None
             vars(self)["_begun"] = stream
             start_from(worker_stream(stream, self._worker), request.given)
-            if late:  # somebody looked at it before the epoch was known
+            if late:  # somebody asked it for something before the epoch was known
                 self._reader.dataset_iter = iter(self._reader.dataset)
         return self._made().fetch(request.index)
 

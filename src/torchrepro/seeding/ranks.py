@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torchrepro.errors import SeedingError
-from torchrepro.messages import Problem, near, shown
+from torchrepro.messages import near, shown
 
 POLICIES = ("distinct", "same")
 RankPolicy = str | Mapping[str, str] | None
@@ -72,13 +72,11 @@ def coordinate(policy: RankPolicy, mesh: Mesh | None) -> int:
     if mesh is None:
         here = world()
         if isinstance(policy, Mapping) and here.size > 1:
-            raise SeedingError(
-                Problem(
-                    "names dimensions of a device mesh, and this process knows none",
-                    key="ranks",
-                    found=shown(dict(policy)),
-                    todo="call torchrepro.use_mesh(mesh) once the mesh is made",
-                )
+            raise SeedingError.about(
+                "names dimensions of a device mesh, and this process knows none",
+                key="ranks",
+                found=shown(dict(policy)),
+                todo="call torchrepro.use_mesh(mesh) once the mesh is made",
             )
         return here.rank
     _check_dimensions(policy, mesh.names)
@@ -94,17 +92,14 @@ def checked_policy(policy: Any) -> RankPolicy:
     """Return `policy` if it is one; raises `SeedingError` otherwise."""
     for choice in policy.values() if isinstance(policy, Mapping) else [policy]:
         if choice is not None and choice not in POLICIES:
-            raise SeedingError(
-                Problem(
-                    "not a policy for ranks",
-                    key="ranks",
-                    found=shown(choice),
-                    legal=", ".join(POLICIES),
-                    near=near(str(choice), POLICIES),
-                )
+            raise SeedingError.about(
+                "not a policy for ranks",
+                key="ranks",
+                found=shown(choice),
+                legal=", ".join(POLICIES),
+                near=near(str(choice), POLICIES),
             )
-    checked: RankPolicy = policy
-    return checked
+    return policy  # type: ignore[no-any-return]
 
 
 def mesh_place(mesh: Any, policy: RankPolicy) -> Mesh:
@@ -114,18 +109,14 @@ def mesh_place(mesh: Any, policy: RankPolicy) -> Mesh:
     `policy` names a dimension that it does not have.
     """
     if not hasattr(mesh, "mesh_dim_names"):
-        raise SeedingError(
-            Problem("not a device mesh", found=shown(mesh), legal="a torch DeviceMesh")
-        )
+        raise SeedingError.about("not a device mesh", found=shown(mesh), legal="a torch DeviceMesh")
     names, position = mesh.mesh_dim_names, mesh.get_coordinate()
     if not names or position is None:
         problem = "leaves this rank out" if names else "has no names for its dimensions"
-        raise SeedingError(
-            Problem(
-                f"the mesh {problem}",
-                found=shown(mesh),
-                todo="init_device_mesh(..., mesh_dim_names=('dp', 'tp'))",
-            )
+        raise SeedingError.about(
+            f"the mesh {problem}",
+            found=shown(mesh),
+            todo="init_device_mesh(..., mesh_dim_names=('dp', 'tp'))",
         )
     _check_dimensions(policy, names)
     return Mesh(tuple(names), tuple(mesh.size(d) for d in range(mesh.ndim)), tuple(position))
@@ -134,20 +125,16 @@ def mesh_place(mesh: Any, policy: RankPolicy) -> Mesh:
 def _check_dimensions(policy: RankPolicy, names: Sequence[str]) -> None:
     for name in policy if isinstance(policy, Mapping) else ():
         if name not in names:
-            raise SeedingError(
-                Problem(
-                    "the mesh has no such dimension",
-                    key=f"ranks.{name}",
-                    legal=", ".join(names),
-                    near=near(name, names),
-                )
+            raise SeedingError.about(
+                "the mesh has no such dimension",
+                key=f"ranks.{name}",
+                legal=", ".join(names),
+                near=near(name, names),
             )
 
 
 def _number(variable: str) -> int:
     text = os.environ.get(variable, "1")
     if not (text.isascii() and text.isdigit() and len(text) < _LONGEST):
-        raise SeedingError(
-            Problem("not the number of a process", f"${variable}", found=shown(text))
-        )
+        raise SeedingError.about("not the number of a process", f"${variable}", found=shown(text))
     return int(text)

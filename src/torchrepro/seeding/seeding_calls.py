@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
+import zlib
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -10,6 +12,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.callers import package, program_place
+from torchrepro.console import note
 from torchrepro.messages import shown
 from torchrepro.policies.policy import count
 from torchrepro.seeding.call_listeners import is_listening, listen, stop_listening
@@ -26,9 +29,9 @@ from torchrepro.seeding.streams import (
     WORDS,
     current_plan,
     note_not_given,
+    present_worker,
     seed_of_rank,
 )
-from torchrepro.seeding.worker_notes import say_in_first_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -51,10 +54,7 @@ FUNCTIONS = (
 )
 """Every function that seeds a global generator: module, name."""
 
-HOST = {"random": "python", "numpy.random": "numpy"}
-"""Module -> its generator, whose seeds samples depend on."""
-
-STATES = (
+_STATES = (
     ("random", "getstate"),
     ("random", "setstate"),
     ("numpy.random", "get_state"),
@@ -62,9 +62,8 @@ STATES = (
 )
 """Every function by which a seed that was given can be taken back."""
 
-DEVICES = ("torch.cuda", "torch.npu", "torch.xpu", "torch.mps")
-"""Modules whose functions seed nothing but generators of a device."""
-
+_HOST = {"random": "python", "numpy.random": "numpy"}  # generators whose seeds samples depend on
+_DEVICES = ("torch.cuda", "torch.npu", "torch.xpu", "torch.mps")  # they seed those of a device
 _OWN = ("torchrepro", "torch")  # their calls are not calls of the program
 _DYNAMO_WRAPPERS = ("torch._dynamo.eval_frame", "torch._compile")
 _MANY = 1000
@@ -75,12 +74,8 @@ class SeedingCall:
     """A place from which the program seeded a global generator itself."""
 
     function: str
-    value: str
-    """The seed as it was given the last time."""
-
-    where: str
-    """``file:line`` of the program, or of the library that called, where no program did."""
-
+    value: str  # the seed as it was given the last time
+    where: str  # ``file:line`` of the program, or of a library that no program called
     times: int = 0
 
     def __str__(self) -> str:
@@ -89,8 +84,24 @@ class SeedingCall:
 
 
 _calls: dict[tuple[str, str], SeedingCall] = {}
+# What the program had seeded a generator with when it read this state of it.
 _given_at: dict[tuple[str, int], bytes] = {}
-"""What the program had seeded a generator with when it read this state of it."""
+
+_SLOTS = 1 << 16
+_said = mmap.mmap(-1, _SLOTS)
+"""A byte for each note that was said. Processes that are forked share it with this one; those that
+are spawned have one of their own. Two notes in 65,536 may share a byte: the later is not said."""
+
+
+def say_in_first_worker(key: str, text: str) -> None:
+    """Say `text` in the first worker of a loader, unless a worker has said `key` before.
+
+    Workers begin anew every epoch, and what a worker records stays in the worker.
+    """
+    slot = zlib.crc32(key.encode()) % _SLOTS
+    if present_worker() == 0 and not _said[slot]:
+        _said[slot] = 1
+        note(text)
 
 
 class SeedingCalls:
@@ -140,7 +151,7 @@ def note_calls_of_new_modules() -> None:
     """Record seeding calls to libraries that were loaded since as well."""
     for module, name in FUNCTIONS:
         listen(module, name, _note)
-    for module, name in STATES:
+    for module, name in _STATES:
         listen(module, name, _note_state)
 
 
@@ -155,12 +166,16 @@ def _note(
 ) -> None:
     if function in LEFT_TO_CHANCE:
         note_not_given(sys.modules["torch"].initial_seed())
-    frame = _outside_dynamo(frame)
+    # When dynamo is imported it wraps `torch.manual_seed`, whatever stands there: what stands in
+    # for it is called by torch, on behalf of the code that seeds.
+    while frame.f_back is not None and frame.f_globals.get("__name__") in _DYNAMO_WRAPPERS:
+        frame = frame.f_back
     if package(frame) in _OWN:
         return
     where = program_place(frame)  # a framework's function may be within a wrapper of ours
     seeds = ", ".join(shown(value) for value in (*args, *kwargs.values()))
-    if function.startswith(DEVICES) and _host_draws():
+    policy = sys.modules.get("torchrepro.policies.host_rng")  # not loaded: not in force
+    if function.startswith(_DEVICES) and policy is not None and policy.policy.is_on:
         count("device.rng", f"{function}({seeds})", "without effect: the host draws", where)
     if len(_calls) < _MANY or (function, where) in _calls:
         call = _calls.setdefault((function, where), SeedingCall(function, "", where))
@@ -168,7 +183,7 @@ def _note(
         if call.times == 1:
             text = f"seeded by the program itself, in workers: {call}"
             say_in_first_worker(f"{function} at {where}", text)
-    generator = HOST.get(function.rpartition(".")[0])
+    generator = _HOST.get(function.rpartition(".")[0])
     if generator is not None and not in_loader():  # what a sample seeds is gone with it
         of_chance = all(value is None for value in (*args, *kwargs.values()))
         _put(generator, b"" if of_chance else _name_of(generator, host_slots()[generator].read()))
@@ -177,15 +192,12 @@ def _note(
 def _note_state(
     function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
 ) -> None:
-    """Go back to the seed that had been given where the program puts back a state.
-
-    It is known for a state that this process has read, and for one from which nothing was drawn
-    since it was seeded. Any other leaves it.
-    """
+    # The program puts back a state, and with it the seed that it had given: it is known for a state
+    # that this process has read, and for one from which nothing was drawn since it was seeded.
     if package(frame) in _OWN or in_loader():
         return
     module, _, name = function.rpartition(".")
-    generator = HOST[module]
+    generator = _HOST[module]
     state = host_slots()[generator].read()  # what was put is what is there now
     key = module, hash(repr(plain_state(state)))
     if "get" in name:
@@ -210,16 +222,14 @@ def _name_of(generator: str, state: Any) -> bytes:
     plan, text = current_plan(), repr(plain_state(state))
     if plan.seed is not None:
         own = seed_of_rank(plan.seed, plan.started_as) if plan.ranks_differ else plan.seed
-        if text == repr(plain_state(_seeded_with(generator, own))):
+        seeded: Any = (
+            Random(own).getstate()  # noqa: S311 - compared only
+            if generator == "python"
+            else sys.modules["numpy"].random.RandomState(own).get_state(legacy=False)
+        )
+        if text == repr(plain_state(seeded)):
             return b""
     return blake2b(text.encode(), digest_size=16).digest()
-
-
-def _seeded_with(generator: str, seed: int) -> Any:
-    if generator == "python":
-        return Random(seed).getstate()  # noqa: S311 - compared only
-    state: Any = sys.modules["numpy"].random.RandomState(seed).get_state(legacy=False)
-    return state
 
 
 def _is_fresh(generator: str, state: Any) -> bool:
@@ -236,19 +246,3 @@ def _is_fresh(generator: str, state: Any) -> bool:
         first, second, position = int(words[0]), int(words[1]), state["state"]["pos"]
     following = (1812433253 * (first ^ (first >> 30)) + 1) % 2**32
     return bool(position == WORDS and (first == 1 << 31 or second == following))
-
-
-def _outside_dynamo(frame: FrameType) -> FrameType:
-    """Return the frame that called a function which `torch._dynamo` has wrapped, else `frame`.
-
-    When it is imported it wraps `torch.manual_seed`, whatever stands there: a stand-in of ours
-    then is called by torch, for whoever seeds.
-    """
-    while frame.f_back is not None and frame.f_globals.get("__name__") in _DYNAMO_WRAPPERS:
-        frame = frame.f_back
-    return frame
-
-
-def _host_draws() -> bool:
-    policy = sys.modules.get("torchrepro.policies.host_rng")  # not loaded: not in force
-    return policy is not None and policy.policy.is_on

@@ -7,13 +7,12 @@ import os
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from hashlib import sha256
-from itertools import chain
 from pathlib import Path
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchrepro.errors import SeedingError
-from torchrepro.messages import Problem, shown, some
+from torchrepro.messages import shown, some
 from torchrepro.seeding import loader, streams
 from torchrepro.seeding.generators import (
     Given,
@@ -25,9 +24,6 @@ from torchrepro.seeding.generators import (
     registered,
 )
 from torchrepro.seeding.ranks import world
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 FORMAT = 1
 PARTS = ("world", "seed_plan", "devices", "kinds", "generators", "given", "loaders")
@@ -65,8 +61,8 @@ def set_rng_state(state: Mapping[str, Any] | str | os.PathLike[str]) -> None:
     from another rank, world size, seed, set of devices or set of registered generators.
     """
     snapshot = _loaded(state)
-    for problem in chain(_damage(snapshot), _mismatches(snapshot)):
-        raise SeedingError(problem)
+    _check_complete(snapshot)
+    _check_fits(snapshot)
     set_generators(snapshot)
     loader.set_epochs(snapshot["loaders"])
 
@@ -87,7 +83,7 @@ def set_generators(snapshot: Mapping[str, Any]) -> None:
         finally:
             if isinstance(error, Exception):
                 why = str(error).partition("\n")[0]
-                raise SeedingError(Problem(f"a generator refused its state: {why}")) from error
+                raise SeedingError.about(f"a generator refused its state: {why}") from error
         raise
     saved = snapshot["given"]
     put_given_seeds(Given(bytes.fromhex(saved["python"]), bytes.fromhex(saved["numpy"])))
@@ -98,10 +94,10 @@ def save_rng_state(path: str | os.PathLike[str]) -> None:
 
     Raises `OSError` where it cannot be written.
     """
-    write_whole(Path(path), json.dumps(rng_state()).encode())
+    write_atomically(Path(path), json.dumps(rng_state()).encode())
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Write `content` to `path` so that no reader ever finds a part of it, even after a crash."""
     beside = path.with_name(f".{path.name}.{os.getpid()}-{get_ident()}")
     try:
@@ -167,19 +163,19 @@ def _loaded(state: Any) -> dict[str, Any]:
     if isinstance(state, Mapping):
         return dict(state)
     if not isinstance(state, str | os.PathLike):
-        raise SeedingError(
-            Problem("not a snapshot", found=shown(state), legal="what rng_state() returns, a path")
+        raise SeedingError.about(
+            "not a snapshot", found=shown(state), legal="what rng_state() returns, a path"
         )
     try:
         content = json.loads(Path(state).read_text(encoding="utf-8"))
     except OSError as error:
-        raise SeedingError(Problem(f"cannot be read: {error.strerror}", str(state))) from None
+        raise SeedingError.about(f"cannot be read: {error.strerror}", str(state)) from None
     except (ValueError, RecursionError):
-        raise SeedingError(
-            Problem("not a complete snapshot: the file is truncated or not JSON", str(state))
+        raise SeedingError.about(
+            "not a complete snapshot: the file is truncated or not JSON", str(state)
         ) from None
     if not isinstance(content, dict):
-        raise SeedingError(Problem("not a snapshot", str(state), found=shown(content)))
+        raise SeedingError.about("not a snapshot", str(state), found=shown(content))
     return content
 
 
@@ -189,99 +185,84 @@ def _checksum(state: Mapping[str, Any]) -> str:
     return "sha256:" + sha256(text.encode()).hexdigest()
 
 
-def _damage(snapshot: dict[str, Any]) -> Iterator[Problem]:
-    """Yield why `snapshot` is not a whole one of a format that is read here."""
+def _check_complete(snapshot: dict[str, Any]) -> None:
     if snapshot.get("format") != FORMAT:
-        yield Problem(
+        raise SeedingError.about(
             "not a snapshot of a format that this torchrepro reads",
             key="format",
             found=shown(snapshot.get("format")),
             legal=str(FORMAT),
         )
     try:
-        whole = snapshot.get("checksum") == _checksum(snapshot)
+        is_intact = snapshot.get("checksum") == _checksum(snapshot)
     except (TypeError, ValueError):
-        whole = False
-    if not whole:
-        yield Problem("the snapshot is damaged: its checksum does not fit its content")
+        is_intact = False
+    if not is_intact:
+        raise SeedingError.about("the snapshot is damaged: its checksum does not fit its content")
     for part in PARTS:
         if not isinstance(snapshot.get(part), Mapping):
-            yield Problem("the snapshot lacks a part", key=part)
+            raise SeedingError.about("the snapshot lacks a part", key=part)
 
 
-def _mismatches(snapshot: dict[str, Any]) -> Iterator[Problem]:
-    """Yield in what this process is another than the one that `snapshot` was taken in.
+def _check_fits(snapshot: dict[str, Any]) -> None:
+    """Raise `SeedingError` where this process differs from the one that `snapshot` is of.
 
-    Each is one sentence on one line: a framework's run goes on with that line.
+    It says one sentence on one line: a framework's run goes on with that line.
     """
-    then, now = snapshot["world"], world()._asdict()
-    if then != now:
-        yield Problem(
-            f"the state was saved by rank {then['rank']} of {then['size']}, and this is rank "
+    saved, now = snapshot["world"], world()._asdict()
+    if saved != now:
+        raise SeedingError.about(
+            f"the state was saved by rank {saved['rank']} of {saved['size']}, and this is rank "
             f"{now['rank']} of {now['size']}; resume with as many processes as were interrupted, "
             "each from its own state"
         )
-    yield from _other_plan(snapshot["seed_plan"], streams.current_plan().to_json())
-    then, now = snapshot["devices"], _device_names()
-    for kind in sorted(then.keys() | now.keys()):
-        before, here = then.get(kind, ()), now.get(kind, ())
-        if len(before) != len(here):
-            todo = f"; use the {kind} device once before restoring" if kind in then else ""
-            yield Problem(
-                f"the state was saved with {len(before)} {kind} devices in use "
-                f"({some(before) or 'none'}), and this process has {len(here)} in use "
-                f"({some(here) or 'none'}){todo}"
+    plan, present = _settings(snapshot["seed_plan"]), _settings(streams.current_plan().to_json())
+    keys = [key for key in sorted(plan | present) if plan.get(key) != present.get(key)]
+    if keys:
+        before, others = (
+            some(f"{key}={shown(each[key])}" if key in each else f"no {key}" for key in keys)
+            for each in (plan, present)
+        )
+        raise SeedingError.about(
+            f"the state was saved under {before}, and this run has {others}; to go on exactly, "
+            f"run with {before}"
+        )
+    saved, now = snapshot["devices"], _device_names()
+    for kind in sorted(saved.keys() | now.keys()):
+        names, present_names = saved.get(kind, ()), now.get(kind, ())
+        if len(names) != len(present_names):
+            todo = f"; use the {kind} device once before restoring" if kind in saved else ""
+            raise SeedingError.about(
+                f"the state was saved with {len(names)} {kind} devices in use "
+                f"({some(names) or 'none'}), and this process has {len(present_names)} in use "
+                f"({some(present_names) or 'none'}){todo}"
             )
-    yield from _other_generators(snapshot)
-
-
-def _other_plan(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield what differs between two seed plans, spelled as a user overrides it."""
-    for part in now:
-        saved, here = _settings(part, then.get(part)), _settings(part, now[part])
-        keys = [key for key in sorted(saved | here) if saved.get(key) != here.get(key)]
-        if keys:
-            before = _spelled(saved, keys)
-            yield Problem(
-                f"the state was saved under {before}, and this run has {_spelled(here, keys)}; "
-                f"to go on exactly, run with {before}"
-            )
-
-
-def _settings(key: str, value: Any) -> dict[str, Any]:
-    """Return the settings that are one part of a seed plan, without those that are not set."""
-    nested = (
-        {f"{key}.{name}": each for name, each in value.items()}
-        if isinstance(value, Mapping)
-        else {key: value}
-    )
-    return {name: each for name, each in nested.items() if each is not None}
-
-
-def _spelled(settings: Mapping[str, Any], keys: Iterable[str]) -> str:
-    """Return each of `keys` as it is set, such as ``seed=7``, or that it is not."""
-    return some(f"{key}={shown(settings[key])}" if key in settings else f"no {key}" for key in keys)
-
-
-def _other_generators(snapshot: dict[str, Any]) -> Iterator[Problem]:
-    then, now = set(snapshot["generators"]), set(all_slots())
-    lacking = [(name, "lacks a generator of this process") for name in sorted(now - then)]
-    unknown = [(name, "holds a generator not found here") for name in sorted(then - now)]
-    advice = "; register the same generators under the same names as when it was saved"
+    held, here = set(snapshot["generators"]), set(all_slots())
+    lacking = [(name, "lacks a generator of this process") for name in sorted(here - held)]
+    unknown = [(name, "holds a generator not found here") for name in sorted(held - here)]
     for name, what in lacking + unknown:
-        todo = advice if name.startswith("registered/") else ""
-        yield Problem(f"the state {what}: {name}{todo}")
+        of_program = name.startswith("registered/")
+        todo = "; register the same generators under the same names as when it was saved"
+        raise SeedingError.about(f"the state {what}: {name}{todo if of_program else ''}")
     for name, (kind, _) in registered().items():
         found = snapshot["kinds"][name]
         if found != kind.name:
-            yield Problem(
+            raise SeedingError.about(
                 f"the generator {name} was of kind {found} when the state was saved, and now is "
                 f"of kind {kind.name}"
             )
 
 
+def _settings(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a seed plan sets, by its key as a user overrides it."""
+    flat: dict[str, Any] = {}
+    for key, value in plan.items():
+        nested = value if isinstance(value, Mapping) else None
+        flat |= {key: value} if nested is None else {f"{key}.{n}": v for n, v in nested.items()}
+    return {key: value for key, value in flat.items() if value is not None}
+
+
 def _device_names() -> dict[str, list[str]]:
-    """Return the names of the devices of every accelerator in use."""
     names = {}
     for kind, module in devices_in_use().items():
         name_of = getattr(module, "get_device_name", lambda _, its=module: its.__name__)

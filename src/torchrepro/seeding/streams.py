@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import SeedingError
 from torchrepro.fork_safety import fork_safe_lock
-from torchrepro.messages import Problem, shown
+from torchrepro.messages import shown
 from torchrepro.seeding.ranks import Mesh, RankPolicy, coordinate, world
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Stream:
 
     name: str
     key: bytes
-    """64 bytes, as good as independent between any two streams."""
+    """64 bytes, independent between any two streams for all practical purposes."""
 
     @property
     def seed(self) -> int:
@@ -80,8 +80,8 @@ class Stream:
             generator = torch.Generator(device)
         except (RuntimeError, TypeError) as error:
             reason = str(error).partition(". ")[0]
-            raise SeedingError(
-                Problem(f"no generator for this device: {reason}", found=shown(str(device)))
+            raise SeedingError.about(
+                f"no generator for this device: {reason}", found=shown(str(device))
             ) from None
         if generator.device.type == "cpu":
             return start_cpu_generator(generator, self)
@@ -89,7 +89,7 @@ class Stream:
 
     def part(self, label: bytes) -> Stream:
         """Return the stream of one part of what this one is for."""
-        return Stream(self.name, _expanded(self.key, b"part/" + label, len(self.key)))
+        return Stream(self.name, shake_256(self.key + b"part/" + label).digest(len(self.key)))
 
     def entropy(self, purpose: str) -> int:
         """Return 256 bits for `purpose`, independent of those for any other."""
@@ -97,15 +97,10 @@ class Stream:
 
     def bytes(self, purpose: str, count: int) -> bytes:
         """Return `count` bytes for `purpose`, independent of those for any other."""
-        return _expanded(self.key, purpose.encode(), count)
+        return shake_256(self.key + purpose.encode()).digest(count)
 
     def __repr__(self) -> str:
         return f"<torchrepro stream {self.name} seed={self.seed}>"
-
-
-def _expanded(key: bytes, purpose: bytes, count: int) -> bytes:
-    """Return `count` bytes that depend on every bit of `key` and of `purpose`."""
-    return shake_256(key + purpose).digest(count)
 
 
 def stream(
@@ -130,10 +125,10 @@ def stream(
     derived = derive(
         name,
         plan.root(checked_name(name)),
-        plan.coordinate() if rank is None else whole("rank", rank),
-        present_worker() if worker is None else whole("worker", worker),
-        None if epoch is None else whole("epoch", epoch),
-        None if step is None else whole("step", step),
+        plan.coordinate() if rank is None else nonnegative_int("rank", rank),
+        present_worker() if worker is None else nonnegative_int("worker", worker),
+        None if epoch is None else nonnegative_int("epoch", epoch),
+        None if step is None else nonnegative_int("step", step),
     )
     note_drawn(name)
     return derived
@@ -172,13 +167,13 @@ def present_worker() -> int | None:
 def checked_name(name: Any) -> str:
     """Return `name` if it can name a stream; raises `SeedingError` otherwise."""
     if not isinstance(name, str) or not name:
-        raise SeedingError(
-            Problem("not the name of a stream", key="name", found=shown(name), legal="any text")
+        raise SeedingError.about(
+            "not the name of a stream", key="name", found=shown(name), legal="any text"
         )
     return name
 
 
-def whole(argument: str, value: Any) -> int:
+def nonnegative_int(argument: str, value: Any) -> int:
     """Return `value` as an int from 0 to `LARGEST`; raises `SeedingError` for anything else.
 
     Integers of numpy and torch are taken. A bool or a float is not, even a whole one.
@@ -189,13 +184,11 @@ def whole(argument: str, value: Any) -> int:
     except (TypeError, ValueError, RuntimeError):  # torch raises the last for other dtypes
         number = None
     if number is None or not 0 <= number <= LARGEST:
-        raise SeedingError(
-            Problem(
-                "not a whole number" if number is None else "out of range",
-                key=argument,
-                found=shown(repr(value) if isinstance(value, str) else value),
-                legal=f"a whole number, 0 to {LARGEST}",
-            )
+        raise SeedingError.about(
+            "not a whole number" if number is None else "out of range",
+            key=argument,
+            found=shown(repr(value) if isinstance(value, str) else value),
+            legal=f"a whole number, 0 to {LARGEST}",
         )
     return number
 
@@ -204,28 +197,16 @@ def whole(argument: str, value: Any) -> int:
 class SeedPlan:
     """What the profiles in force say about random numbers, and what this process knows of ranks."""
 
-    seed: int | None = None
-    """The root; None where no profile with a seed is in force."""
-
-    streams: Mapping[str, int] = field(default_factory=dict)
-    """Streams that have a root of their own."""
-
+    seed: int | None = None  # the root; None where no profile with a seed is in force
+    streams: Mapping[str, int] = field(default_factory=dict)  # those that have their own root
+    # `distinct`, `same`, or one of the two per mesh dimension. None is the default: named streams
+    # differ between ranks, and the global generators start from one seed.
     ranks: RankPolicy = None
-    """`distinct`, `same`, or one of the two per mesh dimension. None is the default: named streams
-    differ between ranks, and the global generators start from one seed."""
-
     mesh: Mesh | None = None
-    rank: int | None = None
-    """The number by which this process differs, if it was handed down by another process."""
-
-    program_seed: int | None = None
-    """The program's own seed, where torchrepro has seeded torch since."""
-
-    agreed_seed: int | None = None
-    """The seed that the program gave on every rank before the process group was made."""
-
-    started_as: int = 0
-    """The rank from whose seed the global generators started."""
+    rank: int | None = None  # by which this process differs, where another has set it
+    program_seed: int | None = None  # the program's own, where torchrepro has seeded torch since
+    agreed_seed: int | None = None  # which every rank had given before the process group was made
+    started_as: int = 0  # the rank from whose seed the global generators started
 
     @property
     def ranks_differ(self) -> bool:
@@ -246,8 +227,7 @@ class SeedPlan:
         """
         if self.program_seed is not None:
             return self.program_seed
-        torch = sys.modules.get("torch")
-        seed = getattr(torch, "initial_seed", _seed_of_no_other_run)()
+        seed = getattr(sys.modules.get("torch"), "initial_seed", _seed_of_no_other_run)()
         return int(seed) % 2**64
 
     def coordinate(self, policy: RankPolicy = None) -> int:
@@ -265,7 +245,6 @@ class SeedPlan:
 
 @cache
 def _seed_of_no_other_run() -> int:
-    """Return what stands in for the seed of torch where the program has not imported it."""
     return int.from_bytes(os.urandom(8), "little")
 
 
@@ -409,11 +388,9 @@ def _layout() -> tuple[Any, Any]:
     # The same seeding of the same twister in numpy, whose documentation fixes it.
     expected: Any = np.random.RandomState(_PROBE_SEED).get_state()
     if len(words) != WORDS or not np.array_equal(words, np.asarray(expected[1], np.uint64)):
-        raise SeedingError(
-            Problem(
-                "torchrepro does not know how this torch lays out the state of its CPU generator",
-                found=f"torch {torch.__version__}, {len(state)} bytes",
-                todo="upgrade torchrepro, or draw from .numpy() instead",
-            )
+        raise SeedingError.about(
+            "torchrepro does not know how this torch lays out the state of its CPU generator",
+            found=f"torch {torch.__version__}, {len(state)} bytes",
+            todo="upgrade torchrepro, or draw from .numpy() instead",
         )
     return state, words

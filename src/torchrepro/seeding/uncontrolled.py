@@ -25,13 +25,15 @@ from torchrepro.callers import address, frames, is_library, line, package
 from torchrepro.imports import AfterImport
 from torchrepro.messages import WIDE, shown
 from torchrepro.seeding.call_listeners import listen, stop_listening
-from torchrepro.seeding.loader_worker import loads_sample
-from torchrepro.seeding.seeding_calls import FUNCTIONS
-from torchrepro.seeding.worker_notes import say_in_first_worker
+from torchrepro.seeding.loader_worker import in_loader
+from torchrepro.seeding.seeding_calls import FUNCTIONS, say_in_first_worker
+from torchrepro.seeding.streams import present_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import CodeType, FrameType
+
+    from torchrepro.seeding.call_listeners import Listener
 
     Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -57,33 +59,18 @@ _OWN = ("torchrepro", "torch")  # they seed for purposes of their own
 _SEED_KEYWORDS = ("seed", "a", "x")
 
 
-def _always(arguments: Arguments) -> bool:
-    return True
-
-
-def _nothing(arguments: Arguments) -> str | None:
-    return None
-
-
 class Source(NamedTuple):
     """A function whose result no seed decides, or which is given a seed."""
 
     module: str
     attribute: str
-    what: str
-    """What its result comes from, in words."""
-    instead: str
-    """What to write instead, as one short edit; `{}` stands for the function that was called."""
-    through: tuple[str, ...] = ()
-    """Modules that call it for whoever calls them; `*` for any library."""
-    applies: Callable[[Arguments], bool] = _always
-    """Whether a call with these arguments is such a read."""
-    value: Callable[[Arguments], str | None] = _nothing
-    """The seed that a call is given, as text by which two runs can be compared."""
-    known_as: str = ""
-    """The name to show, where it is not that of the function."""
-    in_sample: str = ""
-    """What to write instead while a sample is loaded, where one seed would repeat its numbers."""
+    what: str  # where its result comes from, in words
+    instead: str  # what to write instead, as one short edit; `{}` is the function that was called
+    through: tuple[str, ...] = ()  # modules that call it for their callers; `*` for any library
+    applies: Callable[[Arguments], bool] = lambda _: True  # whether a call is such a read
+    value: Callable[[Arguments], str | None] = lambda _: None  # the seed, by which runs compare
+    known_as: str = ""  # the name to show, where it is not that of the function
+    in_sample: str = ""  # `instead` while a sample is loaded, where one seed repeats its numbers
 
     @property
     def name(self) -> str:
@@ -96,24 +83,15 @@ class Source(NamedTuple):
         return text.format(called)
 
 
-def _seed_at(position: int) -> Callable[[Arguments], Any]:
-    def seed(arguments: Arguments) -> Any:
-        args, kwargs = arguments
-        if len(args) > position:
-            return args[position]
-        return next((kwargs[name] for name in _SEED_KEYWORDS if name in kwargs), None)
-
-    return seed
+def _seed(arguments: Arguments, position: int) -> Any:
+    args, kwargs = arguments
+    if len(args) > position:
+        return args[position]
+    return next((kwargs[name] for name in _SEED_KEYWORDS if name in kwargs), None)
 
 
 def _without_seed(position: int) -> Callable[[Arguments], bool]:
-    seed = _seed_at(position)
-    return lambda arguments: seed(arguments) is None
-
-
-def _text_of_seed(position: int) -> Callable[[Arguments], str | None]:
-    seed = _seed_at(position)
-    return lambda arguments: _text(seed(arguments))
+    return lambda arguments: _seed(arguments, position) is None
 
 
 def _text(seed: Any) -> str | None:
@@ -129,14 +107,13 @@ def _text(seed: Any) -> str | None:
 
 def _given(module: str, attribute: str, position: int, **more: Any) -> Source:
     """Return the row of a seed that the program gives: it is no better than where it comes from."""
-    text = _text_of_seed(position)
     return Source(
         module,
         attribute,
         GIVEN_SEED,
         "give a seed that is the same in every run, such as 1234",
-        applies=lambda arguments: text(arguments) is not None,
-        value=text,
+        applies=lambda arguments: _text(_seed(arguments, position)) is not None,
+        value=lambda arguments: _text(_seed(arguments, position)),
         **more,
     )
 
@@ -255,14 +232,11 @@ def _hash_varies(value: Any) -> bool:
         value = waiting.pop()
         if isinstance(value, tuple | frozenset):
             waiting.extend(value)
-        elif isinstance(value, str | bytes) or _hashed_by_address(value):
+            continue
+        own: Any = type(value).__hash__
+        if isinstance(value, str | bytes) or own is object.__hash__:
             return True
     return False
-
-
-def _hashed_by_address(value: Any) -> bool:
-    own: Any = type(value).__hash__
-    return own is object.__hash__
 
 
 @dataclass(slots=True)
@@ -271,18 +245,13 @@ class SourceRead:
 
     name: str
     what: str
-    where: str
-    """``file:line``."""
+    where: str  # ``file:line``
     times: int
-    step: int
-    """The step that was running at the first read; -1 before torch was imported."""
-    record: int
-    """How many records had been taken by then."""
-    value: str | None
-    """The seed that was given; None for a read."""
+    step: int  # that was running at the first read; -1 before torch was imported
+    record: int  # how many records had been taken by then
+    value: str | None  # the seed that was given; None for a read
     instead: str
-    in_sample: bool
-    """Whether a loader was loading a sample."""
+    in_sample: bool  # whether a loader was loading a sample
 
     def to_json(self) -> dict[str, Any]:
         """Return the read as plain JSON values."""
@@ -303,7 +272,7 @@ class Watch:
         """Returns the running step and the number of records taken."""
         self._on_first = on_first
         self._reads: dict[tuple[str, bool, str], SourceRead] = {}
-        self._listeners = [_Listener(row, self) for row in rows]
+        self._listeners = {row: self._listener(row) for row in rows}
         modules = {_awaited(row) for row in rows}
         self._waiting = AfterImport(modules - sys.modules.keys(), self._listen_to)
         self._waiting.watch()
@@ -317,16 +286,37 @@ class Watch:
     def stop(self) -> None:
         """Note nothing more; every function is then the one that it was."""
         self._waiting.unwatch()
-        for listener in self._listeners:
-            stop_listening(listener.hear)
+        for listener in self._listeners.values():
+            stop_listening(listener)
 
     def _listen_to(self, module: str) -> None:
-        for listener in self._listeners:
-            if _awaited(listener.row) == module:
-                listen(listener.row.module, listener.row.attribute, listener.hear)
+        for row, listener in self._listeners.items():
+            if _awaited(row) == module:
+                listen(row.module, row.attribute, listener)
 
-    def note(self, row: Source, value: str | None, front: FrameType | None, where: str) -> None:
-        """Note that the line `where` of the program has read the source `row`."""
+    def _listener(self, row: Source) -> Listener:
+        function = f"{row.module}.{row.attribute}"
+
+        def listener(
+            name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
+        ) -> None:
+            if name != function:
+                return  # it has a row by another name
+            front, arguments = None, (args, kwargs)
+            for each in frames(frame):
+                if _is_program(each.f_code):
+                    if row.applies(arguments):
+                        self._note(row, row.value(arguments), front, line(each))
+                    return
+                # Otherwise it may be code that calls the source for its own caller.
+                any_library = row.through == (_ANY,) and package(each) not in _OWN
+                if not (any_library or each.f_globals.get("__name__") in row.through):
+                    return
+                front = each
+
+        return listener
+
+    def _note(self, row: Source, value: str | None, front: FrameType | None, where: str) -> None:
         name = _public_name(row, front)
         key = name, value is None, where
         known = self._reads.get(key)
@@ -342,44 +332,10 @@ class Watch:
                 step=step,
                 record=record,
                 value=value,
-                in_sample=(loading := loads_sample()),
+                in_sample=(loading := in_loader() or present_worker() is not None),
                 instead=row.edit(name, in_sample=loading),
             )
             self._on_first(read)
-
-
-class _Listener:
-    """Hears of the calls of one source, and notes those that the program has made."""
-
-    def __init__(self, row: Source, watch: Watch) -> None:
-        self.row, self._watch = row, watch
-        self._function = f"{row.module}.{row.attribute}"
-
-    def hear(
-        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
-    ) -> None:
-        """Note the call of a function, unless it has a row by another name, or is a library's."""
-        row = self.row
-        if name != self._function:
-            return
-        front, arguments = None, (args, kwargs)
-        for each in frames(frame):
-            if _is_program(each.f_code):
-                if row.applies(arguments):
-                    self._watch.note(row, row.value(arguments), front, line(each))
-                return
-            if not _hands_on(row, each):
-                return
-            front = each
-
-
-def _hands_on(row: Source, frame: FrameType) -> bool:
-    """Whether the code of `frame` calls the source for whoever has called it."""
-    if not row.through:
-        return False
-    if row.through == (_ANY,):
-        return package(frame) not in _OWN
-    return frame.f_globals.get("__name__") in row.through
 
 
 _of_program: dict[int, bool] = {}
@@ -410,7 +366,7 @@ def _public_name(row: Source, front: FrameType | None) -> str:
 
 
 def _awaited(row: Source) -> str:
-    """Return the module after whose import the function is there, and torch is whole."""
+    # After whose import the function is there, and torch is complete.
     return "torch" if row.module.startswith("torch.") else row.module
 
 
