@@ -81,6 +81,14 @@ def _script(folder: Path, script: Path | str) -> Path:
     return path
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Whatever starts two ranks is slow."""
+    for item in items:
+        if {"on_two_ranks", "by_torchrun"} & {*getattr(item, "fixturenames", ())}:
+            item.add_marker("slow")
+
+
 @pytest.fixture
 def on_two_ranks(tmp_path, fork_python):
     """Run the text of a script on two ranks, which are forks of a Python that has torch."""

@@ -1,10 +1,15 @@
-"""Ranks compare what they have in force before the first step, and stop where it differs."""
+"""Ranks compare what they have in force before the first step, and stop where it differs.
+
+They compare again where a second profile, or a second process group, comes in force.
+"""
 
 import sys
+import threading
 
 import pytest
+import torch.distributed as dist
 
-pytestmark = pytest.mark.slow
+from torchrepro.rank_agreement import _turn, exchange, name_what_is_not_pinned
 
 HEAD = """
 import os, time, torch, torchrepro
@@ -133,8 +138,6 @@ def test_undo_takes_the_comparison_back(on_two_ranks):
 
 def test_a_collective_library_with_an_order_of_its_own_is_named(capsys, monkeypatch):
     """Where the variables that fix a library's order of sums are not set, they are named."""
-    from torchrepro.rank_agreement import name_what_is_not_pinned
-
     monkeypatch.delenv("NCCL_ALGO", raising=False)
     monkeypatch.setenv("NCCL_PROTO", "Simple")
     name_what_is_not_pinned("cuda:nccl,cpu:gloo")
@@ -143,3 +146,100 @@ def test_a_collective_library_with_an_order_of_its_own_is_named(capsys, monkeypa
     assert "NCCL_ALGO not set" in said
     name_what_is_not_pinned("gloo")
     assert capsys.readouterr().err == ""
+
+
+AGAIN_HEAD = f"""{HEAD}
+weight = torch.zeros(1, requires_grad=True)
+weight.grad = torch.ones(1)
+optimizer = torch.optim.SGD([weight])
+
+def make(number):
+    place = f"file://{{os.getcwd()}}/group-{{number}}"
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=2)
+
+def end():
+    dist.barrier()
+    dist.destroy_process_group()
+    time.sleep(0.5)
+"""
+NESTED = """
+with torchrepro.apply("seed-only"):
+    make(0)
+    optimizer.step()
+    with torchrepro.apply("seed-only", INNER):
+        optimizer.step()
+        print("went on", flush=True)
+    optimizer.step()
+    end()
+"""
+AGAIN = """
+for number, overrides in enumerate(([], SECOND)):
+    with torchrepro.apply("seed-only", overrides):
+        make(number)
+        optimizer.step()
+        print("went on", flush=True)
+        end()
+"""
+KEPT = """
+with torchrepro.apply("seed-only", SECOND) as applied:
+    for number in range(3):
+        make(number)
+        optimizer.step()
+        print("went on", flush=True)
+        end()
+"""
+ALIKE = "['dropout=keep']"
+DIFFERING = '[f\'dropout={["keep", "zero"][rank]}\']'
+
+
+@pytest.mark.parametrize("inner", [ALIKE, DIFFERING])
+def test_a_second_profile_is_compared_at_the_next_step(on_two_ranks, inner):
+    """A profile within another stops all ranks where it differs between them, and only there."""
+    ended = on_two_ranks(AGAIN_HEAD + NESTED.replace("INNER", inner))
+
+    assert ((ended.status == 0), ended.went_on) == ((True, 2) if inner == ALIKE else (False, 0))
+    named = [line for line in ended.err.splitlines() if " on rank 0, " in line]
+    assert bool(named) == (inner == DIFFERING)
+    assert all("dropout" in line for line in named)
+
+
+@pytest.mark.parametrize(("program", "times"), [(AGAIN, 2), (KEPT, 3)], ids=["anew", "kept"])
+def test_a_group_made_again_under_equal_profiles_goes_on(on_two_ranks, program, times):
+    """Ranks that agree go on with every further process group, under one profile or the next."""
+    ended = on_two_ranks(AGAIN_HEAD + program.replace("SECOND", ALIKE))
+
+    assert (ended.status, ended.went_on) == (0, 2 * times), ended.err
+
+
+def test_a_group_made_again_is_compared_again(on_two_ranks):
+    """Profiles that differ only under a second process group stop all ranks there."""
+    ended = on_two_ranks(AGAIN_HEAD + AGAIN.replace("SECOND", DIFFERING))
+
+    assert (ended.status != 0, ended.went_on) == (True, 2), ended.err
+    assert "dropout" in ended.err
+    assert " on rank 0, " in ended.err
+
+
+def _exchanged(store, *of_ranks):
+    """Let two ranks exchange through `store`, and return what each found."""
+    found = {}
+
+    def rank(number):
+        found[number] = exchange(store, 2, number, of_ranks[number])
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in (1, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found[0], found[1]
+
+
+def test_what_an_earlier_turn_left_is_not_read():
+    """Through one store, every turn finds what ranks have in force now, not what they had."""
+    store = dist.HashStore()
+    differs = {1: {"k": ["1", "2"]}}
+
+    for mine, theirs, expected in [("1", "1", {}), ("1", "2", differs), ("2", "2", {})]:
+        found = _exchanged(_turn(store), {"k": mine}, {"k": theirs})
+        assert found == (expected, expected)

@@ -1,9 +1,5 @@
 """`device.modules` under DDP: a part runs elsewhere and the ranks train as without it."""
 
-import pytest
-
-pytestmark = pytest.mark.slow
-
 PROGRAM = """
 import os, sys
 import torch, torchrepro

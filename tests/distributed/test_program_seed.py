@@ -2,10 +2,6 @@
 
 import json
 
-import pytest
-
-pytestmark = pytest.mark.slow
-
 PROGRAM = """
 import json, os, sys, torch, torchrepro
 import torch.distributed as dist

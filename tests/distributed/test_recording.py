@@ -13,8 +13,6 @@ from torchrepro.trace.reader import read_run
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.slow
-
 PROGRAM = """
 import os, sys
 import torch

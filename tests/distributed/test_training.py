@@ -4,8 +4,6 @@ import signal
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 KILLED_AFTER = 7
 """The step that the first run is killed after, of 22."""
 

@@ -1,45 +1,8 @@
-"""A loop on Fabric that puts its loader into the state, and so begins where it was."""
+"""The loop on Fabric that puts its loader into the state."""
 
-import os
+from functools import partial
 
-import torch
-from lightning.fabric import Fabric
-from training import Augmented, network, weights
+import fabric_program
 
-STEPS = 18
-EVERY = 5
-ACCUMULATED = 2
-"""Batches for a step; two processes take half as many, and then one is a step."""
-
-
-def train(folder, workers, after_step):
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    fabric = Fabric(accelerator="cpu", devices=world, strategy="ddp" if world > 1 else "auto")
-    fabric.launch()
-    loader = torch.utils.data.DataLoader(
-        Augmented(), batch_size=4, shuffle=True, num_workers=workers
-    )
-    model = network()
-    model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.01))
-    loader = fabric.setup_dataloaders(loader)
-    state = {"model": model, "optimizer": optimizer, "loader": loader, "epoch": 0, "batches": 0}
-    state["step"] = 0
-    path = folder / "last.ckpt"
-    resumed_from = path if path.exists() else None
-    if resumed_from:
-        fabric.load(path, state)
-    for epoch in range(state["epoch"], 3):
-        for number, batch in enumerate(loader, state["batches"] + 1):
-            stepping = number % (ACCUMULATED // world) == 0
-            with fabric.no_backward_sync(model, enabled=not stepping):
-                fabric.backward(model(batch).square().mean())
-            if stepping:
-                optimizer.step()
-                optimizer.zero_grad()
-                state |= {"epoch": epoch, "batches": number, "step": state["step"] + 1}
-                if state["step"] % EVERY == 0:
-                    fabric.save(path, state)
-                after_step(state["step"])
-        state["batches"] = 0
-    assert state["step"] == STEPS
-    return weights(model), resumed_from
+STEPS = fabric_program.STEPS
+train = partial(fabric_program.train, keeps_loader=True)

@@ -1,4 +1,8 @@
-"""A loop on Fabric as its users write one; it skips the batches of an epoch that are done."""
+"""A loop on Fabric as its users write one.
+
+It skips the batches of an epoch that are done, or puts its loader into the state, and so begins
+where that was.
+"""
 
 import os
 
@@ -12,7 +16,7 @@ ACCUMULATED = 2
 """Batches for a step; two processes take half as many, and then one is a step."""
 
 
-def train(folder, workers, after_step, every=EVERY, **loading):
+def train(folder, workers, after_step, every=EVERY, keeps_loader=False, **loading):
     world = int(os.environ.get("WORLD_SIZE", "1"))
     fabric = Fabric(accelerator="cpu", devices=world, strategy="ddp" if world > 1 else "auto")
     fabric.launch()
@@ -21,13 +25,15 @@ def train(folder, workers, after_step, every=EVERY, **loading):
     model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.01))
     loader = fabric.setup_dataloaders(loader)
     state = {"model": model, "optimizer": optimizer, "epoch": 0, "batches": 0, "step": 0}
+    if keeps_loader:
+        state["loader"] = loader
     path = folder / "last.ckpt"
     resumed_from = path if path.exists() else None
     if resumed_from:
         fabric.load(path, state)
     for epoch in range(state["epoch"], 3):
         done = state["batches"]
-        for number, batch in enumerate(loader, 1):
+        for number, batch in enumerate(loader, done + 1 if keeps_loader else 1):
             if number <= done:
                 continue
             stepping = number % (ACCUMULATED // world) == 0

@@ -17,11 +17,13 @@ import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
     get_worker_info,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 AUTO = {"seed": 5, "dataloader": {"seeding": "auto"}}
 LENGTH = 40  # more than the 32 that RandomSampler draws at a time
 by_way = pytest.mark.parametrize("way", ["auto", "named"])
+by_workers = pytest.mark.parametrize("workers", [0, 2])
 
 Make = Any
 """What `run` yields: ``make(dataset, choice, name=..., kind=..., **options)`` gives a loader."""
@@ -164,9 +167,19 @@ class Failing(Wandering):
         raise OSError("no such picture")
 
 
-def alone(sample: Any) -> list[Any]:
-    """Return a batch of one sample."""
-    return [sample]
+class Around:
+    """A sampler that goes through the samples again and again, as training by steps does."""
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(8):
+            yield from range(5)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What names a sample, and says so."""
+
+    number: int
 
 
 def _data() -> Any:
@@ -174,6 +187,7 @@ def _data() -> Any:
 
 
 SAMPLERS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "in order": lambda _: {},
     "shuffle": lambda _: {"shuffle": True},
     "replacement": lambda _: {"sampler": RandomSampler(_data(), replacement=True)},
     "replacement, generator": lambda own: {
@@ -182,14 +196,16 @@ SAMPLERS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "several times over": lambda own: {
         "sampler": RandomSampler(range(30), num_samples=75, generator=own)
     },
-    "weighted": lambda _: {"sampler": WeightedRandomSampler([1.0] * LENGTH, 50)},
+    "weighted": lambda _: {"sampler": WeightedRandomSampler([1.0, 9.0, *[1.0] * 38], 50)},
     "subset": lambda _: {"sampler": SubsetRandomSampler(range(3, LENGTH))},
+    "listed twice": lambda _: {"sampler": SubsetRandomSampler([3, 3, 3, 1] * 9)},
     "without a hash": lambda _: {"sampler": Compared()},
     "wandering": lambda _: {"sampler": Wandering()},
+    "around": lambda _: {"sampler": Around()},
     "batches": lambda _: {"batch_sampler": WanderingBatches()},
     "batches of torch": lambda _: {"batch_sampler": BatchSampler(Wandering(), 3, drop_last=True)},
     "one by one": lambda _: {
-        "sampler": RandomSampler(_data()), "batch_size": None, "collate_fn": alone
+        "sampler": RandomSampler(_data()), "batch_size": None, "collate_fn": lambda each: [each]
     },
 }  # fmt: skip
 """Options of a loader by how its samples are chosen, given the generator of a named loader."""
@@ -210,6 +226,27 @@ AUTHORS: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 """The same for loaders whose author has decided where their order comes from."""
 
+DATASETS: dict[str, Callable[[Any], Any]] = {
+    "a subset": lambda draw: Subset(Noisy(20, draw), range(5, 15)),
+    "a subset of a subset": lambda draw: Subset(Subset(Noisy(30, draw), range(5, 25)), range(12)),
+    "two in a row": lambda draw: ConcatDataset([Noisy(7, draw), Noisy(5, draw)]),
+    "a subset of two": lambda draw: Subset(ConcatDataset([Noisy(7, draw)] * 2), range(3, 11)),
+    "read in batches": lambda draw: Rows(20, draw),
+    "a subset read in batches": lambda draw: Subset(Rows(20, draw), range(3, 20)),
+}
+"""Datasets that are shuffled, given what a sample draws."""
+
+NAMES: dict[str, list[Any]] = {
+    "texts": ["a", "b", "c"],
+    "tuples": [("a", 1), ("a", 2), ("b", (1, 2))],
+    "numbers of numpy": list(np.arange(3)),
+    "numbers of torch": list(torch.arange(3)),
+    "objects that say what they are": [Picture(1), Picture(2), Picture(3)],
+}
+"""What samples are named by, in order."""
+
+KINDS = [*SAMPLERS, *AUTHORS, *DATASETS, *NAMES]
+
 
 @contextmanager
 def run(way: str = "auto", **profile: Any) -> Iterator[Make]:
@@ -219,16 +256,21 @@ def run(way: str = "auto", **profile: Any) -> Iterator[Make]:
         dataset: Any = None,
         choice: str = "",
         *,
+        draw: Any = draws,
         name: str = "train",
         epoch: int = 0,
         kind: Any = DataLoader,
         **options: Any,
     ) -> Any:
         own = torchrepro.dataloader_kwargs(name, epoch=epoch) if way == "named" else {}
-        if choice:
+        if choice in SAMPLERS | AUTHORS:
             options |= (SAMPLERS | AUTHORS)[choice](own.get("generator"))
+        elif choice in DATASETS:
+            dataset, options["shuffle"] = DATASETS[choice](draw), True
+        elif choice:
+            options["sampler"] = NAMES[choice]
         if dataset is None:
-            dataset = Noisy(LENGTH if choice else 8)
+            dataset = Noisy(LENGTH if choice else 8, draw)
         if "batch_sampler" in options:
             options.pop("batch_size", None)
         else:

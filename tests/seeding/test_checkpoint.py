@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, get_worker_info
 
 import torchrepro
+from torchrepro.seeding.loader_places import await_loaders, place_of, places, take_up
 from torchrepro.verdict.comparison import next_level
 from torchrepro.verdict.value import Setting
 
 from .loaders import AUTO, seed_plainly
 
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 SAMPLES, BATCH, EPOCHS = 10, 3, 2
 PER_EPOCH = 4
 STEPS = PER_EPOCH * EPOCHS
@@ -72,9 +74,12 @@ class Run:
     items: bool = False
     validates: bool = False
     new_loaders: bool = False
+    saves: str = "after a batch"  # or `after an epoch`
+    batch_size: int = BATCH
+    baseline: bool = False
 
     def train(self, stop: int | None = None) -> Any:
-        """Train to the end, or until step `stop` is done; return all that it leaves."""
+        """Train to the end, or until step `stop` is saved; return all that it leaves."""
         seed_plainly(5)
         with torchrepro.apply(PROFILES[self.seeding]), suppress(Interrupted):
             self._train(stop)
@@ -86,11 +91,14 @@ class Run:
         self.dataset = Items() if self.items else Noisy()
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
         self.losses: dict[int, float] = {}
         loader, held_out = self._loader("train"), self._loader("test")
         self.checkpoint = torchrepro.Checkpoint(
-            self.folder, model=self.model, optimizer=self.optimizer
+            self.folder, model=self.model, optimizer=self.optimizer, scheduler=scheduler
         )
+        if self.baseline and self.checkpoint.step == 0:
+            sum(self.model(batch).sum().item() for batch in held_out)
         for epoch in self.checkpoint.epochs(EPOCHS):
             if self.new_loaders:
                 loader = self._loader("train")
@@ -98,15 +106,23 @@ class Run:
                 loss = (self.model(batch) * random.random() - np.random.random()).square().mean()
                 self.optimizer.zero_grad()
                 loss.backward()
+                nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
                 self.optimizer.step()
-                self.checkpoint.save(every=self.every)
-                if self.checkpoint.step == stop:
-                    raise Interrupted
+                if self.saves == "after a batch":
+                    self.checkpoint.save(every=self.every)
+                    if self.checkpoint.step == stop:
+                        raise Interrupted
+            scheduler.step()
+            self.losses[epoch] = scheduler.get_last_lr()[0]
             if self.validates:
                 self.losses[epoch] = sum(self.model(batch).sum().item() for batch in held_out)
+            if self.saves == "after an epoch":
+                self.checkpoint.save()
+                if self.checkpoint.step == stop:
+                    raise Interrupted
 
     def _loader(self, name: str) -> Any:
-        options: dict[str, Any] = {"batch_size": BATCH, "num_workers": self.workers}
+        options: dict[str, Any] = {"batch_size": self.batch_size, "num_workers": self.workers}
         options["shuffle"] = None if self.items else True
         if self.seeding == "explicit":
             options |= torchrepro.dataloader_kwargs(name)
@@ -132,11 +148,13 @@ SEEDINGS = st.sampled_from(sorted(PROFILES))
 by_seeding = pytest.mark.parametrize("seeding", PROFILES)
 
 
-def _resumed(run: Run, *stops: int) -> Any:
-    """Interrupt `run` at each of `stops`, with all objects new every time; return its end."""
+def _is_exact(run: Run, *stops: int) -> bool:
+    """Whether `run`, interrupted at each of `stops`, ends as the uninterrupted one."""
+    weights, losses = replace(run, folder=None).train()
     for stop in stops:
         run.train(stop)
-    return run.train()
+    found, last_losses = run.train()
+    return found == weights and last_losses.items() <= losses.items()
 
 
 @settings(max_examples=25)
@@ -146,15 +164,13 @@ def _resumed(run: Run, *stops: int) -> Any:
     seeding=SEEDINGS,
     items=st.booleans(),
 )
-def test_an_interrupted_run_ends_with_the_weights_of_a_whole_one(
+def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(
     tmp_path: Path, stops: list[int], every: int, seeding: str, items: bool
 ) -> None:
     """Interrupted after any batches and resumed, a run ends with the same weights, bit for bit."""
     folder = tmp_path / str(next(folders))
 
-    assert _resumed(Run(folder, seeding, every, items=items), *stops) == (
-        Run(None, seeding, items=items).train()
-    )
+    assert _is_exact(Run(folder, seeding, every, items=items), *stops)
 
 
 @pytest.mark.slow
@@ -165,34 +181,23 @@ def test_an_interrupted_run_ends_with_the_weights_of_a_whole_one(
 def test_workers_load_after_an_interruption_what_they_would_have_loaded(
     tmp_path: Path, stop: int, every: int, seeding: str, items: bool
 ) -> None:
-    """With two workers too, an interrupted run ends with the weights of a whole one."""
+    """With two workers too, an interrupted run ends with the same weights."""
     folder = tmp_path / str(next(folders))
-    whole = Run(None, seeding, workers=2, items=items)
 
-    assert _resumed(Run(folder, seeding, every, workers=2, items=items), stop) == whole.train()
-
-
-@by_seeding
-@pytest.mark.parametrize("stop", [2, PER_EPOCH, PER_EPOCH + 1])
-def test_a_second_loader_goes_on_as_well(tmp_path: Path, seeding: str, stop: int) -> None:
-    """Where epochs end with a validation, it sees after an interruption what it would have seen."""
-    interrupted = Run(tmp_path, seeding, validates=True)
-    whole, losses = Run(None, seeding, validates=True).train()
-    weights, last_losses = _resumed(interrupted, stop)
-
-    assert weights == whole
-    assert last_losses.items() <= losses.items()
-    assert EPOCHS - 1 in last_losses
+    assert _is_exact(Run(folder, seeding, every, workers=2, items=items), stop)
 
 
 @by_seeding
 @pytest.mark.parametrize("stop", [2, PER_EPOCH, PER_EPOCH + 1])
-def test_a_loader_may_be_made_anew_for_every_epoch(tmp_path: Path, seeding: str, stop: int) -> None:
-    """A program that makes a loader per epoch resumes to the weights of its uninterrupted run."""
-    interrupted = Run(tmp_path / "interrupted", seeding, new_loaders=True)
-    whole = Run(tmp_path / "whole", seeding, new_loaders=True)
+@pytest.mark.parametrize("program", ["validates", "new_loaders", "baseline"])
+def test_other_loaders_of_a_program_change_nothing(
+    tmp_path: Path, seeding: str, stop: int, program: str
+) -> None:
+    """Exact with a validation after each epoch, a loader for each, and one before a new run."""
+    run = Run(tmp_path, seeding, **{program: True})
 
-    assert _resumed(interrupted, stop) == whole.train()
+    assert _is_exact(run, stop)
+    assert EPOCHS - 1 in run.losses
 
 
 @pytest.mark.parametrize("new_loaders", [False, True])
@@ -201,10 +206,75 @@ def test_keeping_checkpoints_changes_nothing(
     tmp_path: Path, seeding: str, new_loaders: bool
 ) -> None:
     """A run that keeps checkpoints ends with the weights of one that keeps none."""
-    kept, not_kept = (Run(folder, seeding, new_loaders=new_loaders) for folder in (tmp_path, None))
-
-    assert kept.train() == not_kept.train()
+    assert _is_exact(Run(tmp_path, seeding, new_loaders=new_loaders))
     assert list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("last", range(1, EPOCHS + 1))
+@pytest.mark.parametrize("saves", ["after an epoch", "after a batch"])
+def test_an_epoch_is_done_once_it_is_saved_after_its_loop(
+    tmp_path: Path, last: int, saves: str
+) -> None:
+    """Saved there, a run goes on with the next; at its last batch, with what follows the loop."""
+    run = Run(tmp_path, "auto", saves=saves)
+
+    assert _is_exact(run, last * PER_EPOCH)
+    assert min(run.losses, default=EPOCHS) == last - (saves == "after a batch")
+
+
+@pytest.mark.parametrize(("stop", "saves"), [(2, "a batch"), (PER_EPOCH, "an epoch")])
+@pytest.mark.parametrize("batch_size", [BATCH, BATCH + 1])
+def test_another_batch_size_within_an_epoch_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], batch_size: int, stop: int, saves: str
+) -> None:
+    """A run that goes on within an epoch says where its batches are of another size than before."""
+    Run(tmp_path, "auto", saves=f"after {saves}").train(stop)
+    capsys.readouterr()
+    Run(tmp_path, "auto", saves=f"after {saves}", batch_size=batch_size).train()
+
+    said = f"was interrupted with batch_size={BATCH} and goes on with batch_size={BATCH + 1}"
+    assert (said in capsys.readouterr().err) == (batch_size != BATCH and stop == 2)
+
+
+RESUMED: dict[str, tuple[Any, Any]] = {
+    "a loader's place": (place_of, lambda loader, place: take_up(loader, place, lambda: None)),
+    "a run's places": (
+        lambda _: places(over=False),
+        lambda _, found: await_loaders(found, lambda: None),
+    ),
+}
+"""How frameworks keep the place of a loader, and how they go on from it."""
+
+
+@pytest.mark.parametrize("framework", RESUMED)
+@pytest.mark.parametrize(("batch_size", "rank"), [(3, 0), (4, 0), (4, 1)])
+def test_frameworks_say_another_batch_size(
+    framework: str,
+    batch_size: int,
+    rank: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A loader that goes on within an epoch says where its batches are of another size, once."""
+    keep, go_on = RESUMED[framework]
+    with torchrepro.apply(AUTO):
+        batches = iter(loader := DataLoader(torch.arange(12.0), batch_size=3))
+        next(batches)
+        place = keep(loader)
+    monkeypatch.setenv("WORLD_SIZE", str(rank + 1))
+    monkeypatch.setenv("RANK", str(rank))
+    with torchrepro.apply(AUTO):
+        loader = DataLoader(torch.arange(12.0), batch_size=batch_size)
+        go_on(loader, place)
+        capsys.readouterr()
+        _ = list(loader), list(loader)
+
+    said = (
+        "torchrepro: the loader over Tensor[12]: its epoch was interrupted with batch_size=3 and "
+        "goes on with batch_size=4, so its batches hold other samples than those of the "
+        "uninterrupted run; resume with batch_size=3 to go on exactly\n"
+    )
+    assert capsys.readouterr().err == (said if batch_size == 4 and rank == 0 else "")
 
 
 @settings(max_examples=10)
@@ -239,7 +309,7 @@ def test_a_checkpoint_knows_how_far_the_run_has_come(tmp_path: Path, stop: int, 
     assert run.checkpoint.step == stop
     saved = stop - stop % every
     with torchrepro.apply({"seed": 5}):
-        resumed = torchrepro.Checkpoint(folder, model=run.model, optimizer=run.optimizer)
+        resumed = torchrepro.Checkpoint(folder, **run.checkpoint.parts)
     epoch = (saved - 1) // PER_EPOCH if saved else 0
 
     assert (resumed.epoch, resumed.batch) == (epoch, saved - epoch * PER_EPOCH)
@@ -251,9 +321,9 @@ def test_a_checkpoint_knows_how_far_the_run_has_come(tmp_path: Path, stop: int, 
 def test_a_run_that_is_done_does_nothing_more(tmp_path: Path) -> None:
     """Started once more after its end, a run loads nothing and has the weights it had."""
     run = Run(tmp_path)
-    ended = run.train()
+    weights, _ = run.train()
 
-    assert run.train() == ended
+    assert run.train() == (weights, {})
     assert run.dataset.loaded == []
 
 

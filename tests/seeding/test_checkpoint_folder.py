@@ -1,11 +1,16 @@
 """The folder of a `Checkpoint`: what is in it, who wrote it, and what cannot be read."""
 
 import random
+import resource
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
+from uuid import SafeUUID
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -131,9 +136,11 @@ def test_a_file_that_is_no_checkpoint_is_named(tmp_path: Path, content: bytes) -
     assert _file(tmp_path, 2).read_bytes() == content
 
 
-@pytest.mark.parametrize("found", [[1, 2], {"format": 1}, {"parts": {}, "rng": {}}, 3])
+@pytest.mark.parametrize(
+    "found", [[1, 2], {"format": 1}, {"parts": {}, "rng": {}}, 3, {"rng": object(), "parts": {}}]
+)
 def test_a_file_with_other_content_is_named(tmp_path: Path, found: Any) -> None:
-    """A file of torch's that is no checkpoint is refused like one that is no file of torch's."""
+    """A file of torch's that is no checkpoint is refused, and no object of Python's is made."""
     _save(tmp_path, 1.0)
     torch.save(found, _file(tmp_path, 1))
     with pytest.raises(torchrepro.SeedingError, match="not a complete checkpoint"):
@@ -155,7 +162,7 @@ folders = count()
 @settings(max_examples=30)
 @given(share=st.floats(0, 1, exclude_max=True))
 def test_a_file_that_was_cut_off_is_named(tmp_path: Path, share: float) -> None:
-    """Wherever a file ends too early, the error says that it is not whole."""
+    """Wherever a file ends too early, the error says that it is not complete."""
     folder = tmp_path / str(next(folders))
     _save(folder, 1.0)
     content = _file(folder, 1).read_bytes()
@@ -173,14 +180,6 @@ def test_weights_that_changed_on_the_disk_are_not_taken(tmp_path: Path) -> None:
     path.write_bytes(content.replace(ones, ones[:-1] + b"\x40"))
     with pytest.raises(torchrepro.SeedingError, match="not a complete checkpoint"):
         torchrepro.Checkpoint(tmp_path, part=Part())
-
-
-def test_no_file_can_run_code(tmp_path: Path) -> None:
-    """A checkpoint that holds an object of Python's is refused, and the object is not made."""
-    _save(tmp_path, 1.0)
-    torch.save({"rng": Part(), "parts": {}}, _file(tmp_path, 1))
-    with pytest.raises(torchrepro.SeedingError, match="not a complete checkpoint"):
-        _value(tmp_path)
 
 
 @pytest.mark.parametrize("names", [[], ["other"], ["part", "other"]])
@@ -244,23 +243,12 @@ def test_each_rank_reads_its_own_file(tmp_path: Path, be: Callable[[int, int], N
         assert _value(tmp_path) == (2, 10.0 + rank)
 
 
+@pytest.mark.parametrize("ahead", [1, 3])
 def test_a_step_counts_once_all_ranks_have_written_it(
-    tmp_path: Path, be: Callable[[int, int], None]
+    tmp_path: Path, be: Callable[[int, int], None], ahead: int
 ) -> None:
-    """Where one rank was killed before it wrote a step, all go on from the step before."""
-    for rank, values in ((1, [1.0]), (0, [1.0, 2.0])):
-        be(rank, 2)
-        _save(tmp_path, *values)
-    for rank in (0, 1):
-        be(rank, 2)
-        assert _value(tmp_path) == (1, 1.0)
-
-
-def test_a_rank_that_runs_ahead_deletes_no_step_that_is_needed(
-    tmp_path: Path, be: Callable[[int, int], None]
-) -> None:
-    """However far rank 0 is ahead, the latest step that all ranks have written is kept."""
-    for rank, values in ((1, [1.0]), (0, [1.0, 2.0, 3.0, 4.0])):
+    """However far one rank is ahead of one that was killed, all go on from the last in common."""
+    for rank, values in ((1, [1.0]), (0, [1.0, *[2.0] * ahead])):
         be(rank, 2)
         _save(tmp_path, *values)
     for rank in (0, 1):
@@ -308,3 +296,98 @@ def test_a_relative_folder_is_the_one_it_was_when_it_was_named(
 
     assert list((tmp_path / "elsewhere").iterdir()) == []
     assert _value(tmp_path / "run #1%3F") == (1, 0.0)
+
+
+class Best:
+    """A part whose state is one value."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["best"]
+
+
+def _begun(folder: Path, **parts: Any) -> torchrepro.Checkpoint:
+    """Return a checkpoint whose run has done one step."""
+    checkpoint = torchrepro.Checkpoint(folder, **parts)
+    next(checkpoint.steps(1))
+    return checkpoint
+
+
+UNKEPT = {
+    "numpy's number": np.float64(0.5),
+    "path": Path("best.pt"),
+    "enum": SafeUUID.safe,
+    "nested": [{"seen": deque([1.0, 2.0])}],
+}
+
+
+@pytest.mark.parametrize("value", UNKEPT.values(), ids=UNKEPT)
+def test_what_could_not_be_read_again_is_not_written(tmp_path: Path, value: Any) -> None:
+    """A part whose state only pickle could keep is refused by name, and no file is written."""
+    checkpoint = _begun(tmp_path, fine=Best(1.0), tracker=Best(value))
+    for _ in range(2):
+        with pytest.raises(torchrepro.SeedingError, match="tracker"):
+            checkpoint.save()
+
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", [0.5, "best", None, (1, [2]), {"a": torch.ones(2)}])
+def test_what_is_kept_comes_back(tmp_path: Path, value: Any) -> None:
+    """A state of plain values and tensors is written, and a new run finds it."""
+    _begun(tmp_path, best=Best(value)).save()
+    best = Best("nothing yet")
+    torchrepro.Checkpoint(tmp_path, best=best)
+
+    assert str(best.value) == str(value)
+
+
+@pytest.mark.parametrize("part", [None, 3, {"lr": 0.1}, object()])
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_part_without_a_state_is_refused(tmp_path: Path, part: Any, kept: bool) -> None:
+    """A part that cannot be saved is refused where the checkpoint is made, folder or not."""
+    with pytest.raises(torchrepro.SeedingError, match="broken"):
+        torchrepro.Checkpoint(tmp_path if kept else None, fine=Best(1), broken=part)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_without_its_others_is_warned(
+    tmp_path: Path, be: Callable[[int, int], None]
+) -> None:
+    """A process numbered 3 that finds only its own files warns that no step is complete."""
+    be(3, 4)
+    _begun(tmp_path, best=Best(1)).save()
+    with pytest.warns(UserWarning, match="holds no step that all 4 ranks have written"):
+        checkpoint = torchrepro.Checkpoint(tmp_path, best=Best(2))
+
+    assert checkpoint.step == 0
+
+
+@contextmanager
+def _full_disk() -> Iterator[None]:
+    """Have every file of this process end after 100 bytes, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_what_cannot_be_written_leaves_no_step(tmp_path: Path) -> None:
+    """A write that fails raises `OSError`, leaves no empty step, and the run can save later."""
+    checkpoint = _begun(tmp_path, best=Best(1))
+    with _full_disk(), pytest.raises(OSError, match="too large"):
+        checkpoint.save()
+    assert list(tmp_path.iterdir()) == []
+
+    checkpoint.save()
+    best = Best(2)
+    torchrepro.Checkpoint(tmp_path, best=best)
+    assert best.value == 1

@@ -13,48 +13,9 @@ from hypothesis import strategies as st
 
 import torchrepro
 
+from .drawing import DRAWS, GLOBAL, draw, own, register_own
+
 State = Callable[[], dict[str, Any]]
-OWN: dict[str, Callable[[], Any]] = {
-    "own python": lambda: random.Random(5),
-    "own PCG64": lambda: np.random.default_rng(5),
-    "own PCG64DXSM": lambda: np.random.Generator(np.random.PCG64DXSM(5)),
-    "own MT19937": lambda: np.random.Generator(np.random.MT19937(5)),
-    "own Philox": lambda: np.random.Generator(np.random.Philox(5)),
-    "own SFC64": lambda: np.random.Generator(np.random.SFC64(5)),
-    "own RandomState": lambda: np.random.RandomState(5),
-    "own torch": lambda: torch.Generator().manual_seed(5),
-}
-GLOBAL: dict[str, Callable[[], Any]] = {
-    "random": random.random,
-    "gauss": lambda: random.gauss(0, 1),
-    "shuffle": lambda: random.shuffle(list(range(20))),
-    "numpy rand": lambda: np.random.rand(3),
-    "numpy randn": lambda: np.random.randn(1),
-    "torch rand": lambda: torch.rand(3),
-    "torch randn": lambda: torch.randn(1),
-    "torch randn of doubles": lambda: torch.randn(1, dtype=torch.float64),
-    "torch randperm": lambda: torch.randperm(20),
-    "dropout": lambda: torch.nn.functional.dropout(torch.ones(8)),
-    "seed python": lambda: random.seed(3),
-    "seed numpy": lambda: np.random.seed(3),
-    "seed torch": lambda: torch.manual_seed(3),
-}
-
-
-def _draw_from(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return torch.randn(1, generator=generator)
-    if isinstance(generator, random.Random):
-        return generator.gauss(0, 1)
-    return generator.standard_normal(), generator.bytes(5)
-
-
-def _draw(name: str) -> Any:
-    return GLOBAL[name]() if name in GLOBAL else _draw_from(own[name])
-
-
-own: dict[str, Any] = {}
-DRAWS = st.lists(st.sampled_from([*GLOBAL, *OWN]), max_size=12)
 SCOPES: dict[str, Callable[[], Any]] = {
     "isolated": torchrepro.isolated_rng,
     "seeded": lambda: torchrepro.seeded("init"),
@@ -67,8 +28,7 @@ every_scope = pytest.mark.parametrize("scope", SCOPES.values(), ids=SCOPES)
 @pytest.fixture(autouse=True)
 def _own_generators(seed_1234: Any) -> Iterator[None]:
     """Register one generator of each kind; a profile with a seed is in force."""
-    for name, make in OWN.items():
-        own[name] = torchrepro.register_generator(name, make())
+    register_own()
     yield
     own.clear()
 
@@ -81,12 +41,12 @@ def test_a_scope_leaves_every_generator_as_it_found_it(
 ) -> None:
     """Whatever is drawn and seeded inside, what comes afterwards is what would have come anyway."""
     for name in before:
-        _draw(name)
+        draw(name)
     found = generators()
 
     with scope():
         for name in inside:
-            _draw(name)
+            draw(name)
 
     assert found == generators()
 
@@ -103,7 +63,7 @@ def test_a_scope_that_is_left_by_an_exception_restores_too(
     def work() -> None:
         with scope():
             for name in inside:
-                _draw(name)
+                draw(name)
             raise raised
 
     with pytest.raises(error) as left:
@@ -123,8 +83,8 @@ def test_scopes_nest(scopes: list[str], drawn: list[str], generators: State) -> 
         for name in scopes:
             scope = SCOPES[name]()
             scope.__enter__()
-            for draw in drawn:
-                _draw(draw)
+            for each in drawn:
+                draw(each)
             open_scopes.append(scope)
             found.append(generators())
         while open_scopes:
@@ -165,11 +125,11 @@ def test_a_seeded_scope_draws_the_same_wherever_it_is(
 
     def inside(again: str = name) -> list[str]:
         with torchrepro.seeded(again, epoch=epoch, step=step):
-            return [repr(_draw(each)) for each in scoped] + [repr(torch.rand(2).tolist())]
+            return [repr(draw(each)) for each in scoped] + [repr(torch.rand(2).tolist())]
 
     first = inside()
     for each in earlier:
-        _draw(each)
+        draw(each)
     assert inside() == first
     with torchrepro.seeded("around"):
         assert inside() == first

@@ -15,46 +15,9 @@ from hypothesis import strategies as st
 
 import torchrepro
 
+from .drawing import DRAWS, OWN, draw, own, register_own
+
 State = Callable[[], dict[str, Any]]
-OWN: dict[str, Callable[[], Any]] = {
-    "python": lambda: random.Random(5),
-    "PCG64": lambda: np.random.default_rng(5),
-    "PCG64DXSM": lambda: np.random.Generator(np.random.PCG64DXSM(5)),
-    "MT19937": lambda: np.random.Generator(np.random.MT19937(5)),
-    "Philox": lambda: np.random.Generator(np.random.Philox(5)),
-    "SFC64": lambda: np.random.Generator(np.random.SFC64(5)),
-    "RandomState": lambda: np.random.RandomState(5),
-    "RandomState on PCG64": lambda: np.random.RandomState(np.random.PCG64(5)),
-    "torch": lambda: torch.Generator().manual_seed(5),
-}
-GLOBAL: dict[str, Callable[[], Any]] = {
-    "random": random.random,
-    "gauss": lambda: random.gauss(0, 1),
-    "numpy": lambda: np.random.rand(3).tolist(),
-    "numpy randn": lambda: np.random.randn(1).tolist(),
-    "torch": lambda: torch.rand(3).tolist(),
-    "torch randn": lambda: torch.randn(1).tolist(),
-    "torch randn of doubles": lambda: torch.randn(1, dtype=torch.float64).tolist(),
-}
-OWN_DRAWS: dict[str, Callable[[Any], Any]] = {
-    "python": lambda own: own.gauss(0, 1),
-    "torch": lambda own: torch.randn(1, generator=own).item(),
-}
-DRAWS = st.lists(st.sampled_from([*GLOBAL, *(f"own {name}" for name in OWN)]), max_size=12)
-own: dict[str, Any] = {}
-
-
-def _of_numpy(generator: Any) -> Any:
-    """Numbers of several widths: 32 bits leave half a word behind, normals another normal."""
-    whole = getattr(generator, "integers", None) or generator.randint
-    return [generator.standard_normal(), *whole(0, 100, 1, dtype=np.uint32), generator.random(1)[0]]
-
-
-def _draw(name: str) -> Any:
-    if name in GLOBAL:
-        return GLOBAL[name]()
-    kind = name.removeprefix("own ")
-    return OWN_DRAWS.get(kind, _of_numpy)(own[kind])
 
 
 def _json(snapshot: Any) -> Any:
@@ -73,9 +36,7 @@ CONTAINERS = {"itself": lambda snapshot: snapshot, "JSON": _json, "torch.save": 
 
 @pytest.fixture
 def registered() -> None:
-    """Register one generator of each kind."""
-    for name, make in OWN.items():
-        own[name] = torchrepro.register_generator(name, make())
+    register_own()
 
 
 @pytest.mark.parametrize("through", CONTAINERS.values(), ids=CONTAINERS)
@@ -90,36 +51,36 @@ def test_restoring_is_the_identity(
     """After a restore the state is the saved one, and the same numbers come, from any container."""
     before, between, after = drawn
     for name in before:
-        _draw(name)
+        draw(name)
     saved = generators()
     snapshot = through(torchrepro.rng_state())
     assert generators() == saved
-    expected = [_draw(name) for name in after]
+    expected = [draw(name) for name in after]
     for name in between:
-        _draw(name)
+        draw(name)
 
     torchrepro.set_rng_state(snapshot)
 
     assert generators() == saved
-    assert [_draw(name) for name in after] == expected
+    assert [draw(name) for name in after] == expected
     torchrepro.set_rng_state(snapshot)
     assert torchrepro.rng_state() == snapshot
 
 
 @settings(max_examples=15)
 @given(drawn=DRAWS)
-def test_a_file_is_as_good_as_the_snapshot(
+def test_a_file_restores_what_its_snapshot_restores(
     drawn: list[str], generators: State, registered: None, tmp_path: Path
 ) -> None:
     """What is saved to a file is restored from it, given as text or as a path."""
     for name in drawn:
-        _draw(name)
+        draw(name)
     saved, path = generators(), tmp_path / "rng.json"
 
     torchrepro.save_rng_state(path)
     assert generators() == saved
     for form in (path, str(path)):
-        random.random(), torch.rand(2), np.random.rand(2), own["Philox"].random()
+        random.random(), torch.rand(2), np.random.rand(2), own["own Philox"].random()
         torchrepro.set_rng_state(form)
         assert generators() == saved
 

@@ -218,7 +218,8 @@ def test_functions_stay_what_they_are() -> None:
             clock = time.time
 
         assert {place: looks(_functions()[place]) for place in places} == before
-        for function in (os.urandom, os.listdir, np.random.default_rng, random.Random.seed, id):
+        seeding = random.seed, np.random.seed, random.Random.seed, np.random.default_rng
+        for function in (*seeding, os.urandom, os.listdir, id):
             assert pickle.loads(pickle.dumps(function)) is function
         assert os.scandir in os.supports_fd
         assert type(WatchedTimer().clock()) is type(Timer().clock()) is float

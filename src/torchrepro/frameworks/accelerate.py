@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torchrepro.errors import SeedingError
-from torchrepro.frameworks.hooking import in_force
-from torchrepro.frameworks.loggers import log_profile
+from torchrepro.frameworks.hooking import Switch, in_force, log_profile, say_switches
 from torchrepro.frameworks.run_state import (
     begin_interrupted_epochs,
     checkpoint_entry,
@@ -30,7 +29,6 @@ from torchrepro.frameworks.run_state import (
     say_not_resumed,
     state_of_rank,
 )
-from torchrepro.frameworks.switches import Switch, say_switches
 from torchrepro.messages import shown
 from torchrepro.patching import MissingHookError, wrap, wrap_everywhere
 from torchrepro.seeding.loader_places import (
@@ -51,6 +49,8 @@ _FILE = "torchrepro_{}.json"
 """The file of one rank in the folder of a checkpoint, as `random_states_0.pkl` is accelerate's."""
 
 _attached: WeakSet[Any] = WeakSet()
+# Loaders that skip their first batches, each with the one that it was made from.
+_made_from: WeakKeyDictionary[Any, ReferenceType[Any]] = WeakKeyDictionary()
 
 
 def attach(accelerator: Any) -> None:
@@ -94,9 +94,9 @@ def hook_accelerator(module: ModuleType) -> ExitStack:
 
 def hook_seeds(module: ModuleType) -> ExitStack:
     """Read the switch of `set_seed`, wherever it was imported to."""
-    with ExitStack() as undo:
-        wrap_everywhere(undo, module, "set_seed", _saying_switches)
-        return undo.pop_all()
+    undo = ExitStack()
+    wrap_everywhere(undo, module, "set_seed", _saying_switches)
+    return undo
 
 
 def _attaching(original: Any) -> Any:
@@ -117,11 +117,6 @@ def _logging(original: Any) -> Any:
     return init_trackers
 
 
-_DETERMINISTIC = Switch(
-    "set_seed(deterministic=True)", "backends.torch.deterministic_algorithms", "error"
-)
-
-
 def _saying_switches(original: Any) -> Any:
     parameters = signature(original)
 
@@ -130,7 +125,8 @@ def _saying_switches(original: Any) -> Any:
         with suppress(TypeError):  # which the call itself raises as well
             given = parameters.bind(*args, **kwargs).arguments
         if given.get("deterministic"):
-            say_switches("accelerate", [_DETERMINISTIC])
+            knob = "backends.torch.deterministic_algorithms"
+            say_switches("accelerate", [Switch("set_seed(deterministic=True)", knob, "error")])
         return original(*args, **kwargs)
 
     return set_seed
@@ -143,15 +139,12 @@ class _Hooks:
         self.accelerator = accelerator
 
     def _prepared(self) -> list[Any]:
-        """Return the loaders that the Accelerator has prepared, in their order.
-
-        Undocumented (`_dataloaders`); its own checkpoints number their files by it. Without it,
-        loaders are told apart by their data and the order in which they are first iterated.
-        """
+        # Undocumented (`_dataloaders`); its own checkpoints number their files by it. Without it,
+        # loaders are told apart by their data and the order in which they are first iterated.
         return list(getattr(self.accelerator, "_dataloaders", ()))
 
     def save(self, models: Any, weights: Any, folder: str) -> None:
-        """Write the state of this rank, whole, before accelerate writes its own files."""
+        """Write the complete state of this rank, before accelerate writes its own files."""
         if in_force() is None:
             return
         here, state, prepared = ranks(), state_of_rank(), self._prepared()
@@ -190,10 +183,6 @@ class _Hooks:
                 if iteration is not None and hasattr(loader, "iteration"):
                     loader.iteration = iteration
             begin_interrupted_epochs(state)
-
-
-_made_from: WeakKeyDictionary[Any, ReferenceType[Any]] = WeakKeyDictionary()
-"""Loaders without first batches, each with the one that it was made from."""
 
 
 def hook_loaders(module: ModuleType) -> ExitStack:

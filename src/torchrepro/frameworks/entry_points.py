@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 def lightning() -> "list[Any]":
     """Return the callbacks for a `Trainer` of the package `lightning`."""
-    return _callbacks("lightning", "lightning.pytorch")
+    return _callbacks("callbacks", "lightning.pytorch")
 
 
 def pytorch_lightning() -> "list[Any]":
     """Return the callbacks for a `Trainer` of the package `pytorch_lightning`."""
-    return _callbacks("lightning", "pytorch_lightning")
+    return _callbacks("callbacks", "pytorch_lightning")
 
 
 def fabric() -> "list[Any]":
     """Return the callbacks for a `Fabric`, of whichever package."""
-    return _callbacks("fabric")
+    return _callbacks("fabric_callbacks")
 
 
-def _callbacks(module: str, *package: str) -> "list[Any]":
-    hooked: Any = sys.modules.get("torchrepro.frameworks." + module)
-    return [] if hooked is None else hooked.callbacks(*package)
+def _callbacks(function: str, *package: str) -> "list[Any]":
+    hooked = sys.modules.get("torchrepro.frameworks.lightning")
+    return [] if hooked is None else getattr(hooked, function)(*package)

@@ -16,7 +16,7 @@ from weakref import ref
 
 from torchrepro.console import say_once
 from torchrepro.frameworks.accelerate import base_loader
-from torchrepro.frameworks.hooking import in_force
+from torchrepro.frameworks.hooking import Switch, in_force, log_profile, say_switches
 from torchrepro.frameworks.run_state import (
     KEY,
     begin_interrupted_epochs,
@@ -29,7 +29,6 @@ from torchrepro.frameworks.run_state import (
     say_not_resumed,
     state_of_rank,
 )
-from torchrepro.frameworks.switches import Switch, say_switches
 from torchrepro.patching import MissingHookError, wrap
 from torchrepro.seeding.loader_places import kind_of
 
@@ -43,8 +42,8 @@ EXPLICIT = "TorchreproCallback"
 
 _FRAMEWORK = "transformers"
 
+# The `control` of the training that began last, and the callback of ours that attends to it.
 _in_charge: list[tuple[ref[Any], ref[RunState]]] = []
-"""The `control` of the training that began last, and the callback of ours that attends to it."""
 
 
 def hook_trainer(module: ModuleType) -> ExitStack:
@@ -70,11 +69,8 @@ def hook_trainer(module: ModuleType) -> ExitStack:
 
 
 def _loading_generators(original: Any) -> Any:
-    """Leave the generators where a run of ours has put them.
-
-    The Trainer loads its own once more after it has read the batches of a step, which for a stream
-    come from them.
-    """
+    # The Trainer loads its own once more after it has read the batches of a step, which for a
+    # stream come from them.
 
     def _load_rng_state(self: Any, *args: Any, **kwargs: Any) -> Any:
         attending = _in_charge[0][1]() if _in_charge else None
@@ -98,7 +94,6 @@ def hook_reporters(module: ModuleType) -> ExitStack:
 
 
 def _active_in(name: str) -> Any:
-    """Return the place that is active in the tool `name`, or None."""
     from torchrepro.manifest.destinations import DESTINATIONS
 
     return next(each for each in DESTINATIONS if each.name == name).active()
@@ -115,7 +110,6 @@ _REPORTERS: Mapping[str, Callable[[Any], Any]] = {
 def _beginning(place: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def wrapping(original: Any) -> Any:
         def on_train_begin(self: Any, args: Any, state: Any, *rest: Any, **kwargs: Any) -> Any:
-            from torchrepro.frameworks.loggers import log_profile
 
             result = original(self, args, state, *rest, **kwargs)
             if state.is_world_process_zero:
@@ -163,11 +157,9 @@ class RunState:
         self._all_ranks: list[dict[str, Any]] = []
         self._pending: Callable[[], None] | None = None
         self._within_step = False
-        self._kind = ""
-        """Of the loader that is trained on."""
-
+        self._kind = ""  # of the loader that is trained on
+        # Whether this training goes on from a checkpoint with the generators in it.
         self.has_gone_on = False
-        """Whether this training goes on from a checkpoint with the generators in it."""
 
     def state(self) -> dict[str, Any]:
         """Return what the Trainer writes with a checkpoint; it asks for it on rank 0 alone."""
@@ -243,20 +235,18 @@ class RunState:
     on_pre_optimizer_step = on_substep_end
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Ask all ranks for their states where this step is followed by a checkpoint."""
+        """Gather the states of all ranks where this step is followed by a checkpoint."""
         self._within_step = False
         self._gather_if_saved("on_step_end", args, state)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Ask all ranks for their states where this epoch is followed by a checkpoint."""
+        """Gather the states of all ranks where this epoch is followed by a checkpoint."""
         self._gather_if_saved("on_epoch_end", args, state)
 
     def _gather_if_saved(self, event: str, args: Any, state: Any) -> None:
-        """Ask all ranks for their states if the Trainer by itself saves after `event`.
-
-        The Trainer's own strategy answers that alike on all ranks. What another callback wants,
-        it may want on one rank only, which would then wait for the others forever.
-        """
+        # If the Trainer by itself saves after `event`. Its own strategy answers that alike on all
+        # ranks. What another callback wants, it may want on one rank only, which would then wait
+        # for the others forever.
         self._all_ranks = []
         if not self._attends or in_force() is None or ranks().size == 1:
             return
@@ -269,7 +259,7 @@ class RunState:
             self._all_ranks = of_all_ranks(self._state())
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
-        """Ask all ranks again where a checkpoint follows: an evaluation draws numbers."""
+        """Gather them again where a checkpoint follows: an evaluation draws numbers."""
         if self._saves:
             self._all_ranks = of_all_ranks(self._state())
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 HOOKS = {
     "lightning.pytorch": "frameworks.lightning:hook_trainer",
     "pytorch_lightning": "frameworks.lightning:hook_trainer",
-    "lightning.fabric.fabric": "frameworks.fabric:hook_fabric",
-    "lightning_fabric.fabric": "frameworks.fabric:hook_fabric",
+    "lightning.fabric.fabric": "frameworks.lightning:hook_fabric",
+    "lightning_fabric.fabric": "frameworks.lightning:hook_fabric",
     "accelerate.accelerator": "frameworks.accelerate:hook_accelerator",
     "accelerate.utils.random": "frameworks.accelerate:hook_seeds",
     "accelerate.data_loader": "frameworks.accelerate:hook_loaders",

@@ -1,9 +1,12 @@
-"""Lightning's Trainer: a callback without a line of the program, and loaders that resume.
+"""Lightning's Trainer and Fabric: the state of the run in their checkpoints.
 
-A `Trainer` asks the entry points of the group ``callbacks_factory`` for callbacks; that, and the
-callback's hooks, are public
+Both ask entry points for callbacks; that, and the callbacks' hooks, are public
 (https://lightning.ai/docs/pytorch/stable/extensions/entry_points.html). In the middle of an epoch
-Lightning resumes those loaders that have `state_dict` and `load_state_dict`.
+the Trainer resumes those loaders that have `state_dict` and `load_state_dict`.
+
+Fabric calls a callback at no save and no load, so the two are wrapped. How far a program has come
+in an epoch is its own to say. It skips the batches that are done, or puts its loader into the state
+that it saves, where the loader says it.
 """
 
 from __future__ import annotations
@@ -16,20 +19,27 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import say
-from torchrepro.frameworks.hooking import going_on_without, in_force
-from torchrepro.frameworks.loggers import log_profile, place_of_lightning
+from torchrepro.frameworks.hooking import (
+    Switch,
+    going_on_without,
+    in_force,
+    log_profile,
+    say_switches,
+)
 from torchrepro.frameworks.run_state import (
     KEY,
+    begin_interrupted_epochs,
     checkpoint_entry,
     generators_of,
     give_loaders_state,
+    loaded_states,
     of_all_ranks,
     own_state,
     put_back,
     ranks,
+    resume_loader,
     state_of_rank,
 )
-from torchrepro.frameworks.switches import Switch, say_switches
 from torchrepro.patching import MissingHookError, wrap
 from torchrepro.seeding.loader_places import await_loaders, begin_late
 
@@ -52,6 +62,22 @@ _LOADERS = "combined_loader"
 def callbacks(package: str) -> list[Any]:
     """Return the callback that a `Trainer` of `package` gets; none without a profile."""
     return [] if in_force() is None else [_callback_class(PACKAGES[package])()]
+
+
+def fabric_callbacks() -> list[Any]:
+    """Return the callback that a `Fabric` gets; none without a profile."""
+    return [] if in_force() is None else [ProfileLogged()]
+
+
+def _place_of(logger: Any) -> Any:
+    """Return what a logger of Lightning writes to: a run, a SummaryWriter, a folder of files."""
+    from torchrepro.manifest.destinations import destination_of
+
+    experiment: Any = getattr(logger, "experiment", None)
+    if hasattr(experiment, "get_run") and hasattr(logger, "run_id"):
+        return experiment.get_run(logger.run_id)  # MLflow's client has the run under its id
+    known = destination_of(experiment) is not None
+    return experiment if known else getattr(logger, "log_dir", None) or experiment
 
 
 def hook_trainer(module: ModuleType) -> ExitStack:
@@ -113,7 +139,7 @@ class TrainerHooks:
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Write the profile to the loggers."""
         if trainer.is_global_zero:
-            log_profile(FRAMEWORK, trainer.loggers, place_of_lightning)
+            log_profile(FRAMEWORK, trainer.loggers, _place_of)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
         """Add the state of every rank; Lightning calls it on all of them.
@@ -205,3 +231,63 @@ def _taken_out(checkpoint: Any, trainer: Any) -> list[Any]:
         elif saved is not None:
             saved["done"] = saved["batches"] - fetched_ahead
     return [[number, saved] for number, saved in ours.items()]
+
+
+class ProfileLogged:
+    """Writes the profile to the loggers of a `Fabric`, once it has set up its first model."""
+
+    def __init__(self) -> None:
+        self._is_done = False
+
+    def on_after_setup(self, fabric: Any, module: Any) -> None:
+        """Write it; Fabric calls this by itself."""
+        if not self._is_done and fabric.is_global_zero:
+            log_profile("fabric", fabric.loggers, _place_of)
+        self._is_done = True
+
+
+def hook_fabric(module: ModuleType) -> ExitStack:
+    """Wrap `save` and `load` of the class `Fabric` of `module`, and give torch's loaders a state.
+
+    Raises `MissingHookError` where it has no such class or methods.
+    """
+    fabric = getattr(module, "Fabric", None)
+    if fabric is None:
+        raise MissingHookError("Fabric")
+    with ExitStack() as undo:
+        undo.enter_context(give_loaders_state())
+        wrap(undo, fabric, "save", _saving_fabric)
+        wrap(undo, fabric, "load", _loading_fabric)
+        return undo.pop_all()
+
+
+def _saving_fabric(original: Any) -> Any:
+    def save(self: Any, path: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        if in_force() is not None and isinstance(state, dict):
+            with going_on_without("fabric", "the state of the run in a checkpoint"):
+                state = {**state, KEY: checkpoint_entry(of_all_ranks(state_of_rank()))}
+        return original(self, path, state, *args, **kwargs)
+
+    return save
+
+
+def _loading_fabric(original: Any) -> Any:
+    def load(self: Any, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
+        with loaded_states() as loaders:
+            rest = original(self, path, state, *args, **kwargs)
+            entry = rest.pop(KEY, None) if isinstance(rest, dict) else None
+            # A program that goes on with a training loads an optimizer as well. Weights alone are
+            # those of a teacher, of the best model, of what is fine-tuned.
+            parts = state.values() if isinstance(state, dict) else ()
+            if in_force() is not None and any(hasattr(part, "param_groups") for part in parts):
+                with going_on_without("fabric", f"going on from {path}"):
+                    where = f"fabric: {path}"
+                    run = own_state(entry, where)
+                    if run is not None and put_back(run, where):
+                        begin_interrupted_epochs(run)
+                        for loader, saved in loaders:
+                            if not saved["over"]:
+                                resume_loader(loader, saved, run)
+        return rest
+
+    return load

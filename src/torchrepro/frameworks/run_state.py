@@ -95,7 +95,7 @@ def own_state(entry: Any, where: str) -> Mapping[str, Any] | None:
 
 
 def _why_not(entry: Any, size: int) -> str:
-    """Return why no process of a run of `size` goes on from `entry`, or nothing."""
+    # Or nothing where a run of `size` processes can go on from the entry.
     if entry is None:
         return "it was saved without torchrepro, or without a profile"
     if not isinstance(entry, Mapping) or not isinstance(entry.get("ranks"), list):

@@ -1,32 +1,21 @@
-"""What samples draw, however their loader is seeded: by torch's protocol, or by its name."""
+"""Laws that hold for every loader, however it is seeded: by torch's protocol, or by its name."""
 
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
-from torch.utils.data import (
-    ConcatDataset,
-    DataLoader,
-    RandomSampler,
-    Subset,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    _DatasetKind,
-)
+from torch.utils.data import DataLoader, _DatasetKind
 
 import torchrepro
 
 from .loaders import (
     AUTHORS,
-    SAMPLERS,
+    KINDS,
     Eager,
     Failing,
     Items,
@@ -34,6 +23,7 @@ from .loaders import (
     Rows,
     all_draws,
     by_way,
+    by_workers,
     drawn,
     draws,
     epoch,
@@ -43,8 +33,6 @@ from .loaders import (
     some,
 )
 
-by_workers = pytest.mark.parametrize("workers", [0, 2])
-
 
 def _own_states(loader: Any) -> list[Any]:
     """Return where the generators stand that its author gave to a loader or its sampler."""
@@ -52,32 +40,38 @@ def _own_states(loader: Any) -> list[Any]:
     return [generator.get_state().tolist() for generator in own if generator is not None]
 
 
-@by_way
-@settings(max_examples=15)
-@given(
-    kind=st.sampled_from([*SAMPLERS, *AUTHORS]),
-    options=st.fixed_dictionaries(
-        {
-            "batch_size": st.integers(1, 5),
-            "num_workers": st.sampled_from([0, 1, 2]),
-            "persistent_workers": st.booleans(),
-        }
-    ),
-)
-def test_epochs_are_the_same_on_any_workers_in_any_batches(
-    way: str, kind: str, options: dict[str, Any], generators: Callable[[], Any]
-) -> None:
-    """Whatever workers load whatever batches, an epoch is one, and so is what it moves."""
-    assume(way == "auto" or kind not in AUTHORS)
-    found = []
-    for each in ({"batch_size": 1}, options):
-        with run(way) as make:
-            loader = make(Noisy(40, all_draws), kind, **each)
-            epochs = [epoch(loader) for _ in range(3)]
-            own = _own_states(loader) if way == "auto" else []
-            found.append([epochs, generators(), own])
+def _three_epochs(way: str, kind: str, generators: Any, draw: Any, **options: Any) -> Any:
+    """Return three epochs, and where they leave the generators of the program and of its author."""
+    with run(way) as make:
+        loader = make(None, kind, draw=draw, **options)
+        epochs = [epoch(loader) for _ in range(3)]
+        own = _own_states(loader) if way != "named" else []
+        return epochs, {**generators(), "plan": None}, own
 
-    assert found[0] == found[1]
+
+@by_way
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_epoch_is_the_same_on_any_workers_in_any_batches(
+    way: str, kind: str, generators: Callable[[], Any]
+) -> None:
+    """Neither changes a sample, its order, or a generator; no number is drawn twice.
+
+    By torch's protocol, orders and generators are those of the loader in plain Python.
+    """
+    if way == "named" and kind in AUTHORS:
+        pytest.skip("a loader with a name has its generator from there")
+    batch_size = 3 if "in batches" in kind else 1  # these draw as they read a batch
+    on_workers = {"num_workers": 2, "persistent_workers": KINDS.index(kind) % 2 == 0}
+
+    found = _three_epochs(way, kind, generators, all_draws, batch_size=batch_size)
+
+    assert found == _three_epochs(way, kind, generators, all_draws, **on_workers)
+    for numbers in zip(*drawn(chain(*found[0])), strict=True):
+        assert len(set(numbers)) == len(numbers)
+    if way == "auto":
+        epochs, *states = _three_epochs("plain", kind, generators, tuple)
+        assert list(map(order, epochs)) == list(map(order, found[0]))
+        assert states == [*found[1:]]
 
 
 def test_the_shipped_profile_seeds_numpy_in_workers_too() -> None:
@@ -109,75 +103,16 @@ def _collate(samples: list[Any]) -> list[Any]:
 
 
 @by_way
-@pytest.mark.parametrize("workers", [1, 2])
-def test_what_is_drawn_to_collate_a_batch_depends_on_the_batch_alone(
-    way: str, workers: int
-) -> None:
+def test_what_is_drawn_to_collate_a_batch_depends_on_the_batch_alone(way: str) -> None:
     """Batches draw the same numbers on any number of workers, and each batch and epoch others."""
     found = []
-    for count in (0, workers):
+    for count in (0, 2):
         with run(way) as make:
             loader = make(Noisy(draw=all_draws), "shuffle", collate_fn=_collate, num_workers=count)
             found.append([*epoch(loader), *epoch(loader)])
 
     assert found[0] == found[1]
     assert len(set(drawn(found[0]))) == len(found[0])
-
-
-DATASETS: dict[str, Callable[[], Any]] = {
-    "a subset": lambda: Subset(Noisy(20), range(5, 15)),
-    "a subset of a subset": lambda: Subset(Subset(Noisy(30), range(5, 25)), range(3, 12)),
-    "two in a row": lambda: ConcatDataset([Noisy(7), Noisy(5)]),
-    "a subset of two in a row": lambda: Subset(ConcatDataset([Noisy(7), Noisy(5)]), range(3, 11)),
-    "whole batches": lambda: Rows(20),
-    "a subset read in whole batches": lambda: Subset(Rows(20), range(3, 20)),
-}
-
-
-@by_way
-@pytest.mark.parametrize("kind", DATASETS)
-def test_whatever_reads_the_samples_they_draw_their_own(way: str, kind: str) -> None:
-    """Wrapped datasets, and those that read whole batches, draw the same on workers."""
-    found = []
-    for count in (0, 2):
-        with run(way) as make:
-            found.append(epoch(make(DATASETS[kind](), shuffle=True, num_workers=count)))
-
-    assert found[0] == found[1]
-    assert len(set(drawn(found[0]))) == len(found[0])
-
-
-@dataclass(frozen=True)
-class Picture:
-    """What names a sample, and says so."""
-
-    number: int
-
-
-class Anonymous:
-    """What names a sample, and is shown by its address."""
-
-
-NAMES = {
-    "texts": ["a", "b", "c"],
-    "tuples": [("a", 1), ("a", 2), ("b", (1, 2))],
-    "numbers of numpy": list(np.arange(3)),
-    "numbers of torch": list(torch.arange(3)),
-    "objects that say what they are": [Picture(1), Picture(2), Picture(3)],
-}
-
-
-@by_way
-@pytest.mark.parametrize("kind", NAMES)
-def test_whatever_names_a_sample_decides_what_it_draws(way: str, kind: str) -> None:
-    """Samples named by texts, tuples or numbers draw the same on workers, and each its own."""
-    found = []
-    for count in (0, 1):
-        with run(way) as make:
-            found.append(drawn(epoch(make(sampler=NAMES[kind], num_workers=count))))
-
-    assert found[0] == found[1]
-    assert len(set(found[0])) == 3
 
 
 @by_way
@@ -191,8 +126,12 @@ def test_one_number_names_one_sample_whatever_type_it_has(way: str) -> None:
     assert found == [found[0]] * 4
 
 
+class Anonymous:
+    """What names a sample, and is shown by its address."""
+
+
 @by_way
-@pytest.mark.parametrize("workers", [0, 1])
+@by_workers
 @pytest.mark.parametrize(
     "name",
     [Anonymous(), ("a", Anonymous()), {"id": Anonymous()}],
@@ -221,38 +160,16 @@ def test_batches_named_by_arrays_draw_for_all_that_is_in_them(way: str, kind: An
         assert len({batch[0][1] for batch in loader}) == 3
 
 
-class Endless:
-    """A sampler that goes through the samples again and again, as training by steps does."""
-
-    def __iter__(self) -> Any:
-        while True:
-            yield from range(5)
-
-
-AGAIN = {
-    "weighted": lambda: WeightedRandomSampler([1.0, 9.0, 1.0, 1.0, 1.0], 60),
-    "with replacement": lambda: RandomSampler(range(5), replacement=True, num_samples=60),
-    "several times over": lambda: RandomSampler(range(5), num_samples=60),
-    "endless": Endless,
-    "listed twice": lambda: SubsetRandomSampler([3, 3, 3, 1] * 15),
-}
-
-
 @by_way
-@pytest.mark.parametrize("kind", AGAIN)
-def test_a_sample_that_comes_again_draws_other_numbers(way: str, kind: str) -> None:
-    """However often an epoch has a sample, it never draws the same twice; the numbers repeat."""
-    found = []
-    for workers in (0, 2):
-        with run(way) as make:
-            loader = make(Noisy(5), sampler=AGAIN[kind](), batch_size=7, num_workers=workers)
-            batches = iter(loader)
-            found.append([sample for _ in range(8) for sample in next(batches)])
-            if workers:
-                batches._shutdown_workers()
+@pytest.mark.parametrize(
+    "kind", [list, tuple, np.array, torch.tensor], ids=lambda kind: kind.__name__
+)
+def test_samples_that_come_again_draw_anew_in_batches_of_any_kind(way: str, kind: Any) -> None:
+    """Within a batch and in a later one a sample draws other numbers each time it comes."""
+    with run(way) as make:
+        found = epoch(make(Noisy(4), batch_sampler=[kind([1, 1, 2]), kind([2, 1, 1])]))
 
-    assert found[0] == found[1]
-    assert len(set(drawn(found[0]))) == 56
+    assert len({str(numbers) for numbers in drawn(found)}) == 6
 
 
 @by_way
@@ -340,7 +257,7 @@ def test_an_iteration_moves_what_torch_moves_or_nothing(
 @by_way
 @by_workers
 def test_a_loader_goes_on_after_a_sample_that_raised(way: str, workers: int) -> None:
-    """The epoch after one that an error ended is what it is after a whole one."""
+    """The epoch after one that an error ended is what it is after a complete one."""
     found = []
     for bad in (4, None):
         with run(way) as make:
@@ -358,14 +275,18 @@ def _twice() -> tuple[Any, ...]:
 
 
 @by_way
+@by_workers
 @pytest.mark.parametrize("dataset", [Noisy, Items])
-def test_the_ready_generator_goes_on_within_a_sample(way: str, dataset: Any) -> None:
-    """Within one sample `sample_rng` is one generator that goes on."""
-    with run(way) as make:
-        found = drawn(epoch(make(dataset(draw=_twice))))
+def test_the_ready_generator_goes_on_within_a_sample(way: str, workers: int, dataset: Any) -> None:
+    """Within one sample `sample_rng` is one generator that goes on, the same in two runs."""
+    found = []
+    for _ in range(2):
+        with run(way) as make:
+            found.append(drawn(epoch(make(dataset(draw=_twice), num_workers=workers))))
 
-    assert all(same and one != two for same, one, two in found)
-    assert len({number for _, *numbers in found for number in numbers}) == 2 * len(found)
+    assert found[0] == found[1]
+    assert all(same and one != two for same, one, two in found[0])
+    assert len({number for _, *numbers in found[0] for number in numbers}) == 2 * len(found[0])
 
 
 class Nested(Noisy):
@@ -376,11 +297,10 @@ class Nested(Noisy):
 
 
 @by_way
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_dataset_may_read_through_a_loader_of_its_own(way: str, workers: int) -> None:
+def test_a_dataset_may_read_through_a_loader_of_its_own(way: str) -> None:
     """What loaders within samples give depends on no worker, and shifts no later loader."""
     found = []
-    for dataset, count in ((Nested, 0), (Nested, workers), (Noisy, 0)):
+    for dataset, count in ((Nested, 0), (Nested, 2), (Noisy, 0)):
         with run(way) as make:
             outer = make(dataset(), name="outer", num_workers=count)
             found.append([epoch(outer), epoch(make(shuffle=True)), epoch(outer)])
@@ -414,13 +334,8 @@ def test_a_snapshot_brings_back_what_came_after_it(way: str, used: bool) -> None
         assert found == [epoch(loader) for loader in (one, two, three, one)]
 
 
-def _process() -> int:
-    return os.getpid()
-
-
 @by_way
-@pytest.mark.parametrize("live_on", [True, False])
-@pytest.mark.parametrize("timeout", [0, 300])
+@pytest.mark.parametrize(("live_on", "timeout"), [(True, 0), (False, 300)])
 def test_forced_workers_load_the_same_in_the_main_process(
     way: str, live_on: bool, timeout: int
 ) -> None:
@@ -430,7 +345,7 @@ def test_forced_workers_load_the_same_in_the_main_process(
     for forced in ({}, {"num_workers": 0}):
         seeding = {"seeding": "auto"} if way == "auto" else {}
         with run(way, dataloader={**seeding, **forced}) as make:
-            loader, placed = make(shuffle=True, **options), make(Noisy(draw=_process), **options)
+            loader, placed = make(shuffle=True, **options), make(Noisy(draw=os.getpid), **options)
             before = {k: v for k, v in vars(loader).items() if k != "_iterator"}
             found.append([epoch(loader) for _ in range(2)])
             here = set(drawn(epoch(placed))) == {os.getpid()}

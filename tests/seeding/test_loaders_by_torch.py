@@ -27,6 +27,7 @@ from .loaders import (
     Noisy,
     WanderingBatches,
     all_draws,
+    by_workers,
     drawn,
     draws,
     epoch,
@@ -35,9 +36,6 @@ from .loaders import (
     seed_plainly,
     some,
 )
-
-WORKERS = st.sampled_from([0, 2])
-by_workers = pytest.mark.parametrize("workers", [0, 2])
 
 
 class Unhashable(DataLoader):
@@ -102,43 +100,33 @@ def test_a_program_has_the_orders_and_the_generators_of_plain_python(
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("kind", [*SAMPLERS, *AUTHORS])
-@pytest.mark.parametrize("live_on", [True, False])
-def test_workers_have_the_order_and_the_generators_of_plain_python(
-    kind: str, live_on: bool, generators: Callable[[], Any]
-) -> None:
-    """On workers that live on or not, epochs have the order that torch gives without workers."""
-    found = []
-    for way, workers in (("plain", 0), ("auto", 1)):
-        with run(way) as make:
-            options = {"num_workers": workers, "persistent_workers": live_on}
-            loader = make(Noisy(40, tuple), kind, **options)
-            found.append([order(epoch(loader)) for _ in range(3)])
-            found[-1] += [{**generators(), "plan": None}]
-
-    assert found[0] == found[1]
+def _seed_of_worker() -> Any:
+    return get_worker_info().seed
 
 
-@pytest.mark.parametrize("kind", [Unhashable, Batched])
-def test_a_loader_that_cannot_be_seeded_is_left_alone(kind: type[Any]) -> None:
-    """A loader without a hash, or with batches of its own making, loads as without a profile."""
-    found = []
-    for way in ("plain", "auto"):
-        with run(way) as make:
-            found.append([epoch(make(kind=kind)), draws()])
+AS_WITHOUT: dict[str, Callable[[Any], Any]] = {
+    "without a hash": lambda make: make(kind=Unhashable),
+    "batches of its own making": lambda make: make(kind=Batched),
+    "a worker_init_fn": lambda make: make(None, "shuffle", worker_init_fn=random.seed),
+    "a worker_init_fn, on workers": lambda make: make(
+        None, "generator", worker_init_fn=random.seed, num_workers=2
+    ),
+    "items in the main process": lambda make: make(Items()),
+    "a pipe": lambda make: make(IterableWrapper(range(20)).shuffle()),
+    "a pipe, on a worker": lambda make: make(IterableWrapper(range(20)).shuffle(), num_workers=1),
+    "the seed of a worker": lambda make: make(Noisy(draw=_seed_of_worker), num_workers=2),
+}
+"""Loaders that load, and leave behind, what they do without a profile."""
 
-    assert found[0] == found[1]
 
-
-@by_workers
-@pytest.mark.parametrize("kind", ["shuffle", "generator"])
-def test_a_worker_init_fn_of_the_author_leaves_the_loader_alone(kind: str, workers: int) -> None:
-    """Whoever gave a `worker_init_fn` gets what torch makes of it, and of the loader."""
+@pytest.mark.parametrize("kind", AS_WITHOUT)
+def test_what_is_not_ours_to_seed_is_left_alone(kind: str, generators: Callable[[], Any]) -> None:
+    """What torch or its author decides is what it is in plain Python, and so are the generators."""
     found = []
     for way in ("plain", "auto"):
         with run(way) as make:
-            loader = make(None, kind, num_workers=workers, worker_init_fn=random.seed)
-            found.append([epoch(loader), epoch(loader), draws()])
+            loader = AS_WITHOUT[kind](make)
+            found.append([epoch(loader), draws(), epoch(loader), {**generators(), "plan": None}])
 
     assert found[0] == found[1]
 
@@ -293,65 +281,6 @@ def test_torchs_generator_put_back_repeats_the_epoch(workers: int, live_on: bool
         assert epoch(loader) == epochs[1]
 
 
-def test_items_in_the_main_process_draw_on_as_in_plain_python(
-    generators: Callable[[], Any],
-) -> None:
-    """Without workers an IterableDataset draws from the program's generators, and moves them."""
-    found = []
-    for way in ("plain", "auto"):
-        with run(way) as make:
-            loader = make(Items())
-            found.append([epoch(loader), draws(), some(loader), epoch(loader)])
-            found[-1] += [{**generators(), "plan": None}]
-
-    assert found[0] == found[1]
-
-
-@by_workers
-def test_the_ready_generator_works_in_items(workers: int) -> None:
-    """`sample_rng` works in an IterableDataset, never gives a number twice, and repeats itself."""
-    found = []
-    for _ in range(2):
-        with run() as make:
-            loader = make(Items(draw=_ready), num_workers=workers)
-            found.append([drawn(epoch(loader)) for _ in range(2)])
-
-    assert found[0] == found[1]
-    assert len({number for numbers in found[0] for number in numbers}) == 16
-
-
-def _ready() -> float:
-    return torchrepro.sample_rng().random()
-
-
-def _seed_of_worker() -> Any:
-    return get_worker_info().seed
-
-
-def test_what_a_worker_knows_as_its_seed_is_torchs_own() -> None:
-    """`get_worker_info().seed` is what it is without a profile."""
-    found = []
-    for way in ("plain", "auto"):
-        with run(way) as make:
-            loader = make(Noisy(draw=_seed_of_worker), num_workers=2)
-            found.append([epoch(loader), epoch(loader)])
-
-    assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_pipe_shuffles_as_in_plain_python(workers: int) -> None:
-    """A pipe's own shuffling depends on torch's generator, as torch has it."""
-    found = []
-    for way in ("plain", "auto"):
-        with run(way) as make:
-            loader = make(IterableWrapper(range(20)).shuffle(), num_workers=workers)
-            found.append([epoch(loader), epoch(loader), torch.rand(1).item()])
-
-    assert found[0] == found[1]
-    assert found[0][0] != found[0][1]
-
-
 @pytest.mark.parametrize("batch_size", [np.array([1, 3]), [1, 3], torch.tensor([1.0, 3.0]), "3"])
 def test_a_batch_sampler_may_call_anything_its_batch_size(batch_size: Any) -> None:
     """What a sampler of the program's own has under the name `batch_size` disturbs no epoch."""
@@ -430,20 +359,6 @@ class Thing:
     """An index whose text has an address."""
 
 
-@by_workers
-@pytest.mark.parametrize(
-    "kind", [list, tuple, np.array, torch.tensor], ids=lambda kind: kind.__name__
-)
-def test_samples_that_come_again_draw_anew_in_batches_of_any_kind(kind: Any, workers: int) -> None:
-    """Within a batch and in a later one a sample draws other numbers each time it comes."""
-    batches = [kind([1, 1, 2]), kind([2, 1, 1])]
-    with torchrepro.apply("seed-only"):
-        loader = DataLoader(Noisy(4), batch_sampler=batches, num_workers=workers, collate_fn=list)
-        found = [str(drawn) for batch in loader for _, drawn in batch]
-
-    assert len(set(found)) == 6
-
-
 def test_indices_of_any_class_are_taken() -> None:
     """What plain Python loads is loaded, and draws: objects without a text of their own."""
 
@@ -454,8 +369,8 @@ def test_indices_of_any_class_are_taken() -> None:
     things = [Thing() for _ in range(4)]
     found = []
     for _ in range(2):
-        with torchrepro.apply("seed-only"):
-            found.append(list(DataLoader(Of(4), sampler=things, batch_size=None, collate_fn=tuple)))
+        with run() as make:
+            found.append(list(make(Of(4), sampler=things, batch_size=None, collate_fn=tuple)))
 
     assert found[0] == found[1]
     assert len(set(found[0])) == 4
