@@ -15,7 +15,7 @@ ACCUMULATED = 2
 """Batches for a step; two processes take half as many, and then one is a step."""
 
 
-def train(folder, workers, after_step, every=EVERY, generator=None, **loading):
+def train(folder, workers, after_step, every=EVERY, generator=None, skips_for_all=False, **loading):
     world = int(os.environ.get("WORLD_SIZE", "1"))
     accelerator = Accelerator(
         cpu=True,
@@ -35,7 +35,8 @@ def train(folder, workers, after_step, every=EVERY, generator=None, **loading):
     first, done = divmod(max(step * ACCUMULATED // world - 1, 0), len(loader))
     done += bool(step)
     for epoch in range(first, EPOCHS):
-        batches = accelerator.skip_first_batches(loader, done) if epoch == first else loader
+        skipped = done * world if skips_for_all else done
+        batches = accelerator.skip_first_batches(loader, skipped) if epoch == first else loader
         if loading.get("use_stateful_dataloader"):
             batches = loader  # which goes on by itself
         elif epoch == first and done == len(loader) and loading.get("dispatch_batches"):

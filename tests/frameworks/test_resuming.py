@@ -114,3 +114,13 @@ def test_ten_kills_of_two_processes(
     for step, resumed in zip(kills, found[0].resumed, strict=True):
         assert (resumed.killed, resumed.resumed_from is not None) == (9, True)
         assert resumed.equal, (step, resumed)
+
+
+@pytest.mark.slow
+def test_whoever_skips_the_batches_of_all_processes_skips_no_more(tmp_path: Path) -> None:
+    """A program that knows what accelerate skips in is the uninterrupted run as well."""
+    plan = Plan(0, (7,), world=2, options={"skips_for_all": True})
+
+    (outcome,) = outcomes(_program("accelerate_dispatched"), tmp_path, [plan])
+
+    assert [each.equal for each in outcome.resumed] == [True]

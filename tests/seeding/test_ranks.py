@@ -187,20 +187,26 @@ def draws():
     return [random.random(), np.random.random(), torch.rand(()).item()]
 
 seed(int(sys.argv[2]))
+before = draws() if sys.argv[1] == "states" else None
+states = random.getstate(), np.random.get_state(), torch.get_rng_state()
 expected = draws()
 with torchrepro.apply({"seed": 1, "ranks": "distinct"}):
     if sys.argv[1] == "program":
         seed(int(sys.argv[2]))
+    if sys.argv[1] == "states":
+        random.setstate(states[0]), np.random.set_state(states[1]), torch.set_rng_state(states[2])
     dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
     print(json.dumps(draws() == expected))
 """
 
 
-@pytest.mark.parametrize(("by", "seed"), [("program", 3), ("profile", seed_of_rank(1, 5))])
+@pytest.mark.parametrize(
+    ("by", "seed"), [("program", 3), ("states", 3), ("profile", seed_of_rank(1, 5))]
+)
 def test_a_rank_that_learns_its_number_late_keeps_what_its_program_seeded(
     forked_answer_of: Callable[..., Any], by: str, seed: int
 ) -> None:
-    """Once the group is made it draws from its own seed, or goes on from the program's."""
+    """Once the group is made it draws from its own seed, or goes on where the program put it."""
     assert forked_answer_of(LATE, by, seed)
 
 

@@ -32,7 +32,7 @@ from torchrepro.frameworks.run_state import (
 from torchrepro.messages import shown
 from torchrepro.patching import MissingHookError, wrap, wrap_everywhere
 from torchrepro.seeding.loader_places import (
-    batches_of_pass,
+    batches_done,
     place_of,
     reads_items,
     skip_batches,
@@ -208,13 +208,17 @@ def _skipping(original: Any) -> Any:
     def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         if in_force() is None:
             return original(dataloader, num_batches)
-        # A `DataLoaderDispatcher` loads a batch for each process, and accelerate skips as many as
-        # it is asked to where it has a sampler to skip in.
-        dispatched = type(dataloader).__name__ == "DataLoaderDispatcher"
-        if dispatched and not dataloader.split_batches and not reads_items(dataloader):
-            num_batches *= dataloader.state.num_processes
         base = base_loader(dataloader)
-        number = batches_of_pass(base, num_batches)
+        number, done = num_batches, batches_done(base)
+        dispatched = type(dataloader).__name__ == "DataLoaderDispatcher"
+        if reads_items(base):
+            # accelerate cannot know where a stream without a length began again, and counts the
+            # batches of all passes. It reads one batch ahead.
+            number = number if done is None or number < done else done - 1
+        elif dispatched and not dataloader.split_batches and number != done:
+            # A `DataLoaderDispatcher` loads a batch for each process, and accelerate skips as many
+            # as it is asked to where it has a sampler to skip in. A program may know that.
+            number *= dataloader.state.num_processes
         skipped = original(dataloader, number)
         leaves_nothing = skip_batches(base, base_loader(skipped), number)
         if not leaves_nothing and hasattr(dataloader, "iteration"):

@@ -17,7 +17,7 @@ from torchrepro.knobs.knob import MissingState
 from torchrepro.seeding import generators, libraries, loader, streams
 from torchrepro.seeding.libraries import LibrarySeeds
 from torchrepro.seeding.ranks import Mesh, mesh_place
-from torchrepro.seeding.seeding_calls import SeedingCalls
+from torchrepro.seeding.seeding_calls import SeedingCalls, moved_by_program
 from torchrepro.seeding.streams import SeedPlan, seed_of_rank
 
 if TYPE_CHECKING:
@@ -284,12 +284,11 @@ def seed_as_this_rank() -> None:
     """Start the global generators from this rank's seed, if they started from another rank's.
 
     A process that only learns its rank when the process group is made started as rank 0. What the
-    program itself has seeded since stays as it is.
+    program itself has seeded, or put back, since stays as it is.
     """
     plan = streams.current_plan()
     if plan.ranks_differ and plan.coordinate() != plan.started_as:
-        given = generators.given_seeds()._asdict() | {"torch": streams.given_seed() is not None}
-        _start(plan, [name for name, seeded in given.items() if seeded])
+        _start(plan, moved_by_program())
 
 
 def _start(plan: SeedPlan, own: Collection[str] = ()) -> None:

@@ -370,15 +370,10 @@ def skip_batches(loader: Any, other: Any, number: int) -> bool:
     return False
 
 
-def batches_of_pass(loader: Any, number: int) -> int:
-    """Return how many batches are to be skipped, where `number` counts those of all passes.
-
-    A framework cannot know where a stream without a length began again. It reads one batch ahead.
-    """
-    resumption = _awaited_by(loader) if reads_items(loader) else None
-    if resumption is None or number < resumption.place["batches"]:
-        return number
-    return int(resumption.place["batches"]) - 1
+def batches_done(loader: Any) -> int | None:
+    """Return how many batches of the epoch that waits for `loader` are done; None without one."""
+    resumption = _awaited_by(loader)
+    return None if resumption is None else int(resumption.place["batches"])
 
 
 def take_up(loader: Any, place: Mapping[str, Any], put_back: PutBack, skip: int = 0) -> None:

@@ -28,6 +28,7 @@ from torchrepro.seeding.streams import (
     LEFT_TO_CHANCE,
     WORDS,
     current_plan,
+    given_seed,
     note_not_given,
     present_worker,
     seed_of_rank,
@@ -86,6 +87,8 @@ class SeedingCall:
 _calls: dict[tuple[str, str], SeedingCall] = {}
 # What the program had seeded a generator with when it read this state of it.
 _given_at: dict[tuple[str, int], bytes] = {}
+# Generators that the program has put into a state which this process never had.
+_put_by_program: set[str] = set()
 
 _SLOTS = 1 << 16
 _said = mmap.mmap(-1, _SLOTS)
@@ -118,6 +121,7 @@ class SeedingCalls:
     def write(self, value: Any) -> None:
         _calls.clear()
         _given_at.clear()
+        _put_by_program.clear()
         put_given_seeds(Given())
         note_calls_of_new_modules()
 
@@ -208,6 +212,14 @@ def _note_state(
         _put(generator, _given_at[key])
     elif _is_fresh(generator, state):
         _put(generator, _name_of(generator, state))
+    else:
+        _put_by_program.add(generator)
+
+
+def moved_by_program() -> set[str]:
+    """Return the generators that the program has seeded or put somewhere under the present seed."""
+    given = given_seeds()._asdict() | {"torch": given_seed() is not None}
+    return _put_by_program | {name for name, seeded in given.items() if seeded}
 
 
 def _put(generator: str, seed: bytes) -> None:
