@@ -65,17 +65,56 @@ def _noisily(loader: Any, noise: int = 3) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", [kind for kind in SAMPLERS if kind not in ("in order", "around")])
-def test_an_epoch_is_the_same_beside_other_draws_and_by_its_number(kind: str) -> None:
-    """Every sampler draws what belongs to the epoch, and in the next epoch another order."""
-    with run("named") as make:
-        one, beside, named = (make(Noisy(LENGTH, all_draws), kind) for _ in range(3))
-        first, second = list(one), list(one)
-        torchrepro.set_epoch(named, 1)
+def _seed_of_worker() -> Any:
+    info = get_worker_info()
+    return info and info.seed
 
-        assert [first, second] == [_noisily(beside), _noisily(beside)]
-        assert second == list(named)
-    assert order(chain(*first)) != order(chain(*second))
+
+OTHERS: dict[str, Callable[[], Any]] = {
+    "items": lambda: Items(LENGTH, all_draws),
+    "items begun eagerly": lambda: Eager(LENGTH, all_draws),
+    "a pipe": lambda: IterableWrapper(range(20)).shuffle(),
+}
+IN_ONE_ORDER = ("in order", "around")
+
+
+@pytest.mark.parametrize("kind", [*SAMPLERS, *OTHERS])
+@pytest.mark.parametrize("live_on", [True, False])
+def test_an_epoch_depends_on_its_number_alone(kind: str, live_on: bool) -> None:
+    """Reached, named or begun with, beside other draws or on a worker, each is what it is.
+
+    In the next epoch every sampler that draws gives another order.
+    """
+
+    def made(**options: Any) -> Any:
+        if kind in OTHERS:
+            return make(OTHERS[kind](), **options)
+        return make(Noisy(LENGTH, all_draws), kind, **options)
+
+    with run("named") as make:
+        running, direct, worker = made(), made(), made(num_workers=1, persistent_workers=live_on)
+        epochs = [_noisily(running) for _ in range(3)]
+        torchrepro.set_epoch(direct, 2)
+        torchrepro.set_epoch(running, 1)
+
+        assert epochs[2] == list(direct) == list(made(epoch=2))
+        assert epochs[1] == list(running)
+        assert epochs == [list(worker) for _ in range(3)]
+        torchrepro.set_epoch(worker, 1)
+        assert epochs[1] == list(worker)
+    if kind not in IN_ONE_ORDER and kind != "a pipe":
+        assert order(chain(*epochs[0])) != order(chain(*epochs[1]))
+
+
+def test_what_a_worker_knows_as_its_seed_depends_on_the_epoch_alone() -> None:
+    """`get_worker_info().seed` is one number per epoch and worker, however that was reached."""
+    with run("named") as make:
+        running, direct = (make(Noisy(draw=_seed_of_worker), num_workers=2) for _ in range(2))
+        reached = [epoch(running) for _ in range(3)]
+        torchrepro.set_epoch(direct, 2)
+
+        assert reached[2] == epoch(direct)
+    assert reached[0] != reached[1]
 
 
 @pytest.mark.parametrize("kind", [*SAMPLERS, "items", "items begun eagerly"])
@@ -100,44 +139,6 @@ def test_loaders_that_run_at_one_time_do_not_disturb_each_other(kind: str, worke
     assert min(map(len, together)) >= 10
     for whole, found in zip(apart, together, strict=True):
         assert found == whole[: len(found)]
-
-
-@by_dataset
-@settings(max_examples=10)
-@given(
-    number=st.integers(0, 3),
-    options=st.fixed_dictionaries(
-        {"num_workers": st.sampled_from([0, 1, 2]), "persistent_workers": st.booleans()}
-    ),
-)
-def test_an_epoch_is_the_same_however_it_is_reached(
-    dataset: Any, number: int, options: dict[str, Any]
-) -> None:
-    """Running to an epoch, naming it, going back to it and starting with it give its samples."""
-    with run("named") as make:
-        options["shuffle"] = dataset is Noisy or None
-        running, direct = (make(dataset(draw=all_draws), **options) for _ in range(2))
-        reached = [epoch(running) for _ in range(number + 1)][-1]
-        torchrepro.set_epoch(direct, number)
-        named = epoch(direct)
-        torchrepro.set_epoch(running, number)
-        begun = make(dataset(draw=all_draws), epoch=number, **options)
-
-        assert reached == named == epoch(running) == epoch(begun)
-        assert epoch(running) == epoch(direct)
-
-
-@pytest.mark.parametrize("kind", [Items, Eager])
-@pytest.mark.parametrize("live_on", [True, False])
-def test_one_worker_reads_of_items_what_the_main_process_reads(kind: Any, live_on: bool) -> None:
-    """Items and what they draw are the same without workers and on one, in any batches."""
-    with run("named") as make:
-        here = make(kind(draw=all_draws), batch_size=1)
-        found = [epoch(here) for _ in range(3)]
-        there = make(kind(draw=all_draws), num_workers=1, persistent_workers=live_on)
-        torch.rand(3)
-
-        assert found == [epoch(there) for _ in range(3)]
 
 
 @by_dataset
@@ -205,17 +206,6 @@ def _leave_a_mark(worker: int) -> None:
     get_worker_info().dataset.mark = worker
 
 
-def test_what_a_worker_knows_as_its_seed_depends_on_the_epoch_alone() -> None:
-    """`get_worker_info().seed` is one number per epoch and worker, however that was reached."""
-    with run("named") as make:
-        running, direct = (make(Noisy(draw=_worker), num_workers=2) for _ in range(2))
-        reached = [epoch(running) for _ in range(3)]
-        torchrepro.set_epoch(direct, 2)
-
-        assert reached[2] == epoch(direct)
-    assert reached[0] != reached[1]
-
-
 @pytest.mark.parametrize("live_on", [True, False])
 def test_an_init_function_of_the_user_runs_in_each_worker(live_on: bool) -> None:
     """The `worker_init_fn` given to `dataloader_kwargs` runs in every worker with its number."""
@@ -237,17 +227,6 @@ def test_a_copy_of_a_loader_loads_what_the_original_loads() -> None:
         copied = copy.deepcopy(loader)
 
         assert [epoch(copied) for _ in range(2)] == [epoch(loader) for _ in range(2)]
-
-
-def test_a_pipe_shuffles_by_its_epoch_however_that_is_reached() -> None:
-    """A pipe's own shuffling depends on (seed, name, epoch), as the order of samples does."""
-    with run("named") as make:
-        running, direct = (make(IterableWrapper(range(20)).shuffle()) for _ in range(2))
-        reached = [epoch(running) for _ in range(3)]
-        torchrepro.set_epoch(direct, 2)
-
-        assert reached[2] == epoch(direct)
-    assert len(set(map(tuple, reached))) == 3
 
 
 @settings(max_examples=10)
