@@ -18,7 +18,6 @@ from torchrepro.imports import AfterImport
 TYPE_CHECKING = False  # type checkers know the name; importing typing would cost 5 ms
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from typing import Any, NoReturn
 
     from torchrepro.applier import Applied
@@ -64,7 +63,6 @@ def put_in_force_in_worker() -> None:
 
 
 def _reach_workers(module: str) -> None:
-    """Have the workers of Ray, which has just been imported, get the profile."""
     from torchrepro.ray_workers import reach_workers
 
     reach_workers(_inherited, _end)
@@ -120,34 +118,31 @@ def _when_imported(module: str) -> None:
     if module in _state:
         return
     _state[module] = True
-    if not _seed_alone(module):
-        _carry_out(module)
-
-
-def _seed_alone(module: str) -> bool:
-    """Give `module` the seed that `run` handed over, if that is all there is to do until torch."""
     number = os.environ.get("TORCHREPRO_SEED", _BY_RANK)
-    if module == "torch" or number == _BY_RANK or "applied" in _state:
-        return False
-    if number:
-        sys.modules[module].seed(int(number))
-        _seeded_alone.append(module)
-    return True
-
-
-def _carry_out(module: str) -> None:
-    """Set the knobs that `module` makes reachable, or end the process with status 3."""
+    if module != "torch" and number != _BY_RANK and "applied" not in _state:
+        # Until torch is there, a seed is all there is to do.
+        if number:
+            sys.modules[module].seed(int(number))
+            _seeded_alone.append(module)
+        return
     from torchrepro.errors import TorchreproError
 
     try:
         applied = _applied()
-        applied.carry_out(_steps_for(module, applied.plan.steps))
+        applied.carry_out(_steps_for(module, applied))
     except TorchreproError as error:
         _end(error)
-    if module == "torch":
-        _record_if_asked()
-        _log_if_asked()
-    if module == "torch" and os.environ.get("TORCHREPRO_FIRST") == str(os.getpid()):
+    if module != "torch":
+        return
+    _record_if_asked()
+    folder = os.environ.get("TORCHREPRO_LOG_TO")
+    if folder:
+        from torchrepro.manifest.contents import ProcessManifest
+
+        manifest = ProcessManifest(folder, lambda: (_applied().resolved, _applied().report))
+        manifest.write()
+        atexit.register(manifest.write)
+    if os.environ.get("TORCHREPRO_FIRST") == str(os.getpid()):
         from torchrepro.report import announce
 
         announced = applied.report
@@ -178,17 +173,6 @@ def _record_if_asked() -> None:
         record_process(request, _end)
 
 
-def _log_if_asked() -> None:
-    """Write the manifest of this process, if it is the one of which that is asked."""
-    folder = os.environ.get("TORCHREPRO_LOG_TO")
-    if folder:
-        from torchrepro.manifest.contents import ProcessManifest
-
-        its = ProcessManifest(folder, lambda: (_applied().resolved, _applied().report))
-        its.write()
-        atexit.register(its.write)
-
-
 def _tell_of_the_end(announced: Report, process: int) -> None:
     if os.getpid() != process:
         return  # a copy of the process, of whose end nobody asked
@@ -200,12 +184,29 @@ def _tell_of_the_end(announced: Report, process: int) -> None:
     announce_end(report, announced)
 
 
-def _steps_for(module: str, steps: Sequence[Step]) -> list[Step]:
-    return [step for step in steps if step.knob.set_on_import == module]
+def _applied() -> Applied:
+    """Return the profile in force; the first call begins it, with what was seeded up to now."""
+    from torchrepro.applier import begin
+
+    if "applied" in _state:
+        found: Applied = _state["applied"]
+        return found
+    applied = begin(_inherited(), "the process was started by `torchrepro run`")
+    _state["applied"] = applied
+    applied.refuse = _refuse
+    applied.carry_out(_steps_for(_BEFORE_ALL, applied))
+    for module in _seeded_alone:
+        # A generator that has its seed is left where it has got to since.
+        steps = _steps_for(module, applied)
+        reached = [(step.knob.access, step.knob.access.save()) for step in steps]
+        applied.carry_out(steps)
+        for access, state in reached:
+            access.restore(state)
+    return applied
 
 
-def _end(error: TorchreproError) -> None:
-    _leave(error, _NOT_IN_FORCE)
+def _steps_for(module: str, applied: Applied) -> list[Step]:
+    return [step for step in applied.plan.steps if step.knob.set_on_import == module]
 
 
 def _refuse(error: TorchreproError) -> None:
@@ -214,10 +215,10 @@ def _refuse(error: TorchreproError) -> None:
 
     with suppress(OSError, ValueError):  # nobody reads it any more
         sys.stdout.flush()
-    _leave(error, error.exit_status)
+    _end(error, error.exit_status)
 
 
-def _leave(error: TorchreproError, status: int) -> NoReturn:
+def _end(error: TorchreproError, status: int = _NOT_IN_FORCE) -> NoReturn:
     # An exception could be caught by whoever imports the module; a run that is not under its
     # profile must not go on.
     from torchrepro.console import say
@@ -226,27 +227,3 @@ def _leave(error: TorchreproError, status: int) -> NoReturn:
     if sys.stderr is not None:
         sys.stderr.flush()
     os._exit(status)
-
-
-def _applied() -> Applied:
-    """Return the profile in force; the first call begins it, with what was seeded up to now."""
-    from torchrepro.applier import begin
-
-    if "applied" not in _state:
-        _state["applied"] = begin(_inherited(), "the process was started by `torchrepro run`")
-        _state["applied"].refuse = _refuse
-        _state["applied"].carry_out(_steps_for(_BEFORE_ALL, _state["applied"].plan.steps))
-        for module in _seeded_alone:
-            _take_over(module)
-    applied: Applied = _state["applied"]
-    return applied
-
-
-def _take_over(module: str) -> None:
-    """Carry out the knobs of a generator that has its seed, and leave it where it has got to."""
-    applied: Applied = _state["applied"]
-    steps = _steps_for(module, applied.plan.steps)
-    reached = [(step.knob.access, step.knob.access.save()) for step in steps]
-    applied.carry_out(steps)
-    for access, state in reached:
-        access.restore(state)

@@ -152,15 +152,23 @@ def _shown(command: Sequence[str]) -> str:
 
 def unreachable(program: str, command: Sequence[str]) -> str:
     """Return why a Python started by `command` would not take a profile, or an empty string."""
-    if Path(command[0]).name == "env" and _drops_the_environment(command[1:]):
-        return "`env` takes the variables away that carry it"
-    if Path(command[0]).name not in _WRAPPERS:
-        return _barrier(command, program)
-    for position, word in enumerate(command[1:], start=1):
-        inner = shlex.split(word) if command[position - 1] in ("-S", "--split-string") else [word]
-        started = shutil.which(inner[0]) if inner and not word.startswith("-") else None
-        if started:
-            return unreachable(started, [*inner, *command[position + 1 :]])
+    name = Path(command[0]).name
+    if name == "env" and _drops_the_environment(command[1:]):
+        return "`env` drops the variables that carry it"
+    if name in _WRAPPERS:
+        for position, word in enumerate(command[1:], start=1):
+            is_line = command[position - 1] in ("-S", "--split-string")
+            inner = shlex.split(word) if is_line else [word]
+            started = shutil.which(inner[0]) if inner and not word.startswith("-") else None
+            if started:
+                return unreachable(started, [*inner, *command[position + 1 :]])
+        return ""
+    if is_python(command[0]):
+        return _ignoring(command[1:]) or _lacking(program)
+    shebang = _shebang(Path(program))
+    for position, word in enumerate(shebang):
+        if is_python(word):
+            return _ignoring(shebang[position + 1 :]) or _lacking(shutil.which(word))
     return ""
 
 
@@ -183,17 +191,6 @@ def is_python(word: str) -> bool:
     return _PYTHON.fullmatch(Path(word).name) is not None
 
 
-def _barrier(command: Sequence[str], program: str) -> str:
-    """Return what keeps a profile from a command that is a Python, or a script of one."""
-    if is_python(command[0]):
-        return _ignoring(command[1:]) or _lacking(program)
-    shebang = _shebang(Path(program or shutil.which(command[0]) or ""))
-    for position, word in enumerate(shebang):
-        if is_python(word):
-            return _ignoring(shebang[position + 1 :]) or _lacking(shutil.which(word))
-    return ""
-
-
 def _ignoring(words: Sequence[str]) -> str:
     """Return the first interpreter option in `words` that keeps sitecustomize out, in words."""
     letters, _ = interpreter_line(words)
@@ -203,12 +200,20 @@ def _ignoring(words: Sequence[str]) -> str:
 
 def _lacking(python: str | None) -> str:
     """Return that `python` cannot import torchrepro, in words; asks it, if it is not our own."""
-    if python is None or _is_ours(Path(python)):
+    if python is None:
         return ""
+    own, asked = Path(sys.executable), Path(python)
+    # Both: a virtual environment is where the link lies, and one folder holds several versions.
+    if asked.parent.resolve() == own.parent.resolve() and asked.resolve() == own.resolve():
+        return ""
+    # What a run around this one has put into the environment would answer for it.
+    environment = {name: text for name, text in os.environ.items() if name not in _CARRIERS}
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = os.pathsep.join(entry for entry in entries if entry != str(BOOT))
     try:
-        asked = subprocess.run(  # noqa: S603 - what the user has named
+        done = subprocess.run(  # noqa: S603 - what the user has named
             [python, "-c", _ASK],
-            env=_without_us(os.environ),
+            env={**environment, "PYTHONPATH": path} if path else environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -217,7 +222,7 @@ def _lacking(python: str | None) -> str:
         )
     except (OSError, subprocess.SubprocessError):
         return ""
-    answer = asked.stdout.rpartition(_ANSWERED)[2] if _ANSWERED in asked.stdout else "yes"
+    answer = done.stdout.rpartition(_ANSWERED)[2] if _ANSWERED in done.stdout else "yes"
     if answer == "yes":
         return ""
     lacks = "has no torchrepro" if answer == "no" else f"is {answer}, and torchrepro needs 3.11"
@@ -226,20 +231,6 @@ def _lacking(python: str | None) -> str:
         f"  to do: install it there ({python} -m pip install torchrepro), or start the program "
         f"with a Python that has it, as {sys.executable}"
     )
-
-
-def _is_ours(python: Path) -> bool:
-    own = Path(sys.executable)
-    # Both: a virtual environment is where the link lies, and one folder holds several versions.
-    return python.parent.resolve() == own.parent.resolve() and python.resolve() == own.resolve()
-
-
-def _without_us(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return `environment` without what a run around this one has put in."""
-    entries = environment.get("PYTHONPATH", "").split(os.pathsep)
-    path = os.pathsep.join(entry for entry in entries if entry != str(BOOT))
-    kept = {name: value for name, value in environment.items() if name not in _CARRIERS}
-    return {**kept, "PYTHONPATH": path} if path else kept
 
 
 def _shebang(program: Path) -> list[str]:

@@ -51,8 +51,7 @@ class Agreement:
         self._report = report
         self._refuse = refuse
         self._compared: Any = None
-        self._undo = ExitStack()
-        self._hook: Any = None
+        self._undo, self._hook = ExitStack(), ExitStack()
 
     def watch(self) -> None:
         """Compare as soon as a process group is made, at the latest before the first step.
@@ -62,31 +61,26 @@ class Agreement:
         """
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+        def then_compare(original: Callable[..., Any]) -> Callable[..., Any]:
+            def init_process_group(*args: Any, **kwargs: Any) -> Any:
+                made = original(*args, **kwargs)
+                self.compare({_PROGRAM_SEED: json.dumps(given_seed())})
+                return made
+
+            return init_process_group
+
         for module in filter(None, map(sys.modules.get, _MODULES)):
             if hasattr(module, "init_process_group"):
-                wrap(self._undo, module, "init_process_group", self._then_compare)
-        self._hook = register_optimizer_step_pre_hook(lambda *_: self.compare())
+                wrap(self._undo, module, "init_process_group", then_compare)
+        self._hook.callback(register_optimizer_step_pre_hook(lambda *_: self.compare()).remove)
         _watching.append(self)
 
     def unwatch(self) -> None:
         """Take back what `watch` changed."""
         self._undo.close()
-        self._remove_hook()
+        self._hook.close()
         if self in _watching:
             _watching.remove(self)
-
-    def _remove_hook(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-
-    def _then_compare(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def init_process_group(*args: Any, **kwargs: Any) -> Any:
-            made = original(*args, **kwargs)
-            self.compare({_PROGRAM_SEED: json.dumps(given_seed())})
-            return made
-
-        return init_process_group
 
     def compare(self, program_seed: Mapping[str, str] | None = None) -> None:
         """Compare with the other ranks if there are any and they were not compared yet.
@@ -100,7 +94,7 @@ class Agreement:
         if _watching[-1:] != [self] or self._compared is dist.group.WORLD:
             return
         self._compared = dist.group.WORLD
-        self._remove_hook()
+        self._hook.close()
         size, rank = dist.get_world_size(), dist.get_rank()
         if size == 1:
             return
@@ -114,30 +108,18 @@ class Agreement:
             self._refuse(error)
             return
         if program_seed:
-            differing = _agree_on_seed(program_seed, differing)
-        if differing:
-            lines = [
-                f"  {key}: {first} on rank 0, {other} on rank {number}"
-                for number, keys in differing.items()
-                for key, (first, other) in keys.items()
-            ]
+            seeds = [keys.pop(_PROGRAM_SEED, None) for keys in differing.values()]
+            agree_on(None if any(seeds) else json.loads(program_seed[_PROGRAM_SEED]))
+        lines = [
+            f"  {key}: {first} on rank 0, {other} on rank {number}"
+            for number, keys in differing.items()
+            for key, (first, other) in keys.items()
+        ]
+        if lines:
             words = "\n".join(["ranks do not have the same in force:", *lines])
             self._refuse(ApplyError(words, self._report()))
         elif rank == 0:
             name_what_is_not_pinned(dist.get_backend())
-
-
-def _agree_on_seed(
-    mine: Mapping[str, str], differing: Mapping[int, Mapping[str, list[str]]]
-) -> dict[int, dict[str, list[str]]]:
-    """Take up the program's own seed if all ranks have it; return in what else they differ."""
-    is_same = not any(_PROGRAM_SEED in keys for keys in differing.values())
-    agree_on(json.loads(mine[_PROGRAM_SEED]) if is_same else None)
-    others = {
-        rank: {key: values for key, values in keys.items() if key != _PROGRAM_SEED}
-        for rank, keys in differing.items()
-    }
-    return {rank: keys for rank, keys in others.items() if keys}
 
 
 def in_force(report: Report) -> dict[str, str]:

@@ -27,7 +27,7 @@ from torchrepro.patching import patch, variables_put_back, wrap_everywhere
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from types import CellType, ModuleType
+    from types import CellType
 
     from torchrepro.errors import TorchreproError
     from torchrepro.profile.resolved import ResolvedProfile
@@ -79,8 +79,7 @@ def reach_workers(
     _scopes.append(scope)
     if "ray" in sys.modules:
         _attach("ray")
-        ray = sys.modules["ray"]
-        if _is_driver(ray) and not _carries(ray, resolved()):  # its workers were started under none
+        if _is_job_without(sys.modules["ray"], resolved()):
             from torchrepro.console import say_once
 
             say_once(
@@ -101,7 +100,7 @@ def reach_workers(
 
 
 def _attach(module: str) -> None:
-    """Wrap `ray.init`; a module of this name that is not Ray is left alone."""
+    """Wrap what `ray.init` calls; a module of this name that is not Ray is left alone."""
     ray = sys.modules[module]
     lacking = [name for name in _NEEDED if not callable(vars(ray).get(name))]
     if lacking and hasattr(ray, "remote"):
@@ -109,26 +108,20 @@ def _attach(module: str) -> None:
 
         version = getattr(ray, "__version__", "")
         say_once(f"ray {version} has no {lacking[0]}: its workers may not be under the profile")
-    if not lacking and not _undo:
-        _undo.append(ExitStack())
-        _wrap_within(_undo[0], ray)
+    if lacking or _undo:
+        return
+    _undo.append(ExitStack())
+    # Ray decorates `init`. Its decorator keeps what it decorates in a cell, which is no public
+    # name. Without it the modules that have `init` by this name get the wrapper in its place.
+    cell = _innermost_cell(vars(ray)["init"])
+    if cell is None:
+        wrap_everywhere(_undo[0], ray, "init", lambda init: _with_profile_in(ray, init))
+        return
+    init = cell.cell_contents
+    patch(_undo[0], cell, "cell_contents", wraps(init)(_with_profile_in(ray, init)), init)
 
 
 _waiting = AfterImport(["ray"], _attach)
-
-
-def _wrap_within(undo: ExitStack, ray: ModuleType) -> None:
-    """Wrap what `ray.init` calls, for all who have the function, until `undo` is closed.
-
-    Ray decorates `init`. Its decorator keeps what it decorates in a cell, which is no public name.
-    Without it the modules that have `init` by this name get the wrapper in its place.
-    """
-    cell = _innermost_cell(vars(ray)["init"])
-    if cell is None:
-        wrap_everywhere(undo, ray, "init", lambda init: _with_profile_in(ray, init))
-        return
-    init = cell.cell_contents
-    patch(undo, cell, "cell_contents", wraps(init)(_with_profile_in(ray, init)), init)
 
 
 def _innermost_cell(function: Any) -> CellType | None:
@@ -145,16 +138,20 @@ def _innermost_cell(function: Any) -> CellType | None:
 
 
 def _with_profile_in(ray: Any, init: Any) -> Any:
-    """Return `ray.init` that hands over the profile, and looks whether it has arrived."""
+    """Return `ray.init` that passes the profile on, and checks whether it has arrived."""
 
     def init_with_profile(*args: Any, **kwargs: Any) -> Any:
-        if _scopes and _is_client(args, kwargs):
-            _unreached(
-                "Ray runs no set-up hook for a client", "start the driver on the cluster itself"
-            )
+        if not _scopes:
+            return init(*args, **kwargs)
+        address = args[0] if args else kwargs.get("address")
+        if address in (None, "auto"):
+            address = os.environ.get("RAY_ADDRESS")
+        if "://" in (address or ""):
+            why = "Ray runs no set-up hook for a client"
+            _refuse_or_say(why, "start the driver on the cluster itself")
             return init(*args, **kwargs)
         with ExitStack() as meanwhile:
-            if _scopes and not ray.is_initialized():
+            if not ray.is_initialized():
                 submitted = _SUBMITTED in os.environ
                 if submitted or os.environ.get(HOOK):  # which may drop what it is given
                     meanwhile.enter_context(variables_put_back((HOOK, FORMER)))
@@ -166,22 +163,14 @@ def _with_profile_in(ray: Any, init: Any) -> Any:
                     given = kwargs.get("runtime_env") or getattr(job, "runtime_env", None)
                     kwargs = {**kwargs, "runtime_env": _with_profile(given)}
             result = init(*args, **kwargs)
-        if _scopes and _is_driver(ray) and not _carries(ray, _scopes[-1].resolved()):
-            _unreached(
+        if _is_job_without(ray, _scopes[-1].resolved()):
+            _refuse_or_say(
                 "Ray was started before the profile, or dropped what came with it",
                 "call ray.shutdown before ray.init, so that the job begins anew",
             )
         return result
 
     return init_with_profile
-
-
-def _is_client(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether these arguments of `ray.init` connect to a cluster through Ray Client."""
-    address = args[0] if args else kwargs.get("address")
-    if address in (None, "auto"):
-        address = os.environ.get("RAY_ADDRESS")
-    return "://" in (address or "")
 
 
 def add_profile(runtime_env: Mapping[str, Any] | None = None) -> Any:
@@ -212,13 +201,23 @@ def _with_profile(runtime_env: Mapping[str, Any] | None) -> Any:
     except TorchreproError as error:
         _scopes[-1].refuse(error)
         return runtime_env
-    _tell_of_contradictions(resolved, ours, theirs)
+    against = [
+        f"{knob.variable} is {theirs[knob.variable]} there, and the profile wants {value}"
+        for knob, value in resolved.settings()
+        if knob.variable in theirs
+        and theirs[knob.variable] not in (value, ours.get(knob.variable))
+        and not (knob.enough and knob.enough(theirs[knob.variable]))
+    ]
+    if against:  # what the program gives to workers wins over the profile
+        why = f"env_vars in the program's runtime_env differ from it: {'; '.join(against)}"
+        todo = "take it out of runtime_env, or override the profile"
+        _refuse_or_say(why, todo, extent="wholly ")
     set_up = given.get(_SET_UP)
     if theirs.get(PROFILE) == ours[PROFILE] and getattr(set_up, "__module__", "") == __name__:
-        return runtime_env  # `ray.init` has handed it over already
+        return runtime_env  # it has come through `ray.init` already
     if _SET_UP_OF_THE_JOB in theirs:
         why = f"the submitted job has a {_SET_UP}, and Ray takes no other beside it"
-        _unreached(why, f"call {_ENTER} in it")
+        _refuse_or_say(why, f"call {_ENTER} in it")
         return runtime_env
     always = {name: ours[name] for name in (PROFILE, *_PASSED) if name in ours}
     return {
@@ -238,29 +237,11 @@ def _variables(resolved: ResolvedProfile) -> dict[str, str]:
     names = (*resolved.environment(), *_PASSED, PROFILE)
     chosen = {name: environment[name] for name in names if name in environment}
     # Ray replaces $NAME by the value of a variable, which JSON has another spelling to prevent.
-    chosen[PROFILE] = json.dumps(json.loads(chosen[PROFILE]), sort_keys=True).replace(
-        "$", "\\u0024"
-    )
-    return chosen
+    document = json.dumps(json.loads(chosen[PROFILE]), sort_keys=True)
+    return {**chosen, PROFILE: document.replace("$", "\\u0024")}
 
 
-def _tell_of_contradictions(
-    resolved: ResolvedProfile, ours: Mapping[str, str], theirs: Mapping[str, str]
-) -> None:
-    """Say which variables the program gives to workers against the profile; the program's win."""
-    against = [
-        f"{knob.variable} is {theirs[knob.variable]} there, and the profile wants {value}"
-        for knob, value in resolved.settings()
-        if knob.variable in theirs
-        and theirs[knob.variable] not in (value, ours.get(knob.variable))
-        and not (knob.enough and knob.enough(theirs[knob.variable]))
-    ]
-    if against:
-        why = f"env_vars in the program's runtime_env differ from it: {'; '.join(against)}"
-        _unreached(why, "take it out of runtime_env, or override the profile", extent="wholly ")
-
-
-def _unreached(why: str, todo: str, extent: str = "") -> None:
+def _refuse_or_say(why: str, todo: str, extent: str = "") -> None:
     """Say that workers are not under the innermost profile; a strict one is refused.
 
     `extent` says how far they are not, in a word.
@@ -313,19 +294,16 @@ def _entering(name: str, strict: bool, former: Any) -> Callable[[], None]:  # no
     return enter
 
 
-def _is_driver(ray: Any) -> bool:
-    """Whether this process has started a job of Ray, rather than being a worker of one."""
+def _is_job_without(ray: Any, resolved: ResolvedProfile) -> bool:
+    """Whether this process has started a job of Ray, whose workers do not get `resolved`."""
     if not _undo or not ray.is_initialized():
         return False
-    worker = getattr(ray.get_runtime_context(), "worker", None)
-    return getattr(worker, "mode", None) != getattr(ray, "WORKER_MODE", 1)
-
-
-def _carries(ray: Any, resolved: ResolvedProfile) -> bool:
-    """Whether the job's runtime environment carries `resolved`."""
+    context = ray.get_runtime_context()
+    mode = getattr(getattr(context, "worker", None), "mode", None)
+    if mode == getattr(ray, "WORKER_MODE", 1):
+        return False
     from torchrepro.process_state import PROFILE
     from torchrepro.profile.resolved import ResolvedProfile
 
-    env_vars = dict(ray.get_runtime_context().runtime_env or {}).get("env_vars") or {}
-    text = env_vars.get(PROFILE, "")
-    return bool(text) and ResolvedProfile.from_json(json.loads(text)).digest == resolved.digest
+    text = (dict(context.runtime_env or {}).get("env_vars") or {}).get(PROFILE, "")
+    return not text or ResolvedProfile.from_json(json.loads(text)).digest != resolved.digest

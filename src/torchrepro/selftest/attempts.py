@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import torch
 
     from torchrepro.knobs.knob import Knob
-    from torchrepro.outcomes import Row
 
 CPU = "cpu"
 ACCELERATORS = ("cuda", "npu", "mps", "xpu")
@@ -42,7 +41,6 @@ _DETERMINISTIC = {"torch": {"deterministic_algorithms": "error"}}
 _NAMESPACE = "torchrepro_selftest"
 _STEPS, _BATCH = 4, 16
 _FAULTY_STEP = 1
-_ENVIRONMENT = "the environment"
 
 
 class NotHeldError(Exception):
@@ -75,7 +73,17 @@ def knob_holds(name: str) -> None:
         import_module(knob.library)
     rows = []
     for value in knob.legal.examples():
-        row = _written_and_undone(knob, value)
+        variables, before = dict(os.environ), _state(knob)
+        with apply(_asking_for(knob, value)) as applied:
+            row = applied.report[knob.name]
+            if row.outcome is Outcome.APPLIED:
+                read = f"reads {shown(knob.access.read())}"
+                _expect(knob.holds(value), f"{shown(value)} reads back", read)
+        after = _state(knob)
+        _same_variables(knob, variables)
+        for each in before:
+            back = f"{each} back at {shown(before[each])} after the undo"
+            _expect(before[each] == after[each], back, shown(after[each]))
         if row.outcome is Outcome.APPLIED:
             return
         skipped = row.outcome in (Outcome.UNCHANGED, Outcome.UNSUPPORTED)
@@ -86,38 +94,22 @@ def knob_holds(name: str) -> None:
     raise NotHereError(refused[0] if refused else f"it has {values} here, nothing is new")
 
 
-def _written_and_undone(knob: Knob, value: Any) -> Row:
-    before = _state(knob)
-    with apply(_asking_for(knob, value)) as applied:
-        row = applied.report[knob.name]
-        if row.outcome is Outcome.APPLIED:
-            read = f"reads {shown(knob.access.read())}"
-            _expect(knob.holds(value), f"{shown(value)} reads back", read)
-    after = _state(knob)
-    _same_variables(knob, before.pop(_ENVIRONMENT), after.pop(_ENVIRONMENT))
-    for name in before:
-        back = f"{name} back at {shown(before[name])} after the undo"
-        _expect(before[name] == after[name], back, shown(after[name]))
-    return row
-
-
 def _state(knob: Knob) -> dict[str, Any]:
-    """Return what the undo has to put back, by what it is called."""
-    state: dict[str, Any] = {_ENVIRONMENT: dict(os.environ)}
+    """Return what the undo has to put back besides variables, by what it is called."""
     if knob.variable:  # torch is not to be imported yet
-        return state
+        return {}
     from torchrepro.seeding.state import rng_state
 
     try:
-        state[knob.name] = knob.access.read()
+        read = knob.access.read()
     except MissingState as missing:
-        state[knob.name] = str(missing)
-    return {**state, "the generators": rng_state()}
+        read = str(missing)
+    return {knob.name: read, "the generators": rng_state()}
 
 
-def _same_variables(knob: Knob, before: Mapping[str, str], after: Mapping[str, str]) -> None:
+def _same_variables(knob: Knob, before: Mapping[str, str]) -> None:
     """Raise if a variable is not what it was; other values than the knob's own may be secret."""
-    own = knob.variable
+    own, after = knob.variable, os.environ
     back = f"{own} back at {shown(before.get(own))} after the undo"
     _expect(before.get(own) == after.get(own), back, shown(after.get(own)))
     names = sorted({*before, *after})
@@ -164,7 +156,7 @@ def _reaches_a_new_process(knob: Knob) -> None:
         text, (in_effect, words) = json.loads(done.stdout)
         reached = text == value and in_effect is not False
         _expect(reached, expected, words or f"{knob.variable}={text}")
-    _same_variables(knob, before, os.environ)
+    _same_variables(knob, before)
 
 
 def dropout_is_zeroed(device: str) -> None:

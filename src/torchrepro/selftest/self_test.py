@@ -242,17 +242,11 @@ def selftest(meanwhile: Callable[[str], object] = print) -> SelfTest:
 def _row(trial: Trial, became: Mapping[str, Any]) -> Row:
     """Return the row of a trial; one that failed was expected to be what its promise says."""
     result = Result(became["result"])
-    sentence = trial.promise.sentence if result is Result.FAILED else ""
-    return Row(
-        promise=trial.promise.name,
-        device=trial.device,
-        knob=trial.knob,
-        result=result,
-        why=_shareable(became.get("why", "")),
-        expected=_shareable(became.get("expected", sentence)),
-        found=_shareable(became.get("found", "")),
-        seconds=became.get("seconds", 0.0),
-    )
+    if result is Result.FAILED:
+        became = {"expected": trial.promise.sentence, **became}
+    texts = {key: _shareable(became.get(key, "")) for key in ("why", "expected", "found")}
+    seconds = became.get("seconds", 0.0)
+    return Row(trial.promise.name, trial.device, trial.knob, result, **texts, seconds=seconds)
 
 
 def _shareable(text: str) -> str:
