@@ -1,4 +1,4 @@
-"""The simulated accelerator, in a process of its own: `on_npu` runs a function there."""
+"""Devices to try a law on: the CPU, a simulated accelerator in a process of its own, and a GPU."""
 
 import importlib.util
 import sys
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.append(str(Path(__file__).parent))  # pytest's importlib mode leaves sys.path alone
 
@@ -33,3 +34,29 @@ def on_npu(_child: Child) -> Callable[..., Any]:
     if importlib.util.find_spec("torch_npu"):
         pytest.skip("torch_npu is installed: it is the npu of this torch")
     return _child.call
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        "npu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+            ],
+        ),
+    ]
+)
+def device(request: pytest.FixtureRequest) -> str:
+    """The name of a device, for laws that hold on each."""
+    return request.param
+
+
+@pytest.fixture
+def run(device: str, request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Run a function at the top of a test file where `device` is one, as `on_npu` does."""
+    if device == "npu":
+        return request.getfixturevalue("on_npu")
+    return lambda function, *args: function(*args)

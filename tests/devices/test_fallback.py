@@ -1,6 +1,13 @@
-"""`device.fallback` on the simulated accelerator: single ops on the CPU, the rest on the device."""
+"""`device.fallback`: what becomes of an op of which torch has no deterministic kernel."""
 
-from collections.abc import Callable
+import re
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,18 +17,22 @@ from torch import nn
 from torch.nn import functional
 
 import torchrepro
-from torchrepro.policies.interpose import ops_named
+from torchrepro.policies.deterministic_ops import OPS
+from torchrepro.policies.interpose import interposed_ops, ops_named
 from torchrepro.policies.on_cpu import on_cpu
 from torchrepro.policies.policy import effects
 
 OnNpu = Callable[..., Any]
-ALGORITHMS = {"torch": {"deterministic_algorithms": "error"}}
+REFUSED = "does not have a deterministic implementation"
 ON_CPU = "ran on the CPU"
+NATIVELY = "ran non-deterministically, as the profile allows"
 
 
-def deciding(value: Any) -> torchrepro.Applied:
+def deciding(value: Any = None, algorithms: str = "error") -> AbstractContextManager[Any]:
     """Put a profile in force that asks for deterministic algorithms and decides so."""
-    return torchrepro.apply({"backends": ALGORITHMS, "device": {"fallback": value}})
+    fallback = {} if value is None else {"device": {"fallback": value}}
+    flags = {"torch": {"deterministic_algorithms": algorithms}}
+    return torchrepro.apply({"backends": flags, **fallback})
 
 
 def counted() -> dict[str, dict[str, tuple[int, int]]]:
@@ -32,6 +43,487 @@ def counted() -> dict[str, dict[str, tuple[int, int]]]:
             calls, moved = done.setdefault(effect.subject, {}).get(effect.what, (0, 0))
             done[effect.subject][effect.what] = calls + effect.calls, moved + effect.moved
     return done
+
+
+def put() -> torch.Tensor:
+    """Write twice to one place: torch has no deterministic kernel for it on any device."""
+    return torch.zeros(4).put_(torch.tensor([0, 0, 3]), torch.tensor([1.0, 2.0, 5.0]))
+
+
+def unpool() -> torch.Tensor:
+    """Pool and unpool, forward and backward."""
+    return CALLS["max_unpool2d"]("cpu")
+
+
+def test_every_op_that_torch_lists_is_in_the_table() -> None:
+    """Whatever torch's own documentation says raises has a row with what to do about it."""
+    text = str(torch.use_deterministic_algorithms.__doc__)
+    listed = text.partition(":class:`RuntimeError` when ``mode=True``")[2].partition("In addition")
+    names = set(re.findall(r"\* :(?:class|func):`([^`]+)`", listed[0]))
+
+    assert len(names) > 20
+    assert names - {name for row in OPS for name in row.documented} == set()
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in OPS])
+def test_every_row_names_an_op_and_says_what_to_do(row: Any) -> None:
+    """A row is about an op of the installed torch, once, and has advice."""
+    assert row.instead
+    assert [other.name for other in OPS].count(row.name) == 1
+    assert getattr(torch.ops.aten, row.name).overloads()
+
+
+def _gradient(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    x = x.requires_grad_()
+    function(x).square().sum().backward()
+    return x.grad
+
+
+def _image(d: str) -> torch.Tensor:
+    return torch.arange(256.0, device=d).sin().view(1, 1, 16, 16)
+
+
+def _volume(d: str) -> torch.Tensor:
+    return torch.arange(512.0, device=d).sin().view(1, 1, 8, 8, 8)
+
+
+def _grid(d: str) -> torch.Tensor:
+    return torch.linspace(-1, 1, 200, device=d).view(1, 10, 10, 2)
+
+
+CALLS: dict[str, Callable[[str], torch.Tensor]] = {
+    "_adaptive_avg_pool2d_backward": lambda d: _gradient(
+        lambda x: functional.adaptive_avg_pool2d(x, 3), _image(d)
+    ),
+    "avg_pool3d_backward": lambda d: _gradient(
+        lambda x: functional.avg_pool3d(x, 3, 2), _volume(d)
+    ),
+    "upsample_bicubic2d_backward": lambda d: _gradient(
+        lambda x: functional.interpolate(x, scale_factor=2, mode="bicubic"), _image(d)
+    ),
+    "reflection_pad2d_backward": lambda d: _gradient(nn.ReflectionPad2d(2), _image(d)),
+    "grid_sampler_2d_backward": lambda d: _gradient(
+        lambda x: functional.grid_sample(x, _grid(d), align_corners=False), _image(d)
+    ),
+    "nll_loss2d_forward": lambda d: functional.nll_loss(
+        _image(d).expand(1, 3, 16, 16), torch.ones(1, 16, 16, dtype=torch.int64, device=d)
+    ),
+    "histc": lambda d: torch.histc(_image(d), 10),
+    "bincount": lambda d: torch.bincount(
+        (torch.arange(60) % 7).to(d), torch.arange(60.0, device=d)
+    ),
+    "median": lambda d: torch.median(_image(d).view(16, 16), 1).values,
+    "put_": lambda d: torch.zeros(4, device=d).put_(
+        torch.tensor([0, 0, 3], device=d), torch.tensor([1.0, 2.0, 5.0], device=d)
+    ),
+    "put_ adding up": lambda d: torch.zeros(4, device=d).put_(
+        torch.tensor([0, 0, 3], device=d), torch.ones(3, device=d), accumulate=True
+    ),
+    "max_unpool2d": lambda d: _gradient(
+        lambda x: functional.max_unpool2d(*functional.max_pool2d(x, 2, return_indices=True), 2),
+        _image(d),
+    ),
+}
+"""A call of each op that some device refuses; which one does, changes with torch's version."""
+
+
+def _refusal(name: str, device: str, value: Any = None) -> str:
+    if device == "npu":
+        alert_on(*(f"aten::{op.partition(' ')[0]}" for op in CALLS))
+    with deciding(value):
+        try:
+            CALLS[name](device)
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def _tried(name: str, device: str) -> tuple[list[str], list[torch.Tensor], list[str], set[str]]:
+    refused = [_refusal(name, device), _refusal(name, device, "error")]
+    with deciding("cpu"):
+        results = [CALLS[name](device) for _ in range(3)]
+        done = {effect.subject for effect in effects() if effect.policy == "device.fallback"}
+        devices = [result.device.type for result in results]
+    refused.append(_refusal(name, device))
+    return refused, [result.cpu() for result in results], devices, done
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_a_device_refuses_goes_on_and_gives_the_cpus_result(
+    run: OnNpu, device: str, name: str
+) -> None:
+    """Under `cpu` an op that raises runs, repeats, stays on its device, and is counted.
+
+    Under `error` the message is torch's own, with advice after it. Before and after, it raises.
+    """
+    (plain, advised, again), results, devices, done = run(_tried, name, device)
+    expected = CALLS[name]("cpu")
+
+    assert plain == again
+    assert (REFUSED in plain) == bool(plain)
+    assert advised.startswith(plain)
+    assert advised.count("torchrepro: aten::") == bool(plain)
+    assert all(torch.equal(results[0], other) for other in results)
+    torch.testing.assert_close(results[0], expected)
+    assert set(devices) == {device}
+    assert {op.partition(".")[0] for op in done} == (
+        {f"aten::{name.partition(' ')[0]}"} if plain else set()
+    )
+
+
+def test_every_device_refuses_something(run: OnNpu, device: str) -> None:
+    """The law above is about some op of each device."""
+    assert any(run(_refusal, name, device) for name in CALLS)
+
+
+def test_calls_are_counted_with_the_line_they_came_from() -> None:
+    """The report knows which op did not run natively, how often, and from where."""
+    with deciding("cpu"):
+        put()
+        put()
+    (effect,) = [effect for effect in effects() if effect.policy == "device.fallback"]
+
+    assert (effect.subject, effect.calls) == ("aten::put_", 2)
+    assert effect.where.startswith(f"{__file__}:")
+
+
+def test_advice_says_what_to_set_and_what_to_use_instead() -> None:
+    """After torch's own words come the op to use instead and the key that lets it go on."""
+    advice = _refusal("put_", "cpu", "error")
+
+    assert "device.fallback: cpu" in advice
+    assert "index_put" in advice
+
+
+def test_native_lets_one_op_vary_and_says_so() -> None:
+    """Under `native` an op runs, torch's mode is what it was, and other ops still raise."""
+    with deciding({"ops": {"put_": "native"}}):
+        put()
+        mode = torch.get_deterministic_debug_mode()
+        with pytest.raises(RuntimeError, match=REFUSED):
+            unpool()
+
+    assert mode == 2
+    assert counted()["aten::put_"] == {NATIVELY: (1, 0)}
+
+
+@pytest.mark.parametrize("algorithms", ["none", "warn", "error"])
+def test_native_restores_each_of_torchs_three_modes(algorithms: str) -> None:
+    """Whatever the mode was before a native call, it is so after it, also if the call raises."""
+    with deciding({"ops": {"put_": "native"}}, algorithms):
+        before = torch.get_deterministic_debug_mode()
+        put()
+        with pytest.raises(IndexError):
+            torch.zeros(1).put_(torch.tensor([7]), torch.ones(1))
+        after = torch.get_deterministic_debug_mode()
+
+    assert before == after
+
+
+def test_native_calls_in_many_threads_leave_the_mode_as_it_was() -> None:
+    """Calls that overlap in time restore the mode that was there before the first of them."""
+
+    def many() -> None:
+        for _ in range(200):
+            put()
+
+    with deciding({"ops": {"put_": "native"}}):
+        threads = [threading.Thread(target=many) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        mode = torch.get_deterministic_debug_mode()
+
+    assert mode == 2
+    assert counted()["aten::put_"] == {NATIVELY: (800, 0)}
+
+
+@pytest.fixture
+def composed(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Name an op of its own for a test, which calls two others that torch refuses, `put_` first."""
+    namespace = f"composed_for_{request.node.name}"
+    library = torch.library.Library(namespace, "DEF")
+    library.define("again(Tensor x) -> Tensor")
+
+    def again(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().put_(torch.tensor([0, 0]), torch.ones(2))
+        return torch.ops.aten.max_unpool2d(x.view(1, 2, 2), torch.zeros(1, 2, 2).long(), [2, 2])
+
+    library.impl("again", again, "CompositeExplicitAutograd")
+    yield namespace
+    library._destroy()
+
+
+def test_a_native_op_within_a_native_op_does_not_end_it(composed: str) -> None:
+    """Until the outermost call is over torch refuses nothing, whatever ends within it."""
+    with deciding({"ops": {f"{composed}::again": "native", "put_": "native"}}):
+        result = getattr(torch.ops, composed).again(torch.zeros(4))
+        mode = torch.get_deterministic_debug_mode()
+
+    assert result.shape == (1, 2, 2)
+    assert mode == 2
+
+
+def test_advice_is_given_once(composed: str) -> None:
+    """Where an op that is decided about calls another, the inner one speaks."""
+    ops = {f"{composed}::again": "cpu", "put_": "native"}
+    with deciding({"ops": ops}), pytest.raises(RuntimeError, match=REFUSED) as caught:
+        getattr(torch.ops, composed).again(torch.zeros(4))
+
+    assert str(caught.value).count("torchrepro:") == 1
+    assert "aten::max_unpool2d" in str(caught.value)
+
+
+def test_where_torch_refuses_one_op_nothing_is_put_in_front_of_any(composed: str) -> None:
+    """An op that has a kernel of another library at the same key fails the knob and leaves none."""
+    before = interposed_ops()
+    theirs = torch.library.Library(composed, "IMPL")
+    theirs.impl("again", lambda keys, x: x, "BackendSelect", with_keyset=True)
+    with deciding({"ops": {f"{composed}::again": "cpu"}}) as applied:
+        row = next(row for row in applied.report if row.knob == "device.fallback")
+
+        assert (row.outcome, interposed_ops()) == ("failed", before)
+    theirs._destroy()
+
+
+@pytest.fixture
+def always_warning() -> Iterator[None]:
+    """Have torch say each time what it says once in a process."""
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(False)
+
+
+@pytest.mark.usefixtures("always_warning")
+def test_warnings_of_torch_stay_torchs() -> None:
+    """With `warn`, torch warns and goes on: an advising policy adds nothing and hides nothing."""
+    with deciding("error", "warn"), pytest.warns(UserWarning, match=REFUSED) as caught:
+        put()
+
+    assert all("torchrepro" not in str(warning.message) for warning in caught)
+
+
+SPELLINGS = ["put_", "aten::put_", "aten.put_", "aten::put_.default", "put_.default"]
+
+
+@pytest.mark.parametrize("spelled", SPELLINGS)
+def test_an_op_is_known_by_all_its_spellings(spelled: str) -> None:
+    """`aten::put_`, `aten.put_` and `put_` are one op."""
+    with deciding({"ops": {spelled: "cpu"}}):
+        result = put()
+
+    assert result.tolist() == [2, 0, 0, 5]
+
+
+def test_a_name_goes_before_a_pattern_and_a_long_pattern_before_a_short_one() -> None:
+    """The order in which a mapping is written decides nothing."""
+    entries = {"*": "error", "max_unpool*": "cpu", "put_": "native"}
+    for order in (entries, dict(reversed(entries.items()))):
+        with deciding({"ops": order}):
+            put()
+            unpool()
+        assert counted()["aten::put_"] == {NATIVELY: (1, 0)}
+        assert [calls for calls, _ in counted()["aten::max_unpool2d"].values()] == [1]
+
+
+def _refused_by_name(device: str) -> str:
+    x = torch.ones(3, device=device)
+    with deciding({"ops": {"erf": "error"}}):
+        x.cumsum(0)
+        with pytest.raises(RuntimeError) as caught:
+            x.erf()
+    return str(caught.value)
+
+
+def test_error_by_name_refuses_every_call(run: OnNpu, device: str) -> None:
+    """An op named with `error` raises on a device that would let it pass; no other op does."""
+    assert re.search(r"aten::erf may not run.*\n.*native", run(_refused_by_name, device))
+
+
+@pytest.mark.parametrize(
+    ("op", "says"),
+    [
+        ("cumsmu", "did you mean `cumsum`?"),
+        ("upsmaple_*", "matches none"),
+        ("aten::nothing_like_it", "no op"),
+        ("matmul", "of other ops"),
+        ("view", "view"),
+    ],
+)
+def test_an_op_that_cannot_be_decided_about_is_refused(op: str, says: str) -> None:
+    """A name that torch does not know, or that names nothing to run, fails and changes nothing."""
+    before = interposed_ops()
+    with deciding({"ops": {"put_": "native", op: "cpu"}}) as applied:
+        row = applied.report["device.fallback"]
+        inside = interposed_ops()
+
+    assert row.outcome == "failed"
+    assert says in row.why
+    assert before == inside
+
+
+def test_a_strict_profile_with_an_unknown_op_does_not_start() -> None:
+    """A promise of repeatability is not made with a typing error in it."""
+    profile = {
+        "guarantee": "repeatable",
+        "backends": {"torch": {"deterministic_algorithms": "error"}},
+        "device": {"fallback": {"ops": {"cumsmu": "cpu"}}},
+    }
+    with pytest.raises(torchrepro.ApplyError, match="did you mean `cumsum`"):
+        torchrepro.apply(profile)
+
+    assert torch.get_deterministic_debug_mode() == 0
+
+
+@pytest.mark.parametrize("value", ["cpu", {"ops": {"*": "cpu"}}, {"ops": {"*": "native"}}])
+def test_what_waits_for_torch_to_refuse_is_unsupported_while_torch_refuses_nothing(
+    value: Any,
+) -> None:
+    """Without deterministic algorithms no op falls back; report and plan say why."""
+    profile = {"device": {"fallback": value}}
+    with torchrepro.apply(profile) as applied:
+        row = applied.report["device.fallback"]
+
+    assert row.outcome == "unsupported"
+    assert "backends.torch.deterministic_algorithms" in row.why
+    if value == "cpu":
+        assert torchrepro.plan(profile).report["device.fallback"] == row
+
+
+def test_nothing_is_interposed_without_a_profile_and_nothing_stays() -> None:
+    """The policy stands in front of ops only while it is in force, also nested and by turns."""
+    before = interposed_ops()
+    with deciding("error") as outer:
+        advising = set(interposed_ops())
+        with deciding({"ops": {"cumsum": "native"}}):
+            result = torch.ones(2).cumsum(0)
+        after_inner = set(interposed_ops())
+        with pytest.raises(RuntimeError, match="torchrepro:"):
+            put()
+
+    assert outer.report["device.fallback"].outcome == "applied"
+    assert result.tolist() == [1, 2]
+    assert advising == after_inner != set(before)
+    assert interposed_ops() == before
+
+
+def test_the_same_value_again_is_unchanged() -> None:
+    """A second profile that decides the same changes nothing, and its undo neither."""
+    with deciding("cpu"):
+        with deciding("cpu") as second:
+            assert second.report["device.fallback"].outcome == "unchanged"
+        assert put().tolist() == [2, 0, 0, 5]
+
+
+def test_backward_in_threads_of_torchs_own_falls_back() -> None:
+    """An op that autograd calls from another thread is decided about like any other."""
+    results: list[torch.Tensor] = []
+    with deciding("cpu"):
+        thread = threading.Thread(target=lambda: results.append(unpool()))
+        thread.start()
+        thread.join()
+
+    assert torch.equal(unpool(), results[0])
+
+
+def test_an_op_in_torchscript_falls_back() -> None:
+    """Compiled TorchScript calls ops through the same dispatcher."""
+
+    class Put(torch.nn.Module):
+        def forward(
+            self, x: torch.Tensor, places: torch.Tensor, values: torch.Tensor
+        ) -> torch.Tensor:
+            return x.clone().put_(places, values)
+
+    arguments = torch.zeros(4), torch.tensor([0, 0, 3]), torch.tensor([1.0, 2.0, 5.0])
+    with warnings.catch_warnings(), deciding("cpu"):
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.trace(Put(), arguments)
+        result = scripted(*arguments)
+
+    assert result.tolist() == [2, 0, 0, 5]
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized:UserWarning", "ignore:.*quantize:UserWarning")
+def test_an_op_without_any_deterministic_kernel_says_so() -> None:
+    """What neither the CPU nor torchrepro can compute deterministically raises with advice."""
+    quantised = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+    with deciding("cpu"), pytest.raises(RuntimeError, match=REFUSED) as caught:
+        quantised.resize_(5)
+
+    assert "dequantize, resize and quantize again" in str(caught.value)
+    assert "cpu, and it runs on the CPU" not in str(caught.value)
+
+
+def test_debug_strict_says_error_and_acts_on_it() -> None:
+    """The shipped strict profile's `fallback: error` is in force, with its advice."""
+    with torchrepro.apply("debug-strict") as applied:
+        row = applied.report["device.fallback"]
+        with pytest.raises(RuntimeError, match="torchrepro:"):
+            put()
+
+    assert row.outcome == "applied"
+
+
+def test_the_policy_imports_nothing_heavy() -> None:
+    """Applying it needs torch and nothing else that is slow to import."""
+    code = (
+        "import sys, torch, torchrepro\n"
+        "before = set(sys.modules)\n"
+        "from torchrepro.policies.fallback import install\n"
+        "install('error')\n"
+        "print(*set(sys.modules) - before)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
+    )
+    heavy = ("hydra", "omegaconf", "pydantic", "rich", "typer", "yaml", "torch._")
+
+    assert [name for name in done.stdout.split() if name.startswith(heavy)] == []
+
+
+COMPILED = """
+import sys, torch, torchrepro
+from torch.nn import functional
+
+def put(x, places, values):
+    return x.clone().put_(places, values) + 1
+
+def scatter(x, places, values):
+    return x.scatter_add(0, places, values) * 2
+
+def unpool(x, places, values):
+    x = torch.outer(x, x).reshape(1, 4, 4)
+    return functional.max_unpool2d(*functional.max_pool2d(x, 2, return_indices=True), 2)
+
+arguments = torch.arange(4.0), torch.tensor([0, 0, 3]), torch.tensor([1.0, 2.0, 5.0])
+flags = {"torch": {"deterministic_algorithms": "error"}}
+with torchrepro.apply({"backends": flags, "device": {"fallback": "cpu"}}):
+    for function in (put, scatter, unpool):
+        try:
+            result = torch.compile(function, backend=sys.argv[1])(*arguments)
+        except RuntimeError as error:
+            print("refuses" if "deterministic implementation" in str(error) else error)
+        else:
+            print("same" if torch.equal(function(*arguments), result) else "differs")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled_code_computes_what_eager_code_computes_or_refuses(
+    fork_python: Callable[..., subprocess.CompletedProcess[str]], backend: str, tmp_path: Path
+) -> None:
+    """torch.compile's kernels are deterministic as well; what it cannot trace so, it refuses."""
+    # In a process of its own: torch.compile leaves flags and variables behind.
+    program = f"import warnings; warnings.simplefilter('ignore'){COMPILED}"
+    done = fork_python("-c", program, backend, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    put_into, scattered, unpooled = done.stdout.splitlines()
+
+    assert (put_into, scattered) == ("same", "same")
+    assert unpooled in ("same", "refuses")
 
 
 class Model(nn.Module):
@@ -48,11 +540,11 @@ class Model(nn.Module):
         return self.last(functional.interpolate(hidden, scale_factor=2, mode="bicubic"))
 
 
-REFUSED = ("aten::cumsum", "aten::upsample_bicubic2d_backward", "aten::nll_loss2d_forward")
+TRAINING_ALERTS = ("aten::cumsum", "aten::upsample_bicubic2d_backward", "aten::nll_loss2d_forward")
 
 
 def _trained(device: str, value: Any) -> tuple[list[torch.Tensor], Any]:
-    alert_on(*REFUSED)
+    alert_on(*TRAINING_ALERTS)
     torch.manual_seed(0)
     model = Model().to(device)
     images = torch.arange(128.0).sin().view(2, 1, 8, 8).to(device)
@@ -74,7 +566,7 @@ def test_training_goes_on_where_torch_would_stop_it(on_npu: OnNpu) -> None:
 
     assert all(map(torch.equal, first, second))
     assert all(map(torch.equal, first, cpus))
-    assert set(done) == set(REFUSED)
+    assert set(done) == set(TRAINING_ALERTS)
     assert nothing == {}
 
 
@@ -87,45 +579,16 @@ def test_calls_and_bytes_are_counted(on_npu: OnNpu) -> None:
     assert done["aten::upsample_bicubic2d_backward"] == {ON_CPU: (3, 3 * (grown + hidden))}
 
 
-@pytest.mark.parametrize("value", ["error", {"ops": {"*": "error"}}])
-def test_error_stops_training_with_advice(on_npu: OnNpu, value: Any) -> None:
-    """Under `error` the first refused op raises torch's own error, and says what to do."""
-    with pytest.raises(RuntimeError, match="cumsum_npu does not have") as caught:
-        on_npu(_trained, "npu", value)
-
-    assert "torchrepro: aten::cumsum: " in str(caught.value)
-    assert "device.fallback: cpu" in str(caught.value)
-
-
-def _backward_only() -> str:
-    alert_on("aten::upsample_bicubic2d_backward")
-    x = torch.ones(1, 1, 4, 4, device="npu", requires_grad=True)
-    with deciding("error"):
-        result = functional.interpolate(x, scale_factor=2, mode="bicubic").sum()
-        try:
-            result.backward()
-        except RuntimeError as error:
-            return str(error)
-    return ""
-
-
-def test_error_in_backward_says_what_to_do(on_npu: OnNpu) -> None:
-    """The advice also reaches whoever called backward, through autograd's threads."""
-    assert "mode='nearest'" in on_npu(_backward_only)
-
-
 def test_native_goes_on_with_the_devices_kernel(on_npu: OnNpu) -> None:
     """Under `native` the ops run on the device, are recorded, and the others still raise."""
-    ops = dict.fromkeys(REFUSED, "native")
+    ops = dict.fromkeys(TRAINING_ALERTS, "native")
     weights, done = on_npu(_trained, "npu", {"ops": ops})
     cpus, _ = on_npu(_trained, "cpu", "cpu")
     del ops["aten::nll_loss2d_forward"]
     with pytest.raises(RuntimeError, match="nll_loss2d_forward_npu does not have"):
         on_npu(_trained, "npu", {"ops": ops})
 
-    assert {what for each in done.values() for what in each} == {
-        "ran non-deterministically, as the profile allows"
-    }
+    assert {what for each in done.values() for what in each} == {NATIVELY}
     assert all(map(torch.equal, weights, cpus))
 
 
@@ -153,21 +616,9 @@ def test_a_pattern_decides_for_ops_that_would_raise(on_npu: OnNpu) -> None:
     _, done = on_npu(_trained, "npu", {"ops": {"*": "cpu"}})
     varying, none = on_npu(_sums, {"ops": {"*": "cpu"}})
 
-    assert set(done) == set(REFUSED)
+    assert set(done) == set(TRAINING_ALERTS)
     assert varying[0] != varying[1]
     assert none == {}
-
-
-def _refused_by_name(op: str) -> None:
-    with deciding({"ops": {op: "error"}}):
-        torch.ones(3, device="npu").erf()
-
-
-def test_an_op_that_raises_nothing_is_refused_if_the_profile_says_so(on_npu: OnNpu) -> None:
-    """`error` by name stops a call that torch and the device would let pass."""
-    on_npu(_refused_by_name, "cumsum")
-    with pytest.raises(RuntimeError, match="aten::erf may not run"):
-        on_npu(_refused_by_name, "erf")
 
 
 def _other_ops() -> int:

@@ -237,18 +237,6 @@ def test_a_draw_from_code_of_any_kind_is_counted(name: str | None) -> None:
     assert effect.where.startswith(f"{name}." if name else __name__)
 
 
-def test_a_fallback_without_its_flag_is_unsupported_in_the_plan_as_well() -> None:
-    """Plan and report agree that nothing falls back where torch refuses nothing."""
-    profile = {"device": {"fallback": "cpu"}}
-    with torchrepro.apply(profile) as applied:
-        done = applied.report["device.fallback"]
-    planned = torchrepro.plan(profile).report["device.fallback"]
-
-    assert planned.outcome == done.outcome == "unsupported"
-    assert planned.why == done.why
-    assert "deterministic_algorithms" in done.why
-
-
 def test_run_tells_what_policies_did() -> None:
     """At its end a run says on standard error which random ops still ran, and where."""
     program = "import torch\ndef noise():\n    return torch.randn(3)\nnoise()\nnoise()"
