@@ -127,6 +127,7 @@ WAYS_TO_RECORD: dict[str, dict[str, Any]] = {
     [
         *("convolutions, SGD", "two models in turns", "saved and loaded", "filled by masks"),
         *("pool of threads", "training on threads", "loaded ahead", "channels last"),
+        *("pickled in memory", "cache read whole", "becomes nan", "transformer, AdamW foreach"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")

@@ -21,6 +21,7 @@ from torchrepro.verdict.value import (
     BOTH_CUT,
     Advice,
     Agreed,
+    Divergence,
     Kind,
     Loader,
     Program,
@@ -35,183 +36,147 @@ CPU = {"hardware": {"instruction set": "AVX2"}, "profile": "seed-only"}
 CUDA = {**CPU, "hardware": {"instruction set": "AVX2", "accelerator": "cuda x1"}}
 NPU = {**CPU, "hardware": {"accelerator": "npu x8"}}
 SEEDED = {"seed.torch": "1234", "dataloader.seeding": "auto"}
-NOT_SET = {"input_fingerprints": (UNINITIALISED.hex(),)}
-COLLECTIVE = {"op": "c10d::allreduce_", "phase": "collective", "thread": "MainThread"}
-OTHER_TORCH = (Setting("version of torch", "2.6.0", "2.13.0"),)
-THREADS = (Setting("env.OMP_NUM_THREADS", "2", "4"),)
+DETERMINISTIC = {"backends.torch.deterministic_algorithms": "error"}
+Case = tuple[Divergence, tuple[Setting, ...], dict[str, Any]]
+"""What diverges, the settings in which the runs differ, what one trace's meta says."""
 
 
-def both(**values: Any) -> dict[str, Any]:
-    """Return both sides of a divergence with the same values."""
-    return {"left": side(**values), "right": side(**values)}
+def case(
+    op: str = "",
+    kind: Kind = Kind.OUTPUTS,
+    meta: dict[str, Any] = CPU,
+    *,
+    knobs: dict[str, str] | None = None,
+    differ: str = "",
+    both: dict[str, Any] | None = None,
+    **values: Any,
+) -> Case:
+    """Return a divergence; `differ` is ``setting: left, right``, `both` is of both its sides."""
+    name, _, sides = differ.rpartition(": ")
+    settings = (Setting(name, *sides.split(", ")),) if differ else ()
+    sides_of = {"left": side(**both), "right": side(**both)} if both else {}
+    meta = meta if knobs is None else {**meta, "knobs": knobs}
+    return divergence(op, kind, **sides_of, **values), settings, meta
 
 
-# What diverges, the settings in which the runs differ, what one trace's meta says.
-CASES = {
-    "shorter": (divergence("", Kind.ENDED), (), CPU),
-    "both cut off": (divergence("", Kind.ENDED, what=BOTH_CUT), (), CPU),
-    "not comparable": (divergence("", Kind.INCOMPARABLE), (), CPU),
-    "resumed": (divergence("", Kind.RANDOM), (Setting("resumed", "no", "yes"),), CPU),
-    "other seeds": (divergence("", Kind.RANDOM), (Setting("seed.torch", "1", "2"),), CPU),
-    "generator": (divergence("", Kind.RANDOM), (), CPU),
-    "generator, seeded": (
-        divergence("", Kind.RANDOM),
-        (),
-        {**CPU, "knobs": {"seed.torch": "1234"}},
+OTHER_TORCH = {"differ": "version of torch: 2.6.0, 2.13.0"}
+OTHER_PROCESSOR = {"differ": "hardware: instruction set: AVX2, AVX512"}
+NOT_SET = {"both": {"input_fingerprints": (UNINITIALISED.hex(),)}}
+COLLECTIVE = {"phase": "collective", "thread": "MainThread"}
+ON_A_THREAD = {"thread": "Thread-3"}
+ATTENTION = "aten::_scaled_dot_product_{}"
+
+CASES: dict[str, Case] = {
+    "shorter": case("", Kind.ENDED),
+    "both cut off": case("", Kind.ENDED, what=BOTH_CUT),
+    "not comparable": case("", Kind.INCOMPARABLE),
+    "resumed": case("", Kind.RANDOM, differ="resumed: no, yes"),
+    "other seeds": case("", Kind.RANDOM, differ="seed.torch: 1, 2"),
+    "generator": case("", Kind.RANDOM),
+    "generator, seeded": case("", Kind.RANDOM, knobs={"seed.torch": "1234"}),
+    "level step": case("gradient", phase="backward"),
+    "drawn from other seeds": case("aten::normal_", differ="seed: 1, 2"),
+    "dropout": case("aten::native_dropout"),
+    "dropout, seeded": case("aten::native_dropout", knobs=SEEDED),
+    "dropout on the CPU": case("aten::bernoulli_.float", knobs=SEEDED),
+    "dropout in attention": case(
+        ATTENTION.format("flash_attention_for_cpu"),
+        knobs=SEEDED,
+        both={"argument": "(_, _, _, 0.1)"},
     ),
-    "level step": (divergence("gradient", phase="backward"), (), CPU),
-    "drawn from other seeds": (divergence("aten::normal_"), (Setting("seed", "1", "2"),), CPU),
-    "dropout": (divergence("aten::native_dropout"), (), CPU),
-    "dropout, seeded": (divergence("aten::native_dropout"), (), {**CPU, "knobs": SEEDED}),
-    "dropout on the CPU": (divergence("aten::bernoulli_.float"), (), {**CPU, "knobs": SEEDED}),
-    "dropout in attention": (
-        divergence(
-            "aten::_scaled_dot_product_flash_attention_for_cpu", **both(argument="(_, _, _, 0.1)")
-        ),
-        (),
-        {**CPU, "knobs": SEEDED},
+    "drawn on a device": case("aten::uniform_", meta=CUDA, knobs=SEEDED),
+    "drawn": case("aten::randn", knobs={}, **NOT_SET),
+    "uninitialised": case("aten::add.Tensor", **NOT_SET),
+    "uninitialised, deterministic": case("aten::add.Tensor", knobs=DETERMINISTIC, **NOT_SET),
+    "batch": case("DataLoader", Kind.DATA, knobs=SEEDED, phase="data"),
+    "batch, unseeded": case("DataLoader", Kind.DATA, {"knobs": {"seed.torch": "1"}}, phase="data"),
+    "data of another rank": case("c10d::allreduce_", Kind.DATA, **COLLECTIVE),
+    "steps without ops": case("aten::gelu", Kind.UNSEEN),
+    "data of the program": case("aten::gelu", Kind.DATA),
+    "race": case("aten::add_.Tensor", **ON_A_THREAD),
+    "race seen as a changed input": case("aten::add_.Tensor", Kind.INPUT, **ON_A_THREAD),
+    "numpy": case("aten::gelu", Kind.INPUT),
+    "all-reduce on Ascend": case("c10d::allreduce_", meta=NPU, **COLLECTIVE),
+    "all-reduce on CUDA": case("c10d::allreduce_", meta=CUDA, **COLLECTIVE),
+    "all-reduce on CPUs": case("c10d::allreduce_", **COLLECTIVE),
+    "one op more under other settings": case(
+        "aten::native_dropout", Kind.ONLY_ONE, differ="dropout: zero, keep", right=None
     ),
-    "drawn on a device": (divergence("aten::uniform_"), (), {**CUDA, "knobs": SEEDED}),
-    "drawn": (divergence("aten::randn", **both(**NOT_SET)), (), {**CPU, "knobs": {}}),
-    "uninitialised": (divergence("aten::add.Tensor", **both(**NOT_SET)), (), CPU),
-    "uninitialised, deterministic": (
-        divergence("aten::add.Tensor", **both(**NOT_SET)),
-        (),
-        {**CPU, "knobs": {"backends.torch.deterministic_algorithms": "error"}},
+    "one op more in another torch": case("aten::gelu", Kind.ONLY_ONE, left=None, **OTHER_TORCH),
+    "argument": case("aten::mul", Kind.ARGUMENT),
+    "one op more": case("aten::mul", Kind.ONLY_ONE, right=None),
+    "other types": case("aten::gelu", right=side(outputs="bfloat16[16, 128, 1024]")),
+    "threads": case("aten::addmm", differ="env.OMP_NUM_THREADS: 2, 4"),
+    "threads, as found": case("aten::sum", differ="hardware: threads: 2, 1"),
+    "processor": case("aten::sum", **OTHER_PROCESSOR),
+    "convolution on another processor": case("aten::convolution", **OTHER_PROCESSOR),
+    "convolution with other instructions": case(
+        "aten::convolution", differ="env.ONEDNN_MAX_CPU_ISA: AVX2, DEFAULT"
     ),
-    "batch": (divergence("DataLoader", Kind.DATA, phase="data"), (), {**CPU, "knobs": SEEDED}),
-    "batch, unseeded": (
-        divergence("DataLoader", Kind.DATA, phase="data"),
-        (),
-        {"knobs": {"seed.torch": "1"}},
+    "another model of the same instruction set": case(
+        "aten::sum", differ="hardware: cpu: A 7313, A 7763"
     ),
-    "data of another rank": (divergence(kind=Kind.DATA, **COLLECTIVE), (), CPU),
-    "steps without ops": (divergence(kind=Kind.UNSEEN), (), CPU),
-    "data of the program": (divergence(kind=Kind.DATA), (), CPU),
-    "race": (divergence("aten::add_.Tensor", thread="Thread-3"), (), CPU),
-    "race seen as a changed input": (
-        divergence("aten::add_.Tensor", Kind.INPUT, thread="Thread-3"),
-        (),
-        CPU,
+    "precision": case(
+        "aten::convolution", meta=CUDA, differ="backends.cudnn.conv_fp32_precision: tf32, ieee"
     ),
-    "numpy": (divergence(kind=Kind.INPUT), (), CPU),
-    "all-reduce on Ascend": (divergence(**COLLECTIVE), (), NPU),
-    "all-reduce on CUDA": (divergence(**COLLECTIVE), (), CUDA),
-    "all-reduce on CPUs": (divergence(**COLLECTIVE), (), CPU),
-    "one op more under other settings": (
-        divergence("aten::native_dropout", Kind.ONLY_ONE, right=None),
-        (Setting("dropout", "zero", "keep"),),
-        CPU,
-    ),
-    "one op more in another torch": (
-        divergence("aten::gelu", Kind.ONLY_ONE, left=None),
-        OTHER_TORCH,
-        CPU,
-    ),
-    "argument": (divergence("aten::mul", Kind.ARGUMENT), (), CPU),
-    "one op more": (divergence("aten::mul", Kind.ONLY_ONE, right=None), (), CPU),
-    "other types": (divergence(right=side(outputs="bfloat16[16, 128, 1024]")), (), CPU),
-    "threads": (divergence("aten::addmm"), THREADS, CPU),
-    "threads, as found": (divergence("aten::sum"), (Setting("hardware: threads", "2", "1"),), CPU),
-    "processor": (
-        divergence("aten::sum"),
-        (Setting("hardware: instruction set", "AVX2", "AVX512"),),
-        CPU,
-    ),
-    "convolution on another processor": (
-        divergence("aten::convolution"),
-        (Setting("hardware: instruction set", "AVX2", "AVX512"),),
-        CPU,
-    ),
-    "convolution with other instructions": (
-        divergence("aten::convolution"),
-        (Setting("env.ONEDNN_MAX_CPU_ISA", "AVX2", "DEFAULT"),),
-        CPU,
-    ),
-    "another model of the same instruction set": (
-        divergence("aten::sum"),
-        (Setting("hardware: cpu", "A 7313", "A 7763"),),
-        CPU,
-    ),
-    "precision": (
-        divergence("aten::convolution"),
-        (Setting("backends.cudnn.conv_fp32_precision", "tf32", "ieee"),),
-        CUDA,
-    ),
-    "other settings": (
-        divergence("aten::gelu"),
-        (Setting("backends.cudnn.enabled", "true", "false"),),
-        CPU,
-    ),
-    "another torch": (divergence("aten::gelu"), OTHER_TORCH, CPU),
-    "torch's list": (divergence("aten::scatter_add_"), (), CUDA),
-    "torch's list, under the flag": (
-        divergence("aten::cumsum"),
-        (),
-        {**CUDA, "knobs": {"backends.torch.deterministic_algorithms": "error"}},
-    ),
-    "atomics": (divergence("aten::index_add_"), (), CUDA),
-    "compiled": (divergence("compiled region"), (), CPU),
-    "convolution on CUDA": (divergence("aten::cudnn_convolution"), (), CUDA),
-    "attention on CUDA": (
-        divergence("aten::_scaled_dot_product_efficient_attention_backward"),
-        (),
-        CUDA,
-    ),
-    "product on CUDA": (divergence("aten::mm"), (), CUDA),
-    "product on Ascend": (
-        divergence("aten::mm"),
-        (),
-        {**NPU, "knobs": {"backends.torch.deterministic_algorithms": "error"}},
-    ),
-    "convolution on the CPU": (divergence("aten::convolution"), (), CPU),
-    "product on the CPU": (divergence("aten::addmm"), (), CPU),
-    "sum on the CPU": (divergence("aten::sum.dim_IntList"), (), CPU),
-    "custom op": (divergence("mylab::fused"), (), CPU),
-    "anything on CUDA": (divergence("aten::gelu"), (), CUDA),
-    "nothing known": (divergence("aten::gelu"), (), CPU),
+    "other settings": case("aten::gelu", differ="backends.cudnn.enabled: true, false"),
+    "another torch": case("aten::gelu", **OTHER_TORCH),
+    "torch's list": case("aten::scatter_add_", meta=CUDA),
+    "torch's list, under the flag": case("aten::cumsum", meta=CUDA, knobs=DETERMINISTIC),
+    "atomics": case("aten::index_add_", meta=CUDA),
+    "compiled": case("compiled region"),
+    "convolution on CUDA": case("aten::cudnn_convolution", meta=CUDA),
+    "attention on CUDA": case(ATTENTION.format("efficient_attention_backward"), meta=CUDA),
+    "product on CUDA": case("aten::mm", meta=CUDA),
+    "product on Ascend": case("aten::mm", meta=NPU, knobs=DETERMINISTIC),
+    "convolution on the CPU": case("aten::convolution"),
+    "product on the CPU": case("aten::addmm"),
+    "sum on the CPU": case("aten::sum.dim_IntList"),
+    "custom op": case("mylab::fused"),
+    "anything on CUDA": case("aten::gelu", meta=CUDA),
+    "nothing known": case("aten::gelu"),
 }
 CLOCK = UncontrolledRead(
     "time.time", uncontrolled.CLOCK, "a/train.py:5", "do not compute with it", 0
 )
-PROGRAM = {
+OTHER_SEED = replace(CLOCK, name="seed", left="1", right="2")
+A_THREAD = replace(CLOCK, what=uncontrolled.THREADS, where="t.py:4")
+MADE, BATCH = ("new tensor", Kind.DATA), ("DataLoader", Kind.DATA)
+
+
+def loader(where: str) -> Program:
+    """Return a program whose loader has a `worker_init_fn`."""
+    return Program(loaders=(Loader(where, 2, "Noise", "by_pid at a/t.py:3"),))
+
+
+PROGRAM: dict[str, tuple[Divergence, dict[str, Any]]] = {
     "another text": (divergence(), {"settings": (Setting("program_text", "1", "2"),)}),
-    "worker_init_fn": (
-        divergence("DataLoader", Kind.DATA, phase="data"),
-        {"program": Program(loaders=(Loader("train.py:41", 2, "Noise", "by_pid at a/t.py:3"),))},
-    ),
+    "worker_init_fn": (divergence(*BATCH, phase="data"), {"program": loader("train.py:41")}),
     "worker_init_fn of another loader": (
-        divergence("DataLoader", Kind.DATA, phase="data"),
-        {"program": Program(loaders=(Loader("train.py:9", 2, "Noise", "by_pid at a/t.py:3"),))},
+        divergence(*BATCH, phase="data"),
+        {"program": loader("train.py:9")},
     ),
     "labels agree": (
         divergence(
-            *("DataLoader", Kind.DATA),
+            *BATCH,
             left=side(output_fingerprints=("a", "b")),
             right=side(output_fingerprints=("c", "b")),
         ),
         {},
     ),
-    "made from values": (divergence("new tensor", Kind.DATA), {}),
-    "made from the clock at this line": (
-        divergence("new tensor", Kind.DATA),
-        {"program": Program(reads=(replace(CLOCK, where="b/train.py:41"),))},
-    ),
-    "a clock that may only measure": (
-        divergence("new tensor", Kind.DATA),
-        {"program": Program(reads=(CLOCK,))},
-    ),
-    "read later": (
-        divergence("new tensor", Kind.DATA),
-        {"program": Program(reads=(replace(CLOCK, step=8),))},
-    ),
-    "read later in this step": (
-        divergence("new tensor", Kind.DATA, record=5),
-        {"program": Program(reads=(replace(CLOCK, step=7, record=6),))},
-    ),
+    "made from values": (divergence(*MADE), {}),
+    **{
+        name: (divergence(*MADE, **values), {"program": Program(reads=(read,))})
+        for name, read, values in (
+            ("made from the clock at this line", replace(CLOCK, where="b/train.py:41"), {}),
+            ("a clock that may only measure", CLOCK, {}),
+            ("read later", replace(CLOCK, step=8), {}),
+            ("read later in this step", replace(CLOCK, step=7, record=6), {"record": 5}),
+        )
+    },
     "a thread that started before": (
         divergence("aten::gelu"),
-        {"program": Program(reads=(replace(CLOCK, what=uncontrolled.THREADS, where="t.py:4"),))},
+        {"program": Program(reads=(A_THREAD,))},
     ),
     "one thread that computes": (
         divergence("aten::add_", Kind.ARGUMENT, thread="trainer"),
@@ -219,7 +184,7 @@ PROGRAM = {
     ),
     "a seed from the clock": (
         divergence("augment()", Kind.DATA),
-        {"program": Program(reads=(CLOCK, replace(CLOCK, name="seed", left="1", right="2")))},
+        {"program": Program(reads=(CLOCK, OTHER_SEED))},
     ),
     "optimizer": (
         divergence("SGD.step()", Kind.ARGUMENT, phase="optimizer", what="lr: 0.1 and 0.2"),
@@ -244,29 +209,34 @@ def verdict_on(first: Any, settings: tuple[Setting, ...] = (), **values: Any) ->
     return parted(first, settings=settings, advice=None, **values)
 
 
-def told(found: Advice | None) -> str:
-    """Return every part of an advice."""
+def advised(*args: Any, **values: Any) -> Advice:
+    """Return the advice that there is."""
+    found = advice(*args, **values)
     assert found is not None
+    assert found.cause
     assert found.knob == found.setting.partition("=")[0]
-    return "\n".join(f"{name}: {value}" for name, value in asdict(found).items() if value)
+    return found
+
+
+def told(verdict: Verdict, meta: dict[str, Any]) -> str:
+    """Return every part of an advice."""
+    parts = asdict(advised(verdict, meta)).items()
+    return "\n".join(f"{name}: {value}" for name, value in parts if value)
 
 
 def test_each_kind_of_divergence_is_told_its_cause_and_the_knob_against_it(golden: Any) -> None:
     """The cause fits the divergence, and the setting is one that is not in force yet."""
-    cases = {name: advice(verdict_on(one, two), meta) for name, (one, two, meta) in CASES.items()}
+    cases = CASES.items()
 
-    golden("causes.txt", {name: told(found) for name, found in cases.items()})
+    golden("causes.txt", {name: told(verdict_on(*one[:2]), one[2]) for name, one in cases})
 
 
 def test_what_the_program_has_decides_on_the_cause_and_the_edit(golden: Any) -> None:
     """A cause is named where the program has what it takes, with the line and what to change."""
     meta = {**CPU, "knobs": SEEDED}
-    cases = {
-        name: advice(verdict_on(first, **{"settings": (), **known}), meta)
-        for name, (first, known) in PROGRAM.items()
-    }
+    cases = {name: told(verdict_on(one, **more), meta) for name, (one, more) in PROGRAM.items()}
 
-    golden("causes_in_programs.txt", {name: told(found) for name, found in cases.items()})
+    golden("causes_in_programs.txt", cases)
 
 
 @pytest.mark.parametrize("device", TOLERANCE)
@@ -274,9 +244,8 @@ def test_what_lies_beyond_a_tolerance_is_told_the_precision_of_the_device(device
     """Where statistics are compared, precision is suspected before the order of sums."""
     meta, setting = TOLERANCE[device]
 
-    found = advice(verdict_on(divergence("aten::mm"), (), tolerance=(1e-3, 1e-5)), meta)
+    found = advised(verdict_on(divergence("aten::mm"), tolerance=(1e-3, 1e-5)), meta)
 
-    assert found is not None
     assert found.setting == setting
 
 
@@ -312,9 +281,8 @@ def test_a_knob_in_which_the_runs_differ_is_proposed_as_a_legal_override(name: s
     """What follows from any knob that differs names that knob's key, or another cause."""
     settings = (Setting(name, "true", "false"),)
 
-    found = advice(verdict_on(divergence("aten::addmm"), settings), CPU)
+    found = advised(verdict_on(divergence("aten::addmm"), settings), CPU)
 
-    assert found is not None
     assert not found.knob or explanations(found.knob)
     if found.setting.startswith("env.") and found.knob == name:
         assert found.setting == f'{name}="true"'
@@ -322,11 +290,10 @@ def test_a_knob_in_which_the_runs_differ_is_proposed_as_a_legal_override(name: s
 
 def test_a_knob_that_is_in_force_already_is_not_proposed_but_named() -> None:
     """When everything that usually helps is in force, the advice says so instead."""
-    knobs = {"backends.torch.deterministic_algorithms": "error", "device.fallback": "cpu"}
+    knobs = {**DETERMINISTIC, "device.fallback": "cpu"}
 
-    found = advice(verdict_on(divergence("aten::cumsum"), ()), {**CUDA, "knobs": knobs})
+    found = advised(verdict_on(divergence("aten::cumsum")), {**CUDA, "knobs": knobs})
 
-    assert found is not None
     assert not found.setting
     assert "Already set, without effect" in found.cause
 
@@ -336,9 +303,8 @@ def test_a_knob_with_two_values_is_in_force_in_neither_run() -> None:
     settings = (Setting("dropout", "zero", "keep"),)
     meta = {**CPU, "knobs": {**SEEDED, "dropout": "zero"}}
 
-    found = advice(verdict_on(divergence("aten::native_dropout"), settings), meta)
+    found = advised(verdict_on(divergence("aten::native_dropout"), settings), meta)
 
-    assert found is not None
     assert found.setting == "dropout=zero"
 
 
@@ -363,12 +329,9 @@ def test_every_divergence_gets_an_advice_that_a_shell_takes(
     agreed = Agreed(step - 1, "op by op", step - 1, then_in_full=True) if step else None
     seen = kind not in (Kind.VALUES, Kind.UNSEEN)
 
-    found = advice(
-        verdict_on(first, (), agreed=agreed), {"profile": profile}, "python train.py --lr 1"
-    )
+    verdict = verdict_on(first, agreed=agreed)
+    found = advised(verdict, {"profile": profile}, "python train.py --lr 1")
 
-    assert found is not None
-    assert found.cause
     assert "{" not in found.cause.replace(op, "").replace(module, "")
     if found.closer:
         words = shlex.split(found.closer)
@@ -391,19 +354,18 @@ def test_what_a_recording_has_not_read_may_have_changed(
     op: str, meta: dict[str, Any], *, said: bool
 ) -> None:
     """Without detail, equal inputs are what torch last wrote: the command reads them anew."""
-    found = advice(parted(divergence(op), settings=()), meta)
+    found = advised(parted(divergence(op), settings=()), meta)
 
-    assert found is not None
     assert ("an input was changed outside torch in mid-step" in found.cause) == said
     assert (" --detail -- " in found.closer) == said
 
 
 def test_nothing_is_proposed_to_look_closer_at_where_all_is_seen() -> None:
     """With elements at hand, or a run that has ended, there is nothing more to record."""
-    seen = verdict_on(replace(divergence(), elements=parted().first.elements), ())  # type: ignore[union-attr]
-    ended = verdict_on(divergence("", Kind.ENDED), ())
+    seen = replace(divergence(), elements=parted().first.elements)  # type: ignore[union-attr]
+    ended = divergence("", Kind.ENDED)
 
-    assert [advice(each, CPU).closer for each in (seen, ended)] == ["", ""]  # type: ignore[union-attr]
+    assert [advised(verdict_on(each), CPU).closer for each in (seen, ended)] == ["", ""]
 
 
 def test_every_op_that_torch_tags_as_random_is_known_by_name() -> None:

@@ -3,7 +3,7 @@
 import re
 import time
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from hashlib import sha256
 from html.parser import HTMLParser
@@ -285,32 +285,38 @@ def test_ticks_are_round_and_within(low: float, room: float) -> None:
     assert all(low - room / 1e6 <= tick.at <= low + room * (1 + 1e-6) for tick in found)
 
 
-needs_browser = pytest.mark.skipif(not PROGRAM, reason="no Chromium or Chrome is installed")
-
-
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
     """Return the page of a real browser."""
+    if not PROGRAM:
+        pytest.skip("no Chromium or Chrome is installed")
     with tab(tmp_path_factory.mktemp("browser")) as opened:
         yield opened
 
 
-def opened(browser: Tab, folder: Path, verdict: Verdict) -> Path:
-    """Open the page of a verdict in the browser, and return its file."""
-    file = folder / "page.html"
-    file.write_text(page(verdict, next_level({}, verdict.first)), encoding="utf-8")
-    browser.complaints.clear()
-    browser.requests.clear()
-    browser.open(file)
-    return file
+Show = Callable[[Verdict], Path]
 
 
-@needs_browser
+@pytest.fixture
+def show(browser: Tab, tmp_path: Path) -> Show:
+    """Return what opens the page of a verdict in the browser, and returns its file."""
+
+    def show(verdict: Verdict) -> Path:
+        file = tmp_path / "page.html"
+        file.write_text(page(verdict, next_level({}, verdict.first)), encoding="utf-8")
+        browser.complaints.clear()
+        browser.requests.clear()
+        browser.open(file)
+        return file
+
+    return show
+
+
 @pytest.mark.parametrize("kind", ["parted", "equal", "hostile", "huge"])
-def test_a_browser_has_nothing_to_complain_of(browser: Tab, tmp_path: Path, kind: str) -> None:
+def test_a_browser_has_nothing_to_complain_of(browser: Tab, show: Show, kind: str) -> None:
     """No error, no warning, no alert, and no request but that for the file itself."""
     verdict = {"parted": parted, "equal": equal, "huge": huge}.get(kind, lambda: filled(HOSTILE))()
-    file = opened(browser, tmp_path, verdict)
+    file = show(verdict)
 
     here = browser.value("[...document.querySelectorAll('section')].map(each => each.id)")
     assert here == sections(file.read_text(encoding="utf-8"))
@@ -319,24 +325,22 @@ def test_a_browser_has_nothing_to_complain_of(browser: Tab, tmp_path: Path, kind
     assert [url for url in browser.requests if url != "data:,"] == [file.as_uri()]
 
 
-@needs_browser
 @pytest.mark.parametrize("width", [320, 768, 1600])
-def test_a_page_fits_a_window_of_any_width(browser: Tab, tmp_path: Path, width: int) -> None:
+def test_a_page_fits_a_window_of_any_width(browser: Tab, show: Show, width: int) -> None:
     """Nothing sticks out to the side, on a phone or a wide screen."""
     size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
     browser.ask("Emulation.setDeviceMetricsOverride", **size)
     for verdict in (parted(), huge(50), filled("long" * 60)):
-        opened(browser, tmp_path, verdict)
+        show(verdict)
 
         assert browser.value("document.documentElement.scrollWidth") <= width
 
 
-@needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_texts_can_be_read_in_both_schemes(browser: Tab, tmp_path: Path, scheme: str) -> None:
+def test_texts_can_be_read_in_both_schemes(browser: Tab, show: Show, scheme: str) -> None:
     """Every text has a contrast of at least 4.5 to what is behind it (WCAG 2, level AA)."""
     emulate(browser, scheme)
-    opened(browser, tmp_path, parted())
+    show(parted())
 
     paper = browser.value("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", paper))) > 384) == (scheme == "light")
@@ -348,12 +352,9 @@ def said(browser: Tab, section: str) -> str:
     return str(browser.value(f"document.querySelector('#{section} .said').textContent"))
 
 
-@needs_browser
-def test_the_losses_are_read_with_the_keyboard_and_the_pointer(
-    browser: Tab, tmp_path: Path
-) -> None:
+def test_the_losses_are_read_with_the_keyboard_and_the_pointer(browser: Tab, show: Show) -> None:
     """The chart begins at the first divergence; arrow keys and the pointer read each step."""
-    opened(browser, tmp_path, parted())
+    show(parted())
 
     browser.value("document.querySelector('.plot').focus()")
     assert said(browser, "losses").startswith("step 7: A and B 1.858")
@@ -368,10 +369,9 @@ def test_the_losses_are_read_with_the_keyboard_and_the_pointer(
     assert said(browser, "losses").startswith("step 11: A ")
 
 
-@needs_browser
-def test_modules_are_filtered_by_name(browser: Tab, tmp_path: Path) -> None:
+def test_modules_are_filtered_by_name(browser: Tab, show: Show) -> None:
     """What is typed hides all other modules, in the map, in the table, and from arrow keys."""
-    opened(browser, tmp_path, parted())
+    show(parted())
     every = "[...document.querySelectorAll('[data-module]:not([hidden])')]"
     visible = f"{every}.map(e => e.dataset.module)"
 
@@ -397,10 +397,9 @@ TOLD = """new Promise(done => {
 })"""
 
 
-@needs_browser
-def test_commands_are_copied(browser: Tab, tmp_path: Path) -> None:
+def test_commands_are_copied(browser: Tab, show: Show) -> None:
     """A copy button puts the text before it into the clipboard, or selects it, and says so."""
-    opened(browser, tmp_path, parted())
+    show(parted())
     browser.value("window.scrollTo(0, 0); document.querySelector('#advice .copy').focus()")
     browser.press("Enter")
     told = browser.value(TOLD)
@@ -409,11 +408,10 @@ def test_commands_are_copied(browser: Tab, tmp_path: Path) -> None:
     assert told[0] == "Copied." or told[1] == "backends.cpu.num_threads=1"
 
 
-@needs_browser
 @pytest.mark.parametrize("verdict", [parted(), equal()], ids=["parted", "equal"])
-def test_a_screen_reader_finds_its_way(browser: Tab, tmp_path: Path, verdict: Verdict) -> None:
+def test_a_screen_reader_finds_its_way(browser: Tab, show: Show, verdict: Verdict) -> None:
     """Landmarks, one first heading and no gap below it, a name for all that takes the focus."""
-    opened(browser, tmp_path, verdict)
+    show(verdict)
     nodes = [
         each
         for each in browser.ask("Accessibility.getFullAXTree")["nodes"]
@@ -434,10 +432,9 @@ def test_a_screen_reader_finds_its_way(browser: Tab, tmp_path: Path, verdict: Ve
     assert browser.value("[...document.querySelectorAll('[tabindex]')].every(e => !e.tabIndex)")
 
 
-@needs_browser
-def test_tab_goes_through_a_page_from_the_top_to_its_end(browser: Tab, tmp_path: Path) -> None:
+def test_tab_goes_through_a_page_from_the_top_to_its_end(browser: Tab, show: Show) -> None:
     """The focus follows the order of the page, stays in no place, and is always seen."""
-    opened(browser, tmp_path, parted())
+    show(parted())
     places = []
     for _ in range(60):
         browser.press("Tab")
@@ -455,12 +452,11 @@ def test_tab_goes_through_a_page_from_the_top_to_its_end(browser: Tab, tmp_path:
     assert {"map", "plot", "copy"} <= set(names)
 
 
-@needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_worse_cell_stands_out_more(browser: Tab, tmp_path: Path, scheme: str) -> None:
+def test_a_worse_cell_stands_out_more(browser: Tab, show: Show, scheme: str) -> None:
     """In both schemes each shade is further from the paper than the one before, and no paler."""
     emulate(browser, scheme)
-    opened(browser, tmp_path, parted())
+    show(parted())
     style = "getComputedStyle(document.querySelector('{}')).{}"
     colors = [browser.value(style.format("section", "backgroundColor"))]
     colors += [browser.value(style.format(f".legend .shade{n}", "fill")) for n in range(5)]
@@ -503,7 +499,6 @@ COUNT_COLORS = """(async () => {
 })()"""
 
 
-@needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_picture_of_a_page_shows_something(browser: Tab, tmp_path: Path, scheme: str) -> None:
     """A page is neither empty nor throws; one that does is noticed."""
@@ -520,12 +515,11 @@ def test_a_picture_of_a_page_shows_something(browser: Tab, tmp_path: Path, schem
     assert "SyntaxError" in "".join(wrong_in(browser, file))
 
 
-@needs_browser
-def test_the_map_is_read_with_the_keyboard(browser: Tab, tmp_path: Path) -> None:
+def test_the_map_is_read_with_the_keyboard(browser: Tab, show: Show) -> None:
     """Tab reaches the map at the first divergence; arrow keys move, and each cell is read out."""
     verdict = parted()
     verdict = replace(verdict, map=(*verdict.map, Cell(12, MODULES[0], 0, 3)))
-    opened(browser, tmp_path, verdict)
+    show(verdict)
 
     def read() -> str:
         return said(browser, "map")
@@ -545,12 +539,11 @@ def test_the_map_is_read_with_the_keyboard(browser: Tab, tmp_path: Path) -> None
     assert read() == f"step 12, {MODULES[-1]}: no records"
 
 
-@needs_browser
-def test_a_page_can_be_printed(browser: Tab, tmp_path: Path) -> None:
+def test_a_page_can_be_printed(browser: Tab, show: Show) -> None:
     """Paper is white, also for who reads in the dark."""
     dark = [{"name": "prefers-color-scheme", "value": "dark"}]
     browser.ask("Emulation.setEmulatedMedia", media="print", features=dark)
-    opened(browser, tmp_path, parted())
+    show(parted())
 
     assert browser.value("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert browser.value(CONTRASTS) == []

@@ -99,6 +99,7 @@ def test_within_a_tolerance_only_losses_are_claimed_of_steps_without_statistics(
     other = compared(left, right, meta, rtol=0.1)
 
     assert same.compared.by == (("op by op", 1), ("by losses", 3))
+    assert any("3 steps have no statistics" in note for note in same.notes)
     assert (first_of(other).step, first_of(other).op) == (3, "loss")
     assert other.agreed is not None
     assert (other.agreed.step, other.agreed.by, other.agreed.in_full) == (2, "by losses", 0)

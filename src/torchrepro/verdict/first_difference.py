@@ -15,8 +15,6 @@ from torchrepro.trace.format import (
     RETURNED,
     SAMPLE,
     UNINITIALISED,
-    Record,
-    Site,
 )
 from torchrepro.verdict.columns import INPUTLESS, MAIN, NAMES
 from torchrepro.verdict.evidence import DATALOADER, DRAWING, OVERWRITING, op_name
@@ -27,6 +25,7 @@ from torchrepro.verdict.value import Divergence, Kind, Side
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from torchrepro.trace.format import Site
     from torchrepro.trace.reader import Trace
     from torchrepro.verdict.columns import Pair
     from torchrepro.verdict.value import Distance, Element
@@ -71,45 +70,32 @@ class Explanation(NamedTuple):
     """The threads that wrote the input in which the records differ."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecordView:
+class RecordView(NamedTuple):
     """A record with what its numbers stand for in its trace."""
 
     trace: Trace
-    record: Record
+    id: int
     step: int
+    site: Site
+    argument: str
+    thread: str
+    is_on_main: bool
+    inputs: Sequence[bytes]
+    outputs: Sequence[bytes]
+    """The fingerprint of each."""
 
     @classmethod
     def read(cls, trace: Trace, number: int) -> RecordView:
         """Return a record by its id."""
-        return cls(trace, trace.record(number), trace.step_of(number))
-
-    @property
-    def site(self) -> Site:
-        """Where the program made it."""
-        return self.trace.sites[self.record.site]
-
-    @property
-    def argument(self) -> str:
-        """The arguments that are not tensors."""
-        return self.trace.arguments[self.record.argument]
-
-    @property
-    def thread(self) -> str:
-        """The name of the thread it ran on."""
-        return self.trace.threads.get(self.record.thread, str(self.record.thread))
-
-    @property
-    def inputs(self) -> list[bytes]:
-        """The fingerprint of each input."""
-        its = self.record.inputs
-        return [its[start : start + INPUT] for start in range(0, len(its), INPUT)]
-
-    @property
-    def outputs(self) -> list[bytes]:
-        """The fingerprint of each output."""
-        its = self.record.outputs
-        return [its[start : start + OUTPUT] for start in range(0, len(its), OUTPUT)]
+        its = trace.record(number)
+        return cls(
+            *(trace, number, trace.step_of(number), trace.sites[its.site]),
+            trace.arguments[its.argument],
+            trace.threads.get(its.thread, str(its.thread)),
+            its.thread == MAIN,
+            [its.inputs[at : at + INPUT] for at in range(0, len(its.inputs), INPUT)],
+            [its.outputs[at : at + OUTPUT] for at in range(0, len(its.outputs), OUTPUT)],
+        )
 
     @property
     def is_optimizer_step(self) -> bool:
@@ -149,7 +135,7 @@ def describe(
             left, right = _first_reader(pair, earlier) or (left, right)
             shown = left
             found = _explain(pair, left, right, earlier)
-        kept = [one.trace.tensors(one.record.id) for one in (left, right)]
+        kept = [one.trace.tensors(one.id) for one in (left, right)]
         if all(kept):
             elements, distances = differences(*kept)
     sides = [
@@ -180,7 +166,7 @@ def describe(
         distances=distances,
         what=found.what,
         writers=found.writers,
-        record=shown.record.id - 1,
+        record=shown.id - 1,
         after_last=pair.is_after_last(shown.step),
     )
 
@@ -209,7 +195,7 @@ def _explain_lone(
         goes_on = RecordView.read(other, instead).op
         return Explanation(Kind.ONLY_ONE, f"only {has} has it; {lacks} goes on with {goes_on}")
     row = other.steps[shown.step]
-    if row.finished or shown.record.thread != MAIN:  # other threads may end at any time
+    if row.finished or not shown.is_on_main:  # other threads may end at any time
         return Explanation(Kind.ONLY_ONE, f"only {has} has it")
     within = "" if pair.is_after_last(row.step) else f" in the middle of step {row.step},"
     return Explanation(Kind.ENDED, f"{lacks} ended{within} before this op")
@@ -322,7 +308,7 @@ def _explain_inputs(pair: Pair, inputs: Sequence[Input]) -> Explanation:
     first = inputs[0]
     missed = _steps_missed(pair, first.left.step)
     written = [
-        _last_writers(trace, one.record.id, {each.values[side] for each in inputs})
+        _last_writers(trace, one.id, {each.values[side] for each in inputs})
         for side, (trace, one) in enumerate(zip(pair.traces, first[:2], strict=True))
     ]
     for each in inputs:
@@ -409,7 +395,7 @@ def _explain_by_step_before(this: Input) -> Explanation | None:
         return None
     now, trace = this.left, this.left.trace
     recent = [row.first for step, row in trace.steps.items() if step >= now.step - LOOK_BACK]
-    trained = _last_writers(trace, now.record.id, [before[0]], recent[0] - 1).get(before[0])
+    trained = _last_writers(trace, now.id, [before[0]], recent[0] - 1).get(before[0])
     if trained is None or trained.site.phase != "optimizer":
         return None
     return Explanation(
@@ -435,7 +421,7 @@ def _last_writers(
             if number is not None:
                 missing.remove(value)
                 if number > after:
-                    found[value] = RecordView(trace, part.record(number), trace.step_of(number))
+                    found[value] = RecordView.read(trace, number)
         if not missing or part.first <= after + 1:
             break
     return found
@@ -448,7 +434,7 @@ def _in_step_before(this: RecordView) -> RecordView | None:
     """
     trace, key = this.trace, this.site.key
     earlier = [step for step in trace.steps if step < this.step]
-    if not earlier or this.record.thread != MAIN:
+    if not earlier or not this.is_on_main:
         return None
     sites = {number for number, site in trace.sites.items() if site.key == key}
     now, before = (
@@ -462,5 +448,5 @@ def _in_step_before(this: RecordView) -> RecordView | None:
         ]
         for step in (this.step, earlier[-1])
     )
-    at = now.index(this.record.id)
+    at = now.index(this.id)
     return RecordView.read(trace, before[at]) if at < len(before) else None
