@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import torchrepro
 
-from .small_models import STEPS, Tensors, items_of, perceptron, trained
+from .small_models import STEPS, Tensors, items_of, perceptron, trained, training
 
 
 def random_numbers() -> Tensors:
@@ -154,46 +154,34 @@ def functions_of_functions() -> Tensors:
     return [*parameters.values(), jacrev(lambda item: model(item).sin())(items_of(9, 6))]
 
 
-def nested() -> Tensors:
-    model = perceptron()
-
-    def loss(step: int) -> torch.Tensor:
-        rows = [items_of(step, 2, 6), items_of(step + 9, 5, 6)]
-        ragged = torch.nested.nested_tensor(rows, layout=torch.jagged)
-        older = torch.nested.nested_tensor(rows)
-        padded = torch.nested.to_padded_tensor(older, 0.0).sum()
-        return model(ragged).values().square().mean() + padded
-
-    return trained(model, loss)
+@training()
+def nested(model: nn.Sequential, step: int) -> torch.Tensor:
+    rows = [items_of(step, 2, 6), items_of(step + 9, 5, 6)]
+    ragged = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    older = torch.nested.nested_tensor(rows)
+    padded = torch.nested.to_padded_tensor(older, 0.0).sum()
+    return model(ragged).values().square().mean() + padded
 
 
-def in_place_and_out() -> Tensors:
-    model = perceptron()
-
-    def loss(step: int) -> torch.Tensor:
-        items = items_of(step)
-        items[:, ::2].mul_(2).clamp_(-1, 1)
-        items.t()[1].zero_()
-        held = torch.empty(8, 6)
-        torch.add(items, 1, out=held)
-        torch.sort(held, dim=1, out=(items, torch.empty(8, 6, dtype=torch.long)))
-        held.copy_(items).transpose_(0, 1).transpose_(0, 1)
-        result = model(held).tanh_() * 2
-        result[0] += 1
-        return result.view(-1).unfold(0, 4, 2).mean()
-
-    return trained(model, loss)
+@training()
+def in_place_and_out(model: nn.Sequential, step: int) -> torch.Tensor:
+    items = items_of(step)
+    items[:, ::2].mul_(2).clamp_(-1, 1)
+    items.t()[1].zero_()
+    held = torch.empty(8, 6)
+    torch.add(items, 1, out=held)
+    torch.sort(held, dim=1, out=(items, torch.empty(8, 6, dtype=torch.long)))
+    held.copy_(items).transpose_(0, 1).transpose_(0, 1)
+    result = model(held).tanh_() * 2
+    result[0] += 1
+    return result.view(-1).unfold(0, 4, 2).mean()
 
 
-def not_contiguous() -> Tensors:
-    model = perceptron()
-
-    def loss(step: int) -> torch.Tensor:
-        wide = items_of(step, 6, 16)
-        spread = wide[:, :1].expand(6, 8)
-        return model((wide[:, ::2] + spread).t()).t().flip(0).square().mean()
-
-    return trained(model, loss)
+@training()
+def not_contiguous(model: nn.Sequential, step: int) -> torch.Tensor:
+    wide = items_of(step, 6, 16)
+    spread = wide[:, :1].expand(6, 8)
+    return model((wide[:, ::2] + spread).t()).t().flip(0).square().mean()
 
 
 def empty_batches() -> Tensors:

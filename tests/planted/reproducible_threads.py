@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import numpy as np
 import torch
+from torch import nn
 
-from .small_models import STEPS, Tensors, items_of, perceptron, trained
+from .small_models import STEPS, Tensors, items_of, perceptron, trained, training
 
 THREADS = 3
 
@@ -140,15 +141,11 @@ def refilled_every_step() -> Tensors:
     return trained(model, lambda _step: model(next(buffers)).square().mean())
 
 
-def shared_with_numpy() -> Tensors:
-    model = perceptron()
-
-    def loss(step: int) -> torch.Tensor:
-        result = model(items_of(step))
-        seen = result.detach().numpy()
-        kept, copied = result.detach().clone().share_memory_(), seen.copy()
-        kept.numpy()[0] = copied.mean(0)
-        kept[1] += torch.asarray(copied[2], copy=False)
-        return (result - kept).abs().mean() + torch.from_dlpack(copied).mean()
-
-    return trained(model, loss)
+@training()
+def shared_with_numpy(model: nn.Sequential, step: int) -> torch.Tensor:
+    result = model(items_of(step))
+    seen = result.detach().numpy()
+    kept, copied = result.detach().clone().share_memory_(), seen.copy()
+    kept.numpy()[0] = copied.mean(0)
+    kept[1] += torch.asarray(copied[2], copy=False)
+    return (result - kept).abs().mean() + torch.from_dlpack(copied).mean()

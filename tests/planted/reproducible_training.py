@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLR
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from .small_models import STEPS, Tensors, items_of, perceptron, trained
+from .small_models import STEPS, Tensors, items_of, perceptron, trained, training
 
 
 def becomes_nan() -> Tensors:
@@ -24,14 +24,10 @@ def becomes_nan() -> Tensors:
     )
 
 
-def half_nan() -> Tensors:
-    model = perceptron()
-
-    def loss(step: int) -> torch.Tensor:
-        result = model(items_of(step))
-        return torch.where(result > 0, result, (result - 5).sqrt()).nan_to_num(0.5).mean()
-
-    return trained(model, loss)
+@training()
+def half_nan(model: nn.Sequential, step: int) -> torch.Tensor:
+    result = model(items_of(step))
+    return torch.where(result > 0, result, (result - 5).sqrt()).nan_to_num(0.5).mean()
 
 
 def dropout() -> Tensors:
@@ -52,26 +48,18 @@ def workers() -> Tensors:
     return trained(model, loss)
 
 
-def data_of_parameters() -> Tensors:
-    model = perceptron()
-
-    def loss(step: int) -> torch.Tensor:
-        for parameter in model.parameters():
-            parameter.data.mul_(0.99)
-            parameter.data = parameter.data.clone()
-        return model(items_of(step)).square().mean()
-
-    return trained(model, loss)
+@training()
+def data_of_parameters(model: nn.Sequential, step: int) -> torch.Tensor:
+    for parameter in model.parameters():
+        parameter.data.mul_(0.99)
+        parameter.data = parameter.data.clone()
+    return model(items_of(step)).square().mean()
 
 
-def autocast() -> Tensors:
-    model = perceptron(nn.LayerNorm(12), nn.GELU())
-
-    def loss(step: int) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(items_of(step)).float().square().mean()
-
-    return trained(model, loss)
+@training(lambda: perceptron(nn.LayerNorm(12), nn.GELU()))
+def autocast(model: nn.Sequential, step: int) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(items_of(step)).float().square().mean()
 
 
 def _checkpointed(*, reentrant: bool) -> Tensors:
@@ -108,19 +96,15 @@ def lbfgs() -> Tensors:
     return list(model.parameters())
 
 
-def exceptions() -> Tensors:
-    model = perceptron()
-
-    def loss(step: int) -> torch.Tensor:
-        items = items_of(step)
+@training()
+def exceptions(model: nn.Sequential, step: int) -> torch.Tensor:
+    items = items_of(step)
+    with contextlib.suppress(RuntimeError):
+        model(items.t())
+    if step == 2:
         with contextlib.suppress(RuntimeError):
-            model(items.t())
-        if step == 2:
-            with contextlib.suppress(RuntimeError):
-                model(items).backward()  # of more than one number
-        return model(items).square().mean()
-
-    return trained(model, loss)
+            model(items).backward()  # of more than one number
+    return model(items).square().mean()
 
 
 def recurrent() -> Tensors:
@@ -146,15 +130,11 @@ def attention() -> Tensors:
         return [*found, model(items_of(20, 2, 5, 8))]
 
 
-def second_derivatives() -> Tensors:
-    model = perceptron()
-
-    def loss(step: int) -> torch.Tensor:
-        items = items_of(step).requires_grad_()
-        (slope,) = torch.autograd.grad(model(items).square().sum(), items, create_graph=True)
-        return slope.square().mean()
-
-    return trained(model, loss)
+@training()
+def second_derivatives(model: nn.Sequential, step: int) -> torch.Tensor:
+    items = items_of(step).requires_grad_()
+    (slope,) = torch.autograd.grad(model(items).square().sum(), items, create_graph=True)
+    return slope.square().mean()
 
 
 def averaged_and_clipped() -> Tensors:
@@ -365,23 +345,15 @@ def written_before_it_is_read() -> Tensors:
     return trained(model, loss)
 
 
-def numbers_of_python() -> Tensors:
-    model = perceptron()
-
-    def loss(step: int) -> torch.Tensor:
-        rows = [[(row * step + column) / 7 for column in range(6)] for row in range(8)]
-        scale = torch.as_tensor(1 / (step + 3), dtype=torch.float64)
-        return (model(torch.tensor(rows)) * scale).square().mean()
-
-    return trained(model, loss)
+@training()
+def numbers_of_python(model: nn.Sequential, step: int) -> torch.Tensor:
+    rows = [[(row * step + column) / 7 for column in range(6)] for row in range(8)]
+    scale = torch.as_tensor(1 / (step + 3), dtype=torch.float64)
+    return (model(torch.tensor(rows)) * scale).square().mean()
 
 
-def pickled_in_memory() -> Tensors:
-    model = perceptron()
-
-    def loss(step: int) -> torch.Tensor:
-        items, words = pickle.loads(pickle.dumps((items_of(step), {"step": step})))
-        other = pickle.loads(pickle.dumps(model))
-        return model(items + words["step"]).square().mean() + other(items).mean().detach()
-
-    return trained(model, loss)
+@training()
+def pickled_in_memory(model: nn.Sequential, step: int) -> torch.Tensor:
+    items, words = pickle.loads(pickle.dumps((items_of(step), {"step": step})))
+    other = pickle.loads(pickle.dumps(model))
+    return model(items + words["step"]).square().mean() + other(items).mean().detach()

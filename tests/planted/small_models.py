@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from functools import wraps
 
 import numpy as np
 import torch
@@ -38,6 +39,22 @@ def trained(
         optimizer.step()
         after_step(step)
     return [*model.parameters(), *model.buffers()]
+
+
+def training(
+    model: Callable[[], nn.Sequential] = perceptron,
+) -> Callable[[Callable[[nn.Sequential, int], torch.Tensor]], Callable[[], Tensors]]:
+    """Make the loss of a model in a step the program that trains the model."""
+
+    def program(loss: Callable[[nn.Sequential, int], torch.Tensor]) -> Callable[[], Tensors]:
+        @wraps(loss)
+        def run() -> Tensors:
+            made = model()
+            return trained(made, lambda step: loss(made, step))
+
+        return run
+
+    return program
 
 
 def memory_that_is_dirty() -> None:

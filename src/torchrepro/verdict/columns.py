@@ -156,7 +156,7 @@ class Reader:
     ) -> None:
         self.trace = trace
         self.sites = np.zeros(len(trace.sites) + 1, _SITE)
-        """What each site stands for; there is none of number 0."""
+        """What each site stands for; sites are numbered from 1."""
         for number, site in trace.sites.items():
             self.sites[number] = (
                 shared[site.key],

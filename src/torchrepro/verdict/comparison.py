@@ -96,7 +96,7 @@ def compare_within(
     """Compare two runs by the criteria that `criteria_for` chooses."""
     runs = str(run_a), str(run_b)
     with ExitStack() as stack:
-        if gc.isenabled():  # rows are no garbage, but so many that they would trigger it
+        if gc.isenabled():  # so many rows would trigger it, and none of them is garbage
             gc.disable()
             stack.callback(gc.enable)
         left, right = (_open(run, stack) for run in (run_a, run_b))
@@ -151,7 +151,7 @@ class PairComparison:
     steps: Mapping[int, StepComparison]
     first: Divergence | None
     sort: str
-    """How the first record differs; empty where it is no record."""
+    """How the first record differs; empty where a digest or an end differs."""
     notes: Sequence[str]
 
     @property

@@ -167,7 +167,7 @@ def _equal_ends(left: Array, right: Array) -> tuple[int, int]:
     return head, int(unequal[0]) if len(unequal) else rest
 
 
-def _in_order(whole: Pairs, between: Pairs, finest: Sequence[str]) -> tuple[Pairs, bool]:
+def _in_order(runs: Pairs, between: Pairs, finest: Sequence[str]) -> tuple[Pairs, bool]:
     """Match what is between equal ends, by lines if it is one program and else by ops.
 
     An edit of the program shifts its lines. If one run did all that the other did, and some ops
@@ -181,7 +181,7 @@ def _in_order(whole: Pairs, between: Pairs, finest: Sequence[str]) -> tuple[Pair
     by_op = _by_op(between, columns)
     if by_op is not None and len(by_op[0]) == shorter:
         return by_op, False
-    if by_line is None or not _lines_do_the_same(whole, between):
+    if by_line is None or not _lines_do_the_same(runs, between):
         return by_op or _anchors(*_tokens(between, finest)), False
     found = [by_line]
     ends = (
@@ -210,10 +210,10 @@ def _prices(sides: Pairs, names: Sequence[str], price: int) -> list[tuple[Array,
     return [(sides[0][name], sides[1][name], price) for name in names]
 
 
-def _lines_do_the_same(whole: Pairs, between: Pairs) -> bool:
+def _lines_do_the_same(runs: Pairs, between: Pairs) -> bool:
     """Whether nine of ten lines that both runs have between the ends do the same ops in both."""
     ops: list[dict[int, set[int]]] = [{}, {}]
-    for side, found in zip(whole, ops, strict=True):
+    for side, found in zip(runs, ops, strict=True):
         for line, key in set(zip(side["line"].tolist(), side["key"].tolist(), strict=True)):
             found.setdefault(line, set()).add(key)
     common = set(between[0]["line"].tolist()).intersection(between[1]["line"].tolist())

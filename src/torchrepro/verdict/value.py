@@ -153,12 +153,12 @@ class Compared:
     after_last: bool = False
     """Whether what comes after the last step was compared as well."""
     by: tuple[tuple[str, int], ...] = ()
-    """How many of the steps were compared in each way, as in ``op by op``, the finest first."""
+    """How many of the steps were compared in each mode, as in ``op by op``, the finest first."""
 
     @property
     def is_at_its_level(self) -> bool:
         """Whether all steps were compared at the level at which they were recorded."""
-        return all(way == AT_ONE_LEVEL.get(self.level) for way, _ in self.by)
+        return all(words == AT_ONE_LEVEL.get(self.level) for words, _ in self.by)
 
 
 @dataclass(frozen=True, slots=True)
