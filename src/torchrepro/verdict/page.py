@@ -82,14 +82,9 @@ def page(verdict: Verdict, level: EscalationLevel | None = None) -> str:
 def page_of(answer: Answer) -> str:
     """Return the page of an answer."""
     return _template().render(
-        answer={
-            "same": answer.same,
-            "headline": answer.headline,
-            "lines": answer.lines,
-            "runs": _table(answer.runs),
-            "comparisons": [_contents(each) for each in answer.comparisons],
-            "more": answer.more,
-        },
+        answer=answer,
+        runs=_table(answer.runs),
+        comparisons=[_contents(each) for each in answer.comparisons],
         words=render,
     )
 
@@ -120,15 +115,7 @@ def _table(runs: Sequence[RunRow]) -> dict[str, Any]:
     return {
         "common": [(name, text) for name, text in common if text],
         "columns": columns,
-        "rows": [
-            {
-                "name": run.name,
-                "link": run.link,
-                "kind": run.kind,
-                "cells": [run.facts.get(name, "") for name in columns],
-            }
-            for run in runs
-        ],
+        "rows": runs,
     }
 
 
