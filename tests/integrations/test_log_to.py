@@ -178,7 +178,7 @@ def test_a_folder_gets_the_manifest_and_the_last_one_counts(tmp_path, under_seed
     ],
 )
 @pytest.mark.usefixtures("under_seed_only")
-def test_what_is_no_place_to_log_to_is_refused(target, words):
+def test_another_target_is_refused(target, words):
     """A typo makes no folder, and a tool in which nothing is active is said with what would be."""
     with pytest.raises(torchrepro.TorchreproError, match=words):
         torchrepro.log_to(target)

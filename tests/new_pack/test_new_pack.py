@@ -67,7 +67,7 @@ def _everything(folder):
 
 @settings(max_examples=8)
 @given(name=NAMES)
-def test_a_pack_of_any_legal_name_is_whole(name):
+def test_a_pack_of_any_legal_name_is_complete(name):
     """Its profiles load under its name, ask for what is pinned, and are valid in an editor."""
     with TemporaryDirectory() as folder:
         pack = write_pack(Path(folder) / name)
@@ -182,7 +182,7 @@ def _full_disk(size):
 
 
 @pytest.mark.parametrize("there", ["", "deep", "deep/acme"])
-def test_a_pack_that_cannot_be_written_whole_leaves_nothing(new_pack, tmp_path, there):
+def test_a_pack_that_cannot_be_written_leaves_nothing(new_pack, tmp_path, there):
     """Where one of its files cannot be written, what was there before is all that is left."""
     (tmp_path / there).mkdir(parents=True, exist_ok=True)
     before = _everything(tmp_path)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from functools import partial
 
-import pytest
-
 
 def test_an_exported_contradiction_stops_before_the_task(app):
     """A contradicting exported variable is named with status 3, and nothing was changed."""
@@ -35,26 +33,6 @@ def test_a_manifest_that_cannot_be_written_leaves_nothing_behind(app, tmp_path):
     assert (ended.status, ended.tasks) == (3, [])
     assert ended.before == ended.after
     assert "repro.json" in ended.stderr
-
-
-@pytest.mark.parametrize(
-    "override", ["repro.seed=-1", "repro.sed=1", "repro.backends.cudnn.benchmark=true"]
-)
-def test_a_refused_override_stops_before_the_task(little, override):
-    """An override that makes the profile illegal is named, with status 3 and no task."""
-    result = little("+repro=debug-strict", override)
-
-    assert (result.returncode, result.tasks) == (3, [])
-    assert override in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-def test_two_profiles_at_once_are_refused(little):
-    """Two profiles in one choice stop with status 3 instead of being merged silently."""
-    result = little("+repro=[debug-strict,train-fast]")
-
-    assert (result.returncode, result.tasks) == (3, [])
-    assert "two profiles" in result.stderr
 
 
 def test_an_app_under_run_agrees_with_its_profile(app, under, tmp_path):

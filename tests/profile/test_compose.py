@@ -196,7 +196,7 @@ def test_an_override_is_read_in_hydras_grammar(override, key, value):
         pytest.param(f"seed={'9' * 5000}", id="thousands of digits"),
     ],
 )
-def test_what_is_no_override_is_refused(override):
+def test_a_text_that_sets_no_value_is_refused(override):
     """An override that sets no one value of a profile is refused and shown."""
     with pytest.raises(torchrepro.ProfileError) as caught:
         torchrepro.load("seed-only", overrides=[override])
@@ -280,7 +280,7 @@ def test_a_name_that_means_no_file_is_refused(name):
 
 
 @pytest.mark.parametrize("case", REFUSED_DEFAULTS.values(), ids=REFUSED_DEFAULTS)
-def test_a_base_that_is_no_profile_is_refused(write, refusal, case):
+def test_a_base_that_names_nothing_is_refused(write, refusal, case):
     """A defaults list holds names of profiles, and any other entry is refused at its line."""
     entry, words = case
     write("defaults: [bad]\n", "loop.yaml")

@@ -55,7 +55,8 @@ def mutants(draw):
             case "insert":
                 pieces.insert(at, draw(FOREIGN | st.text(max_size=3)))
             case "replace":
-                pieces[at : at + 1] = [draw(FOREIGN | st.text(max_size=3))]
+                other_word = st.sampled_from(pieces or [""])
+                pieces[at : at + 1] = [draw(FOREIGN | other_word | st.text(max_size=3))]
             case "swap" if pieces:
                 pieces[at], pieces[other] = pieces[other], pieces[at]
             case "move" if pieces:
@@ -64,39 +65,15 @@ def mutants(draw):
     return text
 
 
-VALUE = re.compile(r"(?<=: )[^#\n{\[]*[^\s#{\[]")
-
-
-@st.composite
-def revalued(draw):
-    """Draw a valid text in which values stand under other keys or are foreign words."""
-    text = draw(st.sampled_from(TEXTS))
-    values = VALUE.findall(text)
-    chosen = draw(st.sets(st.integers(0, len(values) - 1), min_size=1, max_size=4))
-    new = {at: draw(st.sampled_from(values) | FOREIGN) for at in sorted(chosen)}
-    counter = iter(range(len(values)))
-    return VALUE.sub(lambda found: new.get(next(counter), found.group()), text)
-
-
-def _judge(outcome):
-    if isinstance(outcome, torchrepro.ProfileError):
-        assert "bad.yaml" in str(outcome) or "torchrepro:" in str(outcome)
-        return
-    assert isinstance(outcome, torchrepro.Profile)
-    assert outcome.digest.startswith("sha256:")
-    for knob, value in outcome.resolved.settings():
-        assert knob.legal.complaint(value) == ""
-
-
 @settings(max_examples=2000)
 @given(text=mutants())
 def test_a_mutated_text_is_a_profile_or_a_refusal(write, attempt, text):
     """However a valid text is damaged, it loads as a valid profile or is refused by its name."""
-    _judge(attempt(torchrepro.load, str(write(text.encode("utf-8", "surrogatepass")))))
+    outcome = attempt(torchrepro.load, str(write(text.encode("utf-8", "surrogatepass"))))
 
-
-@settings(max_examples=600)
-@given(text=revalued())
-def test_a_text_with_other_values_is_a_profile_or_a_refusal(write, attempt, text):
-    """Whatever values stand under the keys of a profile, it loads or is refused by its name."""
-    _judge(attempt(torchrepro.load, str(write(text.encode("utf-8", "surrogatepass")))))
+    if isinstance(outcome, torchrepro.ProfileError):
+        assert "bad.yaml" in str(outcome) or "torchrepro:" in str(outcome)
+        return
+    assert outcome.digest.startswith("sha256:")
+    for knob, value in outcome.resolved.settings():
+        assert knob.legal.complaint(value) == ""

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import random
 
-import jsonschema
 import pytest
-import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro.profile.compose import compose
 from torchrepro.profile.resolved import STRICT, ResolvedProfile
-from torchrepro.profile.schema import json_schema
 from torchrepro.profile.search_path import SHIPPED
 
 GUARANTEES = {
@@ -58,36 +51,6 @@ def test_every_value_of_a_shipped_profile_says_why(name):
     ]
 
     assert bare == []
-
-
-def test_the_json_schema_is_one_and_accepts_the_shipped_profiles():
-    """The JSON Schema is valid, and every shipped file is valid under it."""
-    jsonschema.Draft202012Validator.check_schema(json_schema())
-
-    for path in SHIPPED.glob("*.yaml"):
-        jsonschema.validate(yaml.safe_load(path.read_text(encoding="utf-8")), json_schema())
-
-
-def _shuffled(values, randomness):
-    if not isinstance(values, dict):
-        return values
-    keys = randomness.sample(list(values), len(values))
-    return {key: _shuffled(values[key], randomness) for key in keys}
-
-
-@settings(max_examples=25)
-@given(seed=st.integers(0, 999), name=st.sampled_from(sorted(GUARANTEES)), called=st.text("ab "))
-def test_the_digest_is_of_what_is_asked_for(load_text, seed, name, called):
-    """The order of keys, comments, the name and the description leave the digest as it is."""
-    values = json.loads(json.dumps(dict(torchrepro.load(name).resolved.values)))
-    text = yaml.safe_dump(
-        _shuffled(values | {"name": called, "description": called}, random.Random(seed)),
-        sort_keys=False,
-    )
-
-    assert (
-        torchrepro.load(name).digest == load_text("# why\n" + text.replace("\n", " # a\n")).digest
-    )
 
 
 def test_the_digest_is_the_same_everywhere(load_text, monkeypatch):

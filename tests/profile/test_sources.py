@@ -1,12 +1,15 @@
-"""`apply` and `plan` take a name, a path, a profile, a config or a dict, and mean the same."""
+"""A profile is the same in every form that is taken, and knows what set each of its values."""
 
 import copy
+import json
 import pickle
 
 import pytest
 from omegaconf import OmegaConf
 
 import torchrepro
+from torchrepro.profile.load import resolve
+from torchrepro.profile.resolved import ResolvedProfile, flatten
 
 VALUES = {"name": "given", "seed": 3, "backends": {"cudnn": {"deterministic": True}}}
 
@@ -74,12 +77,70 @@ def test_a_profile_and_its_errors_survive_pickling():
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_control_characters_of_a_file_never_reach_the_terminal(tmp_path):
-    """A message shows a hostile value escaped."""
-    path = tmp_path / "loud.yaml"
-    path.write_text('seed: "\\e[31mred\\a"\n', encoding="utf-8")
+TEAM = "defaults: [seed-only, _self_]\nseed: 5\ndropout: zero\n"
 
-    with pytest.raises(torchrepro.ProfileError) as caught:
-        torchrepro.load(str(path))
 
-    assert all(character.isprintable() or character == "\n" for character in str(caught.value))
+def _chain(origin):
+    return [(each.value, each.set_by) for each in (origin, *origin.earlier())]
+
+
+@pytest.fixture
+def team(write):
+    """The path of a team's profile."""
+    return str(write(TEAM, "team.yaml"))
+
+
+def test_what_was_replaced_is_known_to_the_first(team, tmp_path):
+    """An override on a file on a base: three origins, the nearest first."""
+    origin = torchrepro.load(team, ["seed=6", "seed=7"]).resolved.origins["seed"]
+
+    assert _chain(origin) == [
+        (7, "override seed=7"),
+        (6, "override seed=6"),
+        (5, f"{tmp_path}/team.yaml:2"),
+        (1234, "torchrepro:seed-only.yaml:6"),
+    ]
+
+
+def test_overrides_on_a_loaded_profile_keep_its_origins(team):
+    """A profile that was loaded and is overridden again is as if both had been given at once."""
+    at_once = torchrepro.load(team, ["seed=6", "dropout=keep"])
+    later = resolve(torchrepro.load(team, ["seed=6"]), ["dropout=keep"])
+
+    assert later == at_once.resolved
+    assert later.origins == at_once.resolved.origins
+
+
+@pytest.mark.parametrize("form", [dict, OmegaConf.create])
+def test_every_leaf_of_a_dict_has_an_origin(form):
+    """Values that come from no file say what they were given in."""
+    given = {"defaults": ["debug-strict", "_self_"], "seed": 3, "env_extra": {"WANDB_NAME": "b"}}
+    resolved = resolve(form(given), ["dropout=zero"])
+
+    assert set(resolved.origins) >= set(flatten(resolved.values)) - {"name"}
+    assert resolved.origins["seed"].set_by in {"the dict", "the DictConfig"}
+    assert resolved.origins["seed"].replaced.set_by.startswith("torchrepro:seed-only.yaml")
+
+
+def test_origins_travel_to_other_processes(team):
+    """What a process below `run` inherits is the profile with the same origins."""
+    resolved = torchrepro.load(team, ["backends.cudnn.benchmark=false"]).resolved
+
+    arrived = ResolvedProfile.from_json(json.loads(json.dumps(resolved.to_json())))
+
+    assert arrived == resolved
+    assert {key: origin.to_json() for key, origin in arrived.origins.items()} == {
+        key: origin.to_json() for key, origin in resolved.origins.items()
+    }
+
+
+def test_hydra_knows_the_override_that_wrote_a_section(hydra_app, tmp_path):
+    """`repro={...}` is the origin of the values in it, and of no other."""
+    ended = hydra_app("+repro=seed-only", "repro={seed: 3}", f"hydra.run.dir={tmp_path}/out")
+    held = json.loads((tmp_path / "out" / ".hydra" / "repro.json").read_text(encoding="utf-8"))
+
+    assert ended.status == 0, ended.err
+    assert held["origins"]["seed"]["set_by"] == "override repro={seed: 3}"
+    assert held["origins"]["seed"]["replaced"][0]["value"] == 1234
+    assert held["origins"]["on_late"]["set_by"] == "torchrepro:seed-only.yaml:9"
+    assert held["origins"]["name"]["set_by"] == "torchrepro:seed-only.yaml:3"

@@ -50,7 +50,7 @@ from torchrepro.integrations.hydra_profile import (
     files_named,
     inherits_a_profile,
     values_in,
-    values_of_then,
+    values_repeated,
 )
 from torchrepro.process_state import named_then
 from torchrepro.profile.compose import compose
@@ -208,7 +208,7 @@ class ReproConfigSource(ConfigSource):
         return True
 
     def _is_the_apps_own(self, name: str) -> bool:
-        """Whether the app has a config of this name in its group `repro` that is no profile.
+        """Whether the app has a config of this name in its group `repro` that is not a profile.
 
         Hydra composes it like any other config of the app. A file elsewhere, as in a pack, is read
         as data all the same, and so is a piece, whose folder is ours.
@@ -257,7 +257,7 @@ class ReproConfigSource(ConfigSource):
     def _values(self, name: str) -> dict[str, Any]:
         """Return the values of a profile with the pieces chosen so far, or those of a piece."""
         a_piece = is_piece(name)
-        repeated = None if a_piece else values_of_then(name, self._folders())
+        repeated = None if a_piece else values_repeated(name, self._folders())
         if repeated is not None:
             return repeated
         try:

@@ -101,7 +101,7 @@ class Choice:
     profiles: list[str] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     folders: tuple[Folder, ...] = ()
-    """Where they are looked up first."""
+    """Where they are searched for first."""
 
     def add(self, name: str, folders: tuple[Folder, ...]) -> None:
         """Note that `name` was chosen; Hydra asks for the last entry of a defaults list first."""
@@ -209,7 +209,7 @@ def note_on_the_apps_own(config: DictConfig) -> str:
     )
 
 
-def values_of_then(name: str, folders: tuple[Folder, ...]) -> dict[str, Any] | None:
+def values_repeated(name: str, folders: tuple[Folder, ...]) -> dict[str, Any] | None:
     """Return the values of the profile `name` in the run that is repeated here, or None.
 
     Notes a line where the files give another profile now, or none.

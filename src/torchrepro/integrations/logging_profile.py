@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Logged:
-    """Where a profile was logged; leaving a `with` block logs it again, as it is then."""
+    """Where a profile was logged; leaving a `with` block logs its state at that moment again."""
 
     applied: Applied | None
     """None where no profile was in force."""

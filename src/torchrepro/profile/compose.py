@@ -110,7 +110,7 @@ def compose(
 ) -> Composition:
     """Compose the profile `name` with `overrides` such as ``backends.cudnn.benchmark=true``.
 
-    Bare names are looked up in `folders` and on the search path. `typed` says whether the user who
+    Bare names are found in `folders` and on the search path. `typed` says whether the user who
     starts the run wrote the overrides. Raises `ProfileError`.
     """
     layers = _Layers(Composition(asked=(name, *overrides)), folders)
@@ -218,7 +218,7 @@ class _Layers:
             self.read_before.add(found.path)
 
     def finished(self, overrides: Sequence[str], *, typed: bool = True) -> Composition:
-        """Lay the pieces among `overrides` on top, then the other overrides in their order."""
+        """Lay the pieces among `overrides` on top, and the other overrides on these, in order."""
         given = [(key_of(text), f"override {text}", parsed(text)) for text in overrides]
         for key, place, values in given:
             if key == PIECES:

@@ -1,7 +1,7 @@
 """Read one profile file as data: nothing in it can run, and every key keeps its line.
 
 PyYAML's parser events come first, so that tags, anchors and depth are judged before anything is
-built (https://pyyaml.org/wiki/PyYAMLDocumentation, "Events"); only then are nodes made.
+built from nodes (https://pyyaml.org/wiki/PyYAMLDocumentation, "Events").
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 SECTION = "repro"
-"""Key under which the config of a whole program holds its profile."""
+"""Key under which the config of a program holds its profile."""
 
 REFUSED = "_refused_"
 """Key under which a config carries the reason why its profile was refused while Hydra composed.
@@ -68,7 +68,7 @@ def load(profile: str, overrides: Sequence[str] = ()) -> Profile:
 def resolve(source: Any, overrides: Sequence[str] = (), *, typed: bool = True) -> ResolvedProfile:
     """Return the plain values of `source`: a name, a path, a `Profile`, a DictConfig or a dict.
 
-    Of the config of a whole program, the section `repro` is resolved.
+    Of the config of a program, the section `repro` is resolved.
     `typed` says whether the user who starts the run wrote the overrides, rather than a file.
 
     The shipped profiles skip pydantic, whose import costs more than applying one. Tests prove that
@@ -143,7 +143,7 @@ def _refused(problem: Problem) -> str:
 
 
 def _refuse_other_types(source: Any, overrides: Any) -> None:
-    """Raise `ProfileError` for an argument that is no profile, or no list of overrides."""
+    """Raise `ProfileError` for an argument that is not a profile, or not a list of overrides."""
     is_profile = isinstance(source, str | PathLike | Mapping | ResolvedProfile)
     if not is_profile and not _is_dictconfig(source) and not hasattr(source, "resolved"):
         legal = "a name, a path, a Profile, a DictConfig or a dict"

@@ -27,7 +27,7 @@ class Need(NamedTuple):
     guarantees: tuple[str, ...]
     knob: str
     met_by: Callable[[Any], bool] | None = None
-    """Whether a value meets the need; None if any value does that is not in `broken_by`."""
+    """Whether a value meets the need; None: any value that is not in `broken_by`."""
 
     left_open: str = ""
     """What may differ between two runs where this is not met."""
@@ -52,22 +52,25 @@ def _is(*values: Any) -> Callable[[Any], bool]:
     return lambda value: folded(value) in values
 
 
-def _any(_: Any) -> bool:
-    return True
-
-
 def folded(value: Any) -> Any:
     """Return a value for comparison, in which the case of a word does not count."""
     return value.lower() if isinstance(value, str) and value.isalpha() else value
 
 
 SEED_TORCH = ("torch.manual_seed", "torch.random.manual_seed")
-LOWERED = "float32 is then computed with fewer bits here and not on the other side"
 TIMING = "compiled code then chooses kernels by timing"
-
 
 _ON, _OFF = _is(True), _is(False)  # noqa: FBT003 - values that will do
 _IN_FULL = _is("ieee", "none")  # torch asks only whether float32 is tf32 or bf16
+
+
+def _any(_: Any) -> bool:
+    return True
+
+
+def _seed(library: str, whose: str, kind: str, *calls: str) -> Need:
+    kinds = (kind,) if kind else ()
+    return Need(ALL, f"seed.{library}", _any, f"{whose} random numbers", kinds, calls=calls)
 
 
 def _precision(
@@ -80,31 +83,29 @@ def _precision(
 ) -> Need:
     """Return what `aligned` needs of a precision; the value `lower` contradicts it."""
     if lower is not None:
-        more = {"broken_by": (lower,), "because": LOWERED}
-    return Need(ALIGNED, knob, met_by, f"the precision of {what}", (kind,), **more)
+        because = "float32 is then computed with fewer bits here and not on the other side"
+        more = {"broken_by": (lower,), "because": because}
+    return Need(ALIGNED, f"backends.{knob}", met_by, f"the precision of {what}", (kind,), **more)
 
 
 NEEDS: tuple[Need, ...] = (
-    Need(ALL, "seed.python", _any, "Python's random numbers", calls=("random.seed",)),
-    Need(
-        ALL, "seed.numpy", _any, "numpy's random numbers", ("numpy",), calls=("numpy.random.seed",)
-    ),
-    Need(ALL, "seed.torch", _any, "torch's random numbers", calls=SEED_TORCH),
-    Need(
-        ALL,
-        "seed.cuda",
-        _any,
-        "the random numbers of GPUs",
-        ("cuda",),
-        calls=(*SEED_TORCH, "torch.cuda.manual_seed", "torch.cuda.manual_seed_all"),
-    ),
-    Need(
-        ALL,
-        "seed.npu",
-        _any,
-        "the random numbers of NPUs",
-        ("npu",),
-        calls=(*SEED_TORCH, "torch.npu.manual_seed", "torch.npu.manual_seed_all"),
+    _seed("python", "Python's", "", "random.seed"),
+    _seed("numpy", "numpy's", "numpy", "numpy.random.seed"),
+    _seed("torch", "torch's", "", *SEED_TORCH),
+    *(
+        Need(
+            ALL,
+            f"seed.{device}",
+            _any,
+            f"the random numbers of {device.replace('cuda', 'gpu').upper()}s",
+            (device,),
+            calls=(
+                *SEED_TORCH,
+                f"torch.{device}.manual_seed",
+                f"torch.{device}.manual_seed_all",
+            ),
+        )
+        for device in ("cuda", "npu")
     ),
     Need(
         STRICT,
@@ -151,13 +152,7 @@ NEEDS: tuple[Need, ...] = (
         ("onednn",),
         if_there=True,
     ),
-    Need(
-        REPEATABLE,
-        "env.CUBLAS_WORKSPACE_CONFIG",
-        of_fixed_size,
-        "the sums of cuBLAS",
-        ("cuda",),
-    ),
+    Need(REPEATABLE, "env.CUBLAS_WORKSPACE_CONFIG", of_fixed_size, "the sums of cuBLAS", ("cuda",)),
     Need(
         STRICT,
         "backends.cudnn.benchmark",
@@ -185,11 +180,11 @@ NEEDS: tuple[Need, ...] = (
         broken_by=("1",),
         because="Transformer Engine may then take attention kernels whose sums vary",
     ),
-    Need(
-        REPEATABLE, "env.NCCL_ALGO", pinned, "the sums of NCCL's collectives", ("cuda", "several")
-    ),
-    Need(
-        REPEATABLE, "env.NCCL_PROTO", pinned, "the sums of NCCL's collectives", ("cuda", "several")
+    *(
+        Need(
+            REPEATABLE, f"env.{name}", pinned, "the sums of NCCL's collectives", ("cuda", "several")
+        )
+        for name in ("NCCL_ALGO", "NCCL_PROTO")
     ),
     Need(
         STRICT,
@@ -240,26 +235,24 @@ NEEDS: tuple[Need, ...] = (
     Need(ALIGNED, "dropout", _is("zero"), "the masks of dropout"),
     Need(ALIGNED, "device.rng", _is("host"), "random numbers drawn on GPUs", ("cuda",)),
     Need(ALIGNED, "device.rng", _is("host"), "random numbers drawn on NPUs", ("npu",)),
-    _precision(
-        "backends.cuda.matmul_fp32_precision", "CUDA's matrix products", "cuda", lower="tf32"
+    _precision("cuda.matmul_fp32_precision", "CUDA's matrix products", "cuda", lower="tf32"),
+    _precision("cudnn.conv_fp32_precision", "cuDNN's convolutions", "cuda", lower="tf32"),
+    _precision("cudnn.rnn_fp32_precision", "cuDNN's recurrent layers", "cuda", lower="tf32"),
+    *(
+        Need(
+            ALIGNED,
+            f"backends.cuda.allow_{kind}_reduced_precision_reduction",
+            _OFF,
+            f"the precision of {kind} sums on CUDA",
+            ("cuda",),
+        )
+        for kind in ("fp16", "bf16")
     ),
-    _precision("backends.cudnn.conv_fp32_precision", "cuDNN's convolutions", "cuda", lower="tf32"),
-    _precision(
-        "backends.cudnn.rnn_fp32_precision", "cuDNN's recurrent layers", "cuda", lower="tf32"
-    ),
-    _precision(
-        "backends.cuda.allow_fp16_reduced_precision_reduction", "fp16 sums on CUDA", "cuda", _OFF
-    ),
-    _precision(
-        "backends.cuda.allow_bf16_reduced_precision_reduction", "bf16 sums on CUDA", "cuda", _OFF
-    ),
-    _precision("backends.npu.conv_allow_hf32", "the NPU's convolutions", "npu", _OFF, lower=True),
-    _precision(
-        "backends.npu.matmul_allow_hf32", "the NPU's matrix products", "npu", _OFF, lower=True
-    ),
+    _precision("npu.conv_allow_hf32", "the NPU's convolutions", "npu", _OFF, lower=True),
+    _precision("npu.matmul_allow_hf32", "the NPU's matrix products", "npu", _OFF, lower=True),
     *(
         _precision(
-            f"backends.cpu.mkldnn_{operation}_fp32_precision",
+            f"cpu.mkldnn_{operation}_fp32_precision",
             f"oneDNN's {operation} on the CPU",
             "onednn",
             if_there=True,

@@ -24,7 +24,7 @@ from torchrepro.errors import ProfileError
 from torchrepro.messages import Problem, near, printable, shown, some
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Container, Iterable, Iterator, Sequence
 
 DISTRIBUTION = "torchrepro"
 SHIPPED = Path(__file__).parent.parent / "conf" / "repro"
@@ -41,7 +41,7 @@ SUFFIXES = (".yaml", ".yml")
 _PACKAGE = re.compile(r"[\w.]+(:[\w.]+)?")
 
 MANY = 1000
-"""Files and folders in a folder of profiles that are looked at for a list of names."""
+"""Files and folders in a folder of profiles that are read for a list of names."""
 
 DEEPEST = 8
 MOST = 16
@@ -101,8 +101,19 @@ class Folder(NamedTuple):
 
     def names(self) -> list[str]:
         """Return the names of the profiles in this folder, sorted; of a huge folder, the first."""
-        files = (path for path in _inside(self.path) if path.suffix in SUFFIXES)
-        names = {path.relative_to(self.path).with_suffix("").as_posix() for path in files}
+        names, left, folders = set(), MANY, [(self.path, 0)]
+        while folders and left > 0:
+            here, depth = folders.pop()
+            # A folder that cannot be read has no names. Links are not followed.
+            with suppress(OSError), os.scandir(here) as entries:
+                found = sorted(islice(entries, left), key=lambda entry: entry.name)
+                left -= len(found)
+                for entry in found:
+                    path = Path(entry.path)
+                    if entry.is_dir(follow_symlinks=False) and depth < DEEPEST:
+                        folders.append((path, depth + 1))
+                    if path.suffix in SUFFIXES and entry.is_file():  # no pipe, device, broken link
+                        names.add(path.relative_to(self.path).with_suffix("").as_posix())
         return sorted(f"{self.prefix}{name}" for name in names if is_name(name))
 
 
@@ -185,7 +196,7 @@ def find(
     folders: Sequence[Folder] = (),
     named_at: str = "",
     beside: Sequence[Folder] = (),
-    without: Iterable[Path] = (),
+    without: Container[Path] = (),
 ) -> ProfileFile:
     """Return the file that `name` means, without importing or running anything.
 
@@ -197,12 +208,35 @@ def find(
     """
     try:
         if name.startswith(PACKAGE):
-            return _in_package(name, named_at)
+            package, _, rest = name.removeprefix(PACKAGE).partition("/")
+            roots, regular = package_folders(package)
+            # Any folder of the working directory is importable too, and may hold anything.
+            if not roots or (named_at and not regular):
+                what = "no such package is installed here"
+                raise UnknownProfileError.about(what, named_at, found=name)
+            inside = [Folder(root, f"package {package}") for root in roots]
+            files = _files(rest, inside) if is_name(rest) else []
+            if not files:
+                raise _unknown(name, inside, named_at)
+            return files[0]._replace(name=files[0].path.stem)
         if name.endswith(SUFFIXES) and not named_at and Path(name).is_file():
             return _at_path(name, Path(name))  # a file that is there is meant by its own name
-        found = _by_name(name, folders, beside, set(without)) if is_name(name) else []
-        if found:
-            return found[0]
+        if is_name(name):
+            everywhere = (*folders, *folders_for(name))
+            # A folder of the search path answers with all others: its names may be taken there.
+            places = {(folder.path, folder.prefix) for folder in everywhere}
+            own = [folder for folder in beside if (folder.path, folder.prefix) not in places]
+            files = _files(name, own, without)[:1] or _files(name, everywhere, without)
+            for one, two in combinations(files, 2):
+                if not cmp(one.path, two.path, shallow=False):
+                    raise ProfileError.about(
+                        f"two profiles are called '{name}'",
+                        legal=f"{one.path} ({one.folder.origin}), or {two.path} "
+                        f"({two.folder.origin})",
+                        todo="name the one you mean by its path, or rename one of them",
+                    )
+            if files:
+                return files[0]
         if not named_at and name:
             path = Path(name).expanduser()
             is_a_path = name.endswith(SUFFIXES) or name.startswith(("/", "./", "../", "~"))
@@ -217,8 +251,42 @@ def find(
     raise _unknown(name, (*beside, *folders, *search_path()), named_at)
 
 
+def _files(
+    name: str, folders: Iterable[Folder], without: Container[Path] = ()
+) -> list[ProfileFile]:
+    found = ((folder, folder.file(name)) for folder in folders)
+    return [
+        ProfileFile(name, file, folder) for folder, file in found if file and file not in without
+    ]
+
+
+def _at_path(name: str, path: Path) -> ProfileFile:
+    if not path.exists():
+        siblings = path.parent.glob("*") if path.parent.is_dir() else ()
+        close = near(path.name, (entry.name for entry in siblings))
+        beside = str(path.parent / close) if close else ""
+        todo = "" if close else "torchrepro list shows the profiles that can be named"
+        raise UnknownProfileError.about("no such file", found=name, near=beside, todo=todo)
+    return ProfileFile(path.stem, path.absolute(), Folder(path.absolute().parent, str(path.parent)))
+
+
+def _unknown(name: str, folders: Iterable[Folder], named_at: str) -> UnknownProfileError:
+    names = sorted({known for folder in folders for known in folder.names()})
+    missing = [f"{VARIABLE} names {shown(text)}, which is no folder" for text in missing_folders()]
+    nameless = [pack for pack in incomplete_packs() if not pack.name]
+    missing += [f"package {pack.owner}: {pack.problem.what}" for pack in nameless]
+    todo = "`torchrepro list` shows what is on the search path; a file is named by its path"
+    return UnknownProfileError.about(
+        f"unknown profile '{shown(name)}'",
+        named_at,
+        legal=some(names),
+        near=near(name, names),
+        todo="; ".join([*missing, todo]),
+    )
+
+
 def search_path() -> tuple[Folder, ...]:
-    """Return every folder in which a bare name is looked up."""
+    """Return every folder in which a bare name is searched for."""
     return (*_fixed_folders(), *(folder for pack in packs() for folder in pack.folders()))
 
 
@@ -243,7 +311,7 @@ def incomplete_packs() -> list[Pack]:
 
 
 def missing_folders() -> list[str]:
-    """Return what TORCHREPRO_PATH names and is no folder."""
+    """Return what TORCHREPRO_PATH names and is not a folder."""
     return [text for text in _named_folders() if not Path(text).expanduser().is_dir()]
 
 
@@ -313,86 +381,6 @@ def piece_named(name: str) -> str:
 def piece_short_name(name: str) -> str:
     """Return what `with=[...]` calls a piece: ``team/zero`` for team/with/zero."""
     return "/".join(part for part in name.split("/") if part != PIECES)
-
-
-def _by_name(
-    name: str, folders: Sequence[Folder], beside: Sequence[Folder], without: set[Path]
-) -> list[ProfileFile]:
-    everywhere = (*folders, *folders_for(name))
-    # A folder of the search path answers with all others: its names may be taken there.
-    places = {(folder.path, folder.prefix) for folder in everywhere}
-    own = [folder for folder in beside if (folder.path, folder.prefix) not in places]
-    found = _in(own, name, without)[:1] or _in(everywhere, name, without)
-    for one, two in combinations(found, 2):
-        if not cmp(one.path, two.path, shallow=False):
-            raise ProfileError.about(
-                f"two profiles are called '{name}'",
-                legal=f"{one.path} ({one.folder.origin}), or {two.path} ({two.folder.origin})",
-                todo="name the one you mean by its path, or rename one of them",
-            )
-    return found
-
-
-def _in(folders: Iterable[Folder], name: str, without: set[Path]) -> list[ProfileFile]:
-    found = ((folder, folder.file(name)) for folder in folders)
-    return [
-        ProfileFile(name, file, folder) for folder, file in found if file and file not in without
-    ]
-
-
-def _at_path(name: str, path: Path) -> ProfileFile:
-    if not path.exists():
-        siblings = path.parent.glob("*") if path.parent.is_dir() else ()
-        close = near(path.name, (entry.name for entry in siblings))
-        beside = str(path.parent / close) if close else ""
-        todo = "" if close else "torchrepro list shows the profiles that can be named"
-        raise UnknownProfileError.about("no such file", found=name, near=beside, todo=todo)
-    return ProfileFile(path.stem, path.absolute(), Folder(path.absolute().parent, str(path.parent)))
-
-
-def _in_package(name: str, named_at: str) -> ProfileFile:
-    where, _, rest = name.removeprefix(PACKAGE).partition("/")
-    roots, regular = package_folders(where)
-    # Any folder of the working directory is importable too, and may hold anything.
-    if not roots or (named_at and not regular):
-        raise UnknownProfileError.about("no such package is installed here", named_at, found=name)
-    folders = tuple(Folder(root, f"package {where}") for root in roots)
-    found = _in(folders, rest, set()) if is_name(rest) else []
-    if not found:
-        raise _unknown(name, folders, named_at)
-    return found[0]._replace(name=found[0].path.stem)
-
-
-def _unknown(name: str, folders: Sequence[Folder], named_at: str) -> UnknownProfileError:
-    names = sorted({known for folder in folders for known in folder.names()})
-    missing = [f"{VARIABLE} names {shown(text)}, which is no folder" for text in missing_folders()]
-    nameless = [pack for pack in incomplete_packs() if not pack.name]
-    missing += [f"package {pack.owner}: {pack.problem.what}" for pack in nameless]
-    todo = "`torchrepro list` shows what is on the search path; a file is named by its path"
-    return UnknownProfileError.about(
-        f"unknown profile '{shown(name)}'",
-        named_at,
-        legal=some(names),
-        near=near(name, names),
-        todo="; ".join([*missing, todo]),
-    )
-
-
-def _inside(folder: Path) -> Iterator[Path]:
-    """Yield the files in `folder` and the folders in it, links not followed, up to `MANY`."""
-    left = MANY
-    folders = [(folder, 0)]
-    while folders and left > 0:
-        here, depth = folders.pop()
-        # A folder that cannot be read has no names.
-        with suppress(OSError), os.scandir(here) as entries:
-            found = sorted(islice(entries, left), key=lambda entry: entry.name)
-            left -= len(found)
-            for entry in found:
-                if entry.is_file():  # not a pipe, a device or a broken link
-                    yield Path(entry.path)
-                elif entry.is_dir(follow_symlinks=False) and depth < DEEPEST:
-                    folders.append((Path(entry.path), depth + 1))
 
 
 def _fixed_folders() -> Iterator[Folder]:

@@ -153,7 +153,7 @@ def _unknown_key(path: list[str], found: str, place: str) -> Problem:
 def allowed_by(names: Sequence[str]) -> str:
     """Return the value of `VARIABLE` that consents to `names` besides those it holds already.
 
-    Raises `ProfileError` for a dangerous variable, or a text that is no variable's name.
+    Raises `ProfileError` for a dangerous variable, or a text that cannot name a variable.
     """
     given = [*_consented(VARIABLE, os.environ.get(VARIABLE, "")), *_consented(OPTION, *names)]
     return ",".join(dict.fromkeys(given))
