@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from torchrepro.console import as_text, table
-from torchrepro.trace.device_fingerprint import device_fingerprint, fetch
-from torchrepro.trace.fingerprint import NARROW, WIDE, sums, unobserved
+from torchrepro.trace.fingerprint import NARROW, WIDE, device_fingerprint, fetch, sums, unobserved
 
 from .paired import require
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchrepro
 from torchrepro.trace.reader import Trace, read_run
@@ -113,4 +114,31 @@ def train(net: torch.nn.Module, steps: int = 2, **options: Any) -> None:
         optimizer.zero_grad()
         batch = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
         net(batch).square().mean().backward()
+        optimizer.step()  # of the shared training
+
+
+def weights_trained(
+    steps: int, around: Callable[[int], object] = lambda _step: None
+) -> list[bytes]:
+    """Train a model, with a call before each step; return the bytes of its weights."""
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
+    for step in range(steps):
+        around(step)
+        net(torch.randn(5, 4)).square().mean().backward()
         optimizer.step()
+        optimizer.zero_grad()
+    return [bytes(one.detach().view(-1).view(torch.uint8).numpy()) for one in net.parameters()]
+
+
+class Counting(TorchDispatchMode):
+    """A mode of the program's own, which notes the ops that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))

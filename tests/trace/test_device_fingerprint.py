@@ -9,20 +9,24 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchrepro.trace import device_fingerprint as module
-from torchrepro.trace.device_fingerprint import Pending, algorithm, device_fingerprint, fetch
+from torchrepro.trace import fingerprint as module
 from torchrepro.trace.fingerprint import (
     CHUNK,
     NARROW,
     ROW,
     WIDE,
     Mixing,
+    Pending,
+    algorithm,
+    device_fingerprint,
+    fetch,
     key_tables,
     sums,
     unobserved,
 )
+
+from .conftest import Counting
 
 MIXINGS = pytest.mark.parametrize("mixing", [WIDE, NARROW], ids=lambda mixing: mixing.name)
 CPU = torch.device("cpu")
@@ -110,30 +114,19 @@ def test_sums_are_spread_evenly(mixing: Mixing) -> None:
     assert 0.48 < count / (changed.numel() * 8) < 0.52
 
 
-class _Moves(TorchDispatchMode):
-    """Notes the ops that wait for a device."""
-
-    WAITING = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "unique")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waiting: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if any(name in str(func) for name in self.WAITING):
-            self.waiting.append(str(func))
-        return func(*args, **(kwargs or {}))
+WAITING = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "unique")
+"""Parts of the names of ops that wait for a device."""
 
 
 def test_computing_waits_for_nothing() -> None:
     """No op on the way reads a value back to the host."""
     tensors = [torch.randn(33, 65), torch.randn(33, 65)[:, 1:], torch.ones(3).bfloat16()]
-    with _Moves() as seen:
+    with Counting() as seen:
         for tensor in tensors:
             for mixing in (WIDE, NARROW):
                 sums(iter([tensor.contiguous()]), mixing)
 
-    assert seen.waiting == []
+    assert [op for op in seen.ops if any(name in op for name in WAITING)] == []
 
 
 def _fetched(*tensors: torch.Tensor) -> list[bytes | None]:

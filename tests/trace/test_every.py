@@ -1,7 +1,7 @@
 """Recordings that hold some steps in full and the others at level `step`."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,28 +14,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import torchrepro
 from torchrepro import TraceError
 from torchrepro.trace.op_mode import RecordingMode
 
-from .conftest import Net, Recorder, Seen, seen
+from .conftest import Counting, Net, Recorder, Seen, seen, weights_trained
 
 STEPS = 8
 
 
-def _train(around: Callable[[int], None] = lambda _step: None) -> list[bytes]:
-    """Train a model, with a call before each step; return the bytes of its weights."""
-    torch.manual_seed(0)
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
-    for step in range(STEPS):
-        around(step)
-        net(torch.randn(5, 4)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [bytes(one.detach().view(-1).view(torch.uint8).numpy()) for one in net.parameters()]
+_train = partial(weights_trained, STEPS)
 
 
 def _by_step(records: list[Seen]) -> dict[int, list[Seen]]:
@@ -76,21 +66,9 @@ def test_a_run_recorded_at_times_computes_what_it_computes_unrecorded(tmp_path: 
         assert _train() == plain
 
 
-class _Counting(TorchDispatchMode):
-    """A mode of the program's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ops.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def _training_under_a_mode(first: int, end: int) -> tuple[list[str], list[bytes]]:
     """Train with a mode of the program entered in one step and left in a later one."""
-    mode = _Counting()
+    mode = Counting()
 
     def around(step: int) -> None:
         if step == first:
@@ -180,7 +158,7 @@ def test_a_recording_ends_in_any_step_within_a_mode_of_the_program(tmp_path: Pat
         torch.manual_seed(0)
         net = Net()
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        with _Counting() as mode, _same_modes_afterwards():
+        with Counting() as mode, _same_modes_afterwards():
             with torchrepro.record(tmp_path / str(steps), every=2):
                 for _ in range(steps):
                     net(torch.ones(2, 4)).sum().backward()

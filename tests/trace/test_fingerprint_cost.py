@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from torchrepro.console import as_text, table
-from torchrepro.trace.device_fingerprint import device_fingerprint
-from torchrepro.trace.fingerprint import fingerprint
+from torchrepro.trace.fingerprint import device_fingerprint, fingerprint
 from torchrepro.trace.statistics import statistics
 
 pytestmark = pytest.mark.benchmark

@@ -9,8 +9,17 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from torchrepro.trace.device_fingerprint import Pending, device_fingerprint, fetch
-from torchrepro.trace.fingerprint import NARROW, fingerprint, memory_of, pieces, sums, unobserved
+from torchrepro.trace.fingerprint import (
+    NARROW,
+    Pending,
+    device_fingerprint,
+    fetch,
+    fingerprint,
+    memory_of,
+    pieces,
+    sums,
+    unobserved,
+)
 
 Bits = NDArray[np.unsignedinteger]
 Change = Callable[["Words", Bits, np.random.Generator], Bits]

@@ -66,29 +66,13 @@ def test_a_draw_shows_at_the_step_where_it_happened(draws: list[str]) -> None:
         for draw in draws:
             DRAWS[draw]()
             earlier, fingerprints = fingerprints, reader.read()
-            then, states = states, _states()
+            before_it, states = states, _states()
             assert fingerprints == GeneratorStates().read()
-            assert {name for name in then if then[name] != states[name]} == {
+            assert {name for name in states if before_it[name] != states[name]} == {
                 name for name in earlier if earlier[name] != fingerprints[name]
             }
     finally:
         before.put_back()
-
-
-def test_a_python_or_numpy_that_keeps_its_words_elsewhere_is_read_in_full(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Where memory does not show the state, every reading is a full one and says the same."""
-    full, quick = GeneratorStates(), GeneratorStates().read()
-    monkeypatch.setattr(generator_states, "_python_is_inline", lambda: False)
-    monkeypatch.setattr(generator_states, "_gauss_is_inline", lambda _: False)
-
-    assert full.read() == full.read() == quick
-    calls: list[None] = []
-    states = random.getstate
-    monkeypatch.setattr(random, "getstate", lambda: (calls.append(None), states())[1])
-    assert full.read() == full.read() == quick
-    assert len(calls) == 2
 
 
 def test_a_generator_that_nobody_used_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:

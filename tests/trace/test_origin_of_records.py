@@ -47,7 +47,7 @@ def test_the_optimizers_ops_are_its_phase_and_have_the_line_of_its_step(
 
     found = [one for one in seen(trace) if one.phase == "optimizer"]
     assert [one.phase for one in seen(trace)][-1] == "optimizer"
-    assert {one.line for one in found} == {line_of("optimizer.step()")}
+    assert {one.line for one in found} == {line_of("optimizer.step()  # of the shared training")}
     assert found[0].op == "SGD.step()"
     if not foreach:
         assert {one.module for one in found if one.op.startswith("aten")} == {

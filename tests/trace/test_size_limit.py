@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torchrepro.messages import shown, size
 from torchrepro.trace.reader import Trace, read_run
 from torchrepro.trace.request import SMALLEST, bytes_of
 
-from .conftest import Net
+from .conftest import Net, weights_trained
 
 STEPS = 150
 MB = 10**6
@@ -27,17 +28,8 @@ def _bytes_in(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
-def _train(after_step: Callable[[int], object], steps: int = STEPS) -> list[bytes]:
-    """Train a model, with a call after each step; return the bytes of its weights."""
-    torch.manual_seed(0)
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters(), 0.01)
-    for step in range(steps):
-        net(torch.randn(5, 4)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        after_step(step)
-    return [bytes(one.detach().view(-1).view(torch.uint8).numpy()) for one in net.parameters()]
+def _train(before_step: Callable[[int], object] = lambda _: None, steps: int = STEPS) -> Any:
+    return weights_trained(steps, before_step)
 
 
 def _read(folder: Path) -> Trace:
@@ -85,7 +77,7 @@ def test_a_recording_never_takes_more_than_its_share(
 
     assert max(sizes) <= most
     assert _bytes_in(folder) <= most
-    assert weights == _train(lambda _: None, steps)
+    assert weights == _train(steps=steps)
     trace = _read(folder)
     for level in ("op", "module", "step"):
         rows = [row.dropped for row in trace.steps.values() if row.level == level]
@@ -105,7 +97,7 @@ def test_the_oldest_steps_in_full_are_dropped_first_and_the_last_two_at_the_end(
     """No smaller step is dropped while more than two in full are left; the end says what is."""
     folder = tmp_path / "run"
     with torchrepro.record(folder, max_size=most, every=every):
-        _train(lambda _: None, 450)
+        _train(steps=450)
 
     steps = {step: row for step, row in _read(folder).steps.items() if row.finished}
     in_full = [step for step, row in steps.items() if row.level == "op" and not row.dropped]
@@ -136,7 +128,7 @@ def test_a_size_without_room_for_a_step_is_said(
     """It is said when it happens and at the end, with what a step takes and what it may take."""
     ranks(2)
     with torchrepro.record(tmp_path / "run", max_size=600_000, keep=["layers*"], statistics=True):
-        _train(lambda _: None, 40)
+        _train(steps=40)
     said = capsys.readouterr().err
 
     assert all(row.dropped for row in _read(tmp_path / "run").steps.values())
@@ -168,7 +160,7 @@ def test_a_size_that_cannot_be_held_is_said_once(
 ) -> None:
     """The run goes on, without records, and every step is there."""
     with torchrepro.record(tmp_path / "run", max_size=200_000, level="step"):
-        _train(lambda _: None, 400)
+        _train(steps=400)
 
     assert capsys.readouterr().err.count("more than 200 kB: no records are left") == 1
     trace = _read(tmp_path / "run")
@@ -185,7 +177,7 @@ def test_dropped_steps_are_compared_by_what_is_left_of_them(tmp_path: Path) -> N
         ("late", STEPS - 5, {"max_size": MB * 3 // 4}),
     ):
         with torchrepro.record(tmp_path / name, **asked):
-            _train(lambda step, at=at: step == at - 1 and torch.randn(1))
+            _train(lambda step, at=at: step == at and torch.randn(1))
     runs = {name: tmp_path / name for name in ("whole", "within", "faulty", "late")}
 
     same = torchrepro.compare(runs["whole"], runs["within"])
@@ -214,14 +206,14 @@ def test_dropped_steps_are_compared_by_what_is_left_of_them(tmp_path: Path) -> N
 
 def test_a_killed_recording_is_whole_and_within_its_size(tmp_path: Path) -> None:
     """Whenever it is killed, steps without records say so, and all others have theirs."""
-    _train(lambda _: None, 1)
+    _train(steps=1)
     for step in (3, 40, 41, 42, 100):
         folder = tmp_path / str(step)
         child = os.fork()
         if not child:
             torch.set_num_threads(1)
             with torchrepro.record(folder, max_size=MB, every=2):
-                _train(lambda at, last=step: at == last and os.kill(os.getpid(), signal.SIGKILL))
+                _train(lambda at, end=step + 1: at == end and os.kill(os.getpid(), signal.SIGKILL))
         os.waitpid(child, 0)
 
         assert _bytes_in(folder) <= MB

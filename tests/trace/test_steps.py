@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 import threading
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,53 +16,12 @@ from hypothesis import strategies as st
 import torchrepro
 from torchrepro.trace import levels
 from torchrepro.trace.fingerprint import fingerprint
-from torchrepro.trace.levels import OptimizerArguments
 from torchrepro.trace.reader import read_run
 
 from .conftest import Net, Recorder, Seen, seen
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-VALUES: list[Any] = [
-    *(1, 1.0, True, np.float64(1), np.int64(1), 0, 0.0, -0.0, math.nan, math.inf, None, "a", ""),
-    *((0.9, 0.999), (0.9, 1), (0.9, 1.0), (0.0, (np.float64(0),)), [0.9], [0.9, 1.0]),
-]
-
-
-class Optimizer:
-    """All that is read of an optimizer for its arguments."""
-
-    def __init__(self) -> None:
-        self.defaults = {"lr": None, "betas": None}
-        self.param_groups: list[dict[str, Any]] = [{"params": [], "lr": 1, "betas": (0.9, 0.999)}]
-
-
-@given(
-    st.lists(st.tuples(st.sampled_from(["lr", "betas", "note", "group", "list"]), st.integers(0)))
-)
-def test_arguments_of_an_optimizer_are_those_of_now(changes: list[tuple[str, int]]) -> None:
-    """Remembered arguments are those that would be read, in groups and lists that change."""
-    optimizer, remembering = Optimizer(), OptimizerArguments()
-    for name, number in changes:
-        group = optimizer.param_groups[0]
-        if name == "group":
-            optimizer.param_groups = [dict(reversed(group.items()))] * (number % 3 + 1)
-        elif name == "list" and isinstance(group.get("betas"), list):
-            group["betas"].append(number)
-        else:
-            group[name] = VALUES[number % len(VALUES)]
-        assert remembering.of(optimizer) == OptimizerArguments().of(optimizer)
-        assert remembering.of(optimizer) == OptimizerArguments().of(optimizer)
-
-
-def test_any_two_values_of_an_argument_differ() -> None:
-    """Whatever an argument is and becomes, its text is that of a reading without memory."""
-    for before, after in product(VALUES, repeat=2):
-        optimizer, remembering = Optimizer(), OptimizerArguments()
-        for value in (before, after, before):
-            optimizer.param_groups[0]["lr"] = value
-            assert remembering.of(optimizer) == OptimizerArguments().of(optimizer)
 
 
 def _freeze(net: Net, _: torch.optim.Optimizer) -> None:
@@ -192,8 +148,8 @@ def _trained(passes: int) -> None:
 def test_a_step_leaves_the_same_digests_however_it_is_recorded(tmp_path: Path, passes: int) -> None:
     """Digests of gradients and parameters are of their memory: a view has those of its bytes."""
     found = []
-    for number, way in enumerate(OPTIONS):
-        with torchrepro.record(tmp_path / str(number), **way):
+    for number, options in enumerate(OPTIONS):
+        with torchrepro.record(tmp_path / str(number), **options):
             _trained(passes)
         (trace,) = read_run(tmp_path / str(number))
         losses = [loss.fingerprint for loss in trace.losses]
@@ -207,11 +163,13 @@ def test_a_step_leaves_the_same_digests_however_it_is_recorded(tmp_path: Path, p
 MOMENTS = ("first", "between a view and what reads it", "after the forward", "after the backward")
 
 
-@pytest.mark.parametrize("way", [{}, {"detail": True}], ids=str)
-def test_when_another_thread_computes_does_not_matter(tmp_path: Path, way: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"detail": True}], ids=str)
+def test_when_another_thread_computes_does_not_matter(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     """Runs are the same in which a thread computes the same, at whatever moment of a step."""
     for moment in MOMENTS:
-        with torchrepro.record(tmp_path / moment, **way):
+        with torchrepro.record(tmp_path / moment, **options):
             _beside_a_thread(moment)
 
     for moment in MOMENTS[1:]:

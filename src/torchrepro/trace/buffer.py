@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.trace.device_fingerprint import Pending, fetch
+from torchrepro.trace.fingerprint import Pending, fetch
 from torchrepro.trace.fingerprint_cache import FingerprintCache, InFlight
 from torchrepro.trace.format import INPUT, OUTPUT
 from torchrepro.trace.frames import ModuleNames, source_of

@@ -10,8 +10,7 @@ import torch
 import xxhash
 
 from torchrepro.callers import address
-from torchrepro.trace.device_fingerprint import device_fingerprint
-from torchrepro.trace.fingerprint import arrays, fingerprint, widths
+from torchrepro.trace.fingerprint import arrays, device_fingerprint, fingerprint, widths
 from torchrepro.trace.format import INPUT, PARTLY, UNINITIALISED
 from torchrepro.trace.op_facts import PLAIN, shape_of, tensors_in
 
@@ -117,7 +116,7 @@ class FingerprintCache:
         self.new: dict[int, NewTensor] = {}
         """Tensors that were made from values, until an op reads them."""
         self.bytes_read = 0
-        """Bytes of tensors read since `pop_bytes_read` was called."""
+        """Bytes of tensors that the running step has read."""
 
     def digest(self, tensor: Any) -> Digest:
         """Return the digest of `tensor`; reads its memory unless the cache has it."""
@@ -171,11 +170,6 @@ class FingerprintCache:
         self.entries[address(tensor)] = ref(tensor), version_of(tensor), digest, READ
         return digest
 
-    def pop_bytes_read(self) -> int:
-        """Return how many bytes were read since the last call."""
-        count, self.bytes_read = self.bytes_read, 0
-        return count
-
     def is_unset(self, tensor: Any) -> bool:
         """Whether some or all of `tensor` is memory that no op is known to have written."""
         entry = self.entries.get(address(tensor))
@@ -193,14 +187,6 @@ class FingerprintCache:
     def distrust(self) -> None:
         """Forget everything except which memory nothing has written."""
         _keep(self.entries, lambda _, entry: is_unset(entry[2]))
-
-    def miss_steps(self) -> None:
-        """Forget all that ops may change while none is seen.
-
-        Memory that was unset in part may be written elsewhere meanwhile (see `resume`).
-        """
-        self.distrust()
-        self.new.clear()
 
     def resume(self) -> None:
         """Go on after ops were missed.

@@ -61,7 +61,7 @@ MANY = 1 << 16
 """Records of a part at most."""
 
 INPUT = 8
-"""Bytes of the fingerprint of an input: the first half of the whole one."""
+"""Bytes of the fingerprint of an input: the first half of the tensor's."""
 
 OUTPUT = 16
 """Bytes of the fingerprint of an output."""

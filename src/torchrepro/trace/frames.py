@@ -29,7 +29,7 @@ MANY = 1 << 14
 """Named tensors above which those that no longer exist are forgotten."""
 
 _USER, _LIBRARY, _MODULE, _ENGINE = range(4)
-"""Kinds of frames; plain numbers, because each op looks at ten frames or more."""
+"""Kinds of frames; plain numbers, because each op goes through ten frames or more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,7 +186,7 @@ def _name_in_program(model: Any, frame: FrameType) -> str:
     """Return the attribute, or else the variable, by which the program calls `model`; or nothing.
 
     A variable of a function comes last: it may be a parameter that stands for any model. It is
-    looked for from Python 3.13 on: before, reading a function's variables would keep alive all that
+    searched from Python 3.13 on: before, reading a function's variables would keep alive all that
     they hold until the function ends (https://peps.python.org/pep-0667).
     """
     callers = [each for each in frames(frame) if is_of_program(each.f_code)]

@@ -64,7 +64,7 @@ class GeneratorStates:
             known = self._known[name] = memory, read()
         return known[1]
 
-    # Where an object keeps its words is not documented. They are looked for once: where another
+    # Where an object keeps its words is not documented. They are searched for once: where another
     # Python or numpy has them elsewhere, a new object stands for the memory, and the state, which
     # takes long, is read in full each time.
 
@@ -112,7 +112,7 @@ def _state_of_numpy(numpy: Any) -> str:
 @cache
 def _python_is_inline() -> bool:
     """Whether the words and the position of a generator lie within its object."""
-    generator = random.Random(0)  # noqa: S311 - one to look at
+    generator = random.Random(0)  # noqa: S311 - an example
     *words, position = _Words.getstate(generator)
     memory = bytes(_words_of_python(generator))
     return struct.pack(f"=i{len(words)}I", position, *words) in memory

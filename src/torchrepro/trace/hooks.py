@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrepro.imports import AfterImport
-from torchrepro.patching import wrap
+from torchrepro.patching import patch, wrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +38,7 @@ _PINNING = "_pin_memory_loop"  # what torch's loader runs on a thread of its own
 _INDUCTOR, _DYNAMO = "torch._inductor.config", "torch._dynamo"
 _WRAP_REGIONS = "wrap_inductor_compiled_regions"
 _COMPILED = ("torchrepro.trace.module_hook", "torchrepro.seeding.call_listeners")
-"""Modules that a compiler may look into: they do nothing while it does."""
+"""Modules that a compiler may trace: they do nothing while it does."""
 _left_out: list[bool] = []  # once is enough for a process
 
 
@@ -182,18 +182,15 @@ def left_out_of_compilation(mode: type[TorchDispatchMode]) -> Iterator[None]:
             dispatch: Any = mode.__torch_dispatch__
             mode.__torch_dispatch__ = torch.compiler.disable(dispatch)  # type: ignore[method-assign, no-untyped-call]
             return
-        # It builds its one pattern anew for each module that is added: a fifth of a second for all
-        # of ours. Where that can be put off, it is built once.
-        build = getattr(rules, "_recompile_re", None)
-        if build is not None:
-            vars(rules)["_recompile_re"] = lambda: None
-        try:
+        with ExitStack() as undo:
+            # It builds its one pattern anew for each module that is added: a fifth of a second for
+            # all of ours. Where that can be put off, it is built once.
+            build = getattr(rules, "_recompile_re", None)
+            if build is not None:
+                undo.callback(build)
+                patch(undo, rules, "_recompile_re", lambda: None, build)
             for own in _own_modules():
                 rules.add(own)
-        finally:
-            if build is not None:
-                vars(rules)["_recompile_re"] = build
-                build()
 
     with _once_imported((_DYNAMO,), leave_out):
         yield

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from operator import is_
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,6 @@ from weakref import WeakValueDictionary, ref
 
 import torch
 
-from torchrepro.callers import address
 from torchrepro.trace import hooks
 from torchrepro.trace.buffer import IN_MEMORY
 from torchrepro.trace.fingerprint_cache import fingerprint_of, read_each
@@ -37,54 +35,29 @@ Origin = tuple[str, Place, str]
 """The phase, the place and the op of records of one kind."""
 
 _NO_ARGUMENTS = ("params", "param_names")  # of the entries of an optimizer's groups
-_CONSTANTS = frozenset({bool, int, float, str, type(None)})  # exactly: a subclass may be anything
 
 
-class OptimizerArguments:
-    """The arguments of optimizers as text, made anew only where one of them may have changed."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[ReferenceType[Any], list[list[Any]], str]] = {}
-
-    def of(self, optimizer: Any) -> tuple[str, list[Any]]:
-        """Return the arguments of an optimizer as JSON, a list of one mapping for each group.
-
-        Those that are tensors, as a learning rate may be, are returned beside it. What is none of
-        the optimizer's defaults is a note of the program's own, as a time is: were it used, an op
-        would show it. An optimizer without defaults is given all its arguments in its groups.
-        """
-        names = getattr(optimizer, "defaults", None) or set().union(*optimizer.param_groups)
-        groups = [
-            [
-                part
-                for item in group.items()
-                if item[0] in names and item[0] not in _NO_ARGUMENTS
-                for part in item
-            ]
-            for group in optimizer.param_groups
-        ]
-        known = self._known.get(address(optimizer))
-        if (
-            known is not None
-            and known[0]() is optimizer
-            and [*map(len, groups)] == [*map(len, known[1])]
-            # The very same objects: 1, 1.0 and True differ, and so do -0.0 and 0.0.
-            and all(map(is_, chain.from_iterable(groups), chain.from_iterable(known[1])))
-        ):
-            return known[2], []
-        values = [dict(zip(group[::2], group[1::2], strict=True)) for group in groups]
-        text = json.dumps(values, default=value_text)
-        if all(map(_is_constant, chain.from_iterable(groups))):
-            self._known[address(optimizer)] = ref(optimizer), groups, text
-        tensors = [value for group in values for value in group.values()]
-        return text, [value for value in tensors if isinstance(value, torch.Tensor)]
+_encode = json.JSONEncoder(default=value_text).encode
 
 
-def _is_constant(value: Any) -> bool:
-    """Whether a value cannot change: the same object has the same text then."""
-    return value.__class__ in _CONSTANTS or (
-        value.__class__ is tuple and all(map(_is_constant, value))
-    )
+def arguments_of(optimizer: Any) -> tuple[str, list[Any]]:
+    """Return the arguments of an optimizer as JSON, a list of one mapping for each group.
+
+    Those that are tensors, as a learning rate may be, are returned beside it. What is none of the
+    optimizer's defaults is a note of the program's own, as a time is: were it used, an op would
+    show it. An optimizer without defaults is given all its arguments in its groups.
+    """
+    names = getattr(optimizer, "defaults", None) or set().union(*optimizer.param_groups)
+    groups = [
+        {
+            name: value
+            for name, value in group.items()
+            if name in names and name not in _NO_ARGUMENTS
+        }
+        for group in optimizer.param_groups
+    ]
+    values = (value for group in groups for value in group.values())
+    return _encode(groups), [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _parameters_of(optimizer: Any) -> list[Any]:
@@ -104,7 +77,6 @@ class Level:
     def __init__(self, state: RecordingState) -> None:
         self.state = state
         self.open = ExitStack()
-        self._arguments = OptimizerArguments()
 
     def __enter__(self) -> None:
         self.open.enter_context(hooks.left_out_of_compilation(RecordingMode))
@@ -147,7 +119,7 @@ class Level:
             return [*map(self.state.cache.digest_of_memory, tensors)]
 
     def _take_arguments(self, optimizer: Any, place: Place) -> None:
-        text, tensors = self._arguments.of(optimizer)
+        text, tensors = arguments_of(optimizer)
         argument = self.state.buffer.passing_argument(id(optimizer), text)
         name = type(optimizer).__name__ + OPTIMIZER_STEP
         self._take_tensors(("optimizer", place, name), tensors, argument)
@@ -429,7 +401,8 @@ class OpLevel(Level):
 
     def rest(self) -> None:
         self.now.rest()
-        self.state.cache.miss_steps()
+        self.state.cache.distrust()  # ops may change all else while none is seen
+        self.state.cache.new.clear()
         self._taken_off.take_off(self._modes())
 
     def resume(self) -> bool:

@@ -1,6 +1,6 @@
-"""The hook on what modules return; the one part of a recording that a compiler may look into.
+"""The hook on what modules return; the one part of a recording that a compiler may trace.
 
-It has a module of its own because torch.compile is told by module what to leave out.
+It has a module of its own because torch.compile leaves code out by its module.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 FEW = 8
 """Arguments of one kind of record that are remembered beside it."""
 
-_TRACING = "torch._subclasses"  # tensors that a compiler or an exporter looks at, not numbers
+_TRACING = "torch._subclasses"  # tensors of a compiler or an exporter, without numbers
 _facts: dict[int, OpFacts] = {}  # by id: ops take long to hash
 
 # Torch has no public way to take a mode off the stack of its thread that a program may have entered
@@ -140,7 +140,7 @@ class RecordingMode(TorchDispatchMode):
             return self._run_transparent(facts, args, kwargs)
         if self.details is not None or facts.compiled:
             return self._run_with_details(facts, args, kwargs or {})
-        # Nearly every op goes this way. It is written in one piece, and does itself what functions
+        # Nearly every op comes here. It is written in one piece, and does itself what functions
         # could do: where an op takes microseconds, each call is a hundredth of the recording.
         cache, entries = self.cache, self.entries
 

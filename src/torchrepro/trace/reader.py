@@ -453,7 +453,7 @@ def _begun(path: Path) -> bool:
 def steps_so_far(folder: Path) -> int:
     """Return how many steps a run that may go on has ended, in the process that is furthest.
 
-    A file is looked at only once its write-ahead log is there: a reader does not hold up who
+    A file is opened only once its write-ahead log is there: a reader does not hold up who
     writes to it from then on (https://sqlite.org/wal.html#concurrency).
     """
     ended = [0]

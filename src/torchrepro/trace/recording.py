@@ -251,17 +251,19 @@ class Recording:
                 for n, (value, _, source) in enumerate(self._losses)
             )
             self._level.write(store, first)
+            cache = self.state.cache
             row = StepRow(
                 step=self.state.step,
                 first=first,
                 records=count,
-                bytes=self.state.cache.pop_bytes_read(),
+                bytes=cache.bytes_read,
                 parameters=_combined(parameters),
                 gradients=_combined(self._gradients),
                 random=self._generators.read(),
                 finished=finished,
                 level=self._level.name,
             )
+            cache.bytes_read = 0
             store.end_step(row)
             if self._limit is not None:
                 self._limit.hold(row)
@@ -341,7 +343,7 @@ def _real(value: Any) -> float | None:
 
 
 # What is read of an iterator of torch's loader is private. A fact that a newer torch no longer has
-# there is left out, and so is a loader whose objects raise where they are looked at.
+# there is left out, and so is a loader whose objects raise where they are read.
 
 
 def _workers_of(iterator: Any) -> int:

@@ -52,7 +52,7 @@ class Request:
     steps: tuple[int, int] | None = None
     """The first and the last step to record; None is all of them."""
     keep: tuple[str, ...] = ()
-    """Patterns of modules whose tensors are kept whole."""
+    """Patterns of modules whose tensors are kept."""
     statistics: bool = False
     """Whether mean, norm and range of outputs are recorded, to compare within a tolerance."""
     detail: bool = False

@@ -116,7 +116,7 @@ class SampleRecorder:
         self._calls = _Calls()
 
     def begin(self) -> None:
-        """Begin to look at the calls of this thread; a profile function that is set goes on."""
+        """Begin to watch the calls of this thread; a profile function that is set goes on."""
         calls = self._calls
         calls.loading += 1
         before = sys.getprofile()
@@ -126,7 +126,7 @@ class SampleRecorder:
         sys.setprofile(calls.ours)
 
     def end(self) -> None:
-        """Stop looking; does nothing on a thread that has not begun."""
+        """Stop watching; does nothing on a thread that has not begun."""
         calls = self._calls
         if not calls.loading:
             return

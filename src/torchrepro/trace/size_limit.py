@@ -49,7 +49,7 @@ class SizeLimit:
     No step is taken to be larger than those before it. SQLite writes a step to a log, and later
     from there into its file, in which it uses the place of what was deleted. So there has to be
     room for the largest step up to now in the log, in the file, and once more for the step that is
-    written before the next look.
+    written before the next call.
     """
 
     def __init__(self, store: Store, size_of_run: int) -> None:

@@ -28,8 +28,7 @@ from torchrepro.messages import shown
 from torchrepro.redaction import cleaner
 from torchrepro.seeding import generators
 from torchrepro.seeding.ranks import world
-from torchrepro.trace.device_fingerprint import algorithm
-from torchrepro.trace.fingerprint import ALGORITHM
+from torchrepro.trace.fingerprint import ALGORITHM, algorithm
 from torchrepro.trace.format import (
     BY_PROGRAM,
     BY_RUN,
