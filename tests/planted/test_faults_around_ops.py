@@ -28,7 +28,7 @@ STEPS = 4
 TORCHREPRO = str(Path(sysconfig.get_path("scripts")) / "torchrepro")
 
 
-def _parted(folder: Path, program: Callable[[int], Any]) -> tuple[Verdict, Divergence]:
+def _unequal(folder: Path, program: Callable[[int], Any]) -> tuple[Verdict, Divergence]:
     """Record a program until two runs of it give another result; return where they diverge."""
     results = []
     for run in range(TRIES):
@@ -40,10 +40,6 @@ def _parted(folder: Path, program: Callable[[int], Any]) -> tuple[Verdict, Diver
             assert verdict.first is not None
             return verdict, verdict.first
     pytest.fail(f"{TRIES} runs gave the same result")
-
-
-def _here(mark: str) -> str:
-    return line_of(mark, __file__)
 
 
 class Noisy(Dataset[torch.Tensor]):
@@ -76,11 +72,11 @@ def test_a_worker_that_nobody_seeded_is_found_at_its_first_batch(tmp_path: Path)
 
     # The first optimizer of a process imports parts of torch, which in older torch run ops.
     torch.optim.SGD([torch.ones(1, requires_grad=True)])
-    _, first = _parted(tmp_path, program)
+    _, first = _unequal(tmp_path, program)
 
     assert (first.step, first.phase, first.op) == (2, "data", "DataLoader")
     assert first.kind is Kind.DATA
-    assert first.source == _here("noisy loader")
+    assert first.source == line_of("noisy loader", __file__)
 
 
 class Reading(nn.Module):
@@ -121,24 +117,21 @@ def test_memory_that_nothing_had_written_is_found_where_it_is_read(tmp_path: Pat
             optimizer.step()
         return loss.item()
 
-    _, first = _parted(tmp_path, program)
+    _, first = _unequal(tmp_path, program)
 
-    assert (first.step, first.phase, first.module, first.op) == (
-        3,
-        "forward",
-        "1",
-        "aten::add.Tensor",
-    )
+    assert (first.step, first.phase) == (3, "forward")
+    assert (first.module, first.op) == ("1", "aten::add.Tensor")
     assert first.kind is Kind.OUTPUTS
     assert "memory that nothing had written" in first.what
-    assert first.source == _here("buffer")
+    assert first.source == line_of("buffer", __file__)
 
 
 def test_a_race_of_two_threads_is_found_at_the_op_they_race_with(tmp_path: Path) -> None:
-    """Threads that add to one tensor without a lock part in that addition, on one of them."""
+    """Threads that add to one tensor without a lock diverge in that addition, on one of them."""
 
     def program(_run: int) -> float:
-        total, parts = torch.zeros(20_000), torch.randn(2, 20_000, generator=_generator(1))
+        seeded = torch.Generator().manual_seed(1)
+        total, parts = torch.zeros(20_000), torch.randn(2, 20_000, generator=seeded)
         for _ in range(STEPS):
             gate = threading.Barrier(2)
 
@@ -155,32 +148,28 @@ def test_a_race_of_two_threads_is_found_at_the_op_they_race_with(tmp_path: Path)
             torchrepro.end_step()
         return float(total.double().sum())
 
-    verdict, first = _parted(tmp_path, program)
+    verdict, first = _unequal(tmp_path, program)
 
     assert not verdict.same
     assert (first.phase, first.op) == ("forward", "aten::add_.Tensor")
-    assert first.source == _here("race")
+    assert first.source == line_of("race", __file__)
     assert first.thread != "MainThread"
 
 
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def test_another_order_of_reduction_is_found_at_the_reduction(tmp_path: Path) -> None:
-    """A sum over more threads parts at the first sum that is large enough to be shared out."""
-    items = torch.randn(1 << 20, generator=_generator(7))
+    """A sum over more threads diverges at the first sum that is large enough to be shared out."""
+    items = torch.randn(1 << 20, generator=torch.Generator().manual_seed(7))
 
     def program(run: int) -> list[float]:
         torch.set_num_threads(1 + run % 2)
         return [_summed(items[:size]) for size in (10, 100, 1 << 20, 100)]
 
     assert program(0)[2] != program(1)[2]
-    verdict, first = _parted(tmp_path, program)
+    verdict, first = _unequal(tmp_path, program)
 
     assert (first.step, first.phase, first.op) == (2, "forward", "aten::sum")
     assert first.kind is Kind.OUTPUTS
-    assert first.source == _here("reduction")
+    assert first.source == line_of("reduction", __file__)
     assert any("threads" in setting.name for setting in verdict.settings)
     advised = advice(verdict)
     assert advised is not None

@@ -168,11 +168,11 @@ def test_a_long_step_is_compared_in_parts(change: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(store, "MANY", 4)
     parts = compared(_run(), CHANGES[change])
 
-    def told(verdict: Verdict) -> tuple[object, ...]:
+    def answer(verdict: Verdict) -> tuple[object, ...]:
         first = verdict.first and (verdict.first.step, verdict.first.kind, verdict.first.op)
         return first, verdict.propagated, verdict.map, verdict.by_module
 
-    assert told(parts) == told(whole)
+    assert answer(parts) == answer(whole)
 
 
 def test_a_run_that_still_writes_is_compared_up_to_its_last_whole_step(tmp_path: Path) -> None:

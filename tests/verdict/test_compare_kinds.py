@@ -118,7 +118,7 @@ def test_data_that_no_loader_handed_over() -> None:
 
 @pytest.mark.parametrize("through_view", [False, True])
 def test_a_weight_that_numpy_wrote(*, through_view: bool) -> None:
-    """A weight that is not what the optimizer left is told, and in which run, also by its view."""
+    """A weight that is not what the optimizer left is named, and in which run, also by its view."""
     runs = [_training(numpy=at, through_view=through_view) for at in (-1, 2)]
 
     for left, right, changed in ((*runs, "B"), (*runs[::-1], "A")):

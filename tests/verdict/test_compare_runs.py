@@ -90,7 +90,7 @@ def test_processes_of_a_rank_go_by_their_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("agreed", [True, False])
-def test_replicas_that_stopped_agreeing_are_told(tmp_path: Path, *, agreed: bool) -> None:
+def test_replicas_that_stopped_agreeing_are_said(tmp_path: Path, *, agreed: bool) -> None:
     """Ranks whose parameters never agreed hold parts of a model, and nothing is said of them."""
     well = [_rank(0), _rank(1)] if agreed else [_run(), _run()]
     ill = [
@@ -124,7 +124,7 @@ def test_a_run_that_ended_earlier_is_not_the_same(finished: object) -> None:
 
 
 @pytest.mark.parametrize("steps", [2, 5])
-def test_two_runs_that_were_cut_off_are_told_as_such(steps: int) -> None:
+def test_two_runs_that_were_cut_off_are_named_as_such(steps: int) -> None:
     """Where both were cut off, whatever their lengths, neither is called the shorter one."""
     verdict = compared(_run(5), _run(steps), {"finished": None})
     first = first_of(verdict)
@@ -137,7 +137,7 @@ def test_two_runs_that_were_cut_off_are_told_as_such(steps: int) -> None:
     assert str(verdict).startswith("not the same: both runs were cut off, at step")
 
 
-def test_a_run_that_ended_within_a_step_is_told() -> None:
+def test_a_run_that_ended_within_a_step_is_said() -> None:
     """An exception in the middle of a step is the end of the run, not an op that others have."""
     run = _run()
     first = diverged(run, [*run[:2], replace(run[2], ops=run[2].ops[:2], finished=False)])
@@ -146,7 +146,7 @@ def test_a_run_that_ended_within_a_step_is_told() -> None:
     assert "B ended in the middle of step 2" in first.what
 
 
-def test_a_difference_is_told_before_an_earlier_end() -> None:
+def test_a_difference_is_named_before_an_earlier_end() -> None:
     """A run that computed something else and stopped early differs where it did."""
     first = diverged(_run(), [_run()[0], Step(chain(4, step=1, weights="v"))])
 
@@ -370,7 +370,7 @@ def _with_end(steps: int, weights: object = "w", ops: int = 4) -> Run:
 @pytest.mark.parametrize("steps", [0, 1, 20])
 @pytest.mark.parametrize("level", ["op", "step"])
 def test_what_comes_after_the_last_step_is_compared_and_is_no_step(steps: int, level: str) -> None:
-    """Steps are those that ended; a difference after them, or without any, is told as such."""
+    """Steps are those that ended; a difference after them, or without any, is named as such."""
     meta = {"level": level}
     same = compared(_with_end(steps), _with_end(steps), meta)
     verdict = compared(_with_end(steps), _with_end(steps, "v"), meta)
@@ -394,7 +394,7 @@ def test_what_comes_after_the_last_step_is_compared_and_is_no_step(steps: int, l
     ],
     ids=["less", "none", "killed"],
 )
-def test_what_only_one_run_does_after_its_last_step_is_told(
+def test_what_only_one_run_does_after_its_last_step_is_said(
     run: Run, meta: dict[str, None], what: str
 ) -> None:
     """A run that computes less at its end, nothing at all, or was killed, ended earlier."""
@@ -416,7 +416,7 @@ def test_a_step_that_one_run_ended_is_a_step() -> None:
     assert verdict.compared.steps == 2
 
 
-def test_generators_that_differ_after_the_last_step_are_told_for_the_end() -> None:
+def test_generators_that_differ_after_the_last_step_are_said_of_the_end() -> None:
     """Their states at the end of a run belong to no step."""
     a, b = ([*_run(2), Step(chain(4), random={"torch": name}, finished=False)] for name in "ab")
     verdict = compared(a, b, {"knobs": {"seed.torch": "1"}})
@@ -427,7 +427,7 @@ def test_generators_that_differ_after_the_last_step_are_told_for_the_end() -> No
 
 
 def test_what_one_recording_leaves_out_after_the_last_step_is_no_step() -> None:
-    """A recording of some steps beside a whole one: the rest of it is told by what it is."""
+    """A recording of some steps beside a whole one: the rest of it is named by what it is."""
     assert compared(_with_end(5), _run(2), {}, {"steps": (0, 1)}).notes == (
         "3 steps are recorded in A only: 2 to 4",
         "what comes after the last step is recorded in A only",

@@ -77,7 +77,7 @@ def test_what_is_no_number_is_only_the_same_as_itself(
 
 
 def test_the_first_op_that_is_too_far_apart_is_named() -> None:
-    """Ops within the tolerance pass, of other dtypes and bits; the first beyond it is told."""
+    """Ops within the tolerance pass, of other dtypes and bits; the first beyond it is named."""
     left = [_op("one", [1.0, 2.0]), _op("two", [1.0, 2.0]), _op("three", [1.0, 2.0])]
     right = [_op("one", [1.001, 2.0]), _op("two", [1.1, 2.0]), _op("three", [9.0, 2.0])]
     right = [replace(op, shapes="bfloat16[2] npu:0", argument="bfloat16") for op in right]

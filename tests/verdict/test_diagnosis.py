@@ -30,7 +30,7 @@ from torchrepro.verdict.value import (
     Verdict,
 )
 
-from .verdicts import divergence, equal, parted, side
+from .verdicts import divergence, equal, side, unequal
 
 CPU = {"hardware": {"instruction set": "AVX2"}, "profile": "seed-only"}
 CUDA = {**CPU, "hardware": {"instruction set": "AVX2", "accelerator": "cuda x1"}}
@@ -206,7 +206,7 @@ TOLERANCE = {
 
 def verdict_on(first: Any, settings: tuple[Setting, ...] = (), **values: Any) -> Verdict:
     """Return the verdict of two runs that diverge at `first`."""
-    return parted(first, settings=settings, advice=None, **values)
+    return unequal(first, settings=settings, advice=None, **values)
 
 
 def advised(*args: Any, **values: Any) -> Advice:
@@ -218,29 +218,29 @@ def advised(*args: Any, **values: Any) -> Advice:
     return found
 
 
-def told(verdict: Verdict, meta: dict[str, Any]) -> str:
+def text_of(verdict: Verdict, meta: dict[str, Any]) -> str:
     """Return every part of an advice."""
     parts = asdict(advised(verdict, meta)).items()
     return "\n".join(f"{name}: {value}" for name, value in parts if value)
 
 
-def test_each_kind_of_divergence_is_told_its_cause_and_the_knob_against_it(golden: Any) -> None:
+def test_each_kind_of_divergence_gets_its_cause_and_the_knob_against_it(golden: Any) -> None:
     """The cause fits the divergence, and the setting is one that is not in force yet."""
     cases = CASES.items()
 
-    golden("causes.txt", {name: told(verdict_on(*one[:2]), one[2]) for name, one in cases})
+    golden("causes.txt", {name: text_of(verdict_on(*one[:2]), one[2]) for name, one in cases})
 
 
 def test_what_the_program_has_decides_on_the_cause_and_the_edit(golden: Any) -> None:
     """A cause is named where the program has what it takes, with the line and what to change."""
     meta = {**CPU, "knobs": SEEDED}
-    cases = {name: told(verdict_on(one, **more), meta) for name, (one, more) in PROGRAM.items()}
+    cases = {name: text_of(verdict_on(one, **more), meta) for name, (one, more) in PROGRAM.items()}
 
     golden("causes_in_programs.txt", cases)
 
 
 @pytest.mark.parametrize("device", TOLERANCE)
-def test_what_lies_beyond_a_tolerance_is_told_the_precision_of_the_device(device: str) -> None:
+def test_what_lies_beyond_a_tolerance_gets_the_precision_of_the_device(device: str) -> None:
     """Where statistics are compared, precision is suspected before the order of sums."""
     meta, setting = TOLERANCE[device]
 
@@ -251,16 +251,16 @@ def test_what_lies_beyond_a_tolerance_is_told_the_precision_of_the_device(device
 
 def test_no_cause_is_out_of_reach() -> None:
     """Every row is the first to fit for some divergence above."""
-    told = [(verdict_on(case[0], case[1]), case[2]) for case in CASES.values()]
-    told += [
+    known = [(verdict_on(case[0], case[1]), case[2]) for case in CASES.values()]
+    known += [
         (verdict_on(divergence("aten::mm"), tolerance=(1.0, 1.0)), meta)
         for meta, _ in TOLERANCE.values()
     ]
-    told += [(verdict_on(case[0], **case[1]), CPU) for case in PROGRAM.values()]
+    known += [(verdict_on(case[0], **case[1]), CPU) for case in PROGRAM.values()]
 
     first_to_fit = {
         next(number for number, row in enumerate(RULES) if evidence_of(verdict, meta).fits(row))
-        for verdict, meta in told
+        for verdict, meta in known
     }
 
     assert first_to_fit == set(range(len(RULES)))
@@ -324,7 +324,7 @@ def test_runs_that_are_the_same_need_no_advice() -> None:
 def test_every_divergence_gets_an_advice_that_a_shell_takes(
     op: str, kind: Kind, phase: str, module: str, step: int, profile: str
 ) -> None:
-    """Whatever diverges, a cause is told, and the command to look closer names what it is about."""
+    """Whatever diverges, a cause is named, and the closer look names what it is about."""
     first = divergence(op, kind, phase=phase, module=module, step=step)
     agreed = Agreed(step - 1, "op by op", step - 1, then_in_full=True) if step else None
     seen = kind not in (Kind.VALUES, Kind.UNSEEN)
@@ -354,7 +354,7 @@ def test_what_a_recording_has_not_read_may_have_changed(
     op: str, meta: dict[str, Any], *, said: bool
 ) -> None:
     """Without detail, equal inputs are what torch last wrote: the command reads them anew."""
-    found = advised(parted(divergence(op), settings=()), meta)
+    found = advised(unequal(divergence(op), settings=()), meta)
 
     assert ("an input was changed outside torch in mid-step" in found.cause) == said
     assert (" --detail -- " in found.closer) == said
@@ -362,7 +362,7 @@ def test_what_a_recording_has_not_read_may_have_changed(
 
 def test_nothing_is_proposed_to_look_closer_at_where_all_is_seen() -> None:
     """With elements at hand, or a run that has ended, there is nothing more to record."""
-    seen = replace(divergence(), elements=parted().first.elements)  # type: ignore[union-attr]
+    seen = replace(divergence(), elements=unequal().first.elements)  # type: ignore[union-attr]
     ended = divergence("", Kind.ENDED)
 
     assert [advised(verdict_on(each), CPU).closer for each in (seen, ended)] == ["", ""]
@@ -383,7 +383,7 @@ def test_every_op_that_torch_tags_as_random_is_known_by_name() -> None:
     assert tagged <= DRAWING | DROPPING | DROPPING_INSIDE
 
 
-def test_a_verdict_is_told_without_torch() -> None:
+def test_a_verdict_is_shown_without_torch() -> None:
     """Advice, page and terminal work where torch is not loaded."""
     code = (
         "import sys, torchrepro.verdict.diagnosis, torchrepro.verdict.page,"

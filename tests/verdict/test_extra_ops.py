@@ -78,8 +78,8 @@ def _require_all_found(seeds: Iterable[int], *, edited: bool = False) -> None:
         for seed, program in programs.items()
         if (found := _wrong(program, more_in_left=bool(seed % 2), same_lines=not edited))
     }
-    told = [f"seed {seed}: {what}\n{programs[seed]}" for seed, what in wrong.items()]
-    assert not wrong, f"{len(wrong)} of {len(programs)}\n" + "\n".join(told[:5])
+    texts = [f"seed {seed}: {what}\n{programs[seed]}" for seed, what in wrong.items()]
+    assert not wrong, f"{len(wrong)} of {len(programs)}\n" + "\n".join(texts[:5])
 
 
 def test_extra_ops_are_found_at_the_first_of_them() -> None:

@@ -32,7 +32,7 @@ from torchrepro.verdict.value import (
 )
 
 from .browser import PROGRAM, Tab, tab
-from .verdicts import MODULES, agreement, divergence, equal, losses, parted, side
+from .verdicts import MODULES, agreement, divergence, equal, losses, side, unequal
 
 HOSTILE = (
     "</script><script>alert(1)</script>\"'><img src=x onerror=alert(2)><!-- {{ 7*7 }} \x1b[2J\u202e"
@@ -100,7 +100,7 @@ def filled(text: str) -> Verdict:
         distances=(Distance(text, 1.0, 1.0, 1.0),),
         called=text,
     )
-    return parted(
+    return unequal(
         place,
         left=text,
         right=text,
@@ -118,7 +118,7 @@ def filled(text: str) -> Verdict:
 def huge(steps: int = 1000, modules: int = 200) -> Verdict:
     """Return a verdict on many steps of many modules, and on a hundred times as many losses."""
     names = tuple(f"encoder.layers.{n // 5}.part{n % 5}.proj" for n in range(modules))
-    return parted(
+    return unequal(
         divergence(step=400, module=names[20]),
         map=agreement(names, steps, 400, modules // 10),
         by_module=tuple((name, 1) for name in names),
@@ -129,12 +129,12 @@ def huge(steps: int = 1000, modules: int = 200) -> Verdict:
 ENDED = divergence("", Kind.ENDED, left=None, right=None)
 LONGER = tuple((at, 1.0, None if at > 2 else 1.0) for at in range(9))
 PAGES = {
-    "two runs that part": parted(),
+    "two runs that diverge": unequal(),
     "two equal runs": equal(),
     "no map and no losses of equal runs": equal(map=(), losses=()),
-    "a run that ended earlier": parted(ENDED, losses=LONGER, map=(), advice=None),
-    "losses of which one run has fewer": parted(losses=LONGER),
-    "losses that drift apart": parted(
+    "a run that ended earlier": unequal(ENDED, losses=LONGER, map=(), advice=None),
+    "losses of which one run has fewer": unequal(losses=LONGER),
+    "losses that drift apart": unequal(
         losses=tuple((at, 1.0, 1.0 + at * (at > 2)) for at in range(9))
     ),
 }
@@ -152,7 +152,7 @@ def read(verdict: Verdict) -> str:
 
 
 def test_a_page_tells_what_the_terminal_tells(golden: Any) -> None:
-    """What is known is told once, values before fingerprints; what is not takes no room."""
+    """What is known is said once, values before fingerprints; what is not takes no room."""
     golden("page.txt", {name: read(verdict) for name, verdict in PAGES.items()})
 
 
@@ -183,7 +183,7 @@ def test_hostile_names_are_shown_as_they_are_written() -> None:
 
 def test_a_page_asks_nobody_for_anything_and_runs_only_its_own_script() -> None:
     """Nothing refers to another file; the policy names exactly the style and script within."""
-    text = page(parted())
+    text = page(unequal())
     found = Reader(text)
 
     assert not re.search(r"https?:|url\(|@import|//[a-z]", text)
@@ -312,11 +312,13 @@ def show(browser: Tab, tmp_path: Path) -> Show:
     return show
 
 
-@pytest.mark.parametrize("kind", ["parted", "equal", "hostile", "huge"])
+VERDICTS = {"unequal": unequal(), "equal": equal(), "hostile": filled(HOSTILE), "huge": huge()}
+
+
+@pytest.mark.parametrize("kind", VERDICTS)
 def test_a_browser_has_nothing_to_complain_of(browser: Tab, show: Show, kind: str) -> None:
     """No error, no warning, no alert, and no request but that for the file itself."""
-    verdict = {"parted": parted, "equal": equal, "huge": huge}.get(kind, lambda: filled(HOSTILE))()
-    file = show(verdict)
+    file = show(VERDICTS[kind])
 
     here = browser.value("[...document.querySelectorAll('section')].map(each => each.id)")
     assert here == sections(file.read_text(encoding="utf-8"))
@@ -330,7 +332,7 @@ def test_a_page_fits_a_window_of_any_width(browser: Tab, show: Show, width: int)
     """Nothing sticks out to the side, on a phone or a wide screen."""
     size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
     browser.ask("Emulation.setDeviceMetricsOverride", **size)
-    for verdict in (parted(), huge(50), filled("long" * 60)):
+    for verdict in (unequal(), huge(50), filled("long" * 60)):
         show(verdict)
 
         assert browser.value("document.documentElement.scrollWidth") <= width
@@ -340,7 +342,7 @@ def test_a_page_fits_a_window_of_any_width(browser: Tab, show: Show, width: int)
 def test_texts_can_be_read_in_both_schemes(browser: Tab, show: Show, scheme: str) -> None:
     """Every text has a contrast of at least 4.5 to what is behind it (WCAG 2, level AA)."""
     emulate(browser, scheme)
-    show(parted())
+    show(unequal())
 
     paper = browser.value("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", paper))) > 384) == (scheme == "light")
@@ -354,7 +356,7 @@ def said(browser: Tab, section: str) -> str:
 
 def test_the_losses_are_read_with_the_keyboard_and_the_pointer(browser: Tab, show: Show) -> None:
     """The chart begins at the first divergence; arrow keys and the pointer read each step."""
-    show(parted())
+    show(unequal())
 
     browser.value("document.querySelector('.plot').focus()")
     assert said(browser, "losses").startswith("step 7: A and B 1.858")
@@ -371,7 +373,7 @@ def test_the_losses_are_read_with_the_keyboard_and_the_pointer(browser: Tab, sho
 
 def test_modules_are_filtered_by_name(browser: Tab, show: Show) -> None:
     """What is typed hides all other modules, in the map, in the table, and from arrow keys."""
-    show(parted())
+    show(unequal())
     every = "[...document.querySelectorAll('[data-module]:not([hidden])')]"
     visible = f"{every}.map(e => e.dataset.module)"
 
@@ -386,11 +388,11 @@ def test_modules_are_filtered_by_name(browser: Tab, show: Show) -> None:
     assert "layers.3.mlp" in said(browser, "map")
 
 
-TOLD = """new Promise(done => {
+NOTICE = """new Promise(done => {
   const ends = Date.now() + 60000;
   const look = () => {
-    const told = document.getElementById("notice").textContent;
-    if (told || Date.now() > ends) done([told, String(getSelection())]);
+    const said = document.getElementById("notice").textContent;
+    if (said || Date.now() > ends) done([said, String(getSelection())]);
     else setTimeout(look, 20);
   };
   look();
@@ -399,16 +401,16 @@ TOLD = """new Promise(done => {
 
 def test_commands_are_copied(browser: Tab, show: Show) -> None:
     """A copy button puts the text before it into the clipboard, or selects it, and says so."""
-    show(parted())
+    show(unequal())
     browser.value("window.scrollTo(0, 0); document.querySelector('#advice .copy').focus()")
     browser.press("Enter")
-    told = browser.value(TOLD)
+    notice, selected = browser.value(NOTICE)
 
-    assert told[0] in ("Copied.", "Selected: copy it with the keyboard.")
-    assert told[0] == "Copied." or told[1] == "backends.cpu.num_threads=1"
+    assert notice in ("Copied.", "Selected: copy it with the keyboard.")
+    assert notice == "Copied." or selected == "backends.cpu.num_threads=1"
 
 
-@pytest.mark.parametrize("verdict", [parted(), equal()], ids=["parted", "equal"])
+@pytest.mark.parametrize("verdict", [unequal(), equal()], ids=["unequal", "equal"])
 def test_a_screen_reader_finds_its_way(browser: Tab, show: Show, verdict: Verdict) -> None:
     """Landmarks, one first heading and no gap below it, a name for all that takes the focus."""
     show(verdict)
@@ -434,7 +436,7 @@ def test_a_screen_reader_finds_its_way(browser: Tab, show: Show, verdict: Verdic
 
 def test_tab_goes_through_a_page_from_the_top_to_its_end(browser: Tab, show: Show) -> None:
     """The focus follows the order of the page, stays in no place, and is always seen."""
-    show(parted())
+    show(unequal())
     places = []
     for _ in range(60):
         browser.press("Tab")
@@ -456,7 +458,7 @@ def test_tab_goes_through_a_page_from_the_top_to_its_end(browser: Tab, show: Sho
 def test_a_worse_cell_stands_out_more(browser: Tab, show: Show, scheme: str) -> None:
     """In both schemes each shade is further from the paper than the one before, and no paler."""
     emulate(browser, scheme)
-    show(parted())
+    show(unequal())
     style = "getComputedStyle(document.querySelector('{}')).{}"
     colors = [browser.value(style.format("section", "backgroundColor"))]
     colors += [browser.value(style.format(f".legend .shade{n}", "fill")) for n in range(5)]
@@ -478,7 +480,7 @@ def emulate(browser: Tab, scheme: str) -> None:
 def test_a_picture_of_a_page_shows_something(browser: Tab, show: Show, scheme: str) -> None:
     """A picture of a page has much more in it than one of the same page without its contents."""
     emulate(browser, scheme)
-    for verdict in (parted(), equal()):
+    for verdict in (unequal(), equal()):
         file = show(verdict)
         full = len(browser.ask("Page.captureScreenshot")["data"])
         text = re.sub("<header.*</main>", "", file.read_text(encoding="utf-8"), flags=re.S)
@@ -490,7 +492,7 @@ def test_a_picture_of_a_page_shows_something(browser: Tab, show: Show, scheme: s
 
 def test_the_map_is_read_with_the_keyboard(browser: Tab, show: Show) -> None:
     """Tab reaches the map at the first divergence; arrow keys move, and each cell is read out."""
-    verdict = parted()
+    verdict = unequal()
     verdict = replace(verdict, map=(*verdict.map, Cell(12, MODULES[0], 0, 3)))
     show(verdict)
 
@@ -516,7 +518,7 @@ def test_a_page_can_be_printed(browser: Tab, show: Show) -> None:
     """Paper is white, also for who reads in the dark."""
     dark = [{"name": "prefers-color-scheme", "value": "dark"}]
     browser.ask("Emulation.setEmulatedMedia", media="print", features=dark)
-    show(parted())
+    show(unequal())
 
     assert browser.value("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert browser.value(CONTRASTS) == []
@@ -554,7 +556,7 @@ def test_what_comes_after_the_last_step_is_named_on_the_page(steps: int) -> None
     """Its column of the map, and a divergence in it, are no step of that number."""
     first = divergence(step=steps, after_last=True)
     compared = Compared(1, steps, 100, 100, "op", after_last=True)
-    text = page(parted(first, compared=compared, map=agreement(MODULES, steps + 1, steps, 5)))
+    text = page(unequal(first, compared=compared, map=agreement(MODULES, steps + 1, steps, 5)))
     name = "after the last step" if steps else "outside of any step"
 
     assert f"<dd>{name}</dd>" in text

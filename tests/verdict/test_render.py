@@ -36,12 +36,12 @@ from torchrepro.verification.result import (
 )
 
 from .test_diagnosis import CASES
-from .verdicts import divergence, equal, parted, side
+from .verdicts import divergence, equal, side, unequal
 
 LONGEST = 25
 
 
-def told(verdict: Verdict) -> str:
+def text_of(verdict: Verdict) -> str:
     """Return a verdict as a pipe shows it, with the level that comes next."""
     level = next_level({}) if verdict.first else None
     return as_text(*verdict_parts(verdict, level))
@@ -55,10 +55,10 @@ VERDICTS = {
     "equal under other settings": equal(
         settings=(Setting("version of torch", None, "2.13.0"),), notes=("B was killed.",)
     ),
-    "two runs that part": parted(),
-    "no values are known": parted(divergence()),
-    "on a rank other than the first": parted(divergence(rank=3)),
-    "two long texts": parted(
+    "two runs that diverge": unequal(),
+    "no values are known": unequal(divergence()),
+    "on a rank other than the first": unequal(divergence(rank=3)),
+    "two long texts": unequal(
         divergence(
             *("aten::mul", Kind.ARGUMENT),
             what=f"{LEFT} and {RIGHT}",
@@ -66,20 +66,20 @@ VERDICTS = {
             right=side(argument=RIGHT),
         )
     ),
-    "an op that one run lacks": parted(divergence(kind=Kind.ONLY_ONE, left=None)),
-    "a run that ended earlier": parted(
+    "an op that one run lacks": unequal(divergence(kind=Kind.ONLY_ONE, left=None)),
+    "a run that ended earlier": unequal(
         divergence("", Kind.ENDED, what="B has 7 steps, A 12.", left=None, right=None)
     ),
-    "one record passes it on": parted(propagated=1),
-    "memory that nothing wrote": parted(
+    "one record passes it on": unequal(propagated=1),
+    "memory that nothing wrote": unequal(
         divergence(left=side(input_fingerprints=(UNINITIALISED.hex(),)))
     ),
 }
 
 
-def test_a_verdict_is_told_in_plain_words(golden: Any) -> None:
-    """What a reader acts on is told, short; fingerprints only where no values are known."""
-    golden("terminal.txt", {name: told(verdict) for name, verdict in VERDICTS.items()})
+def test_a_verdict_is_said_in_plain_words(golden: Any) -> None:
+    """What a reader acts on is said, in short; fingerprints only where no values are known."""
+    golden("terminal.txt", {name: text_of(verdict) for name, verdict in VERDICTS.items()})
 
 
 LONG = "/home/somebody/projects/a-model/src/package/training/loop.py"
@@ -108,7 +108,7 @@ def crowded(first: Divergence, settings: tuple[Setting, ...], meta: dict[str, ob
         elements=(Element("output 0", (0, 3, 17), "0.12345678", "0.12345679"),) * 9,
         distances=(Distance("output 0", 1.2e-7, 3.1e-6, 0.99999999),) * 9,
     )
-    verdict = parted(
+    verdict = unequal(
         more,
         left="/tmp/torchrepro-verify-b31d_lx9/run-1",
         right="/tmp/torchrepro-verify-b31d_lx9/run-2",
@@ -142,7 +142,7 @@ def test_a_verdict_fits_on_a_terminal(case: str) -> None:
 @pytest.mark.parametrize("case", ["dropout", "argument", "generator"])
 @pytest.mark.parametrize("equal", [True, False])
 def test_a_verification_fits_on_a_terminal(case: str, *, equal: bool) -> None:
-    """Perturbations and levels that were tried are told in the same 25 lines."""
+    """Perturbations and levels that were tried are shown in the same 25 lines."""
     first, settings, meta, *_ = CASES[case]
     verdict = crowded(first, settings, meta)
     levels = list(levels_above({}, first))
@@ -184,7 +184,7 @@ def test_no_name_from_a_recording_steers_the_terminal(text: str) -> None:
     first = divergence(
         text, module=text, source=text, what=text, thread=text, left=side(outputs=text)
     )
-    shown = told(parted(first, settings=(Setting(text, text, None),), notes=(text,), left=text))
+    shown = text_of(unequal(first, settings=(Setting(text, text, None),), notes=(text,), left=text))
 
     assert all(line.isprintable() for line in shown.split("\n"))
 
@@ -199,13 +199,13 @@ def test_the_line_of_the_source_is_shown_if_it_can_be_read() -> None:
     ("number", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2 * 10**12, "2 TB")]
 )
 def test_sizes_are_readable(number: int, text: str) -> None:
-    """Bytes are told in the unit that leaves few digits."""
+    """Bytes are shown in the unit that leaves few digits."""
     assert size(number) == text
 
 
 def test_a_verdict_is_shown_the_same_wherever_it_comes_from() -> None:
     """A process that only unpickles a verdict shows it as the one that made it does."""
-    verdict = parted()
+    verdict = unequal()
     code = "import pickle, sys; print(pickle.load(sys.stdin.buffer))"
     done = subprocess.run(
         [sys.executable, "-c", code], input=pickle.dumps(verdict), capture_output=True, check=True
@@ -216,7 +216,7 @@ def test_a_verdict_is_shown_the_same_wherever_it_comes_from() -> None:
 
 def test_the_json_is_valid_and_has_the_documented_keys() -> None:
     """A verdict goes through JSON; of the map it keeps what differs."""
-    verdict = parted()
+    verdict = unequal()
     found = json.loads(json.dumps(verdict_json(verdict, next_level({}, verdict.first))))
 
     assert found["same"] is False

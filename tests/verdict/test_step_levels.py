@@ -186,7 +186,7 @@ def test_a_closer_look_is_proposed_where_it_shows_more(first: int, *, kept: bool
 
 
 @pytest.mark.parametrize(("by", "begins"), [("run", "torchrepro run p "), ("program", "")])
-def test_a_program_that_records_itself_is_told_the_call(by: str, begins: str) -> None:
+def test_a_program_that_records_itself_gets_the_call(by: str, begins: str) -> None:
     """Where `run` recorded, its command is proposed; else what the program has to call."""
     run = _run(3)
     other = [*run[:2], replace(run[2], ops=chain(4, step=2, weights="v"))]

@@ -1,4 +1,4 @@
-"""Verdicts made by hand, for the tests of how a verdict is told."""
+"""Verdicts made by hand, for the tests of how a verdict is shown."""
 
 from dataclasses import replace
 from typing import Any
@@ -34,7 +34,7 @@ def side(**values: Any) -> Side:
 
 
 def divergence(op: str = "aten::gelu", kind: Kind = Kind.OUTPUTS, **values: Any) -> Divergence:
-    """Return a place where two runs part: `op` at step 7 in layers.2.mlp, unless told otherwise."""
+    """Return a place where two runs diverge: `op` at step 7 in layers.2.mlp."""
     other = ("9a020000ccccdddd9a020000ccccdddd",)
     usual = {
         "rank": 0,
@@ -51,7 +51,7 @@ def divergence(op: str = "aten::gelu", kind: Kind = Kind.OUTPUTS, **values: Any)
     return Divergence(**{**usual, **values})
 
 
-def parted(first: Divergence | None = None, **values: Any) -> Verdict:
+def unequal(first: Divergence | None = None, **values: Any) -> Verdict:
     """Return the verdict on two runs of 12 steps that part at step 7."""
     found = first or replace(
         divergence(),

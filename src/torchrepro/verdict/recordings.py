@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.messages import printable, size
@@ -322,13 +323,10 @@ _SPANS = 4
 
 def _in_words(steps: Sequence[int]) -> str:
     """Return numbers in their order as the ranges that they are, as in ``0 to 39 and 61``."""
-    spans: list[list[int]] = []
-    for step in steps:
-        if spans and step == spans[-1][1] + 1:
-            spans[-1][1] = step
-        else:
-            spans.append([step, step])
-    words = [f"{first} to {last}" if first < last else str(first) for first, last in spans]
+    # Within a range, a step and its place among all rise alike.
+    spans = groupby(enumerate(steps), lambda each: each[1] - each[0])
+    ranges = [[step for _, step in span] for _, span in spans]
+    words = [f"{its[0]} to {its[-1]}" if len(its) > 1 else str(its[0]) for its in ranges]
     if len(words) > _SPANS:
         words[_SPANS:] = [f"{len(words) - _SPANS} more ranges"]
     return " and ".join([*filter(None, [", ".join(words[:-1])]), words[-1]])

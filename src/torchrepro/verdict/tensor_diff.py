@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from torchrepro.verdict.value import Distance, Element
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 KeptTensor = tuple[str, int, str, str, bytes]
 """``input`` or ``output``, its position, dtype, shape and memory."""
@@ -28,16 +29,20 @@ def differences(
     left: Iterable[KeptTensor], right: Iterable[KeptTensor]
 ) -> tuple[tuple[Element, ...], tuple[Distance, ...]]:
     """Return the first elements in which the kept tensors of two records differ, and distances."""
-    mine, theirs = _by_name(left), _by_name(right)
+    mine, theirs = (
+        {f"{role} {at}": Values.of(dtype, shape, data) for role, at, dtype, shape, data in kept}
+        for kept in (left, right)
+    )
     elements: list[Element] = []
     distances: list[Distance] = []
-    for name in [name for name in mine if name in theirs]:
-        one, other = (Values.of(*kept[name]) for kept in (mine, theirs))
+    for name, one in mine.items():
+        other = theirs.get(name)
         if one is None or other is None or one.shape != other.shape:
             continue
         if one.numbers.tobytes() != other.numbers.tobytes():
-            distances.append(_distance(name, one, other))
-            elements += _elements(name, one, other, SHOWN - len(elements))
+            distance, unequal = _difference(name, one, other)
+            distances.append(distance)
+            elements += islice(unequal, SHOWN - len(elements))
     return tuple(elements), tuple(distances)
 
 
@@ -52,12 +57,13 @@ class Values:
     """The memory of each number as an integer: its sign and its magnitude; None if it has none."""
 
     @classmethod
-    def of(cls, dtype: str, shape: tuple[int, ...], data: bytes) -> Values | None:
+    def of(cls, dtype: str, shape: str, data: bytes) -> Values | None:
         """Return a kept tensor; None for a type that has no decoder."""
-        decode = DECODERS.get(dtype)
         code = SIGNED_MAGNITUDES.get(dtype)
         codes = None if code is None else np.frombuffer(data, code)
-        return None if decode is None else cls(dtype, shape, decode(data), codes)
+        sizes = tuple(map(int, re.findall(r"\d+", shape)))
+        decode = DECODERS.get(dtype)
+        return None if decode is None else cls(dtype, sizes, decode(data), codes)
 
 
 def _float8_e4m3fn(data: bytes) -> Any:
@@ -98,28 +104,6 @@ SIGNED_MAGNITUDES: Mapping[str, str] = {
 """Integers as wide as a type of which the next larger magnitude is the next larger integer."""
 
 
-def _by_name(kept: Iterable[KeptTensor]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    return {
-        f"{role} {position}": (dtype, tuple(map(int, re.findall(r"\d+", shape))), data)
-        for role, position, dtype, shape, data in kept
-    }
-
-
-def _elements(name: str, left: Values, right: Values, most: int) -> Iterable[Element]:
-    places = np.flatnonzero(_unequal(left.numbers, right.numbers))[: max(most, 0)]
-    apart = _ulps(left, right)
-    finite = np.isfinite(left.numbers) & np.isfinite(right.numbers)
-    for place in places.tolist():
-        index: Sequence[Any] = np.unravel_index(place, left.shape) if left.shape else ()
-        yield Element(
-            name,
-            tuple(map(int, index)),
-            str(left.numbers[place].item()),
-            str(right.numbers[place].item()),
-            int(apart[place]) if apart is not None and finite[place] else None,
-        )
-
-
 def _unequal(left: Any, right: Any) -> Any:
     """Return where two arrays have other bits, or other values if they are of other types."""
     if left.dtype != right.dtype:
@@ -142,25 +126,34 @@ def _ulps(left: Values, right: Values) -> Any:
     return np.where((one ^ other) & sign, larger + smaller, larger - smaller)
 
 
-def _distance(name: str, left: Values, right: Values) -> Distance:
+def _difference(name: str, left: Values, right: Values) -> tuple[Distance, Iterator[Element]]:
+    """Return how far two tensors are apart, and the elements in which they differ."""
     wide = "complex128" if "c" in (left.numbers.dtype.kind, right.numbers.dtype.kind) else "float64"
-    one, other = (each.numbers.astype(wide) for each in (left, right))
+    unequal, ulps = _unequal(left.numbers, right.numbers), _ulps(left, right)
     finite = np.isfinite(left.numbers) & np.isfinite(right.numbers)
-    one, other = one[finite], other[finite]
-    differing, total = int(_unequal(left.numbers, right.numbers).sum()), left.numbers.size
+    elements = (
+        Element(
+            name,
+            tuple(map(int, np.unravel_index(place, left.shape) if left.shape else ())),
+            str(left.numbers[place].item()),
+            str(right.numbers[place].item()),
+            int(ulps[place]) if ulps is not None and finite[place] else None,
+        )
+        for place in np.flatnonzero(unequal).tolist()
+    )
+    total = int(unequal.sum()), left.numbers.size
+    one, other = (each.numbers.astype(wide)[finite] for each in (left, right))
     if not one.size:
-        return Distance(name, None, None, None, None, differing, total)
-    ulps = _ulps(left, right)
-    apart = np.abs(one - other)
-    scale = np.abs(other)
+        return Distance(name, None, None, None, None, *total), elements
+    apart, scale = np.abs(one - other), np.abs(other)
     relative = apart[scale > 0] / scale[scale > 0]
     lengths = float(np.linalg.norm(one) * np.linalg.norm(other))
-    return Distance(
+    distance = Distance(
         name,
         float(apart.max()),
         float(relative.max()) if relative.size else None,
         float(np.vdot(other, one).real / lengths) if lengths else None,
         None if ulps is None else int(ulps[finite].max()),
-        differing,
-        total,
+        *total,
     )
+    return distance, elements
