@@ -16,7 +16,7 @@ from torchrepro.profile.needs import NEEDS, WEAKER
 from torchrepro.profile.resolved import EXTRA, flatten
 from torchrepro.profile.schema import json_schema
 from torchrepro.profile.search_path import SHIPPED, Folder
-from torchrepro.relaunch import IMPOSSIBLE, UNSAFE
+from torchrepro.relaunch import IMPOSSIBLE, IN_DOUBT
 from torchrepro.trace.format import FORMAT, SCHEMA
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def phases() -> str:
 def obstacles() -> str:
     """Return what keeps a process from starting its command line again, surest first."""
     always = [f"- **{prose(words)}**" for _, words in IMPOSSIBLE]
-    return "\n".join([*always, *(f"- {prose(words)}" for _, words in UNSAFE)])
+    return "\n".join([*always, *(f"- {prose(words)}" for _, words in IN_DOUBT)])
 
 
 def profile_keys() -> str:

@@ -6,6 +6,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import say_once
@@ -14,13 +15,21 @@ from torchrepro.fork_safety import applying
 from torchrepro.frameworks.hooking import InForce
 from torchrepro.frameworks.known_frameworks import hook_frameworks
 from torchrepro.guarantee import process_facts
-from torchrepro.guard.baseline import Guard, look, moved_from_now
-from torchrepro.guard.checks import drift_behind, hold, last_look
+from torchrepro.guard.baseline import Guard, check, moved_from_now
+from torchrepro.guard.checks import drift_behind, final_check, set_baseline
 from torchrepro.knobs.knob import MissingState, unfrozen
 from torchrepro.outcomes import STOPPING, Outcome, Row
-from torchrepro.planner import Action, Plan, Step, lateness, make_plan, refusal
+from torchrepro.planner import (
+    Plan,
+    Step,
+    decide,
+    executed,
+    lateness,
+    make_plan,
+    refusal,
+)
 from torchrepro.policies.policy import counts_so_far, effects, handle_with, reset_counts
-from torchrepro.process_state import other_than_started, profile_of_then
+from torchrepro.process_state import original_profile, other_than_started
 from torchrepro.profile.load import resolve
 from torchrepro.ray_workers import reach_workers
 from torchrepro.relaunch import obstacle_to_relaunch, relaunch
@@ -36,11 +45,10 @@ from torchrepro.seeding.uncontrolled import Watch, watch_unseeded
 from torchrepro.verbosity import Verbosity, verbosity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from types import TracebackType
 
     from torchrepro.errors import TorchreproError
-    from torchrepro.knobs.knob import Knob
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.rank_agreement import Agreement
     from torchrepro.seeding.seeding_calls import SeedingCall
@@ -58,6 +66,8 @@ class Applied:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.refuse: Callable[[TorchreproError], None] = _raise
+        """What is done when a profile in force turns out not to hold, on this rank or for all."""
         self._undo = ExitStack()
         self._done: list[tuple[Step, Row]] = []
         self._calls: tuple[SeedingCall, ...] = ()
@@ -65,11 +75,9 @@ class Applied:
         self._last: Report | None = None
         self._agreement: Agreement | None = None
         self._noting = False
-        self._meets_frameworks = False
+        self._hooked = False
         self._unseeded: Watch | None = None
         self._guard = Guard(self._refuse)
-        self.refuse: Callable[[TorchreproError], None] = _raise
-        """What is done when a profile in force turns out not to hold, on this rank or for all."""
         self._undo.callback(handle_with(self._refuse))
         self._undo.callback(reach_workers(lambda: self.resolved, self._refuse))
 
@@ -109,27 +117,27 @@ class Applied:
         """
         with applying, unfrozen(), ExitStack() as all_scopes:
             scopes = _in_force[_in_force.index(self) :] if self.active else []
-            all_scopes.callback(last_look([scope._guard for scope in scopes]))  # noqa: SLF001 - the same class
+            all_scopes.callback(final_check([scope._guard for scope in scopes]))  # noqa: SLF001 - the same class
             for scope in scopes:  # outermost first: the stack unwinds the other way round
                 scope._calls, scope._last = seeding_calls(), scope._present()  # noqa: SLF001 - the same class
                 all_scopes.callback(scope._undo.close)  # noqa: SLF001 - the same class
             del _in_force[len(_in_force) - len(scopes) :]
+            del executed[len(_in_force) :]
 
     def _present(self) -> Report:
-        look([self._guard])
+        check([self._guard])
         unseen: tuple[str, ...] = ()
         if self.resolved.strict:
             from torchrepro.policies.deterministic_ops import unseen_kernels
 
             unseen = unseen_kernels()
         loader: Any = sys.modules.get("torchrepro.seeding.loader")  # None where none was seeded
-        policies = {step.knob.name for step, _ in self._done}
-        done = [effect for effect in effects(self._counts_before) if effect.policy in policies]
+        knobs = {step.knob.name for step, _ in self._done}
         return self._outcomes(
             drift=tuple(self._guard.drift.values()),
             as_good=tuple(self._guard.as_good.values()),
             switches=self._guard.agreeing,
-            effects=tuple(done),
+            effects=tuple(each for each in effects(self._counts_before) if each.policy in knobs),
             unseen=unseen,
             unseeded=self._unseeded.reads() if self._unseeded is not None else (),
             loading=() if loader is None else tuple(loader.loaders.register.notes.values()),
@@ -148,26 +156,26 @@ class Applied:
             until_done.callback(self._abandon)
             moved = moved_from_now()
             for step in steps:
-                self._done.append((step, self._carry_out(step)))
+                self._done.append((step, self._execute(step)))
             self._note_seeds_of_the_program()
-            if self.resolved.strict and self._unseeded is None:  # it promises the same bits
-                self._unseeded = watch_unseeded()
-                self._undo.callback(self._unseeded.stop)
-            bad = [row for _, row in self._done if row.outcome in STOPPING]
-            if bad and self.resolved.strict:
-                raise ApplyError(refusal(self.resolved, bad), self._outcomes())
+            if self.resolved.strict:
+                if self._unseeded is None:  # it promises the same bits
+                    self._unseeded = watch_unseeded()
+                    self._undo.callback(self._unseeded.stop)
+                rows = [row for _, row in self._done]
+                if any(row.outcome in STOPPING for row in rows):
+                    raise ApplyError(refusal(self.resolved, rows), self._outcomes())
             self._agree_with_other_ranks()
-            if not self._meets_frameworks:
-                self._meets_frameworks = True
+            if not self._hooked:
+                self._hooked = True
                 self._undo.callback(hook_frameworks(InForce(self.resolved, lambda: self.report)))
-            self._undo.enter_context(hold(self._guard, (*moved(), *self._set_and_guarded())))
+            set_here = (  # what is to stay as it is: generators are there to move
+                step.knob
+                for step, row in self._done
+                if step.knob.guarded and (row.is_written or row.outcome is Outcome.UNCHANGED)
+            )
+            self._undo.enter_context(set_baseline(self._guard, (*moved(), *set_here)))
             until_done.pop_all()
-
-    def _set_and_guarded(self) -> Iterator[Knob]:
-        """Yield the knobs that are to stay as they are: generators are there to move."""
-        for step, row in self._done:
-            if step.knob.guarded and (row.is_written or row.outcome is Outcome.UNCHANGED):
-                yield step.knob
 
     def _note_seeds_of_the_program(self) -> None:
         """Have the program's own seeds noted where a guarantee is asked for without a seed."""
@@ -193,51 +201,43 @@ class Applied:
         with unfrozen():
             self._undo.close()
         if self.active:
+            executed.pop(_in_force.index(self))
             _in_force.remove(self)
 
-    def _carry_out(self, step: Step) -> Row:
-        """Do what the plan says to one knob, and return what became of it."""
-        planned, knob = step.expected, step.knob
-        if step.untouched:
-            return planned
+    def _execute(self, step: Step) -> Row:
+        """Do to one knob what the plan has decided, and return what became of it."""
+        row, knob, access = step.expected, step.knob, step.knob.access
         try:
-            if knob.library:
+            if not step.decided or (knob.reread and row.outcome is Outcome.UNCHANGED):
                 import_module(knob.library)
-            action, row = step.at_present()
-            if action is Action.LEAVE:
-                return row
-            saved = knob.access.save()
-            if action is Action.WRITE:
-                row = self._write(step, row, saved)
-            else:
-                self._undo.callback(knob.access.restore, saved)
-            return step.judged(row)
+                row = decide(knob, step.value, step.wanted)
+            if row.outcome is Outcome.UNCHANGED and not knob.variable:
+                self._undo.callback(access.restore, access.save())
+            if not row.is_written and row.outcome is not Outcome.INEFFECTIVE:
+                return row  # a variable that is as it should be is the user's own to take away
+            saved = access.save()
+            try:
+                access.write(step.value)
+            except BaseException:
+                # Some of torch's setters assign first and refuse afterwards.
+                if knob.moves_on or access.read() != row.before:
+                    with unfrozen():
+                        access.restore(saved)
+                raise
+            self._undo.callback(access.restore, saved)
+            after = access.read()
+            if not knob.holds(step.value):
+                why = "written, but reading it back gives another value"
+                return replace(row, outcome=Outcome.INEFFECTIVE, after=after, why=why)
+            return replace(row, after=step.value if after is None else after)
         except (MissingState, ImportError) as missing:
-            return Row(planned.knob, Outcome.UNSUPPORTED, why=str(missing))
+            return Row(knob.name, Outcome.UNSUPPORTED, why=str(missing))
         except Exception as error:  # noqa: BLE001 - whatever a library raises is the outcome
             first_line = str(error).strip().partition("\n")[0]
             why = f"{type(error).__name__}: {first_line}"
             if "disable_global_flags" in first_line:
                 why += "; put the profile in force before that is called"
-            return replace(planned, outcome=Outcome.FAILED, after=None, why=why)
-
-    def _write(self, step: Step, row: Row, saved: Any) -> Row:
-        """Write a knob that was `saved`, read it back, and return what `row` has come to."""
-        knob, access, value = step.knob, step.knob.access, step.value
-        try:
-            access.write(value)
-        except BaseException:
-            # Some of torch's setters assign first and refuse afterwards.
-            if knob.moves_on or access.read() != row.before:
-                with unfrozen():
-                    access.restore(saved)
-            raise
-        self._undo.callback(access.restore, saved)
-        after = access.read()
-        if not knob.holds(value):
-            why = "written, but reading it back gives another value"
-            return replace(row, outcome=Outcome.INEFFECTIVE, after=after, why=why)
-        return replace(row, after=value if after is None else after)
+            return replace(row, outcome=Outcome.FAILED, after=None, why=why)
 
     def __enter__(self) -> Applied:
         return self
@@ -276,7 +276,7 @@ def apply(profile: Any, overrides: Sequence[str] = ()) -> Applied:
     replaces.
     """
     with applying:  # the profile is read by modules that are imported only then
-        resolved = profile_of_then(profile, overrides) or resolve(profile, overrides)
+        resolved = original_profile(profile, overrides) or resolve(profile, overrides)
         applied = apply_resolved(resolved, "")
         line = other_than_started(resolved)
         if line and world().rank == 0 and verbosity() is not Verbosity.QUIET:
@@ -294,13 +294,14 @@ def apply_resolved(resolved: ResolvedProfile, obstacle: str) -> Applied:
 
 def begin(resolved: ResolvedProfile, obstacle: str) -> Applied:
     """Plan for `resolved` and stop if it cannot be put in force; nothing is set yet."""
-    plan = make_plan(resolved, _own_variables())
+    plan = make_plan(resolved)
     stop_or_relaunch(plan, obstacle)
     _past.append(True)
     if not _in_force:
         reset_counts()  # what policies did before is nobody's now
     applied = Applied(plan)
     _in_force.append(applied)
+    executed.append(applied._done)  # noqa: SLF001 - the same module
     return applied
 
 
@@ -308,7 +309,8 @@ def stop_or_relaunch(plan: Plan, obstacle: str, *, by_itself: bool = False) -> s
     """Return if the plan may be carried out; else raise, or relaunch where `on_late` says so.
 
     `obstacle` says why this is no moment for a relaunch, if it is none; `by_itself` that it is one
-    for a relaunch that the profile does not insist on. Returns why there was none, or nothing.
+    for a relaunch that the profile does not insist on. Returns why there was none
+    and what to type instead, or nothing.
     """
     plan.refuse_if_stopping()
     on_late = plan.resolved.on_late
@@ -322,7 +324,8 @@ def stop_or_relaunch(plan: Plan, obstacle: str, *, by_itself: bool = False) -> s
             # What is not late is set after the start as ever, and taken back after the job.
             relaunch(plan.late_variables)
     if on_late == "relaunch_or_warn":
-        return why
+        asked = (plan.resolved.asked or (plan.resolved.name,))[0]
+        return f"{why}; `torchrepro run {quote(asked)} -- COMMAND` starts it in time"
     raise LateError(lateness(plan, why), plan.report)
 
 
@@ -334,16 +337,6 @@ def was_applied() -> bool:
 def in_force() -> tuple[Applied, ...]:
     """Return the profiles in force, outermost first."""
     return tuple(_in_force)
-
-
-def _own_variables() -> dict[str, str]:
-    """Return the variables that profiles in force have set in this process."""
-    own: dict[str, str] = {}
-    for applied in _in_force:
-        for step, row in applied._done:  # noqa: SLF001 - the same module
-            if row.is_written:
-                own |= step.variable_in_force
-    return own
 
 
 def _raise(error: TorchreproError) -> None:

@@ -1,14 +1,14 @@
-"""What is held of a guarantee, and why no more: what a profile has come to, and its process."""
+"""What a profile promises, what of that is held in this process, and what lowers it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.knob import MissingState
 from torchrepro.messages import shown
-from torchrepro.outcomes import NONE, Change, Guarantee, Lowered, Outcome, Row
+from torchrepro.outcomes import Change, Outcome, Row
 from torchrepro.process_state import (
     absent_hardware,
     closed_doors,
@@ -23,6 +23,64 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from torchrepro.profile.resolved import ResolvedProfile
+
+
+NONE = "none"
+"""What is held where not even the random numbers are."""
+
+REASONS = 3
+"""The number of reasons for a lower guarantee that a line has room for."""
+
+
+class Lowered(NamedTuple):
+    """A knob that keeps a guarantee from being held."""
+
+    knob: str
+    left_open: str
+    """What may differ between two runs."""
+
+    because: str
+
+    @property
+    def why(self) -> str:
+        """What may differ, and the reason."""
+        return f"{self.left_open}: {self.because}"
+
+
+class Guarantee(NamedTuple):
+    """What a profile asks for, and what of it is held."""
+
+    asked: str
+    held: str
+    """The strongest guarantee, up to the one asked for, whose needs are all met; or `none`."""
+
+    lowered: tuple[Lowered, ...] = ()
+    """Why that is not the one asked for."""
+
+    def __str__(self) -> str:
+        """Return the guarantee by its name, with what it leaves open."""
+        if not self.lowered:
+            return self.asked
+        reasons = self.reasons
+        more = len(reasons) - REASONS
+        last = f", and {more} more" if more > 0 else ""
+        return f"{self.asked}, except {', '.join(reasons[:REASONS])}{last}"
+
+    @property
+    def reasons(self) -> list[str]:
+        """What is left open, once for each reason, with the reason."""
+        by_reason: dict[str, list[str]] = {}
+        for each in self.lowered:
+            by_reason.setdefault(each.because, []).append(each.left_open)
+        return [
+            f"{' and '.join(dict.fromkeys(left_open))} ({because})"
+            for because, left_open in by_reason.items()
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the guarantee as plain JSON values."""
+        lowered = [{"knob": each.knob, "why": each.why} for each in self.lowered]
+        return {"asked": self.asked, "held": self.held, "lowered": lowered}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +144,7 @@ def judge(
     def lacking(guarantee: str) -> tuple[Lowered, ...]:
         found = {}
         for need in _needs(guarantee, facts.kinds):
-            row, moved = outcomes.get(need.knob), drifted.get(need.knob)
-            because = _lack(need, row, moved, facts)
+            because = _lack(need, outcomes.get(need.knob), drifted.get(need.knob), facts)
             if because:
                 found[need.knob] = Lowered(need.knob, need.left_open, because)
         return tuple(found.values())
@@ -107,32 +164,29 @@ def _needs(guarantee: str, kinds: frozenset[str]) -> Iterator[Need]:
 
 def _lack(need: Need, row: Row | None, drift: Change | None, facts: ProcessFacts) -> str:
     """Return why `need` is not met, or an empty string."""
+
+    def met(value: Any) -> bool:
+        return value is not None and need.met_by is not None and need.met_by(value)
+
     name = need.knob.rpartition(".")[2]
     if drift is not None:
         change = f"{name} was {shown(drift.was)}, is {shown(drift.now)}"
-        return "" if _meets(need, drift.now) else change
-    return _lack_in_process(need, name, facts) if row is None else _lack_in_row(need, name, row)
-
-
-def _lack_in_row(need: Need, name: str, row: Row) -> str:
-    """Return why what the profile came to does not meet `need`, or an empty string."""
-    match row.outcome:
-        case Outcome.UNCHANGED if row.unverified:
-            return f"{name} is unverified: {row.why}; start with `torchrepro run`"
-        case Outcome.APPLIED | Outcome.UNCHANGED:
-            return "" if _meets(need, row.after) else f"{name} is {shown(row.after)}"
-        case Outcome.TOO_LATE if _meets(need, row.after):
-            return f"{name} is set and not in effect: {row.why}"
-        case Outcome.TOO_LATE:
-            return f"{name} is late: start with `torchrepro run`, or set `on_late: relaunch`"
-        case Outcome.UNSUPPORTED if need.if_there:
-            return ""
-        case _:
-            return f"{name} is {row.outcome}: {row.why}"
-
-
-def _lack_in_process(need: Need, name: str, facts: ProcessFacts) -> str:
-    """Return why a process does not meet `need` by itself, or an empty string."""
+        return "" if met(drift.now) else change
+    if row is not None:
+        match row.outcome:
+            case Outcome.UNCHANGED if row.unverified:
+                return f"{name} is unverified: {row.why}; start with `torchrepro run`"
+            case Outcome.APPLIED | Outcome.UNCHANGED:
+                return "" if met(row.after) else f"{name} is {shown(row.after)}"
+            case Outcome.TOO_LATE if met(row.after):
+                return f"{name} is set and not in effect: {row.why}"
+            case Outcome.TOO_LATE:
+                return f"{name} is late: start with `torchrepro run`, or set `on_late: relaunch`"
+            case Outcome.UNSUPPORTED if need.if_there:
+                return ""
+            case _:
+                return f"{name} is {row.outcome}: {row.why}"
+    # The profile leaves the knob alone: what the process has by itself counts.
     if need.calls:
         given = facts.seeded or not facts.calls.isdisjoint(need.calls)
         who = "neither the profile nor, since it is in force, the program"
@@ -140,11 +194,5 @@ def _lack_in_process(need: Need, name: str, facts: ProcessFacts) -> str:
     if need.knob in facts.missing:
         return "" if need.if_there else f"{name}: {facts.missing[need.knob]}"
     now = facts.readings.get(need.knob)
-    if _meets(need, now):
-        return ""
     reading = f", and it is {shown(now)}" if now is not None else ""
-    return f"{name} is not set by the profile{reading}"
-
-
-def _meets(need: Need, value: Any) -> bool:
-    return value is not None and need.met_by is not None and need.met_by(value)
+    return "" if met(now) else f"{name} is not set by the profile{reading}"

@@ -1,4 +1,4 @@
-"""What becomes of a knob, what changed it later, and what that leaves of a guarantee."""
+"""What becomes of a knob, what changed it later, and whether that is equivalent."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.messages import Problem, shown
+from torchrepro.process_state import absent_hardware
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-NONE = "none"
-"""What is held where not even the random numbers are."""
+    from torchrepro.knobs.knob import Knob
 
-REASONS = 3
-"""The number of reasons for a lower guarantee that a line has room for."""
+AS_GOOD = "as good"
 
 STANDINGS: Mapping[str, tuple[str, bool]] = {
     "applied": ("green", False),
@@ -42,7 +41,7 @@ class Outcome(StrEnum):
     """Written, read back, and in force."""
 
     UNCHANGED = "unchanged"
-    """Already so, or the user's own value is as good."""
+    """Already so, or the user's own value is equivalent."""
 
     TOO_LATE = "too_late"
     """Past its phase: not written, because it would change nothing."""
@@ -144,7 +143,7 @@ class Writer(NamedTuple):
     """The framework's determinism switch that wrote, if one did, as its users call it."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return a switch that leaves the profile's promise whole, as plain JSON values."""
+        """Return a switch that agrees with the profile, as plain JSON values."""
         its = {"name": self.by, "where": self.where, "called": self.called}
         return {**its, "outcome": str(Outcome.UNCHANGED)}
 
@@ -152,7 +151,7 @@ class Writer(NamedTuple):
 class Change(NamedTuple):
     """A knob to which later code has given another value while its profile was in force.
 
-    That is drift, unless the value is as good as the profile's.
+    That is drift, unless the value is equivalent to the profile's.
     """
 
     knob: str
@@ -173,10 +172,10 @@ class Change(NamedTuple):
     """The framework's determinism switch that made that write, if one did."""
 
     moved_on: bool = False
-    """Of drift: whether the value of now is another one than that write gave."""
+    """Of drift: whether the knob has another value by now than that write gave."""
 
     why: str = ""
-    """Of a value that is as good: why that is no drift."""
+    """Of an equivalent value: why it is not drift."""
 
     def __str__(self) -> str:
         return in_words([self])
@@ -197,7 +196,7 @@ class Change(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Why the knob has another value than the profile's, one that is as good, in words."""
+        """Why the knob has another, equivalent value, in words."""
         unseen = f"as {self.by} writes it" if self.by else "written by the program"
         written = f"written by {self.by}" if self.by and self.where else unseen
         return f"the profile has {shown(self.was)}, and this is {self.why}; {written}"
@@ -219,55 +218,19 @@ def in_words(written: Sequence[Change]) -> str:
     return f"{changes} ({first.when}{place}{called})"
 
 
-class Lowered(NamedTuple):
-    """A knob that keeps a guarantee from being held."""
+def why_equivalent(knob: Knob, value: Any) -> str:
+    """Return in words why `value` serves the guarantee as the profile's does, or an empty string.
 
-    knob: str
-    left_open: str
-    """What may differ between two runs."""
-
-    because: str
-
-    @property
-    def why(self) -> str:
-        """What may differ, and the reason."""
-        return f"{self.left_open}: {self.because}"
-
-
-class Guarantee(NamedTuple):
-    """What a profile asks for, and what of it is held."""
-
-    asked: str
-    held: str
-    """The strongest guarantee, up to the one asked for, whose needs are all met; or `none`."""
-
-    lowered: tuple[Lowered, ...] = ()
-    """Why that is not the one asked for."""
-
-    def __str__(self) -> str:
-        """Return the guarantee by its name, with what it leaves open."""
-        if not self.lowered:
-            return self.asked
-        reasons = self.reasons
-        more = len(reasons) - REASONS
-        last = f", and {more} more" if more > 0 else ""
-        return f"{self.asked}, except {', '.join(reasons[:REASONS])}{last}"
-
-    @property
-    def reasons(self) -> list[str]:
-        """What is left open, once for each reason, with the reason."""
-        by_reason: dict[str, list[str]] = {}
-        for each in self.lowered:
-            by_reason.setdefault(each.because, []).append(each.left_open)
-        return [
-            f"{' and '.join(dict.fromkeys(left_open))} ({because})"
-            for because, left_open in by_reason.items()
-        ]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the guarantee as plain JSON values."""
-        lowered = [{"knob": each.knob, "why": each.why} for each in self.lowered]
-        return {"asked": self.asked, "held": self.held, "lowered": lowered}
+    The one judgement of it: of what a user has exported, of what the program writes, and so of
+    what is drift. Two such values each repeat, and may give different numbers.
+    """
+    if not isinstance(value, str):
+        return ""
+    if knob.enough is not None and knob.enough(value) and not knob.legal.complaint(value):
+        return AS_GOOD
+    if value in knob.misspelt and knob.hardware in absent_hardware():
+        return f"of no effect without {knob.hardware}, which refuses it"
+    return ""
 
 
 def _json_or_text(value: Any) -> Any:

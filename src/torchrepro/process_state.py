@@ -31,18 +31,14 @@ PROFILE = "TORCHREPRO_PROFILE"
 """Variable that carries the resolved profile and its origins to every process below `run`."""
 
 REPEATED = "TORCHREPRO_REPEATED"
-"""Variable in which `torchrepro rerun` tells what it starts which run that repeats: its profile
+"""Variable in which `torchrepro rerun` says which run is repeated below it: the original's profile
 and what asked for it, the folder of its manifest, and that of the new one."""
 
 
-def _current_folder() -> str:
-    try:
-        return os.getcwd()  # noqa: PTH109 - half the time of Path.cwd at every start
-    except OSError:  # it is gone
-        return ""
-
-
-FOLDER = _current_folder()
+try:
+    FOLDER = os.getcwd()  # noqa: PTH109 - half the time of Path.cwd at every start
+except OSError:  # it is gone
+    FOLDER = ""
 """The folder in which the program was started, unless it left it before it used torchrepro."""
 
 
@@ -102,9 +98,8 @@ def _has_driver(build: str) -> bool:
 
 
 def _is_built_for(build: str) -> bool:
-    """Whether torch is built for `build`, as far as it is loaded and can tell."""
     version = getattr(sys.modules.get("torch"), "version", None)
-    return version is None or bool(getattr(version, build, None))
+    return version is None or bool(getattr(version, build, None))  # as far as torch is loaded
 
 
 def _no_gpu() -> str:
@@ -190,23 +185,22 @@ def other_threads_in_torch() -> list[str]:
     torch = sys.modules.get("torch")
     if torch is None:
         return []
-    # Private by its name only: documented, and the one way to see what a thread is doing.
+
+    def uses_torch(innermost: FrameType) -> bool:  # and is not a thread of torch's own
+        stack = [(package(frame), frame) for frame in frames(innermost)]
+        own = [each for of, each in stack if of != "torch" and of not in sys.stdlib_module_names]
+        in_torch = any(of == "torch" for of, _ in stack)
+        return bool(own) and (in_torch or any(it.f_globals.get("torch") is torch for it in own))
+
+    # Private by its name only: documented, and the one road to what a thread is doing.
     running = sys._current_frames()  # noqa: SLF001 - see above
     return [
         thread.name
         for thread in threading.enumerate()
         if thread is not threading.current_thread()
         and (frame := running.get(thread.ident or 0)) is not None
-        and _uses(torch, frame)
+        and uses_torch(frame)
     ]
-
-
-def _uses(torch: Any, innermost: FrameType) -> bool:
-    """Whether a stack shows a program that uses torch, rather than a thread of torch's own."""
-    stack = [(package(frame), frame) for frame in frames(innermost)]
-    own = [frame for of, frame in stack if of != "torch" and of not in sys.stdlib_module_names]
-    in_torch = any(of == "torch" for of, _ in stack)
-    return bool(own) and (in_torch or any(each.f_globals.get("torch") is torch for each in own))
 
 
 @cache
@@ -242,30 +236,36 @@ def _parsed(text: str) -> ResolvedProfile:
         raise ApplyError(f"{PROFILE} does not hold what `torchrepro run` writes there") from None
 
 
-def profile_of_then(name: Any, overrides: Sequence[str] = ()) -> ResolvedProfile | None:
+def _original() -> dict[str, Any] | None:
+    text = os.environ.get(REPEATED)
+    return dict(json.loads(text)) if text else None
+
+
+def original_profile(name: Any, overrides: Sequence[str] = ()) -> ResolvedProfile | None:
     """Return the profile of the run that is repeated here, if it was asked for in these words.
 
     None where nothing is repeated. The files of a profile may have changed since then, or be gone.
     """
-    its = _repeated()
-    if its is None or [str(name), *overrides] != its["asked"]:
+    original = _original()
+    if original is None or [str(name), *overrides] != original["asked"]:
         return None
-    return ResolvedProfile.from_json(its["profile"])
+    return ResolvedProfile.from_json(original["profile"])
 
 
-def named_then(name: str) -> ResolvedProfile | None:
+def original_meaning(name: str) -> ResolvedProfile | None:
     """Return the profile that `name` meant in the run that is repeated here, or None.
 
-    Below `torchrepro run` every name that was accepted then meant the profile of that run. Any
-    other name is one that nobody gave then: it means what its files say.
+    Below `torchrepro run` every name that was accepted meant the profile of that run. Any other
+    name means what its files say.
     """
-    its = _repeated()
-    if its is None:
+    original = _original()
+    if original is None:
         return None
     outer = inherited()
     if outer is not None:
-        return outer if name in its["named"] else None
-    return ResolvedProfile.from_json(its["profile"]) if its["asked"][:1] == [name] else None
+        return outer if name in original["named"] else None
+    asked = original["asked"][:1] == [name]
+    return ResolvedProfile.from_json(original["profile"]) if asked else None
 
 
 def changed_files(name: str, now: str) -> str:
@@ -277,27 +277,24 @@ def changed_files(name: str, now: str) -> str:
 _DIGEST = 19  # characters by which people tell digests apart
 
 
-def other_than_then(resolved: ResolvedProfile) -> str:
+def other_than_original(resolved: ResolvedProfile) -> str:
     """Return a line if the run that is repeated here had another profile than `resolved`."""
-    its = _repeated()
-    then = ResolvedProfile.from_json(its["profile"]) if its else resolved
-    if then.digest == resolved.digest:
+    original = _original()
+    its = ResolvedProfile.from_json(original["profile"]) if original else resolved
+    if its.digest == resolved.digest:
         return ""
     return (
         f"this run has another profile than the one that it repeats: {resolved.digest}, and then "
-        f"{then.digest}"
+        f"{its.digest}"
     )
 
 
-def _repeated() -> dict[str, Any] | None:
-    text = os.environ.get(REPEATED)
-    return dict(json.loads(text)) if text else None
-
-
-def folder_for(folder: Path) -> Path:
-    """Return where a manifest for `folder` goes: a repeated run leaves that of then alone."""
-    its = _repeated()
-    return Path(its["into"]) if its and same_file(folder, Path(its["folder"])) else folder
+def manifest_folder(folder: Path) -> Path:
+    """Return where a manifest for `folder` goes: a repeated run leaves the original's alone."""
+    original = _original()
+    if original and same_file(folder, Path(original["folder"])):
+        return Path(original["into"])
+    return folder
 
 
 def same_file(one: Path, other: Path) -> bool:
@@ -316,14 +313,12 @@ def other_than_started(resolved: ResolvedProfile) -> str:
     outer = inherited()
     if outer is None or outer.digest == resolved.digest:
         return ""
-    differing = [each for each in _differing(outer, resolved) if each[2] is not None]
-    changes = [
-        f"{key} is {shown(theirs)} instead of {shown(ours)}"
-        for key, ours, theirs in differing
-        if ours is not None
-    ]
-    more = len(differing) - len(changes)
-    changes += [f"{more} keys more are set"] * bool(more)
+    changes, added = [], 0
+    for key, ours, theirs in _differing(outer, resolved):
+        if theirs is not None and ours is not None:
+            changes.append(f"{key} is {shown(theirs)} instead of {shown(ours)}")
+        added += theirs is not None and ours is None
+    changes += [f"{added} keys more are set"] * bool(added)
     return (
         f"torchrepro.apply of {resolved.name} goes before `torchrepro run {outer.name}`, while it "
         f"is in force: {some(changes)}"

@@ -1,4 +1,8 @@
-"""Start the same command line again in the same process, unless something stands in the way."""
+"""Start the same command line again in the same process, unless something stands in the way.
+
+By itself, that happens to a plain program only: `python script` or `python -m module`, in its main
+process, before it has started anything, with nobody else in charge. When in doubt it does not.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,12 @@ import os
 import stat
 import sys
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.patching import variables_put_back
-from torchrepro.process_state import DOORS, same_file
+from torchrepro.process_state import closed_doors, same_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,14 +25,6 @@ RELAUNCHED = "TORCHREPRO_RELAUNCHED"
 
 _MPI = ("OMPI_COMM_", "PMI_", "PMIX_", "MV2_COMM_", "MPI_LOCAL")
 """How the variables begin that an MPI gives to its processes."""
-
-_PROFILERS = (
-    *("cProfile", "profile", "line_profiler", "kernprof", "memory_profiler", "mprof", "scalene"),
-    *("viztracer", "pyinstrument", "yappi", "austin"),
-)
-_DEBUGGER_TOOL, _COVERAGE_TOOL = 0, 1
-_TOOLS = 6
-"""Identifiers of `sys.monitoring`; see https://docs.python.org/3/library/sys.monitoring.html."""
 
 
 def relaunch(variables: Mapping[str, str]) -> None:
@@ -64,7 +60,7 @@ def obstacle_to_relaunch(*, insists: bool) -> str:
 
     `insists` says that the profile asks for it by name: then only what makes it impossible counts.
     """
-    obstacles = IMPOSSIBLE if insists else (*IMPOSSIBLE, *UNSAFE)
+    obstacles = IMPOSSIBLE if insists else (*IMPOSSIBLE, *IN_DOUBT)
     return next((words for is_there, words in obstacles if is_there()), "")
 
 
@@ -94,21 +90,34 @@ def interpreter_line(words: Sequence[str]) -> tuple[str, Sequence[str]]:
     return letters, words[position:]
 
 
-def _in_pytest() -> bool:
-    # The variables alone are inherited by every process that a test starts.
-    return "_pytest" in sys.modules and bool(
-        {"PYTEST_VERSION", "PYTEST_CURRENT_TEST"} & os.environ.keys()
-    )
-
-
 def is_interactive() -> bool:
     """Whether somebody types this program line by line, in a shell or a notebook."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive) or "ipykernel" in sys.modules
 
 
-def _in_ipython() -> bool:
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    return shell is not None and shell() is not None
+def launcher() -> str:
+    """Return what has started this process, perhaps as one of several, or an empty string."""
+    variables = os.environ
+    if "mpi4py.MPI" in sys.modules or any(name.startswith(_MPI) for name in variables):
+        return "MPI"
+    # The shell of a Slurm job has a number too, but is no task of a step.
+    several = variables.get("SLURM_NTASKS", "1") != "1" and "SLURM_PROCID" in variables
+    if several or "SLURM_STEP_ID" in variables:
+        return "Slurm"
+    # joblib, submitit, Ray or torchrun
+    ranked = "RANK" in variables and "WORLD_SIZE" in variables
+    marks = {"TORCHELASTIC_RUN_ID", "LOCAL_RANK", "SUBMITIT_EXECUTOR"} & variables.keys()
+    words = ("loky", "submitit", "default_worker.py", "torch.distributed", "torchrun")
+    started_by = " ".join(interpreter_line(sys.orig_argv[1:])[1][:2])
+    launched = ranked or marks or any(word in started_by for word in words)
+    return "a launcher" if launched else ""
+
+
+def _in_pytest() -> bool:
+    # The variables alone are inherited by every process that a test starts.
+    return "_pytest" in sys.modules and bool(
+        {"PYTEST_VERSION", "PYTEST_CURRENT_TEST"} & os.environ.keys()
+    )
 
 
 def _is_worker() -> bool:
@@ -118,122 +127,77 @@ def _is_worker() -> bool:
     return multiprocessing.parent_process() is not None
 
 
-def _script_out_of_reach() -> bool:
-    """Whether the path of the script, as the command line has it, no longer leads to it."""
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    named = [word for word in sys.orig_argv[1:] if script and Path(word).name == Path(script).name]
-    return bool(named) and not any(Path(word).exists() for word in named)
+def _main_file() -> Path | None:
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return Path(file) if file else None
 
 
 def _script_read_once() -> bool:
     """Whether the script came from where it can be read only once: `- < FILE`, `<(COMMAND)`."""
     if sys.argv[:1] in ([""], ["-"]) or not sys.orig_argv[1:]:
         return True
-    script = Path(getattr(sys.modules.get("__main__"), "__file__", None) or os.devnull)
+    script = _main_file() or Path(os.devnull)
     return script.is_fifo() or script.is_socket()
 
 
-def _another_program() -> bool:
-    """Whether the command line, started here, begins another program than the one that runs.
+def _script_out_of_reach() -> bool:
+    """Whether the path of the script, as the command line has it, no longer leads to it."""
+    script = _main_file()
+    named = [word for word in sys.orig_argv[1:] if script and Path(word).name == script.name]
+    return bool(named) and not any(Path(word).exists() for word in named)
 
-    A tool that runs a program for somebody replaces `__main__`; a program that has changed its
-    folder would begin elsewhere.
+
+def _is_plain() -> bool:
+    """Whether the command line, begun here, begins the script or module that runs.
+
+    A tool that runs a program for somebody replaces `__main__` or `sys.argv`; a program that has
+    changed its folder would begin elsewhere.
     """
     _, program = interpreter_line(sys.orig_argv[1:])
-    main: Any = sys.modules.get("__main__")
-    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
-    if not program:
-        return True
-    if program[0] == "-c":
-        return file is not None
-    if file is None:
-        return True
-    if program[0] == "-m":
-        if spec is None or spec.name.removesuffix(".__main__") != program[1]:
-            return True
-        return not _found_at_every_start(Path(file).absolute().parents[spec.name.count(".")])
-    named = Path(program[0])
-    return not any(same_file(named, here) for here in (Path(file), Path(file).parent))
+    file = _main_file()
+    if not program or program[0] == "-c" or file is None:
+        return False
 
+    def names_it(word: str) -> bool:  # a folder or an archive with a __main__.py is named itself
+        return any(same_file(Path(word), here) for here in (file, file.parent))
 
-def _found_at_every_start(folder: Path) -> bool:
-    """Whether a new Python that begins in the present folder looks for modules in `folder`."""
+    if not names_it(sys.argv[0]):
+        return False
+    if program[0] != "-m":
+        return names_it(program[0])
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is None or spec.name.removesuffix(".__main__") != program[1]:
+        return False
+    # A new Python that begins here has to look for the module in the same folder.
+    folder = file.absolute().parents[spec.name.count(".")]
     entries = [Path.cwd(), *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(":")))]
     installed = any(folder.is_relative_to(root) for root in (sys.prefix, sys.base_prefix))
     return installed or any(same_file(entry, folder) for entry in entries)
 
 
-def _debugged() -> bool:
-    traced = sys.gettrace() is not None or _monitored(_DEBUGGER_TOOL)
-    return traced or not sys.modules.keys().isdisjoint({"pydevd", "debugpy", "_pydevd_bundle"})
-
-
-def _covered() -> bool:
-    coverage: Any = getattr(sys.modules.get("coverage"), "Coverage", None)
-    current = getattr(coverage, "current", None)  # since coverage 5.0
-    return _monitored(_COVERAGE_TOOL) or (current is not None and current() is not None)
-
-
-def _profiled() -> bool:
-    _, program = interpreter_line(sys.orig_argv[1:])
-    runner = program[1:2] if program[:1] == ["-m"] else [Path(word).name for word in program[:1]]
-    others = range(_COVERAGE_TOOL + 1, _TOOLS)
-    measured = sys.getprofile() is not None or any(map(_monitored, others))
-    return measured or any(word.partition(".")[0] in _PROFILERS for word in runner)
-
-
-def _monitored(tool: int) -> bool:
-    monitoring = getattr(sys, "monitoring", None)  # since Python 3.12
-    return monitoring is not None and monitoring.get_tool(tool) is not None
-
-
-def launcher() -> str:
-    """Return what has started this process, perhaps as one of several, or an empty string."""
-    rows = (("MPI", _in_mpi), ("Slurm", _task_of_slurm), ("a launcher", _launched))
-    return next((words for words, is_so in rows if is_so()), "")
-
-
-def _in_mpi() -> bool:
-    return "mpi4py.MPI" in sys.modules or any(name.startswith(_MPI) for name in os.environ)
-
-
-def _task_of_slurm() -> bool:
-    # The shell of a job has a number too, but is no task of a step.
-    several = os.environ.get("SLURM_NTASKS", "1") != "1" and "SLURM_PROCID" in os.environ
-    return several or "SLURM_STEP_ID" in os.environ
-
-
-def _launched() -> bool:
-    """Whether joblib, submitit, Ray or torchrun has started this process."""
-    ranked = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    variables = ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "SUBMITIT_EXECUTOR")
-    words = ("loky", "submitit", "default_worker.py", "torch.distributed", "torchrun")
-    started_by = " ".join(interpreter_line(sys.orig_argv[1:])[1][:2])
-    named = any(name in os.environ for name in variables)
-    return ranked or named or any(word in started_by for word in words)
+def _is_watched() -> bool:
+    monitoring: Any = getattr(sys, "monitoring", None)  # since Python 3.12, for six tools
+    tools = (monitoring.get_tool(number) for number in range(6)) if monitoring else ()
+    debuggers = sys.modules.keys() & {"pydevd", "debugpy", "_pydevd_bundle"}
+    followed = sys.gettrace() is not None or sys.getprofile() is not None or bool(debuggers)
+    return followed or any(tool is not None for tool in tools)
 
 
 def _stdin_may_be_used_up() -> bool:
-    """Whether the program may have read from standard input what the next one cannot read again.
-
-    Nothing tells whether a pipe was read from. One in which something waits, and of which no line
-    was read, is taken for untouched; an empty one is not.
-    """
-    import fcntl
-    import termios
-
+    """Whether standard input may hold less than at the start; nothing tells that of a pipe."""
     try:
         mode = os.fstat(0).st_mode
     except OSError:
         return False  # it is closed
     if stat.S_ISREG(mode):
         return os.lseek(0, 0, os.SEEK_CUR) > 0
-    if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
-        return False  # a terminal, or the null device
-    waiting = bytearray(4)
-    with suppress(OSError):
-        fcntl.ioctl(0, termios.FIONREAD, waiting)
-    return bool(getattr(sys.stdin, "newlines", None)) or not any(waiting)
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)  # else a terminal, or the null device
+
+
+def _has_begun() -> bool:
+    children = getattr(sys.modules.get("multiprocessing"), "active_children", list)
+    used = {"cuda", "npu", "communicator"} & closed_doors().keys()
+    return bool(used) or threading.active_count() > 1 or bool(children())
 
 
 IMPOSSIBLE: tuple[tuple[Callable[[], bool], str], ...] = (
@@ -243,34 +207,22 @@ IMPOSSIBLE: tuple[tuple[Callable[[], bool], str], ...] = (
     (_is_worker, "it is a worker of another process"),
     (_script_read_once, "its script came on standard input or by a pipe"),
     (_script_out_of_reach, "it has left the folder in which its script was named"),
-    (
-        lambda: os.name != "posix" or not sys.executable,
-        "its Python cannot be started again in place",
-    ),
+    (lambda: not sys.executable, "its Python cannot be started again"),
 )
 """What stops a relaunch that the profile insists on, too; the first that applies is shown."""
 
-UNSAFE: tuple[tuple[Callable[[], bool], str], ...] = (
+IN_DOUBT: tuple[tuple[Callable[[], bool], str], ...] = (
     (lambda: bool(sys.flags.ignore_environment), "its Python ignores variables (-E or -I)"),
-    (_covered, "coverage measures it"),
-    (_profiled, "a profiler measures it"),
-    (_debugged, "a debugger or a tracer follows it"),
-    (_in_ipython, "it runs in IPython"),
-    (_in_mpi, "it is a process of MPI"),
-    (_task_of_slurm, "it is a task of Slurm"),
-    (_launched, "a launcher has started it"),
-    (_another_program, "its command line begins another program, or in another folder"),
+    (_is_watched, "a debugger, a profiler, coverage or another tracer follows it"),
+    (lambda: bool(launcher()), "a launcher such as MPI, Slurm or torchrun has started it"),
+    (
+        lambda: not _is_plain(),
+        "it was not started here as a plain `python script` or `python -m module`",
+    ),
     (
         _stdin_may_be_used_up,
-        "standard input may have been read already (an empty pipe: start it with `< /dev/null`)",
+        "standard input is a pipe or was read (start it with `< /dev/null`)",
     ),
-    DOORS["cuda"],
-    DOORS["npu"],
-    DOORS["communicator"],
-    (lambda: threading.active_count() > 1, "it has started threads"),
-    (
-        lambda: bool(getattr(sys.modules.get("multiprocessing"), "active_children", list)()),
-        "it has started processes",
-    ),
+    (_has_begun, "it has used a device, made a communicator, or started threads or processes"),
 )
 """What stops a relaunch that happens by itself: it might do more than start the program anew."""

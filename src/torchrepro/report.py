@@ -1,4 +1,4 @@
-"""What happened to every knob that a profile names, and how that is said.
+"""How it is said what happened to every knob that a profile names, and what is held.
 
 A report is one row per knob. People see one line and what needs attention, or the table of all
 knobs; JSON has every row.
@@ -24,20 +24,11 @@ from torchrepro.console import (
     table,
 )
 from torchrepro.errors import by_write
-from torchrepro.guarantee import ProcessFacts, judge
+from torchrepro.guarantee import REASONS, Guarantee, judge
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.knob import Scope
 from torchrepro.messages import near, shown, some
-from torchrepro.outcomes import (
-    REASONS,
-    STANDINGS,
-    STOPPING,
-    Change,
-    Guarantee,
-    Outcome,
-    Row,
-    Writer,
-)
+from torchrepro.outcomes import STANDINGS, STOPPING, Change, Outcome, Row, Writer
 from torchrepro.process_state import HARDWARE
 from torchrepro.verbosity import BOTH_SET, Verbosity, asked_for, verbosity
 
@@ -45,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from torchrepro.console import Part
+    from torchrepro.guarantee import ProcessFacts
     from torchrepro.policies.policy import Effect
     from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.seeding.uncontrolled import SourceRead
@@ -79,7 +71,7 @@ class Report(Displayed):
     """What a reader has to know of how the program's data was loaded, in a line for each."""
 
     as_good: tuple[Change, ...] = ()
-    """Knobs to which later code has given another value, as good as the profile's."""
+    """Knobs to which later code has given another value, equivalent to the profile's."""
 
     switches: tuple[Writer, ...] = ()
     """Determinism switches of frameworks that agree with the profile, as far as writes are watched:
@@ -129,7 +121,7 @@ class Report(Displayed):
 
     def table(self) -> str:
         """Return the report with every knob as a table, as ``--verbose`` shows it."""
-        return as_text(*whole(self))
+        return as_text(*verbose_parts(self))
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON values."""
@@ -162,18 +154,16 @@ def make_report(
     The rows of knobs in `as_good` get the value in effect.
     """
     in_effect = {change.knob: change for change in as_good}
-    rows = tuple(_in_effect(row, in_effect.get(row.knob)) for row in rows)
+    rows = tuple(
+        replace(row, after=change.now, why="; ".join(filter(None, (row.why, change.words))))
+        if (change := in_effect.get(row.knob))
+        else row
+        for row in rows
+    )
     guarantee = judge(resolved.guarantee, rows, drift, facts)
     here = tuple(_row_here(row, facts.absent) for row in rows)
     more |= {"drift": drift, "as_good": as_good}
     return Report(resolved.name, guarantee, resolved.digest, here, **more)
-
-
-def _in_effect(row: Row, change: Change | None) -> Row:
-    if change is None:
-        return row
-    why = "; ".join(filter(None, (row.why, change.words)))
-    return replace(row, after=change.now, why=why)
 
 
 def _row_here(row: Row, absent: Mapping[str, str]) -> Row:
@@ -196,16 +186,15 @@ def _row_here(row: Row, absent: Mapping[str, str]) -> Row:
 
 @parts.register(Report)
 def _report_parts(report: Report) -> tuple[Part, ...]:
-    """Return the summary, what needs attention, and what is for hardware that is not here."""
-    return *start_up(report), *absent_lines(report), *_happened(report)
+    return *start_up_parts(report), *absent_lines(report), *_later_parts(report)
 
 
-def whole(report: Report) -> tuple[Part, ...]:
+def verbose_parts(report: Report) -> tuple[Part, ...]:
     """Return all that a report says: its knobs, its summary, drift, what its policies have done."""
-    return *knob_parts(report), report.summary, report.digest, *_happened(report)
+    return *knob_parts(report), report.summary, report.digest, *_later_parts(report)
 
 
-def start_up(report: Report) -> tuple[Part, ...]:
+def start_up_parts(report: Report) -> tuple[Part, ...]:
     """Return the summary, and in a line each what else needs a reader's attention."""
     in_summary = {each.knob for each in report.guarantee.lowered}
     rows = []
@@ -217,99 +206,6 @@ def start_up(report: Report) -> tuple[Part, ...]:
     lowered = Styled("  lowered", STANDINGS["lowered"][0])
     rows += [(lowered, reason) for reason in report.guarantee.reasons[REASONS:]]
     return (report.summary, Table((), tuple(rows), fold=1)) if rows else (report.summary,)
-
-
-def _happened(report: Report) -> tuple[Part, ...]:
-    """Return what a report says of the time since the profile was put in force."""
-    drift = [
-        (
-            Styled("drifted", STANDINGS["drifted"][0]),
-            each.knob,
-            _change(each.was, each.now),
-            each.when,
-            "the same line" if each is not written[0] else _written_at(each),
-        )
-        for written in by_write(report.drift)
-        for each in written
-    ]
-    columns = ("", "knob", "was -> is", "seen", "written at")
-    return (
-        *((table(columns, drift),) if drift else ()),
-        *agreement_lines(report),
-        *_effects_parts(report),
-        *random_number_lines(report),
-    )
-
-
-def _written_at(drift: Change) -> str:
-    called = f", called from {drift.called}" if drift.called else ""
-    return f"{drift.where}{called}" if drift.where else "not seen"
-
-
-def agreement_lines(report: Report) -> list[str]:
-    """Return a line for each change and each switch that leaves the profile's promise whole."""
-
-    def seen_at(written: Change | Writer) -> str:
-        place = written.called or written.where
-        return f" ({place})" if place else ""
-
-    named = {change.by for change in report.as_good}
-    return [
-        *(
-            f"unchanged: {change.knob} is {shown(change.now)}: {change.words}{seen_at(change)}"
-            for change in report.as_good
-        ),
-        *(
-            f"unchanged: {switch.by} agrees with the profile{seen_at(switch)}"
-            for switch in report.switches
-            if switch.by not in named
-        ),
-    ]
-
-
-def absent_lines(report: Report) -> list[str]:
-    """Return a line for all the knobs that are for hardware which is not here."""
-    by_reason: dict[str, list[str]] = {}
-    for row in report:
-        if row.absent:
-            by_reason.setdefault(row.absent, []).append(knobs_by_name()[row.knob].hardware)
-    return [f"{for_hardware(names)}: {reason}" for reason, names in by_reason.items()]
-
-
-def for_hardware(names: Sequence[str]) -> str:
-    """Return how many settings are for which hardware; there is a name for each setting."""
-    *others, last = (name for name in HARDWARE if name in names)
-    listed = f"{', '.join(others)} and {last}" if others else last
-    return f"{len(names)} setting{'s' * (len(names) > 1)} for {listed}"
-
-
-def _effects_parts(report: Report) -> tuple[Part, ...]:
-    """Return what policies have done, the most frequent first, and which kernels nobody sees."""
-    from rich.filesize import decimal
-
-    rows = [
-        (str(effect.calls), effect.policy, effect.subject, effect.what, effect.where, moved)
-        for effect in sorted(report.effects, key=lambda effect: -effect.calls)
-        for moved in [decimal(effect.moved) if effect.moved else ""]
-    ]
-    columns = ("calls", "policy", "op or module", "what", "where", "moved")
-    unseen = f"torch's deterministic flag cannot see: {some(report.unseen)}"
-    return (
-        *((table(columns, rows, fold=4),) if rows else ()),
-        *((unseen,) if report.unseen else ()),
-    )
-
-
-def random_number_lines(report: Report) -> list[str]:
-    """Return what a reader has to know of the random numbers of a run, in a line for each.
-
-    A function that drew without a seed has one line: where it did first, and what to do.
-    """
-    first: dict[str, SourceRead] = {}
-    for read in report.unseeded:
-        first.setdefault(read.name, read)
-    drew = (f"drew without a seed: {read} ({read.instead})" for read in first.values())
-    return [*drew, *report.loading]
 
 
 def knob_parts(report: Report) -> tuple[Part, ...]:
@@ -328,18 +224,93 @@ def knob_parts(report: Report) -> tuple[Part, ...]:
     return table(("outcome", "knob", change, "why"), rows), *absent_lines(report)
 
 
+def absent_lines(report: Report) -> list[str]:
+    """Return a line for all the knobs that are for hardware which is not here."""
+    by_reason: dict[str, list[str]] = {}
+    for row in report:
+        if row.absent:
+            by_reason.setdefault(row.absent, []).append(knobs_by_name()[row.knob].hardware)
+    return [f"{for_hardware(names)}: {reason}" for reason, names in by_reason.items()]
+
+
+def for_hardware(names: Sequence[str]) -> str:
+    """Return how many settings are for which hardware; there is a name for each setting."""
+    *others, last = (name for name in HARDWARE if name in names)
+    listed = f"{', '.join(others)} and {last}" if others else last
+    return f"{len(names)} setting{'s' * (len(names) > 1)} for {listed}"
+
+
+def agreement_lines(report: Report) -> list[str]:
+    """Return a line for each change and each switch that agrees with the profile."""
+    named = {change.by for change in report.as_good}
+    agreeing: list[tuple[str, Change | Writer]] = [
+        *((f"{it.knob} is {shown(it.now)}: {it.words}", it) for it in report.as_good),
+        *((f"{it.by} agrees with the profile", it) for it in report.switches if it.by not in named),
+    ]
+    return [
+        f"unchanged: {words}" + (f" ({place})" if (place := it.called or it.where) else "")
+        for words, it in agreeing
+    ]
+
+
+def random_number_lines(report: Report) -> list[str]:
+    """Return what a reader has to know of the random numbers of a run, in a line for each.
+
+    A function that drew without a seed has one line: where it did first, and what to do.
+    """
+    first: dict[str, SourceRead] = {}
+    for read in report.unseeded:
+        first.setdefault(read.name, read)
+    drew = (f"drew without a seed: {read} ({read.instead})" for read in first.values())
+    return [*drew, *report.loading]
+
+
+def _later_parts(report: Report) -> tuple[Part, ...]:
+    """Return what a report says of the time since the profile was put in force."""
+    drift = []
+    for written in by_write(report.drift):
+        for each in written:
+            called = f", called from {each.called}" if each.called else ""
+            place = f"{each.where}{called}" if each.where else "not seen"
+            place = place if each is written[0] else "the same line"
+            style = Styled("drifted", STANDINGS["drifted"][0])
+            drift.append((style, each.knob, _change(each.was, each.now), each.when, place))
+    columns = ("", "knob", "was -> is", "seen", "written at")
+    return (
+        *((table(columns, drift),) if drift else ()),
+        *agreement_lines(report),
+        *_effects_parts(report),
+        *random_number_lines(report),
+    )
+
+
+def _effects_parts(report: Report) -> tuple[Part, ...]:
+    """Return what policies have done, the most frequent first, and which kernels nobody sees."""
+    from rich.filesize import decimal
+
+    rows = [
+        (str(each.calls), each.policy, each.subject, each.what, each.where, moved)
+        for each in sorted(report.effects, key=lambda effect: -effect.calls)
+        for moved in [decimal(each.moved) if each.moved else ""]
+    ]
+    columns = ("calls", "policy", "op or module", "what", "where", "moved")
+    unseen = f"torch's deterministic flag cannot see: {some(report.unseen)}"
+    return (
+        *((table(columns, rows, fold=4),) if rows else ()),
+        *((unseen,) if report.unseen else ()),
+    )
+
+
 def _change(before: Any, after: Any) -> str:
-    then = "-" if after is None else shown(after)
-    if before == after:
-        return then
-    return f"{'-' if before is None else shown(before)} -> {then}"
+    old, new = ("-" if value is None else shown(value) for value in (before, after))
+    return new if before == after else f"{old} -> {new}"
 
 
 _announced: set[tuple[str, Guarantee]] = set()  # what this process has said, by digest
 
 
 def announce(report: Report) -> None:
-    """Tell standard error what was put in force: as much of it as the reader wants.
+    """Say on standard error what was put in force: as much of it as the reader wants.
 
     A profile is announced once in a process, unless less of its guarantee is held than before;
     ranks but the first stay silent.
@@ -361,31 +332,31 @@ def announcement(report: Report) -> tuple[Part, ...]:
         return (report.summary, report.digest, *knob_parts(report))
     if verbosity() is Verbosity.QUIET and not report.guarantee.lowered:
         return ()
-    return start_up(report)
+    return start_up_parts(report)
 
 
 def announce_end(report: Report, announced: Report) -> None:
-    """Tell standard error what did not stay at the end of a run as it was announced, in one line.
+    """Say on standard error what did not stay at the end of a run as it was announced, in one line.
 
-    Whoever wants all of it is also told what has changed to something as good.
+    Whoever wants all of it also reads what has changed to something equivalent.
     """
     if not _is_first_rank():
         return
     if verbosity() is Verbosity.VERBOSE:
         note(*agreement_lines(report))
     if (report.guarantee, report.drift) != (announced.guarantee, announced.drift):
-        tell = note if report.guarantee == announced.guarantee else say
-        tell(f"at the end, {report.summary}")
+        say_it = note if report.guarantee == announced.guarantee else say
+        say_it(f"at the end, {report.summary}")
 
 
 def announce_random_numbers(report: Report) -> None:
-    """Tell standard error what a reader has to know of the random numbers of a run."""
+    """Say on standard error what a reader has to know of the random numbers of a run."""
     if _is_first_rank():
         note(*random_number_lines(report))
 
 
 def announce_effects(report: Report) -> None:
-    """Tell standard error what the policies of a run have done, if they have done anything."""
+    """Say on standard error what the policies of a run have done, if they have done anything."""
     if not _is_first_rank() or verbosity() is Verbosity.QUIET:
         return
     if report.effects:

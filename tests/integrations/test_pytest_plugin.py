@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from torchrepro.guarantee import Guarantee, Lowered
 from torchrepro.integrations.pytest_session import header_lines
-from torchrepro.outcomes import Guarantee, Lowered, Outcome, Row
+from torchrepro.outcomes import Outcome, Row
 from torchrepro.report import Report
 
 pytest_plugins = ("pytester",)

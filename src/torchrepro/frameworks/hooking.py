@@ -66,7 +66,7 @@ def say_switches(framework: str, switches: Iterable[Switch]) -> None:
     A switch of whose knob the profile says nothing is the program's own affair. Those that agree
     are a note, which `--quiet` leaves out.
     """
-    from torchrepro.as_good import why_as_good
+    from torchrepro.outcomes import why_equivalent
     from torchrepro.knobs.catalogue import knobs_by_name
     from torchrepro.profile.resolved import flatten
 
@@ -78,7 +78,7 @@ def say_switches(framework: str, switches: Iterable[Switch]) -> None:
     agreeing = dict.fromkeys(switch.spelling for switch in concerned)
     for spelling, key, value in concerned:
         knob = knobs_by_name().get(key)
-        if value != asked[key] and not (knob and why_as_good(knob, value)):
+        if value != asked[key] and not (knob and why_equivalent(knob, value)):
             agreeing.pop(spelling, None)
             say(
                 f"{framework}: {spelling} does not agree with {name}: {key} is "

@@ -12,18 +12,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrepro.as_good import why_as_good
-from torchrepro.guard.switch_functions import switch_that_writes
 from torchrepro.guard.writers import (
     UNSEEN,
     present_writer,
     switch_that_calls,
+    switch_that_sets,
     watch_writers,
 )
 from torchrepro.knobs.knob import Scope
 from torchrepro.knobs.linked_state import Fp32Precision, InductorVariable
 from torchrepro.messages import shown
-from torchrepro.outcomes import Change, Writer
+from torchrepro.outcomes import Change, Writer, why_equivalent
 from torchrepro.process_state import closed_doors
 from torchrepro.seeding.streams import present_worker
 
@@ -38,24 +37,19 @@ PER_THREAD = frozenset({"backends.cpu.num_threads"})
 """Knobs of which other threads may read another value although nobody changed it: a thread keeps
 the number of threads with which it first used torch."""
 
-_FULL = "ieee"
-"""What an unset float32 precision comes to: torch asks only whether it is tf32 or bf16
-(https://github.com/pytorch/pytorch, aten/src/ATen/Context.cpp). Leaving
-``torch.backends.cudnn.flags`` unsets those of cuDNN."""
 
-
-class Written(NamedTuple):
-    """What a knob read after the last write to anything that was seen, and what led there.
+class LastWrite(NamedTuple):
+    """What a knob read after the last write that was seen, and which writes led there.
 
     Of a write: what the knob read after it, and who made it.
     """
 
-    now: Any
-    moved: tuple[Any, Writer] = (None, UNSEEN)
-    """The first write since the knob read what is held."""
+    value: Any
+    first_change: tuple[Any, Writer] = (None, UNSEEN)
+    """The first write since the knob read the profile's value."""
 
-    broke: tuple[Any, Writer] = (None, UNSEEN)
-    """The first write since it read that, or something as good."""
+    first_break: tuple[Any, Writer] = (None, UNSEEN)
+    """The first write since it read that, or an equivalent value."""
 
 
 @dataclass(eq=False, slots=True)
@@ -67,9 +61,9 @@ class BaselineEntry:
     thread: int
     """The only thread in which the knob can be read, or 0 for any."""
 
-    written: Written
+    last: LastWrite
     judged: tuple[Any, str] = (None, "")
-    """Another value that the knob has read, and why it is as good, if it is."""
+    """Another value that the knob has read, and why it is equivalent, if it is."""
 
     @classmethod
     def of(cls, knob: Knob) -> BaselineEntry:
@@ -81,35 +75,47 @@ class BaselineEntry:
             or isinstance(knob.access, InductorVariable)
         )
         now = reading(knob)
-        return cls(knob, now, threading.get_ident() if per_thread else 0, Written(now))
+        return cls(knob, now, threading.get_ident() if per_thread else 0, LastWrite(now))
 
     @property
     def readable_here(self) -> bool:
         """Whether what the present thread reads is what is held."""
         return self.thread in (0, threading.get_ident())
 
-    def why_as_good(self, now: Any) -> str:
-        """Return in words why `now`, another value than what is held, is as good; else nothing."""
+    def why_equivalent(self, now: Any) -> str:
+        """Return in words why `now`, another value than what is held, is equivalent, if it is."""
         if now != self.judged[0]:
-            self.judged = now, why_as_good(self.knob, now)
+            self.judged = now, why_equivalent(self.knob, now)
         return self.judged[1]
 
-    def write(self, now: Any, writer: Writer) -> None:
-        """Take note that `writer` has made the knob read `now`.
-
-        Whoever writes once it has been moved changes nothing about who moved it first.
-        """
-        was, this = self.written, (now, writer)
+    def note_write(self, now: Any, writer: Writer) -> None:
+        """Take note that `writer` has made the knob read `now`."""
+        was, this = self.last, (now, writer)
         if now == self.value:
-            self.written = Written(now)
+            self.last = LastWrite(now)
             return
-        was_held = was.now == self.value
-        moved = this if was_held else was.moved
-        if self.why_as_good(now):
-            self.written = Written(now, moved)
+        # Whoever writes once it has been moved changes nothing about who moved it first.
+        was_held = was.value == self.value
+        change = this if was_held else was.first_change
+        if self.why_equivalent(now):
+            self.last = LastWrite(now, change)
         else:
-            was_good = was_held or self.why_as_good(was.now)
-            self.written = Written(now, moved, this if was_good else was.broke)
+            unbroken = was_held or self.why_equivalent(was.value)
+            self.last = LastWrite(now, change, this if unbroken else was.first_break)
+
+    def change(self, now: Any, when: str) -> Change:
+        """Return the knob's change to `now`, which has a reason if `now` is equivalent."""
+        name, was, why = self.knob.name, self.value, self.why_equivalent(now)
+        value, writer = self.last.first_change if why else self.last.first_break
+        if self.last.value != now or (why and value != now):
+            writer = UNSEEN
+        if not why:
+            moved_on = bool(writer.where) and value != now
+            return Change(name, was, now, when, *writer, moved_on=moved_on)
+        by = writer.by or switch_that_sets(self.knob.variable, now)
+        if closed := closed_doors().get(self.knob.door):
+            why = f"{why}; {closed}, and what has read it by then goes on with {shown(was)}"
+        return Change(name, was, now, when, writer.where, writer.called, by, why=why)
 
 
 @dataclass(eq=False, slots=True)
@@ -128,7 +134,7 @@ class Guard:
     baseline: dict[str, BaselineEntry] = field(default_factory=dict)
     drift: dict[tuple[str, str], Change] = field(default_factory=dict)
     as_good: dict[str, Change] = field(default_factory=dict)
-    """The knobs that now read another value which is as good, by name."""
+    """The knobs that now read another, equivalent value, by name."""
 
     switches: dict[str, Writer] = field(default_factory=dict)
     """The determinism switches of frameworks that were seen to write, by name."""
@@ -162,9 +168,12 @@ def reading(knob: Knob) -> Any:
     """Return what `knob` reads, or in words why it can no longer be read."""
     try:
         now = knob.access.read()
-        return _FULL if now == "none" and isinstance(knob.access, Fp32Precision) else now
     except Exception as error:  # noqa: BLE001 - a state that cannot be read any more has drifted
         return f"unreadable: {error}"
+    # An unset float32 precision comes to ieee: torch asks only whether it is tf32 or bf16
+    # (https://github.com/pytorch/pytorch, aten/src/ATen/Context.cpp). Leaving
+    # ``torch.backends.cudnn.flags`` unsets those of cuDNN.
+    return "ieee" if now == "none" and isinstance(knob.access, Fp32Precision) else now
 
 
 def guards_at_steps() -> tuple[Guard, ...]:
@@ -174,15 +183,15 @@ def guards_at_steps() -> tuple[Guard, ...]:
 
 def settle() -> None:
     """Find out anew which entries count. Whatever moved up to now was a profile's doing."""
-    before = {each.knob.name: each.written for each, _ in _watched}
+    before = {each.knob.name: each.last for each, _ in _watched}
     deciding: dict[str, tuple[BaselineEntry, Guard]] = {}
     for guard in tuple(guards):  # outermost first: the last one that names a knob decides
         deciding |= {name: (each, guard) for name, each in guard.baseline.items()}
     for name, (each, _) in deciding.items():
         if each.readable_here:
             now, last = reading(each.knob), before.get(name)
-            each.written = last if last is not None and last.now == now else Written(now)
-    _watched[:] = deciding.values()  # in one step: other threads look and write meanwhile
+            each.last = last if last is not None and last.value == now else LastWrite(now)
+    _watched[:] = deciding.values()  # in one step: other threads read and write meanwhile
 
 
 def moved_from_now() -> Callable[[], tuple[Knob, ...]]:
@@ -191,12 +200,12 @@ def moved_from_now() -> Callable[[], tuple[Knob, ...]]:
     Putting a profile in force may move more than it names: torch ties some of its flags together.
     It may also put right what has drifted until now, which is therefore read before.
     """
-    look(guards)
+    check(guards)
     before = [(each.knob, reading(each.knob)) for each, _ in _watched]
     return lambda: tuple(knob for knob, value in before if reading(knob) != value)
 
 
-def look(
+def check(
     concerned: Collection[Guard], moment: Callable[[Guard], str] = lambda guard: guard.since
 ) -> list[tuple[Guard, Change]]:
     """Read the knobs of the guards `concerned` again, and return what has drifted.
@@ -213,27 +222,12 @@ def look(
         if now == each.value:
             continue
         # What was seen before keeps the moment at which that was.
-        change = _change(each, now, moment(guard))
+        change = each.change(now, moment(guard))
         if change.why:
-            seen_before = known is not None and known.now == now
-            guard.as_good[each.knob.name] = known if known and seen_before else change
+            guard.as_good[each.knob.name] = known if known and known.now == now else change
         else:
             found.append((guard, guard.drift.setdefault(key(change), change)))
     return found
-
-
-def _change(each: BaselineEntry, now: Any, when: str) -> Change:
-    """Return the knob's change to `now`, which has a reason if `now` is as good as what is held."""
-    name, was, written, why = each.knob.name, each.value, each.written, each.why_as_good(now)
-    to, writer = written.moved if why else written.broke
-    if written.now != now or (why and to != now):
-        writer = UNSEEN
-    if not why:
-        return Change(name, was, now, when, *writer, moved_on=bool(writer.where) and to != now)
-    by = writer.by or switch_that_writes(each.knob.variable, now)
-    if closed := closed_doors().get(each.knob.door):
-        why = f"{why}; {closed}, and what has read it by then goes on with {shown(was)}"
-    return Change(name, was, now, when, writer.where, writer.called, by, why=why)
 
 
 def key(drift: Change) -> tuple[str, str]:
@@ -257,16 +251,16 @@ def noting_writers() -> Iterator[None]:
         finally:
             _noting.clear()
             for each, _ in tuple(_watched):  # the next write may go unseen
-                each.written = Written(each.written.now)
+                each.last = LastWrite(each.last.value)
 
 
 def _note_writer() -> None:
     writer = switch_that_calls()
     for each, _ in tuple(_watched):
-        now = reading(each.knob) if each.readable_here else each.written.now
-        if now != each.written.now:
+        now = reading(each.knob) if each.readable_here else each.last.value
+        if now != each.last.value:
             writer = writer if writer.where else present_writer()
-            each.write(now, writer)
+            each.note_write(now, writer)
     if writer.by:
         for guard in guards_at_steps():
             guard.switches.setdefault(writer.by, writer)

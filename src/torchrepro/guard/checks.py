@@ -18,10 +18,10 @@ from torchrepro.exit_status import ExitStatus
 from torchrepro.guard.baseline import (
     BaselineEntry,
     Guard,
+    check,
     guards,
     guards_at_steps,
     key,
-    look,
     noting_writers,
     settle,
 )
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torchrepro.outcomes import Change
 
 
-def hold(guard: Guard, knobs: Iterable[Knob]) -> ExitStack:
+def set_baseline(guard: Guard, knobs: Iterable[Knob]) -> ExitStack:
     """Hold `knobs` to what they read now.
 
     While the knob `guard` is on, the first call for a profile also imports ``torch.optim``, and
@@ -49,16 +49,21 @@ def hold(guard: Guard, knobs: Iterable[Knob]) -> ExitStack:
         guard.baseline |= {knob.name: BaselineEntry.of(knob) for knob in knobs}
         settle()
         if _mode() != "none" and not guard.at_steps:
-            _look_at_steps(guard, undo)
+            if not guards_at_steps():
+                undo.enter_context(_hooks())
+            guard.at_steps = True
+            undo.callback(setattr, guard, "at_steps", False)  # noqa: FBT003 - as it was
+            if _mode() == "error":
+                undo.enter_context(noting_writers())
         return undo.pop_all()
 
 
-def last_look(concerned: Collection[Guard]) -> Callable[[], None]:
+def final_check(concerned: Collection[Guard]) -> Callable[[], None]:
     """Read again what profiles have set that are about to be taken back.
 
     What is returned says or refuses what was found, once they are.
     """
-    return partial(_act_on, look(concerned), _mode())
+    return partial(_act_on, check(concerned), _mode())
 
 
 @contextmanager
@@ -86,18 +91,9 @@ def _forget(guard: Guard) -> None:
     settle()
 
 
-def _look_at_steps(guard: Guard, undo: ExitStack) -> None:
-    if not guards_at_steps():
-        undo.enter_context(_hooks())
-    guard.at_steps = True
-    undo.callback(setattr, guard, "at_steps", False)  # noqa: FBT003 - as it was
-    if _mode() == "error":
-        undo.enter_context(noting_writers())
-
-
 @contextmanager
 def _hooks() -> Iterator[None]:
-    """Look before optimizer steps and at exit."""
+    """Check before optimizer steps and at exit."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     hook = register_optimizer_step_pre_hook(_before_step)
@@ -112,7 +108,7 @@ def _hooks() -> Iterator[None]:
 
 def _before_step(*_: Any) -> None:
     mode, present = _mode(), guards_at_steps()
-    found = look(present, lambda guard: f"before step {guard.steps}") if mode != "none" else []
+    found = check(present, lambda guard: f"before step {guard.steps}") if mode != "none" else []
     for guard in present:
         guard.steps += 1
     _act_on(found, mode)
@@ -125,7 +121,7 @@ def _at_exit(process: int, status: ExitStatus) -> None:
     if os.getpid() != process:
         return  # a copy of the process, which does with its knobs what it likes
     mode = _mode()
-    found = look(guards_at_steps()) if mode != "none" else []
+    found = check(guards_at_steps()) if mode != "none" else []
     _say(found)
     if found and mode == "error":
         status.value = DriftError.exit_status

@@ -1,4 +1,4 @@
-"""Who writes: torch's setters and the environment tell as they are written.
+"""Who writes: torch's setters and the environment are wrapped, and say so as they are written.
 
 Nothing in torch says who changed a flag, so while a guard wants to know, the functions through
 which flags and variables change are wrapped: those of torch's C module that torch itself looks up
@@ -12,17 +12,15 @@ import os
 import sys
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
-from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.callers import frames, is_library, line, package
-from torchrepro.guard.switch_functions import switch_of
 from torchrepro.outcomes import Writer
 from torchrepro.patching import wrap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from types import FrameType
 
 _SETTERS = (
@@ -41,31 +39,112 @@ _SETTERS = (
 )
 """Patterns of the names of the functions of torch's C module that write what knobs read."""
 
-_ENVIRONMENT = ("__setitem__", "__delitem__")
-"""What every change of `os.environ` comes down to, `pop`, `update` and `clear` included."""
-
-_CONFIG = "torch.utils._config_module"
 _THEIRS = frozenset({"torch", "torch_npu", "torchrepro", *sys.stdlib_module_names})
-
 
 UNSEEN = Writer()
 
 
-def watch_writers(then: Callable[[], None]) -> ExitStack:
-    """Have `then` called after every write; closing what is returned takes everything back.
+class SwitchFunction(NamedTuple):
+    """One function of a framework that switches determinism on or off."""
+
+    module: str
+    function: str
+    name: str
+    """What its users call it."""
+
+    variables: Mapping[str, str] = {}
+    """What it sets in the environment, where that tells it from others."""
+
+
+_FULL_DETERMINISM = {
+    "CUDA_LAUNCH_BLOCKING": "1",
+    "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+    "ASCEND_LAUNCH_BLOCKING": "1",
+    "HCCL_DETERMINISTIC": "1",
+}
+_HUGGING_FACE = "transformers.trainer_utils"
+_LIGHTNING = "trainer.connectors.accelerator_connector"
+_RAY_TRAIN = "train_loop_utils"
+
+SWITCH_FUNCTIONS = (
+    SwitchFunction(
+        _HUGGING_FACE,
+        "enable_full_determinism",
+        "transformers' enable_full_determinism",
+        _FULL_DETERMINISM,
+    ),
+    SwitchFunction(_HUGGING_FACE, "set_seed", "transformers' set_seed(deterministic)"),
+    SwitchFunction("accelerate.utils.random", "set_seed", "accelerate's set_seed(deterministic)"),
+    *(
+        SwitchFunction(module, "_set_torch_flags", "Lightning's Trainer(deterministic)")
+        for module in (f"lightning.pytorch.{_LIGHTNING}", f"pytorch_lightning.{_LIGHTNING}")
+    ),
+    *(
+        SwitchFunction(module, "enable_reproducibility", "Ray Train's enable_reproducibility")
+        for module in (f"ray.train.torch.{_RAY_TRAIN}", f"ray.train.v2.torch.{_RAY_TRAIN}")
+    ),
+)
+"""The functions by which frameworks switch determinism on or off.
+
+Nothing depends on a row but the name: what a switch writes is judged as any other write is.
+"""
+
+_NAMES = {(row.module, row.function): row.name for row in SWITCH_FUNCTIONS}
+
+
+def watch_writers(notify: Callable[[], None]) -> ExitStack:
+    """Have `notify` called after every write; closing what is returned takes everything back.
 
     Changes attributes of ``torch._C``, of the flags of ``torch.backends``, of the class of torch's
     compiler settings and of the class of `os.environ`. A write that another name was kept of
     before, as by ``from torch import set_num_threads``, is not seen.
     """
-    told = [then]
+    listeners = [notify]
+
+    def followed(setter: Callable[..., Any]) -> Any:
+        def writing(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return setter(*args, **kwargs)
+            finally:  # some setters assign first and refuse afterwards
+                for listener in listeners:
+                    listener()
+
+        # What torch.compile looks for to leave a function alone; importing it takes a second.
+        writing._torchdynamo_disable = True  # type: ignore[attr-defined]  # noqa: SLF001 - see above
+        return writing
+
     with ExitStack() as undo:
-        undo.callback(told.clear)  # our wrapper may stay, within somebody else's
-        environment = ((type(os.environ), name) for name in _ENVIRONMENT)
-        setters = (*_c_setters(), *_flag_setters(), *_setting_setters(), *environment)
-        for owner, name in setters:
-            wrap(undo, owner, name, partial(_followed, told=told))
+        undo.callback(listeners.clear)  # our wrapper may stay, within somebody else's
+        for owner, name in tuple(setters()):
+            wrap(undo, owner, name, followed)
         return undo.pop_all()
+
+
+def setters() -> Iterator[tuple[Any, str]]:
+    """Yield everything through which torch and the environment are written: owner and attribute.
+
+    Torch offers no way to hear of a write, so these are private: the setters of its C module
+    (``torch._C._set_*``), what the flags of ``torch.backends`` keep of them (``ContextProp``) and
+    the assignment to a setting of the compiler (``ConfigModule``). Where one is gone or renamed,
+    the guard says before which step a knob was changed, and not by which line.
+    """
+    torch: Any = import_module("torch")
+    for name, setter in list(vars(torch._C).items()):  # noqa: SLF001 - see above
+        if any(fnmatchcase(name, pattern) for pattern in _SETTERS):
+            yield torch._C, name  # noqa: SLF001 - see above
+            if vars(torch).get(name) is setter:
+                yield torch, name
+    flag = getattr(import_module("torch.backends"), "ContextProp", None)
+    for name, module in list(sys.modules.items()):
+        if flag is not None and name.startswith("torch.backends."):
+            # A flag calls the function that it was made with, whatever torch._C holds later.
+            flags = (value for value in vars(type(module)).values() if isinstance(value, flag))
+            yield from ((value, "setter") for value in flags)
+    settings = getattr(import_module("torch.utils._config_module"), "ConfigModule", None)
+    if settings is not None and "__setattr__" in vars(settings):
+        yield settings, "__setattr__"
+    # What every change of `os.environ` comes down to, `pop`, `update` and `clear` included.
+    yield from ((type(os.environ), name) for name in ("__setitem__", "__delitem__"))
 
 
 def present_writer() -> Writer:
@@ -92,56 +171,16 @@ def _nearest() -> FrameType | None:
 
 
 def _switch(frame: FrameType) -> str:
-    return switch_of(frame.f_globals.get("__name__"), frame.f_code.co_name)
+    return _NAMES.get((str(frame.f_globals.get("__name__")), frame.f_code.co_name), "")
 
 
-def _c_setters() -> Iterator[tuple[Any, str]]:
-    """Yield the setters of torch's C module, and the public names that torch gives to them.
+def switch_that_sets(variable: str, text: str) -> str:
+    """Return the switch all of whose variables now read as it sets them, or an empty string.
 
-    Private (``torch._C._set_*``): torch offers no way to be told of a write. Where one is gone or
-    renamed, the guard says before which step a knob was changed, and not by which line.
+    Its module is loaded, and `variable` with this `text` is among them.
     """
-    torch: Any = import_module("torch")
-    for name, setter in list(vars(torch._C).items()):  # noqa: SLF001 - see above
-        if any(fnmatchcase(name, pattern) for pattern in _SETTERS):
-            yield torch._C, name  # noqa: SLF001 - see above
-            if vars(torch).get(name) is setter:
-                yield torch, name
-
-
-def _flag_setters() -> Iterator[tuple[Any, str]]:
-    """Yield the setters that the flags of ``torch.backends`` keep, such as ``cudnn.benchmark``.
-
-    Undocumented (``torch.backends.ContextProp``): a flag calls the function that it was made with,
-    whatever ``torch._C`` holds later. Where it is gone, the line of such a write is not seen.
-    """
-    flag = getattr(import_module("torch.backends"), "ContextProp", None)
-    for name, module in list(sys.modules.items()):
-        if flag is not None and name.startswith("torch.backends."):
-            for value in vars(type(module)).values():
-                if isinstance(value, flag):
-                    yield value, "setter"
-
-
-def _setting_setters() -> Iterator[tuple[Any, str]]:
-    """Yield the assignment to a setting, such as ``torch._inductor.config.deterministic``.
-
-    Private (``ConfigModule``): settings are no plain attributes and have no hook. Where it is
-    gone, the line of such a write is not seen.
-    """
-    settings = getattr(import_module(_CONFIG), "ConfigModule", None)
-    if settings is not None and "__setattr__" in vars(settings):
-        yield settings, "__setattr__"
-
-
-def _followed(setter: Callable[..., Any], told: list[Callable[[], None]]) -> Any:
-    def writing(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return setter(*args, **kwargs)
-        finally:  # some setters assign first and refuse afterwards
-            for then in told:
-                then()
-
-    # What torch.compile looks for to leave a function alone; importing it to say so takes a second.
-    writing._torchdynamo_disable = True  # type: ignore[attr-defined]  # noqa: SLF001 - see above
-    return writing
+    for row in SWITCH_FUNCTIONS:
+        as_set = (os.environ.get(name) == its for name, its in row.variables.items())
+        if row.variables.get(variable) == text and row.module in sys.modules and all(as_set):
+            return row.name
+    return ""

@@ -52,7 +52,7 @@ from torchrepro.integrations.hydra_profile import (
     values_in,
     values_repeated,
 )
-from torchrepro.process_state import named_then
+from torchrepro.process_state import original_meaning
 from torchrepro.profile.compose import compose
 from torchrepro.profile.load import REFUSED
 from torchrepro.profile.resolved import NOT_INHERITED
@@ -192,7 +192,7 @@ class ReproConfigSource(ConfigSource):
         name = _profile_name(config_path)
         if name is None or self._is_the_apps_own(name):
             return False
-        if named_then(name) is not None:
+        if original_meaning(name) is not None:
             return True
         try:
             find(name, self._folders())

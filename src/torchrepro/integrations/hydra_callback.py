@@ -50,7 +50,7 @@ from torchrepro.manifest.contents import FILE, hydra_folder, manifest, write_man
 from torchrepro.manifest.started import note_sweep, sweep_or_this
 from torchrepro.messages import near, some
 from torchrepro.planner import plan
-from torchrepro.process_state import inherited, other_than_then
+from torchrepro.process_state import inherited, other_than_original
 from torchrepro.report import announce, announce_end, random_number_lines
 from torchrepro.seeding.ranks import world
 from torchrepro.seeding.streams import drawn_streams, never_drawn
@@ -248,7 +248,7 @@ class ReproCallback(Callback):
             if resolved is None:
                 _start_without_profile(config)
                 return
-            note(*lines_on_changed_files(), *filter(None, [other_than_then(resolved)]))
+            note(*lines_on_changed_files(), *filter(None, [other_than_original(resolved)]))
             OmegaConf.get_cache(config.hydra)[_MARKER] = _NoRerun()
             started_under = agreeing_run(resolved, "job")
             if started_under is not None and config.hydra.mode is RunMode.RUN:

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torchrepro.errors import ProfileError
 from torchrepro.manifest.started import APP
 from torchrepro.messages import Problem, near, shown
-from torchrepro.process_state import changed_files, named_then, profile_of_then
+from torchrepro.process_state import changed_files, original_meaning, original_profile
 from torchrepro.profile.compose import Composition, compose, key_of, parsed
 from torchrepro.profile.load import SECTION, from_mapping, validate
 from torchrepro.profile.resolved import EXTRA, NOT_INHERITED, Origin, flatten, plain
@@ -168,7 +168,7 @@ def resolved_profile(config: DictConfig) -> ResolvedProfile | None:
     own = [text for text in own if keys[text] != f"{GROUP}.{PIECES}"]
     words = [text.lstrip("+").replace(f"{GROUP}.", "", 1) for text in own]
     asked = ((names or [""])[0], *as_override(chosen.pieces), *words)
-    if repeated := profile_of_then(asked[0], asked[1:]):
+    if repeated := original_profile(asked[0], asked[1:]):
         return repeated
     section = config.get(GROUP)
     if section is None:
@@ -214,7 +214,7 @@ def values_repeated(name: str, folders: tuple[Folder, ...]) -> dict[str, Any] | 
 
     Notes a line where the files give another profile now, or none.
     """
-    original = named_then(name)
+    original = original_meaning(name)
     if original is None:
         return None
     # Values that depend on the config of the app cannot be compared: it is not composed yet.

@@ -150,6 +150,7 @@ NPU = (
         name="backends.npu.deterministic_level",
         legal=Whole(0, 3),
         access=DeterministicLevel(),
+        reread=True,
         summary="How far kernels are fixed: 1 deterministic, 2 also the order of torch.mm's "
         "sums, 3 also over batch sizes. It moves torch's own flag along.",
         cost="each level is slower; 3 needs CANN 9.2",

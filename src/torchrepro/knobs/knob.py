@@ -137,7 +137,7 @@ class Knob:
     """The values of the knob `needs` that suffice; any value, if this is empty."""
 
     enough: Callable[[str], bool] | None = None
-    """For a variable: whether another legal text serves the guarantee; asked by `as_good` only."""
+    """For a variable: whether another legal text serves the guarantee; `why_equivalent` asks."""
 
     misspelt: tuple[str, ...] = ()
     """For a variable: illegal texts by which programs mean the profile's value.
@@ -153,6 +153,9 @@ class Knob:
 
     Such a knob is always written, and always put back.
     """
+
+    reread: bool = False
+    """Whether setting an earlier knob can move this one, so that a plan decides it once more."""
 
     guarded: bool = True
     """Whether the drift guard reads the knob again."""

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from torchrepro.manifest.contents import FILE, as_text, hydra_folder, hydra_job, write_manifest
 from torchrepro.messages import near
-from torchrepro.process_state import folder_for
+from torchrepro.process_state import manifest_folder
 from torchrepro.profile.resolved import flatten
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ class Folder(Destination):
 
     def write(self, target: Any, entry: Entry) -> str:
         """Write the manifest into a folder, which is created if missing."""
-        return str(write_manifest(folder_for(Path(target)), entry.manifest))
+        return str(write_manifest(manifest_folder(Path(target)), entry.manifest))
 
 
 class HydraJob(Folder):
