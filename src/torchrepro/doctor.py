@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.npu_state import cann_too_old, compiled_ops_blocked
@@ -39,8 +39,7 @@ class Finding:
         return {"what": self.what, "to_do": self.todo, "serious": self.serious}
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
+class _Context(NamedTuple):
     """The profile and the process that are examined."""
 
     resolved: ResolvedProfile
@@ -56,27 +55,20 @@ class Context:
 def examine(resolved: ResolvedProfile) -> list[Finding]:
     """Return what would make `resolved` ineffective here; imports torch, changes nothing else."""
     closed = closed_doors()
-    torch, failure = _import_torch()
-    if failure:
-        return [failure]
-    plan = make_plan(resolved, closed=closed)
-    context = Context(resolved, plan, torch)
-    return [finding for check in CHECKS for finding in check(context)]
-
-
-def _import_torch() -> tuple[Any, Finding | None]:
     try:
-        return import_module("torch"), None
+        torch = import_module("torch")
     except ImportError as error:
-        return None, Finding(f"torch cannot be imported: {error}", "install torch")
+        return [Finding(f"torch cannot be imported: {error}", "install torch")]
     except RuntimeError as error:
         words = str(error).partition("\n")[0]
         todo = "repair that back end (for torch_npu: source CANN's set_env.sh), or export "
         todo += "TORCH_DEVICE_BACKEND_AUTOLOAD=0 to go on without it"
-        return None, Finding(f"torch cannot be imported: {words}", todo)
+        return [Finding(f"torch cannot be imported: {words}", todo)]
+    context = _Context(resolved, make_plan(resolved, closed), torch)
+    return [finding for check in CHECKS for finding in check(context)]
 
 
-def _exported_values(context: Context) -> Iterator[Finding]:
+def _exported_values(context: _Context) -> Iterator[Finding]:
     for knob in CATALOGUE:
         name = knob.name.removeprefix("env.")
         value = os.environ.get(name) if name != knob.name else None
@@ -88,19 +80,19 @@ def _exported_values(context: Context) -> Iterator[Finding]:
             )
 
 
-def _exported_without_effect(context: Context) -> Iterator[Finding]:
+def _exported_without_effect(context: _Context) -> Iterator[Finding]:
     for name, why in WITHOUT_EFFECT.items():
         if name in os.environ:
             yield Finding(f"{name} is exported and does nothing: {why}", serious=False)
 
 
-def _not_in_force(context: Context) -> Iterator[Finding]:
+def _not_in_force(context: _Context) -> Iterator[Finding]:
     for outcome in (Outcome.CONFLICT, Outcome.INEFFECTIVE):
         for row in context.plan.report.having(outcome):
             yield Finding(f"{row.knob}: {row.why}")
 
 
-def _too_late(context: Context) -> Iterator[Finding]:
+def _too_late(context: _Context) -> Iterator[Finding]:
     late = [row.knob for row in context.plan.late]
     if late:
         yield Finding(
@@ -110,13 +102,13 @@ def _too_late(context: Context) -> Iterator[Finding]:
         )
 
 
-def _not_acted_on(context: Context) -> Iterator[Finding]:
+def _not_acted_on(context: _Context) -> Iterator[Finding]:
     for step in context.plan.steps:
         if step.knob.warn_if_unsupported and step.expected.outcome is Outcome.UNSUPPORTED:
             yield Finding(f"{step.knob.name}: {step.expected.why}")
 
 
-def _absent(context: Context) -> Iterator[Finding]:
+def _absent(context: _Context) -> Iterator[Finding]:
     report = context.plan.report
     missing = [row for row in report.having(Outcome.UNSUPPORTED) if not row.absent]
     known = [row.knob for row in missing if "." in row.knob and not row.knob.startswith("device.")]
@@ -126,12 +118,12 @@ def _absent(context: Context) -> Iterator[Finding]:
         yield Finding(line, serious=False)
 
 
-def _without_seed(context: Context) -> Iterator[Finding]:
+def _without_seed(context: _Context) -> Iterator[Finding]:
     if not context.wants("seed"):
         yield Finding("no seed: every run draws other random numbers", "set `seed`")
 
 
-def _cublas(context: Context) -> Iterator[Finding]:
+def _cublas(context: _Context) -> Iterator[Finding]:
     algorithms = context.wants("backends.torch.deterministic_algorithms", "error")
     workspace = context.wants("env.CUBLAS_WORKSPACE_CONFIG")
     exported = "CUBLAS_WORKSPACE_CONFIG" in os.environ
@@ -143,7 +135,7 @@ def _cublas(context: Context) -> Iterator[Finding]:
         )
 
 
-def _collectives(context: Context) -> Iterator[Finding]:
+def _collectives(context: _Context) -> Iterator[Finding]:
     distributed = context.torch.distributed
     if not context.resolved.strict or not distributed.is_available():
         return
@@ -160,7 +152,7 @@ def _collectives(context: Context) -> Iterator[Finding]:
             )
 
 
-def _hydra_plugin(context: Context) -> Iterator[Finding]:
+def _hydra_plugin(context: _Context) -> Iterator[Finding]:
     spec = find_spec("hydra_plugins")
     shadow = spec.origin if spec else None
     if shadow:
@@ -180,7 +172,7 @@ def _hydra_plugin(context: Context) -> Iterator[Finding]:
         )
 
 
-def _npu(context: Context) -> Iterator[Finding]:
+def _npu(context: _Context) -> Iterator[Finding]:
     if "torch_npu" not in sys.modules:
         return
     npu = context.torch.npu
@@ -189,7 +181,11 @@ def _npu(context: Context) -> Iterator[Finding]:
             "torch_npu finds no NPU: to ask one for its seed or its state raises",
             serious=False,
         )
-        yield from _determinism_without_device(context)
+        # For jobs on other machines with this software: no knob here is affected by it.
+        wanted = {step.knob.name: step.value for step in context.plan.steps}
+        why = cann_too_old() or compiled_ops_blocked(wanted)
+        if why and context.wants("backends.torch.deterministic_algorithms", "error", "warn"):
+            yield Finding(why)
     if context.resolved.guarantee == "aligned" and not context.wants(
         "backends.npu.conv_allow_hf32"
     ):
@@ -208,17 +204,7 @@ def _npu(context: Context) -> Iterator[Finding]:
         yield Finding("transfer_to_npu is active: what asks for CUDA gets an NPU", serious=False)
 
 
-def _determinism_without_device(context: Context) -> Iterator[Finding]:
-    """Say for jobs on other machines with this software what no knob here is affected by."""
-    deterministic = context.wants("backends.torch.deterministic_algorithms", "error", "warn")
-    why = cann_too_old() or compiled_ops_blocked(
-        {step.knob.name: step.value for step in context.plan.steps}
-    )
-    if deterministic and why:
-        yield Finding(why)
-
-
-CHECKS: tuple[Callable[[Context], Iterator[Finding]], ...] = (
+CHECKS: tuple[Callable[[_Context], Iterator[Finding]], ...] = (
     _not_in_force,
     _exported_values,
     _not_acted_on,

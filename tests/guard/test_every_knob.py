@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import threading
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import Phase, find, settings
-from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro.guard.baseline import PER_THREAD
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.knob import Scope
-from torchrepro.knobs.legal_values import Digits, OneOf, Switch, Text, Whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,28 +29,14 @@ AROUND: dict[str, dict[str, Any]] = {  # what a value has to be accompanied by, 
 }
 OF_TORCHREPRO = ("policy", "seed plan")
 """Targets that nobody else has a writer for."""
-ANY_EXAMPLE = settings(phases=[Phase.generate], database=None, derandomize=True)
-"""The first example, not the shortest: looking for that took seconds of every collection."""
 
 
-@cache
 def two_values(knob: Knob) -> tuple[Any, Any]:
     """Return a legal value of `knob`, and another that can be written."""
-    if knob.name in OTHERS:
-        return OTHERS[knob.name]
-    values: st.SearchStrategy[Any] = st.nothing()
-    match knob.legal:
-        case Switch():
-            return True, False
-        case OneOf(words):
-            return words[0], words[1]
-        case Whole(low, high):
-            return (low + 1, low + 2) if high != low else (low, None)
-        case Digits(low):
-            return str(low), str(low + 1)
-        case Text(pattern):
-            values = st.from_regex(pattern, fullmatch=True).filter(lambda text: "\0" not in text)
-    return find(values, lambda _: True, settings=ANY_EXAMPLE), "another"
+    first, *others = OTHERS.get(knob.name, knob.legal.examples())
+    if knob.variable:
+        return first, "another"
+    return first, others[0] if others else None
 
 
 def asking(values: dict[str, Any]) -> dict[str, Any]:

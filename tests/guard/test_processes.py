@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sysconfig
 from pathlib import Path
-from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -37,11 +36,6 @@ torch.backends.cudnn.benchmark = True
 sys.exit({status})
 """
 SAID = "backends.cudnn.benchmark"
-MOMENTS = pytest.mark.parametrize(
-    "calls",
-    ["train(flip_at=1)", "train()\ntorch.backends.cudnn.benchmark = True"],
-    ids=["before a step", "after the last"],
-)
 
 
 def _line(program: str, *, last: bool = False) -> str:
@@ -101,37 +95,34 @@ def test_who_asks_for_no_guard_pays_at_no_step(execute_forked: Callable[..., Any
     assert done.stdout == "1 0\nbackends.torch.deterministic_algorithms seeded\n"
 
 
-@MOMENTS
-def test_a_run_whose_knobs_drift_ends_with_status_1(
-    execute: Callable[..., Any], calls: str
-) -> None:
-    """Under `torchrepro run` drift ends the process with status 1, the line named, no traceback."""
-    program = f"{TRAINING}{calls}\n"
-    done = execute(program, TORCHREPRO, "run", "debug-strict", "guard=error", "--")
-
-    assert done.returncode == 1
-    assert done.stdout.splitlines()[-1] == "step 1"
-    assert _line(program, last="flip_at" not in calls) in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@MOMENTS
-def test_a_hydra_job_whose_knobs_drift_ends_with_status_1(
-    execute_forked: Callable[..., Any], calls: str
-) -> None:
-    """Under Hydra drift ends the job with status 1, the line named, no traceback."""
-    pytest.importorskip("hydra")
-    program = f"""{TRAINING}
+HYDRA = """
 import hydra
 
 @hydra.main(version_base=None)
 def main(config):
-{indent(calls, "    ")}
+    {calls}
 
 if __name__ == "__main__":
     main()
 """
-    done = execute_forked(program, "+repro=debug-strict", "repro.guard=error")
+
+
+@pytest.mark.parametrize("start", ["run", "hydra"])
+@pytest.mark.parametrize(
+    "calls",
+    ["train(flip_at=1)", "train(); torch.backends.cudnn.benchmark = True"],
+    ids=["before a step", "after the last"],
+)
+def test_a_run_or_job_whose_knobs_drift_ends_with_status_1(
+    execute: Callable[..., Any], execute_forked: Callable[..., Any], calls: str, start: str
+) -> None:
+    """Drift ends a process under `run` and a Hydra job with status 1 and its line, no traceback."""
+    if start == "run":
+        program = f"{TRAINING}{calls}\n"
+        done = execute(program, TORCHREPRO, "run", "debug-strict", "guard=error", "--")
+    else:
+        program = TRAINING + HYDRA.format(calls=calls)
+        done = execute_forked(program, "+repro=debug-strict", "repro.guard=error")
 
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1] == "step 1"

@@ -12,14 +12,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import torchrepro
-from torchrepro.applier import Applied, in_force
+from torchrepro.applier import in_force
 from torchrepro.errors import ProfileError
+from torchrepro.knobs.knob import Attribute, Calls, LazyAccess, Variable
+from torchrepro.knobs.linked_state import Fp32Precision
 
 World = Callable[[], dict[str, Any]]
 SHIPPED = ("seed-only", "debug-strict", "train-fast", "npu-align")
 
 
-def applied(values: Any) -> Applied:
+def applied(values: Any) -> torchrepro.Applied:
     """Apply drawn values, or drop the example if they contradict each other."""
     try:
         return torchrepro.apply(values)
@@ -100,7 +102,9 @@ def test_a_failure_at_any_step_leaves_the_state_before(
     values = data.draw(profiles) | {"guarantee": "aligned"}
     before = world()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Applied, "_write", _failing_at(step, kind))
+        written: list[Any] = []
+        for access in (Attribute, Calls, Fp32Precision, LazyAccess, Variable):
+            patch.setattr(access, "write", _failing(access.write, written, step, kind))
         try:
             torchrepro.apply(values).restore()
         except (torchrepro.ApplyError, KeyboardInterrupt):
@@ -112,15 +116,14 @@ def test_a_failure_at_any_step_leaves_the_state_before(
     assert in_force() == ()
 
 
-def _failing_at(step: int, kind: type[BaseException]) -> Callable[..., Any]:
-    write, done = Applied._write, []
-
-    def failing(self: Applied, current: Any) -> Any:
-        row = write(self, current)
-        done.append(row)
-        if len(done) == step + 1:
+def _failing(
+    write: Callable[..., None], written: list[Any], step: int, kind: type[BaseException]
+) -> Callable[..., None]:
+    def failing(self: Any, value: Any) -> None:
+        write(self, value)
+        written.append(value)
+        if len(written) == step + 1:
             raise kind("injected after the write")
-        return row
 
     return failing
 

@@ -43,42 +43,34 @@ def starts(tmp_path):
     return lambda: len((tmp_path / "starts").read_text().splitlines())
 
 
-def test_a_variable_of_the_interpreter_is_not_written_late(answer_of):
-    """After Python has started PYTHONHASHSEED is too late and stays unset, for the plan as well."""
-    source = """
-import json, os, torchrepro
-planned = torchrepro.plan("seed-only").report["env.PYTHONHASHSEED"]
-applied = torchrepro.apply("seed-only")
-row = applied.report["env.PYTHONHASHSEED"]
-print(json.dumps([str(planned.outcome), str(row.outcome), row.after, bool(row.why),
-                  os.environ.get("PYTHONHASHSEED")]))
-"""
-
-    assert answer_of("-c", source) == ["too_late", "too_late", None, True, None]
-
-
-@pytest.mark.parametrize("value", ["0", "7"])
-def test_a_variable_that_the_program_set_itself_is_as_late(answer_of, value):
-    """What a program puts into os.environ after its start does not count as set in time."""
+@pytest.mark.parametrize(
+    ("exported", "set_by_program", "outcome"),
+    [
+        (None, None, "too_late"),
+        (None, "0", "too_late"),
+        (None, "7", "too_late"),
+        ("0", None, "unchanged"),
+    ],
+)
+def test_a_variable_of_the_interpreter_is_in_time_only_from_the_start(
+    answer_of, exported, set_by_program, outcome
+):
+    """PYTHONHASHSEED counts where it was exported; later it is too late, said and left alone."""
     source = """
 import json, os, sys, torchrepro
-os.environ["PYTHONHASHSEED"] = sys.argv[1]
+os.environ.update(json.loads(sys.argv[1]))
+planned = torchrepro.plan("seed-only").report["env.PYTHONHASHSEED"]
 with torchrepro.apply("seed-only") as applied:
-    outcome = applied.report["env.PYTHONHASHSEED"].outcome
-print(json.dumps([str(outcome), os.environ["PYTHONHASHSEED"]]))
+    row = applied.report["env.PYTHONHASHSEED"]
+    print(json.dumps([str(planned.outcome), str(row.outcome), row.after, bool(row.why),
+                      os.environ.get("PYTHONHASHSEED")]))
 """
+    name, value = "PYTHONHASHSEED", exported or set_by_program
+    own = {name: set_by_program} if set_by_program else {}
+    env = {name: exported} if exported else {}
+    answer = answer_of("-c", source, json.dumps(own), env=env)
 
-    assert ["too_late", value] == answer_of("-c", source, value)
-
-
-def test_a_variable_that_was_there_at_the_start_is_in_time(answer_of):
-    """A variable exported before Python started is unchanged, not too late."""
-    source = """
-import json, torchrepro
-print(json.dumps(str(torchrepro.plan("seed-only").report["env.PYTHONHASHSEED"].outcome)))
-"""
-
-    assert answer_of("-c", source, env={"PYTHONHASHSEED": "0"}) == "unchanged"
+    assert answer == [outcome, outcome, value, outcome == "too_late", value]
 
 
 def test_a_variable_that_torch_reads_while_loading(write, answer_of):
@@ -158,34 +150,31 @@ print(json.dumps([os.environ["PYTHONHASHSEED"], os.environ[row.knob[4:]], str(ro
     assert answer == ["0", exported, outcome]
 
 
-def test_no_relaunch_where_nothing_is_late(write, answer_of, starts):
-    """A program whose environment is already right starts once."""
+def test_no_relaunch_where_nothing_is_late(write, answer_of, under, starts):
+    """A program whose environment is already right starts once, below `run` as well."""
     write({"program.py": RELAUNCHING})
 
     assert answer_of("program.py", env={"PYTHONHASHSEED": "0"})[2] == "unchanged"
-    assert starts() == 1
+    result = under(["seed-only", "on_late=relaunch"], "program.py")
+    assert json.loads(result.stdout)[2] == "unchanged", result.stderr
+    assert starts() == 2
 
 
-def test_no_relaunch_of_a_script_on_standard_input(run_python, starts):
-    """A script that came on standard input is gone: the profile stops with LateError instead."""
+def test_no_relaunch_of_a_script_that_is_read_once(write, run_python, execute, starts):
+    """A script from standard input is gone: the profile stops. From a pipe a Hydra run goes on."""
     for arguments in ([], ["-"]):
         result = run_python(*arguments, stdin=RELAUNCHING)
 
         assert result.returncode == 1
         assert "LateError" in result.stderr
         assert "standard input" in result.stderr
-    assert starts() == 2
-
-
-def test_no_relaunch_of_a_script_from_a_pipe(write, execute, starts):
-    """A script that came by a pipe is read once: a Hydra run goes on, and its task runs."""
     write({"app.py": APP})
     shell = f"exec {sys.executable} <(cat app.py) +repro=debug-strict hydra.run.dir=out"
     result = execute("bash", "-c", shell)
 
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("task ")
-    assert starts() == 1
+    assert starts() == 3
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
@@ -235,23 +224,15 @@ def test_no_relaunch_inside_pytest(write, run_python):
     assert "2 passed" in result.stdout
 
 
-def test_a_hydra_run_relaunches_before_the_task(write, run_python, starts):
-    """A single Hydra run is relaunched before its task, which runs once and under the variable."""
-    write({"app.py": APP})
-    result = run_python("app.py", "+repro=seed-only", "repro.on_late=relaunch", "hydra.run.dir=out")
-    hashed = run_python("-c", "print(hash('abc'))", env={"PYTHONHASHSEED": "0"}).stdout
+@pytest.mark.parametrize("words", [["seed-only", "repro.on_late=relaunch"], ["debug-strict"]])
+def test_a_hydra_run_relaunches_before_the_task(write, run_python, starts, tmp_path, words):
+    """Where it is asked for, and by a shipped strict profile, a Hydra run begins again in time.
 
-    assert result.returncode == 0, result.stderr
-    assert [f"task {int(hashed)}"] == result.stdout.splitlines()
-    assert starts() == 2
-
-
-def test_a_strict_hydra_run_is_in_time_by_itself(write, run_python, starts, tmp_path):
-    """A shipped strict profile has a Hydra run begin again in time, its output told once."""
+    The task runs once and under the variable, and its output is said once.
+    """
     write({"app.py": "print('begins')\n" + APP})
-    result = run_python(
-        "app.py", "+repro=debug-strict", "hydra.run.dir=out", env={"PYTHONUNBUFFERED": ""}
-    )
+    options = [f"+repro={words[0]}", *words[1:], "hydra.run.dir=out"]
+    result = run_python("app.py", *options, env={"PYTHONUNBUFFERED": ""})
     hashed = run_python("-c", "print(hash('abc'))", env={"PYTHONHASHSEED": "0"}).stdout
     manifest = json.loads((tmp_path / "out/.hydra/repro.json").read_text(encoding="utf-8"))
 
@@ -261,14 +242,15 @@ def test_a_strict_hydra_run_is_in_time_by_itself(write, run_python, starts, tmp_
     assert "too_late" not in [row["outcome"] for row in manifest["report"]["knobs"]]
 
 
-def test_a_strict_hydra_run_that_has_read_its_input_goes_on(write, run_python, starts):
-    """Where the command line cannot begin again safely, a Hydra run goes on, and says why."""
+def test_a_strict_hydra_run_that_may_have_read_its_input_goes_on(write, run_python, starts):
+    """Where in doubt a Hydra run goes on, and says why, and what to type instead."""
     write({"app.py": f"import sys\nprint('read', sys.stdin.read())\n{APP}"})
     result = run_python("app.py", "+repro=debug-strict", stdin="words")
 
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("read words\ntask ")
     assert "standard input" in result.stderr
+    assert "torchrepro run debug-strict -- COMMAND" in " ".join(result.stderr.split())
     assert starts() == 1
 
 
@@ -317,6 +299,7 @@ AROUND = {
     "submitit": {"SUBMITIT_EXECUTOR": "local"},
 }
 RUNNERS = {
+    "a command": ["-c", ASK],
     "cProfile": ["-m", "cProfile", "-o", "stats", "ask.py"],
     "pdb": ["-m", "pdb", "-c", "continue", "-c", "quit", "ask.py"],
     "trace": ["-m", "trace", "--count", "-C", "counts", "ask.py"],
@@ -331,29 +314,21 @@ def obstacles(result):
     return json.loads(answers[0])
 
 
-@pytest.mark.parametrize("words", [["ask.py"], ["-m", "ask"], ["-c", ASK], ["-uB", "ask.py"]])
+@pytest.mark.parametrize("words", [["ask.py"], ["-m", "ask"], ["-uB", "ask.py"], ["."]])
 def test_a_plain_program_may_begin_again(write, run_python, words):
-    """A script, a module and a command of nobody else's have no obstacle, in every folder."""
-    write({"ask.py": ASK})
+    """A script and a module that nobody else runs have no obstacle, in every folder."""
+    write({"ask.py": ASK, "__main__.py": ASK})
 
     assert obstacles(run_python(*words)) == [False, False]
 
 
 @pytest.mark.parametrize("what", [*FIRST, *AROUND, *RUNNERS])
 def test_nothing_begins_again_by_itself_where_that_is_not_safe(write, run_python, what):
-    """A debugger, a profiler, a launcher and their like stop a relaunch that nobody insists on."""
+    """What is not plainly the program's own start is no relaunch that nobody insists on."""
     write({"ask.py": f"{FIRST.get(what, '')}\n{ASK}"})
     result = run_python(*RUNNERS.get(what, ["ask.py"]), env=AROUND.get(what))
 
     assert obstacles(result)[0]
-
-
-@pytest.mark.parametrize(("stdin", "reads", "stands"), [("a", "", False), ("a", "read", True)])
-def test_standard_input_that_was_read_is_not_lost(write, run_python, stdin, reads, stands):
-    """A pipe in which something waits may be handed on; one that was read from may not."""
-    write({"ask.py": f"import sys\n{f'sys.stdin.{reads}()' if reads else ''}\n{ASK}"})
-
-    assert obstacles(run_python("ask.py", stdin=stdin))[0] == stands
 
 
 @pytest.mark.parametrize("on_late", ["relaunch", "error"])
@@ -367,16 +342,6 @@ def test_a_hydra_sweep_stops_where_a_knob_is_late(write, run_python, starts, on_
     assert result.returncode == 3
     assert "PYTHONHASHSEED" in result.stderr
     assert "task" not in result.stdout
-    assert starts() == 1
-
-
-def test_a_process_under_run_has_no_late_knob(write, under, starts):
-    """Under `torchrepro run` every door was open: the same profile inside relaunches nothing."""
-    write({"program.py": RELAUNCHING})
-    result = under(["seed-only", "on_late=relaunch"], "program.py")
-
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)[2] == "unchanged"
     assert starts() == 1
 
 

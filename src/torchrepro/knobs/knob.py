@@ -192,15 +192,10 @@ class Knob:
     def inert(self, value: Any, wanted: Mapping[str, Any]) -> str:
         """Return why `value` would have no effect here although it can be set, or an empty string.
 
-        `wanted` holds the values of the whole profile, by the name of the knob.
+        `wanted` holds all values of the profile, by the name of the knob. The library is loaded.
         """
         judge = getattr(self.access, "inert", None)
-        return str(judge(value, wanted)) if judge and self.can_be_inert else ""
-
-    @property
-    def can_be_inert(self) -> bool:
-        """Whether the knob can hold a value without effect in some processes."""
-        return self.loaded and hasattr(self.access, "inert")
+        return str(judge(value, wanted)) if judge else ""
 
 
 def unfrozen() -> AbstractContextManager[None]:

@@ -73,7 +73,7 @@ class Fp32Precision:
             raise RuntimeError("cuDNN's flags are frozen by disable_global_flags")
         _owner(self.owner).fp32_precision = value
         covered = [_finest(name) for name in _FINEST if _OLDER.get(name) == older]
-        if older and set(covered) == {value} and not _readable(older):
+        if older and set(covered) == {value} and not _is_readable(older):
             settings = _all_finest()
             _owner(older).allow_tf32 = value == "tf32"
             _set_finest(settings)
@@ -119,11 +119,10 @@ def _set_finest(values: Mapping[str, Any]) -> None:
             _owner(path).fp32_precision = value
 
 
-def _readable(older: str) -> bool:
-    """Whether torch still reads the older boolean: it raises where the finer ones disagree."""
+def _is_readable(older: str) -> bool:
     try:
         _ = _owner(older).allow_tf32
-    except RuntimeError:
+    except RuntimeError:  # as torch raises where the finer settings disagree
         return False
     return True
 
@@ -148,8 +147,7 @@ def _older(read: Callable[[], Any], fits: Mapping[Any, Mapping[str, str]]) -> An
     raise RuntimeError("torch does not say which float32 precision its older names hold")
 
 
-_CONFIGS = ("torch.compiler.config", "torch._inductor.config")
-"""The modules with the options; a newer torch keeps some in the first, for all compilers."""
+_CONFIGS = ("torch.compiler.config", "torch._inductor.config")  # newer torch: some in the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +160,7 @@ class InductorVariable(Variable):
         text, option = os.environ.get(self.name), self.present()
         if option is None and _CONFIGS[-1] in sys.modules:
             raise MissingState(f"this torch's inductor has no {self.option}")
-        return text if option in (None, text == "1") else _text(option)
+        return text if option in (None, text == "1") else "1" if option else "0"
 
     def holds(self, value: Any) -> bool:
         return os.environ.get(self.name) == value and self.present() in (None, value == "1")
@@ -216,11 +214,7 @@ class InductorSwitch(InductorVariable):
         return bool(self.read() == value)
 
     def write(self, value: bool) -> None:  # type: ignore[override]  # noqa: FBT001
-        InductorVariable.write(self, _text(value))
-
-
-def _text(option: bool) -> str:  # noqa: FBT001 - the value of a boolean option
-    return "1" if option else "0"
+        InductorVariable.write(self, "1" if value else "0")
 
 
 _START = ("default", "env_value_default", "env_value_force")
@@ -238,7 +232,6 @@ def _start(config: Any, option: str) -> dict[str, Any]:
 
 
 def _start_from(config: Any, option: str, start: Mapping[str, Any]) -> None:
-    """Set the values from which every thread starts, as `_start` returns them."""
     entry = getattr(config, "_config", {}).get(option)
     if hasattr(entry, "__dict__"):
         for name in _START:

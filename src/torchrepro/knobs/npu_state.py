@@ -84,7 +84,10 @@ def cann_too_old() -> str:
     torch_npu that knows level 3 sends "off" with every op.
     """
     runtime = cann_runtime()
-    if runtime is None or runtime >= OLDEST_DETERMINISTIC_CANN or not _knows_level_3():
+    # Private (``_sync_deterministic_level``): it came with level 3, which has no public name. Where
+    # it is gone, determinism is taken to be forwarded, as before.
+    knows_level_3 = hasattr(npu(), "_sync_deterministic_level")
+    if runtime is None or runtime >= OLDEST_DETERMINISTIC_CANN or not knows_level_3:
         return ""
     return (
         f"CANN runtime {runtime[0]}.{runtime[1]}: below 8.5 this torch_npu tells the NPU that "
@@ -92,18 +95,22 @@ def cann_too_old() -> str:
     )
 
 
-def _knows_level_3() -> bool:
-    """Whether this torch_npu requires CANN 8.5 for determinism.
-
-    Private (``_sync_deterministic_level``): the function came with that change, and what it is
-    for has no public name. Where it is gone, determinism is taken to be forwarded, as before.
-    """
-    return hasattr(npu(), "_sync_deterministic_level")
-
-
 def compiled_ops_blocked(wanted: Mapping[str, Any]) -> str:
     """Return why ops that are compiled when first called would not be deterministic."""
-    if not _jit_compile(wanted) or _task_queue(wanted) == 0:
+    # Before device init the readers themselves would be what reads a variable for good.
+    used = npu() if hasattr(npu(), "is_initialized") and npu().is_initialized() else None
+    jit_compile, queue = (
+        wanted.get(f"backends.npu.{name}") for name in ("jit_compile", "task_queue")
+    )
+    if jit_compile is None and hasattr(used, "is_jit_compile_false"):
+        jit_compile = not used.is_jit_compile_false()
+    if jit_compile is None:
+        jit_compile = _option("jitCompile") == "enable"
+    if queue is None and hasattr(used, "get_task_queue_enable"):
+        queue = used.get_task_queue_enable()
+    if queue is None:
+        queue = _task_queue_of_variables(wanted)
+    if not jit_compile or int(queue) == 0:
         return ""
     return (
         "with jit_compile on and the task queue on, ops do not forward determinism to the NPU; "
@@ -111,28 +118,11 @@ def compiled_ops_blocked(wanted: Mapping[str, Any]) -> str:
     )
 
 
-def _jit_compile(wanted: Mapping[str, Any]) -> bool:
-    value = wanted.get("backends.npu.jit_compile")
-    reader = getattr(npu(), "is_jit_compile_false", None)
-    if value is None and reader and npu().is_initialized():
-        value = not reader()
-    return _option("jitCompile") == "enable" if value is None else bool(value)
-
-
 def _option(name: str) -> str:
     try:
         return option_text(name)
     except MissingState:
         return ""
-
-
-def _task_queue(wanted: Mapping[str, Any]) -> int:
-    mode = wanted.get("backends.npu.task_queue")
-    reader = getattr(npu(), "get_task_queue_enable", None)
-    if mode is None and reader and npu().is_initialized():
-        mode = reader()
-    # Before device init the reader itself would be what reads the variable for good.
-    return _task_queue_of_variables(wanted) if mode is None else int(mode)
 
 
 def _task_queue_of_variables(wanted: Mapping[str, Any]) -> int:

@@ -75,25 +75,19 @@ def _openmp_of_torch() -> set[str]:
         return set()
     loaded = {path for path in mapped if _OPENMP.match(Path(path).name)}
     own = _runtimes_of_torch() if loaded else frozenset()
-    return {path for path in loaded if not own or _stem(path) in own}
+    return {path for path in loaded if not own or Path(path).name.partition(".so")[0] in own}
 
 
 @cache
-def _runtimes_of_torch() -> frozenset[str]:
-    """Return the names of torch's own OpenMP runtimes; none where the system's is used."""
+def _runtimes_of_torch() -> frozenset[str]:  # none where the system's is used
     spec = find_spec("torch")
     folders = [Path(each) for each in (spec.submodule_search_locations or ())] if spec else []
     places = [place for each in folders for place in (each / "lib", each.parent / "torch.libs")]
-    files = [file for place in places if place.is_dir() for file in place.iterdir()]
-    return frozenset(_stem(file) for file in files if _OPENMP.match(file.name))
-
-
-def _stem(path: str | Path) -> str:
-    return Path(path).name.partition(".so")[0]
+    names = [file.name for place in places if place.is_dir() for file in place.iterdir()]
+    return frozenset(name.partition(".so")[0] for name in names if _OPENMP.match(name))
 
 
 def _from_openmp(function: str) -> int:
-    """Return what `function` of the loaded OpenMP runtime says."""
     import ctypes
 
     mode = os.RTLD_NOW | os.RTLD_NOLOAD
@@ -111,14 +105,11 @@ def _threads() -> int:
 
 
 def _threads_of_mkl() -> int:
-    found = re.search(r"mkl_get_max_threads\(\) : (\d+)", _parallel_info())
+    info = str(import_module("torch.__config__").parallel_info())
+    found = re.search(r"mkl_get_max_threads\(\) : (\d+)", info)
     if found is None:
         raise MissingState("this torch has no MKL")
     return int(found[1])
-
-
-def _parallel_info() -> str:
-    return str(import_module("torch.__config__").parallel_info())
 
 
 def _capability() -> str:
