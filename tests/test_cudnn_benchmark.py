@@ -11,16 +11,16 @@ import pytest
 import torch
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "cudnn_benchmark.py"
+BRIEFLY = (str(EXAMPLE), "--passes", "1", "--size", "32")
 PARAMETERS = 25_557_032  # of the network as published, with 1000 classes
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def _printed(*, cuda: bool) -> list[str]:
-    """Run the example as briefly as it can be, and return the lines that it printed."""
-    hidden = {} if cuda else {"CUDA_VISIBLE_DEVICES": ""}
+def _run(*words: str, **variables: str) -> list[str]:
+    """Run a Python with these words, and return the lines that it printed."""
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--passes", "1", "--size", "32"],
-        env={**os.environ, **hidden},
+        [sys.executable, *words],
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
         timeout=600,
@@ -41,7 +41,7 @@ def _check_table(lines: list[str], knob: str) -> None:
 @pytest.mark.slow
 def test_without_a_gpu_the_example_says_so_and_times_the_cpu() -> None:
     """Where no CUDA device is seen a line says it, and the table is of oneDNN."""
-    first, said, where, how_long, *lines = _printed(cuda=False)
+    first, said, where, how_long, *lines = _run(*BRIEFLY, CUDA_VISIBLE_DEVICES="")
 
     assert "to say how long" in first
     assert "No CUDA device" in said
@@ -54,7 +54,7 @@ def test_without_a_gpu_the_example_says_so_and_times_the_cpu() -> None:
 @NEEDS_CUDA
 def test_on_a_gpu_the_example_times_cudnn() -> None:
     """Where there is a CUDA device the table is of cuDNN on that device."""
-    _, where, _, *lines = _printed(cuda=True)
+    _, where, _, *lines = _run(*BRIEFLY)
 
     assert torch.cuda.get_device_name() in where
     _check_table(lines, "backends.cudnn.benchmark")
@@ -75,12 +75,6 @@ def test_the_network_of_the_example_is_a_resnet_50() -> None:
         "model = names['resnet50']().eval(); "
         "print(sum(p.numel() for p in model.parameters()), *model(torch.rand(2, 3, 40, 33)).shape)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(EXAMPLE)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=True,
-    )
+    (printed,) = _run("-c", code, str(EXAMPLE))
 
-    assert done.stdout.split() == [str(PARAMETERS), "2", "1000"]
+    assert printed.split() == [str(PARAMETERS), "2", "1000"]
