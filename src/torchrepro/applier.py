@@ -58,7 +58,7 @@ _past: list[bool] = []  # non-empty once a profile was applied: a relaunch would
 
 
 class Applied:
-    """A profile in force: its report, and the way back.
+    """A profile in force: its report, and how to take it back.
 
     Leaving the `with` block, or `restore`, puts back what was there at entry. Profiles nest; one
     that is restored before those applied after it takes these back first.
@@ -263,17 +263,17 @@ class Applied:
 
 
 def apply(profile: Any, overrides: Sequence[str] = ()) -> Applied:
-    """Put a profile in force in this process, and return the way back.
+    """Put a profile in force in this process, and return what takes it back.
 
-    `profile` is a name, a path, a `Profile`, a DictConfig or a dict; of a whole program's config,
-    its section `repro` is taken. Environment variables are
-    set first, then flags, then seeds; torch is imported when a knob needs it. Changes exactly the
-    knobs that the profile names. Raises `ProfileError` for a profile that is not valid,
-    `ApplyError` if a strict one meets a conflict or a write that fails or does not hold, and
-    `LateError` if a knob is past its phase and the profile's `on_late` is `error`; the process is
-    then as it was before. With `on_late: relaunch` the first call may replace the process; with
-    `relaunch_or_warn` it never does. Under `torchrepro run` of another profile a line says what it
-    replaces.
+    `profile` is a name, a path, a `Profile`, a DictConfig or a dict; of a program's config, its
+    section `repro` is taken. Environment variables are set first, flags next, seeds last; torch is
+    imported when a knob needs it. Changes exactly the knobs that the profile names. With `on_late:
+    relaunch` the first call may replace the process; with `relaunch_or_warn` it never does. Under
+    `torchrepro run` of another profile a line says what it replaces.
+
+    Raises `ProfileError` for a profile that is not valid, `ApplyError` if a strict one has a
+    conflict or a write that fails or does not hold, and `LateError` if a knob is past its phase and
+    the profile's `on_late` is `error`; the process is as it was before.
     """
     with applying:  # the profile is read by modules that are imported only then
         resolved = original_profile(profile, overrides) or resolve(profile, overrides)
@@ -308,9 +308,8 @@ def begin(resolved: ResolvedProfile, obstacle: str) -> Applied:
 def stop_or_relaunch(plan: Plan, obstacle: str, *, by_itself: bool = False) -> str:
     """Return if the plan may be carried out; else raise, or relaunch where `on_late` says so.
 
-    `obstacle` says why this is no moment for a relaunch, if it is none; `by_itself` that it is one
-    for a relaunch that the profile does not insist on. Returns why there was none
-    and what to type instead, or nothing.
+    `obstacle` says why this is not the moment for a relaunch; `by_itself` that it is the moment for
+    one that the profile does not insist on. Returns why there was none, and what to type instead.
     """
     plan.refuse_if_stopping()
     on_late = plan.resolved.on_late

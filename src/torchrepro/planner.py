@@ -1,8 +1,8 @@
 """Decides what putting a profile in force does to each knob of this process, and changes nothing.
 
 A plan is a step for each knob, in the order in which they are set. What a step has decided is what
-`apply` executes and reports. Only a knob whose library is not loaded yet is decided then, and one
-that an earlier step can move (`Knob.reread`) is decided again.
+`apply` executes and reports. `apply` decides only about a knob whose library was not loaded yet,
+and once more about one that an earlier step can move (`Knob.reread`).
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def _step(knob: Knob, value: Any, wanted: Mapping[str, Any], environment: _Envir
 
 
 def decide(knob: Knob, value: Any, wanted: Mapping[str, Any]) -> Row:
-    """Decide what becomes of a knob that is no variable, by what it reads; its library is loaded.
+    """Decide what becomes of a knob by what it reads; not for variables. Its library is loaded.
 
     Where the outcome is `ineffective`, the knob can be set, and nothing here acts on it.
     """
@@ -240,7 +240,7 @@ def _decide_variable(knob: Knob, value: str, environment: _Environment) -> Row:
     in_effect, instead = None, ""
     if knob.effect and (late or not knob.door):
         # Asking a library makes it read the variable: it is only asked once it has.
-        in_effect, instead = knob.effect.look(text)
+        in_effect, instead = knob.effect.check(text)
     in_time = name in environment.in_time
     if in_effect is False:
         if not late:

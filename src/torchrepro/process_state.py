@@ -79,7 +79,7 @@ def closed_doors() -> dict[str, str]:
 NOT_HERE = "not on this machine"
 _NOT_BUILT = "this torch is not built for it"
 _WSL = "/dev/dxg"
-"""The driver of Linux in WSL 2, which does not tell whose GPU it is."""
+"""The driver of Linux in WSL 2, which does not say whose GPU it is."""
 
 _DRIVERS: Mapping[str, tuple[str, ...]] = {
     "cuda": ("/dev/nvidia[0-9]*", "/dev/nvmap", _WSL),
@@ -160,7 +160,7 @@ def _onednn_present() -> bool:
 def _several_ranks() -> bool:
     try:
         return world().size > 1
-    except SeedingError:  # a variable that numbers this process and is no number
+    except SeedingError:  # the variable with the number of this process holds none
         return True
 
 
@@ -284,8 +284,8 @@ def other_than_original(resolved: ResolvedProfile) -> str:
     if its.digest == resolved.digest:
         return ""
     return (
-        f"this run has another profile than the one that it repeats: {resolved.digest}, and then "
-        f"{its.digest}"
+        f"this run has another profile than the one that it repeats: {resolved.digest}, and the "
+        f"original {its.digest}"
     )
 
 

@@ -58,7 +58,7 @@ def untouched() -> Iterator[None]:
 def obstacle_to_relaunch(*, insists: bool) -> str:
     """Return why this process does not start its command line again, or an empty string.
 
-    `insists` says that the profile asks for it by name: then only what makes it impossible counts.
+    `insists` says that the profile asks for it by name: only what makes it impossible counts there.
     """
     obstacles = IMPOSSIBLE if insists else (*IMPOSSIBLE, *IN_DOUBT)
     return next((words for is_there, words in obstacles if is_there()), "")
@@ -100,7 +100,7 @@ def launcher() -> str:
     variables = os.environ
     if "mpi4py.MPI" in sys.modules or any(name.startswith(_MPI) for name in variables):
         return "MPI"
-    # The shell of a Slurm job has a number too, but is no task of a step.
+    # The shell of a Slurm job has a number too, without being a task of a step.
     several = variables.get("SLURM_NTASKS", "1") != "1" and "SLURM_PROCID" in variables
     if several or "SLURM_STEP_ID" in variables:
         return "Slurm"
@@ -184,7 +184,7 @@ def _is_watched() -> bool:
 
 
 def _stdin_may_be_used_up() -> bool:
-    """Whether standard input may hold less than at the start; nothing tells that of a pipe."""
+    """Whether standard input may hold less than at the start; of a pipe nobody knows."""
     try:
         mode = os.fstat(0).st_mode
     except OSError:

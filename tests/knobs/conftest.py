@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.knob import Knob
-from torchrepro.knobs.legal_values import Digits, OneOf, Switch, Text, Whole, WordOrMapping
+from torchrepro.knobs.legal_values import Digits, Integer, OneOf, Switch, Text, WordOrMapping
 
 WORDS = {  # a few legal texts for variables whose pattern is open
     "NCCL_ALGO": ["Ring", "Tree", "^NVLS"],
@@ -27,7 +27,7 @@ def legal_values(knob: Knob) -> st.SearchStrategy[Any]:
             drawn: st.SearchStrategy[Any] = st.booleans()
         case OneOf(values):
             drawn = st.sampled_from(values)
-        case Whole(low, high):
+        case Integer(low, high):
             drawn = st.integers(low, min(high if high is not None else 8, 8) if low < 8 else high)
         case Digits(low, high):
             drawn = st.integers(low, min(high, 64)).map(str)

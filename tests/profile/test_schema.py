@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro.knobs.catalogue import CATALOGUE, other_names
-from torchrepro.knobs.legal_values import OneOf, SchemaVersion, Switch, Whole
+from torchrepro.knobs.legal_values import Integer, OneOf, SchemaVersion, Switch
 from torchrepro.profile.schema import json_schema
 from torchrepro.profile.search_path import SHIPPED
 
@@ -53,7 +53,7 @@ def _legal(knob):
             return [True, False]
         case OneOf(values):
             return list(values)
-        case Whole(low, high):
+        case Integer(low, high):
             return [low, low if high is None else high]
     if not knob.variable:
         return MAPPINGS[knob.name]

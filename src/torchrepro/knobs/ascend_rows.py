@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.knob import Calls, Knob, MissingState
-from torchrepro.knobs.legal_values import OneOf, Switch, Whole
+from torchrepro.knobs.legal_values import Integer, OneOf, Switch
 from torchrepro.knobs.npu_state import (
     CUBE_MATH_LOWERS,
     determinism_blocked,
@@ -148,7 +148,7 @@ _ENABLE = {True: "enable", False: "disable"}
 NPU = (
     _npu(
         name="backends.npu.deterministic_level",
-        legal=Whole(0, 3),
+        legal=Integer(0, 3),
         access=DeterministicLevel(),
         reread=True,
         summary="How far kernels are fixed: 1 deterministic, 2 also the order of torch.mm's "
@@ -196,7 +196,7 @@ NPU = (
     ),
     _npu(
         name="backends.npu.task_queue",
-        legal=Whole(0, 2),
+        legal=Integer(0, 2),
         access=Calls("torch:npu", "get_task_queue_enable", "set_task_queue_enable"),
         summary="Ops are handed to the device through a queue on another thread (1, 2) or "
         "directly (0).",

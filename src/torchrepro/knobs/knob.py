@@ -1,4 +1,4 @@
-"""What a knob is, and the ways to reach the state behind one, environment variables included.
+"""What a knob is, and how the state behind one is reached, environment variables included.
 
 A variable is written to `os.environ`, which reaches C code that has not read it yet and every
 child of the process.
@@ -79,7 +79,7 @@ class Effect:
     words: str
     """What the library does, with a place for the value: ``torch computes with {} threads``."""
 
-    def look(self, text: str) -> tuple[bool | None, str]:
+    def check(self, text: str) -> tuple[bool | None, str]:
         """Return whether `text` is in effect, None if unknown, and what is in effect in words."""
         try:
             now = self.read()

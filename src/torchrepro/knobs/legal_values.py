@@ -56,7 +56,7 @@ class Switch(Legal):
 
 
 @dataclass(frozen=True, slots=True)
-class Whole(Legal):
+class Integer(Legal):
     """A whole number in a closed range; `high` None means no upper end."""
 
     low: int = 0
@@ -285,7 +285,7 @@ class SchemaVersion(Legal):
 
 
 ANY_TEXT = Text(r"[^\0]*", "any text without NUL characters")
-SEED = Whole(0, 2**32 - 1)
+SEED = Integer(0, 2**32 - 1)
 DEVICE = Text(r"[a-z_][a-z0-9_]*(:[0-9]{1,4})?", "cpu, cuda, npu, xpu, mps", variable=False)
 DEVICES_OF_MODULES = MappingOf(
     DEVICE,

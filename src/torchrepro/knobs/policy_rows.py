@@ -11,8 +11,8 @@ from torchrepro.knobs.legal_values import (
     FALLBACK,
     RANK_POLICIES,
     SEEDS_OF_STREAMS,
+    Integer,
     OneOf,
-    Whole,
 )
 
 RANDOMNESS = "https://docs.pytorch.org/docs/stable/notes/randomness.html"
@@ -139,7 +139,7 @@ POLICIES = (
     ),
     _policy(
         "dataloader.num_workers",
-        Whole(0, 0),
+        Integer(0, 0),
         LazyAccess("seeding.loader_hook:workers_policy"),
         "0 loads data in the main process, to find out whether the workers are the culprit.",
         "0: loading no longer overlaps with training",

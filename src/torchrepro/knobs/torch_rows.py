@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.knob import Attribute, Calls, Knob, MissingState, OptionalAttribute, Scope
-from torchrepro.knobs.legal_values import OneOf, Switch, Whole
+from torchrepro.knobs.legal_values import Integer, OneOf, Switch
 from torchrepro.knobs.linked_state import Fp32Precision, InductorSwitch
 from torchrepro.knobs.npu_state import determinism_blocked, native
 
@@ -339,7 +339,7 @@ CUDNN = (
         _cudnn,
         "cudnn.benchmark_limit",
         OptionalAttribute("torch.backends.cudnn", "benchmark_limit"),
-        legal=Whole(0),
+        legal=Integer(0),
         summary="How many algorithms cuDNN's benchmark tries; 0 tries all.",
         cost="more candidates take longer at the first call of a shape",
         source=f"{BACKENDS}-cudnn",
@@ -383,7 +383,7 @@ CPU = (
     _cpu_precision("rnn"),
     _cpu(
         name="backends.cpu.num_threads",
-        legal=Whole(1, 4096),
+        legal=Integer(1, 4096),
         access=Calls("torch", "get_num_threads", "set_num_threads"),
         summary="Threads inside one CPU op. Another number adds up in another order.",
         cost="fewer threads, less speed",
