@@ -154,9 +154,16 @@ class Applied:
         """
         with ExitStack() as until_done:
             until_done.callback(self._abandon)
-            moved = moved_from_now()
+            moved, begins = moved_from_now(), len(self._done)
             for step in steps:
                 self._done.append((step, self._execute(step)))
+            for position, (step, row) in enumerate(self._done[begins:], begins):
+                set_so = row.outcome in (Outcome.APPLIED, Outcome.UNCHANGED)
+                if step.knob.reread and set_so and not step.knob.holds(step.value):
+                    why = "set, and another knob of the profile has moved it since"
+                    now = step.knob.access.read()
+                    row = replace(row, outcome=Outcome.INEFFECTIVE, after=now, why=why)  # noqa: PLW2901
+                    self._done[position] = step, row
             self._note_seeds_of_the_program()
             if self.resolved.strict:
                 if self._unseeded is None:  # it promises the same bits

@@ -2,7 +2,7 @@
 
 A plan is a step for each knob, in the order in which they are set. What a step has decided is what
 `apply` executes and reports. `apply` decides only about a knob whose library was not loaded yet,
-and once more about one that an earlier step can move (`Knob.reread`).
+and once more about one that another step can move (`Knob.reread`).
 """
 
 from __future__ import annotations

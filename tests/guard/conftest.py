@@ -6,6 +6,7 @@ import importlib
 import os
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -35,6 +36,34 @@ def step() -> Callable[[], Any]:
         optimizer.step()
 
     return once
+
+
+@pytest.fixture
+def in_thread() -> Callable[[Callable[[], Iterator[None]]], Callable[[], None]]:
+    """Return a function that runs a program in another thread up to its `yield`.
+
+    It returns a function that lets the thread go on, and waits for its end.
+    """
+
+    def in_thread(program: Callable[[], Iterator[None]]) -> Callable[[], None]:
+        ready, go = threading.Event(), threading.Event()
+
+        def run() -> None:
+            for _ in program():
+                ready.set()
+                go.wait(300)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        ready.wait(300)
+
+        def finish() -> None:
+            go.set()
+            thread.join()
+
+        return finish
+
+    return in_thread
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +12,7 @@ from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.knob import Scope
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torchrepro.knobs.knob import Knob
 
@@ -77,8 +76,12 @@ def test_there_are_knobs_of_every_kind_to_guard() -> None:
 
 
 @pytest.mark.parametrize("knob", SETTABLE, ids=lambda knob: knob.name)
-def test_a_knob_that_is_set_otherwise_is_caught(knob: Knob, step: Callable[[], Any]) -> None:
+def test_a_knob_that_is_set_otherwise_is_caught(
+    knob: Knob, step: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever knob a profile sets: another value is named at the next step, with who wrote it."""
+    if knob.variable:  # what was exported is nobody's to take back
+        monkeypatch.delenv(knob.variable, raising=False)
     first, second = two_values(knob)
     values = {"guard": "error", knob.profile_key: first, **AROUND.get(knob.name, {})}
     with (  # noqa: PT012 - the second step is the one that raises
@@ -106,23 +109,21 @@ FLAGS = [knob for knob in SETTABLE if not knob.variable]
 
 
 @pytest.mark.parametrize("knob", FLAGS, ids=lambda knob: knob.name)
-def test_other_threads_read_what_is_guarded_in_them(knob: Knob) -> None:
+def test_other_threads_read_what_is_guarded_in_them(
+    knob: Knob, in_thread: Callable[..., Callable[[], None]]
+) -> None:
     """A knob of which a thread reads another value is guarded only in the one that applied it."""
-    ready, go, read = threading.Event(), threading.Event(), []
+    read = []
 
-    def in_another_thread() -> None:
+    def reads() -> Iterator[None]:
         knob.access.read()  # what a thread keeps, it keeps from its first use on
-        ready.set()
-        go.wait(300)
+        yield
         read.append(knob.access.read())
 
-    thread = threading.Thread(target=in_another_thread)
-    thread.start()
-    ready.wait(300)
+    finish = in_thread(reads)
     values = {knob.profile_key: two_values(knob)[1], **AROUND.get(knob.name, {})}
     with torchrepro.apply(asking(values)):
-        go.set()
-        thread.join()
+        finish()
         differs = read != [knob.access.read()]
 
     assert not differs or knob.scope is Scope.THREAD or knob.name in PER_THREAD

@@ -52,17 +52,14 @@ def has_npu(monkeypatch: pytest.MonkeyPatch) -> Has:
     ],
 )
 def test_determinism_is_blocked_below_cann_8_5(has_npu: Has, cann: str, heard: bool) -> None:
-    """Exactly the runtimes below 8.5 that are known keep determinism from the NPU."""
+    """Exactly the runtimes below 8.5 that are known keep determinism from the NPU.
+
+    A torch_npu from before level 3 forwards it to any of them.
+    """
     has_npu(cann=cann)
 
     assert (npu_state.determinism_blocked({}) == "") == heard
-
-
-def test_an_older_torch_npu_told_every_cann(has_npu: Has) -> None:
-    """A torch_npu from before level 3 forwards determinism to any CANN."""
-    has_npu(cann="8.3.0")
     del torch.npu._sync_deterministic_level
-
     assert npu_state.determinism_blocked({}) == ""
 
 
@@ -150,18 +147,10 @@ def test_another_back_end_called_npu_is_believed(monkeypatch: pytest.MonkeyPatch
 def test_doctor_says_once_what_the_npu_would_not_hear(
     has_npu: Has, devices: int, cann: str, overrides: list[str], words: list[str]
 ) -> None:
-    """With devices and on a machine without, doctor has one serious finding per reason."""
+    """doctor has one serious finding per reason, and says so where torch_npu finds no device."""
     has_npu(cann=cann, devices=devices)
     found = [finding.what for finding in examine(resolve("debug-strict", overrides))]
     about = [what for what in found if "determinism" in what]
 
     assert [word for word, what in zip(words, about, strict=True) if word in what] == words
-
-
-def test_doctor_says_where_there_is_no_npu(has_npu: Has) -> None:
-    """doctor says that torch_npu finds no device exactly where it finds none."""
-    for devices in (0, 2):
-        has_npu(devices=devices)
-        found = [finding.what for finding in examine(resolve("seed-only", []))]
-
-        assert any("finds no NPU" in what for what in found) == (devices == 0)
+    assert any("finds no NPU" in what for what in found) == (devices == 0)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro import process_state
-from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.knob import Attribute, Knob
 from torchrepro.outcomes import STANDINGS, Outcome
 from torchrepro.process_state import NOT_HERE
@@ -124,22 +123,26 @@ def test_the_plan_is_what_apply_does(data: st.DataObject, profiles: Any) -> None
         assert expected == row or (tried and expected.before == row.before), row
 
 
-def test_a_knob_that_an_earlier_one_moves_has_the_value_of_the_profile() -> None:
-    """What was as asked for, and is moved by a variable of the same state, is set again."""
-    name = "backends.torch.inductor_deterministic"
-    values = {
-        "env": {"TORCHINDUCTOR_DETERMINISTIC": "1"},
-        "backends": {"torch": {"inductor_deterministic": False}},
-    }
-    planned = torchrepro.plan(values).report[name].outcome
+def test_of_two_knobs_that_are_one_switch_the_last_is_in_force(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What an earlier knob has moved is set again, and what a later one has moved is ineffective.
+
+    Before torch 2.9 convolutions and RNNs had one float32 precision, as they have here.
+    """
+    conv, rnn = (f"backends.cudnn.{name}_fp32_precision" for name in ("conv", "rnn"))
+    monkeypatch.setattr("torchrepro.knobs.linked_state._finest", lambda path: None)
+    values = {"backends": {"cudnn": {"conv_fp32_precision": "ieee", "rnn_fp32_precision": "tf32"}}}
+    planned = torchrepro.plan(values).report
+    assert torch.backends.cudnn.allow_tf32
 
     with torchrepro.apply(values) as applied:
-        row = applied.report[name]
-        holds = knobs_by_name()[name].holds(False)
+        rows = applied.report
+        allowed = torch.backends.cudnn.allow_tf32
 
-    if planned is Outcome.UNSUPPORTED:
-        pytest.skip("this torch's inductor has no such option")
-    assert (planned, row.outcome, holds) == (Outcome.UNCHANGED, Outcome.APPLIED, True)
+    assert allowed
+    assert [planned[name].outcome for name in (conv, rnn)] == [Outcome.APPLIED, Outcome.UNCHANGED]
+    assert [rows[name].outcome for name in (conv, rnn)] == [Outcome.INEFFECTIVE, Outcome.APPLIED]
 
 
 def test_what_nothing_acts_on_is_written_and_has_a_standing_of_its_own(

@@ -155,7 +155,10 @@ class Knob:
     """
 
     reread: bool = False
-    """Whether setting an earlier knob can move this one, so that a plan decides it once more."""
+    """Whether setting another knob can move this one.
+
+    If so it is decided again when its turn comes, and read again once all others are set.
+    """
 
     guarded: bool = True
     """Whether the drift guard reads the knob again."""

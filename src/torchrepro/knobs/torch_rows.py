@@ -132,7 +132,6 @@ def _cpu_precision(operation: str) -> Knob:
         name=f"backends.cpu.mkldnn_{operation}_fp32_precision",
         legal=OneOf(("ieee", "tf32", "bf16")),
         access=Fp32Precision(f"mkldnn.{operation}"),
-        reread=True,
         summary=f"float32 {operation} in oneDNN: in full, or through tf32 or bf16 products.",
         cost="ieee gives up the speed of the CPU's bf16 units, where it has them",
         source=f"{DOCS}/notes/mkldnn.html",
@@ -190,7 +189,7 @@ def _cudnn_precision(operation: str) -> Knob:
         name=f"backends.cudnn.{operation}_fp32_precision",
         legal=OneOf(("ieee", "tf32")),
         access=Fp32Precision(f"cudnn.{operation}"),
-        reread=True,
+        reread=True,  # before torch 2.9 both have one switch
         summary=f"float32 {operation} in cuDNN: all 23 mantissa bits (ieee) or 10 (tf32, "
         "torch's default).",
         cost="ieee is up to several times slower than tf32 on tensor cores",
@@ -231,7 +230,6 @@ TORCH = (
         name="backends.torch.inductor_deterministic",
         legal=Switch(),
         access=InductorSwitch("TORCHINDUCTOR_DETERMINISTIC", "deterministic"),
-        reread=True,
         scope=Scope.PROCESS_AND_CHILDREN,
         summary="Compiled code makes no choice by timing: no autotuning, no benchmarked fusion.",
         cost="compiled code can be much slower (https://github.com/pytorch/pytorch/issues/174711)",
@@ -281,7 +279,6 @@ CUDA = (
         name="backends.cuda.matmul_fp32_precision",
         legal=OneOf(("ieee", "tf32")),
         access=Fp32Precision("cuda.matmul"),
-        reread=True,
         summary="float32 matrix products on CUDA: all 23 mantissa bits (ieee) or 10 (tf32).",
         cost="ieee is up to several times slower than tf32 on tensor cores",
         source=f"{NUMERICS}#tf32-on-ampere",
