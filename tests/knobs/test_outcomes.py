@@ -133,7 +133,7 @@ def test_of_two_knobs_that_are_one_switch_the_last_is_in_force(
     conv, rnn = (f"backends.cudnn.{name}_fp32_precision" for name in ("conv", "rnn"))
     monkeypatch.setattr("torchrepro.knobs.linked_state._finest", lambda path: None)
     values = {"backends": {"cudnn": {"conv_fp32_precision": "ieee", "rnn_fp32_precision": "tf32"}}}
-    planned = torchrepro.plan(values).report
+    planned = [step.expected.outcome for step in torchrepro.plan(values).steps]
     assert torch.backends.cudnn.allow_tf32
 
     with torchrepro.apply(values) as applied:
@@ -141,8 +141,9 @@ def test_of_two_knobs_that_are_one_switch_the_last_is_in_force(
         allowed = torch.backends.cudnn.allow_tf32
 
     assert allowed
-    assert [planned[name].outcome for name in (conv, rnn)] == [Outcome.APPLIED, Outcome.UNCHANGED]
-    assert [rows[name].outcome for name in (conv, rnn)] == [Outcome.INEFFECTIVE, Outcome.APPLIED]
+    assert planned == [Outcome.APPLIED, Outcome.UNCHANGED]
+    assert rows[conv].outcome is Outcome.INEFFECTIVE
+    assert (rows[rnn].is_set, rows[rnn].before, rows[rnn].after) == (True, "ieee", "tf32")
 
 
 def test_what_nothing_acts_on_is_written_and_has_a_standing_of_its_own(
