@@ -66,8 +66,8 @@ def say_switches(framework: str, switches: Iterable[Switch]) -> None:
     A switch of whose knob the profile says nothing is the program's own affair. Those that agree
     are a note, which `--quiet` leaves out.
     """
-    from torchrepro.outcomes import why_equivalent
     from torchrepro.knobs.catalogue import knobs_by_name
+    from torchrepro.outcomes import why_equivalent
     from torchrepro.profile.resolved import flatten
 
     profile = in_force()
