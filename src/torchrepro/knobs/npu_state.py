@@ -98,7 +98,7 @@ def cann_too_old() -> str:
 def compiled_ops_blocked(wanted: Mapping[str, Any]) -> str:
     """Return why ops that are compiled when first called would not be deterministic."""
     # Before device init the readers themselves would be what reads a variable for good.
-    used = npu() if hasattr(npu(), "is_initialized") and npu().is_initialized() else None
+    used: Any = npu() if hasattr(npu(), "is_initialized") and npu().is_initialized() else None
     jit_compile, queue = (
         wanted.get(f"backends.npu.{name}") for name in ("jit_compile", "task_queue")
     )
