@@ -197,7 +197,6 @@ HYDRA = {
     "a typed override": (["+repro=theirs", "repro.env_extra.ACME_FLAG=8"], "", 0),
     "a typed section": (["+repro=seed-only", "repro.env_extra={ACME_FLAG: 8}"], "", 0),
     "an override of another key": (["+repro=theirs", "repro.name=ACME_FLAG"], "", 3),
-    "the app's own config": (["--config-name=own", "size=3"], "", 3),
 }
 
 
@@ -207,7 +206,6 @@ def test_consent_under_hydra(write, hydra_app, case):
     """The task runs if the variable or an override on the command line consents, and only then."""
     arguments, consent, status = HYDRA[case]
     write(UNKNOWN, "conf/repro/theirs.yaml")
-    write("size: 1\nrepro: {seed: 1, env_extra: {ACME_FLAG: '7'}}\n", "conf/own.yaml")
 
     ended = hydra_app(*arguments, **{VARIABLE: consent})
 
