@@ -61,40 +61,36 @@ def test_every_kind_of_tensor_has_those_of_its_numbers(kind: str) -> None:
     assert found == Statistics(5, pytest.approx(0.6), pytest.approx(math.sqrt(3)), 0.0, 1.0)
 
 
+ONE_OF_EACH = torch.tensor([1 + 2j, 3 - 4j])
+FEW = torch.tensor([[0.0, 2.0], [0.0, 4.0]])
+OF_FEW = Statistics(2, 3.0, math.sqrt(20), 2.0, 4.0)
+APART = torch.cat([torch.full((PIECE,), INF), torch.full((PIECE,), -INF)])
+EXACTLY: dict[str, tuple[Callable[[], torch.Tensor], Statistics]] = {
+    # The zeros that a sparse tensor leaves out, and its indices, do not count.
+    "coo": (FEW.to_sparse, OF_FEW),
+    "csr": (FEW.to_sparse_csr, OF_FEW),
+    "csc": (FEW.to_sparse_csc, OF_FEW),
+    # Real and imaginary parts are numbers of their own, conjugated where the tensor is.
+    "complex": (lambda: ONE_OF_EACH, Statistics(4, 0.5, math.sqrt(30), -4.0, 3.0)),
+    "conjugate": (ONE_OF_EACH.conj, Statistics(4, 1.5, math.sqrt(30), -2.0, 4.0)),
+    "empty": (lambda: torch.empty(0), Statistics(0)),
+    "nan": (lambda: torch.tensor([NAN]), Statistics(0)),
+    "meta": (lambda: torch.ones(3, device="meta"), Statistics(0)),
+    "no rows": (lambda: torch.empty(4, 0, 3), Statistics(0)),
+    # An infinity is the greatest number; both have no mean.
+    "infinity": (lambda: torch.tensor([1.0, INF]), Statistics(2, INF, INF, 1.0, INF)),
+    "both": (lambda: torch.tensor([-INF, INF]), Statistics(2, None, INF, -INF, INF)),
+    "both, in pieces": (lambda: APART, Statistics(2 * PIECE, None, INF, -INF, INF)),
+}
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr", "to_sparse_csc"])
-def test_of_sparse_tensors_those_that_are_kept_count(layout: str) -> None:
-    """Zeros that a sparse tensor leaves out are no numbers of it, and its indices are none."""
-    tensor = getattr(torch.tensor([[0.0, 2.0], [0.0, 4.0]]), layout)()
+@pytest.mark.parametrize("kind", EXACTLY)
+def test_only_the_numbers_of_a_tensor_count(kind: str) -> None:
+    """Without numbers the count is 0, and all else is missing."""
+    make, expected = EXACTLY[kind]
 
-    assert statistics(tensor) == Statistics(2, 3.0, math.sqrt(20), 2.0, 4.0)
-
-
-def test_complex_numbers_are_two_each() -> None:
-    """Real and imaginary parts are numbers of their own, conjugated where the tensor is."""
-    tensor = torch.tensor([1 + 2j, 3 - 4j])
-
-    assert statistics(tensor) == Statistics(4, 0.5, math.sqrt(30), -4.0, 3.0)
-    assert statistics(tensor.conj()) == Statistics(4, 1.5, math.sqrt(30), -2.0, 4.0)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "tensor",
-    [torch.empty(0), torch.tensor([NAN]), torch.ones(3, device="meta"), torch.empty(4, 0, 3)],
-    ids=["empty", "nan", "meta", "no rows"],
-)
-def test_without_numbers_there_is_nothing_to_say(tensor: torch.Tensor) -> None:
-    """A tensor that holds no number has a count of 0 and nothing else."""
-    assert statistics(tensor) == Statistics(0)
-
-
-def test_infinities_are_numbers() -> None:
-    """An infinity is the greatest number; the mean of both infinities is none."""
-    assert statistics(torch.tensor([1.0, INF])) == Statistics(2, INF, INF, 1.0, INF)
-    assert statistics(torch.tensor([-INF, INF])) == Statistics(2, None, INF, -INF, INF)
-    apart = torch.cat([torch.full((PIECE,), INF), torch.full((PIECE,), -INF)])
-    assert statistics(apart) == Statistics(2 * PIECE, None, INF, -INF, INF)
+    assert statistics(make()) == expected
 
 
 def test_small_numbers_are_not_lost_among_many() -> None:
