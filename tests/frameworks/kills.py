@@ -43,27 +43,19 @@ class Plan:
 
     workers: int
     kills: tuple[int, ...]
-    profile: str | None = PROFILE
-    """None for the program as it is, whose author has seeded it by hand."""
-
+    profile: str | None = PROFILE  # None for the program as it is, which its author has seeded
     world: int = 1
-    options: dict[str, Any] = field(default_factory=dict)
-    """What `train` of the program is called with besides."""
+    options: dict[str, Any] = field(default_factory=dict)  # with which `train` is called besides
 
 
 @dataclass(frozen=True)
 class Resumed:
     """What became of a run that was killed and started again."""
 
-    killed: int
-    """The signal that ended the first run."""
-
+    killed: int  # the signal that ended the first run
     resumed_from: str | None
-    equal: bool
-    """Whether its weights are bitwise those of the uninterrupted run."""
-
-    said: str
-    """What the second run wrote on standard error."""
+    equal: bool  # whether its weights are bitwise those of the uninterrupted run
+    said: str  # what the second run wrote on standard error
 
 
 @dataclass(frozen=True)

@@ -136,34 +136,19 @@ class Way:
     dataset: type = TorchNoise
     options: dict[str, Any] = field(default_factory=lambda: {"shuffle": True})
     sampler: Callable[[], Any] | None = None
-    generator: int | None = None
-    """The seed of a generator that the loader is given."""
-
-    at_start: bool = True
-    """Whether the generators are saved as they were when the epoch began."""
-
-    at_step: bool = True
-    """Whether they are saved as they are after the step."""
-
-    host: bool = False
-    """Whether those of `random` and numpy are saved as well."""
-
+    generator: int | None = None  # the seed of a generator that the loader is given
+    at_start: bool = True  # the generators are saved as they were when the epoch began
+    at_step: bool = True  # they are saved as they are after the step
+    host: bool = False  # those of `random` and numpy are saved as well
     dropout: float = 0.5
     skip: str = "pass over"
     split: bool = False
     stateful: bool = False
-    whole_epochs: bool = False
-    """Whether a checkpoint is written at the end of an epoch only."""
-
+    whole_epochs: bool = False  # a checkpoint is written at the end of an epoch only
     sets_epoch: bool = False
-    own_states: bool = False
-    """Whether the generator of the loader or sampler is saved as the epoch began."""
-
-    seeds_once: bool = False
-    """Whether a run that goes on puts the generators back instead of seeding them."""
-
-    only: int | None = None
-    """The one number of workers with which it is exact in plain Python."""
+    own_states: bool = False  # the generator of the loader or sampler is saved as the epoch began
+    seeds_once: bool = False  # a run that goes on puts the generators back instead of seeding them
+    only: int | None = None  # the one number of workers with which it is exact in plain Python
 
 
 def _rng(host):

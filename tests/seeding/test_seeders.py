@@ -4,12 +4,10 @@ import importlib
 import random
 import sys
 from collections.abc import Callable, Iterator
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import torchrepro
 from torchrepro.seeding import libraries
@@ -192,21 +190,6 @@ def test_what_is_no_seeder_is_refused(arguments: tuple[Any, ...]) -> None:
         torchrepro.register_seeder(*arguments)
 
     assert libraries._registered == before
-
-
-@pytest.mark.parametrize("seed", [0, 7, 2**32 - 1, 2**32 + 7])
-def test_pytest_randomly_seeds_torch(seed: int) -> None:
-    """What pytest-randomly calls before every test seeds torch with the low 32 bits."""
-    with torchrepro.isolated_rng():
-        libraries.reseed(seed)
-        assert torch.initial_seed() == seed % 2**32
-
-
-def test_pytest_randomly_finds_torchrepro() -> None:
-    """The entry point that pytest-randomly reads leads to the function that seeds torch."""
-    found = [e.load() for e in entry_points(group="pytest_randomly.random_seeder")]
-
-    assert libraries.reseed in found
 
 
 def test_pytest_randomly_loads_no_torch(answer_of: Callable[..., Any]) -> None:

@@ -19,16 +19,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torchrepro.errors import SeedingError
+from torchrepro.frameworks import run_state
 from torchrepro.frameworks.hooking import Switch, in_force, log_profile, say_switches
-from torchrepro.frameworks.run_state import (
-    begin_interrupted_epochs,
-    checkpoint_entry,
-    own_state,
-    put_back,
-    ranks,
-    say_not_resumed,
-    state_of_rank,
-)
 from torchrepro.messages import shown
 from torchrepro.patching import MissingHookError, wrap, wrap_everywhere
 from torchrepro.seeding.loader_places import (
@@ -147,7 +139,7 @@ class _Hooks:
         """Write the complete state of this rank, before accelerate writes its own files."""
         if in_force() is None:
             return
-        here, state, prepared = ranks(), state_of_rank(), self._prepared()
+        here, state, prepared = run_state.ranks(), run_state.state_of_rank(), self._prepared()
         counted = [(getattr(loader, "iteration", None), base_loader(loader)) for loader in prepared]
         # accelerate counts an epoch when the program asks for one more batch than there are
         state["iterations"] = [
@@ -158,14 +150,14 @@ class _Hooks:
         ends = [loader for loader in prepared if getattr(loader, "end_of_dataloader", False)]
         done = [place["number"] for loader in ends if (place := place_of(base_loader(loader)))]
         state["interrupted"] = [p for p in state["interrupted"] if p["number"] not in done]
-        entry = checkpoint_entry([state]) | here._asdict()
+        entry = run_state.checkpoint_entry([state]) | here._asdict()
         write_atomically(Path(folder, _FILE.format(here.rank)), json.dumps(entry).encode())
 
     def load(self, models: Any, folder: str) -> None:
         """Put back the state of this rank; accelerate then loads what it has of the same."""
         if in_force() is None:
             return
-        where, own = f"accelerate: {folder}", Path(folder, _FILE.format(ranks().rank))
+        where, own = f"accelerate: {folder}", Path(folder, _FILE.format(run_state.ranks().rank))
         there = own if own.exists() else next(Path(folder).glob(_FILE.format("*")), None)
         entry = None
         try:
@@ -175,14 +167,14 @@ class _Hooks:
                 (states[entry["rank"]],) = entry["ranks"]
                 entry["ranks"] = states
         except (OSError, ValueError, KeyError, TypeError) as error:
-            say_not_resumed(where, f"{own.name} is damaged: {error}")
+            run_state.say_not_resumed(where, f"{own.name} is damaged: {error}")
             return
-        state = own_state(entry, where)
-        if state is not None and put_back(state, where):
+        state = run_state.own_state(entry, where)
+        if state is not None and run_state.put_back(state, where):
             for loader, iteration in zip(self._prepared(), state["iterations"], strict=False):
                 if iteration is not None and hasattr(loader, "iteration"):
                     loader.iteration = iteration
-            begin_interrupted_epochs(state)
+            run_state.begin_interrupted_epochs(state)
 
 
 def hook_loaders(module: ModuleType) -> ExitStack:

@@ -15,20 +15,10 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from torchrepro.console import say_once
+from torchrepro.frameworks import run_state
 from torchrepro.frameworks.accelerate import base_loader
 from torchrepro.frameworks.hooking import Switch, in_force, log_profile, say_switches
-from torchrepro.frameworks.run_state import (
-    KEY,
-    begin_interrupted_epochs,
-    checkpoint_entry,
-    generators_of,
-    of_all_ranks,
-    own_state,
-    put_back,
-    ranks,
-    say_not_resumed,
-    state_of_rank,
-)
+from torchrepro.frameworks.run_state import KEY
 from torchrepro.patching import MissingHookError, wrap
 from torchrepro.seeding.loader_places import kind_of
 
@@ -171,7 +161,7 @@ class RunState:
                 f"{_FRAMEWORK}: a checkpoint is saved in the middle of a step; a run that goes on "
                 "from it does that step again with other random numbers"
             )
-        size = ranks().size
+        size = run_state.ranks().size
         if size > 1 and not self._all_ranks:
             say_once(
                 f"{_FRAMEWORK}: a checkpoint holds the state of rank 0 alone, because a callback "
@@ -179,10 +169,10 @@ class RunState:
                 "goes on from it is not the uninterrupted one"
             )
         others: list[Any] = [*self._all_ranks[1:]] or [None] * (size - 1)
-        return exported | {KEY: checkpoint_entry([self._state(), *others])}
+        return exported | {KEY: run_state.checkpoint_entry([self._state(), *others])}
 
     def _state(self) -> dict[str, Any]:
-        state = state_of_rank()
+        state = run_state.state_of_rank()
         # Each evaluation has a loader of its own, and with it a generator that was just seeded.
         state["resting"] = [each for each in state["resting"] if each["kind"] == self._kind]
         return state
@@ -214,13 +204,13 @@ class RunState:
             for each in exported if isinstance(exported, list) else [exported]:
                 entry = entry or each.get(KEY)
         if entry is not None and None in entry.get("ranks", ()):
-            say_not_resumed(where, "it holds the state of rank 0 alone")
+            run_state.say_not_resumed(where, "it holds the state of rank 0 alone")
             return
-        run = own_state(entry, where)
-        if run is not None and put_back(run, where):
+        run = run_state.own_state(entry, where)
+        if run is not None and run_state.put_back(run, where):
             self.has_gone_on = True
-            begin_interrupted_epochs(run)
-            self._pending = generators_of(run)
+            run_state.begin_interrupted_epochs(run)
+            self._pending = run_state.generators_of(run)
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         """Put the generators back once more: what the start of the training drew does not count."""
@@ -248,7 +238,7 @@ class RunState:
         # ranks. What another callback wants, it may want on one rank only, which would then wait
         # for the others forever.
         self._all_ranks = []
-        if not self._attends or in_force() is None or ranks().size == 1:
+        if not self._attends or in_force() is None or run_state.ranks().size == 1:
             return
         callbacks: Any = import_module("transformers.trainer_callback")
         asked = callbacks.TrainerControl()
@@ -256,12 +246,12 @@ class RunState:
         if_better = asked.should_evaluate and args.save_strategy == "best"
         self._saves = asked.should_save or if_better
         if self._saves:
-            self._all_ranks = of_all_ranks(self._state())
+            self._all_ranks = run_state.of_all_ranks(self._state())
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
         """Gather them again where a checkpoint follows: an evaluation draws numbers."""
         if self._saves:
-            self._all_ranks = of_all_ranks(self._state())
+            self._all_ranks = run_state.of_all_ranks(self._state())
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Attend no longer."""

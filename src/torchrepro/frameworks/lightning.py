@@ -19,6 +19,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import say
+from torchrepro.frameworks import run_state
 from torchrepro.frameworks.hooking import (
     Switch,
     going_on_without,
@@ -26,20 +27,7 @@ from torchrepro.frameworks.hooking import (
     log_profile,
     say_switches,
 )
-from torchrepro.frameworks.run_state import (
-    KEY,
-    begin_interrupted_epochs,
-    checkpoint_entry,
-    generators_of,
-    give_loaders_state,
-    loaded_states,
-    of_all_ranks,
-    own_state,
-    put_back,
-    ranks,
-    resume_loader,
-    state_of_rank,
-)
+from torchrepro.frameworks.run_state import KEY
 from torchrepro.patching import MissingHookError, wrap
 from torchrepro.seeding.loader_places import await_loaders, begin_late
 
@@ -86,7 +74,7 @@ def hook_trainer(module: ModuleType) -> ExitStack:
     Raises `MissingHookError` where `module` has no Trainer, or where loaders have a state.
     """
     with ExitStack() as undo:
-        undo.enter_context(give_loaders_state())
+        undo.enter_context(run_state.give_loaders_state())
         trainer = getattr(module, "Trainer", None)
         if trainer is None:
             raise MissingHookError("Trainer")
@@ -148,13 +136,15 @@ class TrainerHooks:
         """
         if in_force() is not None:
             with going_on_without(FRAMEWORK, "the state of the run in a checkpoint"):
-                state = state_of_rank()
+                state = run_state.state_of_rank()
                 state["loaders"] = _taken_out(checkpoint, trainer)
                 if trainer.reload_dataloaders_every_n_epochs:
                     state["resting"] = []  # new loaders begin with generators of their own
-                alone = trainer.interrupted and ranks().size > 1
-                states = [state] if alone else of_all_ranks(state)
-                checkpoint[KEY] = checkpoint_entry(states) | ({"alone": True} if alone else {})
+                alone = trainer.interrupted and run_state.ranks().size > 1
+                states = [state] if alone else run_state.of_all_ranks(state)
+                checkpoint[KEY] = run_state.checkpoint_entry(states) | (
+                    {"alone": True} if alone else {}
+                )
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
         """Put back the state of this rank, and hand its loaders' places to Lightning."""
@@ -162,13 +152,13 @@ class TrainerHooks:
             return
         where = f"{FRAMEWORK}: {trainer.ckpt_path or 'the checkpoint'}"
         with going_on_without(FRAMEWORK, f"going on from {trainer.ckpt_path}"):
-            state = own_state(checkpoint.get(KEY), where)
-            if state is not None and put_back(state, where):
+            state = run_state.own_state(checkpoint.get(KEY), where)
+            if state is not None and run_state.put_back(state, where):
                 self._go_on(trainer, checkpoint, state, where)
 
     def _go_on(self, trainer: Any, checkpoint: Any, state: Any, where: str) -> None:
         keeping = [each for each in state["interrupted"] if each["keeps_place"]]
-        await_loaders(keeping, generators_of(state))
+        await_loaders(keeping, run_state.generators_of(state))
         fit = checkpoint["loops"]["fit_loop"]["state_dict"]
         states = fit[_LOADERS] = list(fit.get(_LOADERS, []))
         for number, saved in state["loaders"]:
@@ -180,7 +170,7 @@ class TrainerHooks:
             say(f"{where}: Lightning may begin another epoch here; from 2.5.3 on it does not")
         if not keeping and not any(saved is not None for _, saved in state["loaders"]):
             # Its loaders begin the next epoch too soon here: before the program's hooks are called.
-            self._pending = generators_of(state)
+            self._pending = run_state.generators_of(state)
             begin_late(self.on_train_epoch_start, together=len(state["loaders"]))
 
     def on_train_epoch_start(self, *_: Any) -> None:
@@ -255,7 +245,7 @@ def hook_fabric(module: ModuleType) -> ExitStack:
     if fabric is None:
         raise MissingHookError("Fabric")
     with ExitStack() as undo:
-        undo.enter_context(give_loaders_state())
+        undo.enter_context(run_state.give_loaders_state())
         wrap(undo, fabric, "save", _saving_fabric)
         wrap(undo, fabric, "load", _loading_fabric)
         return undo.pop_all()
@@ -265,7 +255,12 @@ def _saving_fabric(original: Any) -> Any:
     def save(self: Any, path: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
         if in_force() is not None and isinstance(state, dict):
             with going_on_without("fabric", "the state of the run in a checkpoint"):
-                state = {**state, KEY: checkpoint_entry(of_all_ranks(state_of_rank()))}
+                state = {
+                    **state,
+                    KEY: run_state.checkpoint_entry(
+                        run_state.of_all_ranks(run_state.state_of_rank())
+                    ),
+                }
         return original(self, path, state, *args, **kwargs)
 
     return save
@@ -273,7 +268,7 @@ def _saving_fabric(original: Any) -> Any:
 
 def _loading_fabric(original: Any) -> Any:
     def load(self: Any, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
-        with loaded_states() as loaders:
+        with run_state.loaded_states() as loaders:
             rest = original(self, path, state, *args, **kwargs)
             entry = rest.pop(KEY, None) if isinstance(rest, dict) else None
             # A program that goes on with a training loads an optimizer as well. Weights alone are
@@ -282,12 +277,12 @@ def _loading_fabric(original: Any) -> Any:
             if in_force() is not None and any(hasattr(part, "param_groups") for part in parts):
                 with going_on_without("fabric", f"going on from {path}"):
                     where = f"fabric: {path}"
-                    run = own_state(entry, where)
-                    if run is not None and put_back(run, where):
-                        begin_interrupted_epochs(run)
+                    run = run_state.own_state(entry, where)
+                    if run is not None and run_state.put_back(run, where):
+                        run_state.begin_interrupted_epochs(run)
                         for loader, saved in loaders:
                             if not saved["over"]:
-                                resume_loader(loader, saved, run)
+                                run_state.resume_loader(loader, saved, run)
         return rest
 
     return load

@@ -14,17 +14,10 @@ from zipfile import BadZipFile, ZipFile
 
 from torchrepro.errors import SeedingError
 from torchrepro.messages import shown, some
+from torchrepro.seeding import loader_places
 from torchrepro.seeding.loader import named_loading_of, set_epochs
 from torchrepro.seeding.loader_hook import set_epoch_of_parts
-from torchrepro.seeding.loader_places import (
-    Delivery,
-    Resumption,
-    await_resting,
-    encoded_states,
-    put_states,
-    read_states,
-    resting,
-)
+from torchrepro.seeding.loader_places import Delivery, Resumption
 from torchrepro.seeding.ranks import world
 from torchrepro.seeding.state import rng_state, run_begins, set_rng_state, write_atomically
 from torchrepro.seeding.streams import nonnegative_int
@@ -98,7 +91,7 @@ class Checkpoint:
                     legal="a module, an optimizer, a scheduler, a scaler",
                 )
         step = None if self.folder is None else _latest(self.folder)
-        await_resting(())
+        loader_places.await_resting(())
         if self.folder is not None and step is not None:
             self._load(_file(self.folder, step))
         run_begins(resumed=step is not None)
@@ -113,9 +106,9 @@ class Checkpoint:
                 if self._waits_for("batches") and not self.batch:
                     self._restore_generators()
                 elif self._waits_for("batches") and self._begun is not None:
-                    put_states(None, self._begun)
+                    loader_places.put_states(None, self._begun)
                 if self.folder is not None:
-                    self._begun = encoded_states(read_states(None))
+                    self._begun = loader_places.encoded_states(loader_places.read_states(None))
                 yield self.epoch
                 self.epoch, self.batch, self._epoch_is_done = self.epoch + 1, 0, False
             self._counted = True
@@ -239,7 +232,7 @@ class Checkpoint:
                 "place": self._delivery.place() if within and self._delivery is not None else None,
                 "root": self._root,
                 "begun": self._begun,
-                "resting": resting(),
+                "resting": loader_places.resting(),
                 "rng": rng_state(),
                 "parts": states,
             },
@@ -284,7 +277,7 @@ class Checkpoint:
         self.epoch, self.batch, self.step = done
         self._loop, self._place, self._root, self._rng = loop, place, root, rng
         self._begun = begun
-        await_resting(rested)
+        loader_places.await_resting(rested)
         set_epochs(rng["loaders"])  # a loader has to know which epoch comes next
 
 

@@ -21,7 +21,7 @@ from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.imports import AfterImport, named
 from torchrepro.messages import shown
 from torchrepro.patching import wrap
-from torchrepro.seeding import streams
+from torchrepro.seeding import loader_places, loader_worker, streams
 from torchrepro.seeding.loader import (
     Loading,
     NamedLoading,
@@ -36,28 +36,7 @@ from torchrepro.seeding.loader import (
     set_automatic,
     worker_seeder,
 )
-from torchrepro.seeding.loader_places import (
-    Delivery,
-    batch_size,
-    delivery_of,
-    forget_places,
-    given_from,
-    parts_with_epochs,
-    reads_items,
-    say_other_batch_size,
-    watch_own_resumes,
-)
-from torchrepro.seeding.loader_worker import (
-    epoch_stream,
-    in_loader,
-    isolated_draws,
-    put_reader_maker,
-    reader_of_items,
-    reader_of_named_items,
-    reader_of_samples,
-    start_from,
-    worker_stream,
-)
+from torchrepro.seeding.loader_places import Delivery
 from torchrepro.seeding.streams import Stream, checked_name, nonnegative_int
 
 if TYPE_CHECKING:
@@ -95,9 +74,9 @@ class SeedingPolicy:
 
     def write(self, value: str) -> None:
         set_automatic(value == "auto")
-        watch_own_resumes(begins=value == "auto")
+        loader_places.watch_own_resumes(begins=value == "auto")
         if value != "auto":
-            forget_places()
+            loader_places.forget_places()
         _settle()
 
     save = read
@@ -202,14 +181,14 @@ def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
             say_once(f"set_epoch: nothing seeds this loader, so it begins anew: {advice}")
         set_epoch_of_parts(loader, number)
         return
-    if left_out and (loading is None or reads_items(loader)):
+    if left_out and (loading is None or loader_places.reads_items(loader)):
         why = "an IterableDataset" if loading is not None else "a loader that is not seeded here"
         raise SeedingError.about(
             f"batches of {why} cannot be skipped", key="start", found=shown(start)
         )
     if loading is not None:
         loading.go_to(number, left_out)
-    elif not parts_with_epochs(loader):
+    elif not loader_places.parts_with_epochs(loader):
         raise SeedingError.about(
             "nothing in this loader knows epochs", found=shown(loader), todo=advice
         )
@@ -218,7 +197,7 @@ def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
 
 def set_epoch_of_parts(loader: Any, epoch: int) -> None:
     """Call `set_epoch` of the samplers and of the dataset of `loader`, where they have one."""
-    for part in parts_with_epochs(loader):
+    for part in loader_places.parts_with_epochs(loader):
         part.set_epoch(epoch)
 
 
@@ -262,7 +241,12 @@ def _wrapped_iter(original: Callable[..., Any]) -> Callable[..., Any]:
         # Somebody may ask how far the program has come with the loader.
         in_main = threading.current_thread() is threading.main_thread()
         is_followed = (loaders.automatic and in_main) or named_loading_of(loader) is not None
-        if is_followed and is_kept(loader) and not in_loader() and delivery_of(loader) is None:
+        if (
+            is_followed
+            and is_kept(loader)
+            and not loader_worker.in_loader()
+            and loader_places.delivery_of(loader) is None
+        ):
             return Delivery(loader, partial(_iterate, original, loader))
         return _iterate(original, loader)
 
@@ -270,7 +254,7 @@ def _wrapped_iter(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _iterate(original: Callable[[Any], Any], loader: Any) -> Any:
-    delivery = delivery_of(loader)
+    delivery = loader_places.delivery_of(loader)
     # torchdata has begun the iteration where a state was asked for before the first batch. It does
     # not go on with one that was loaded at its end.
     is_begun = getattr(loader, "_initial_iter_for_state_dict", False)
@@ -300,7 +284,7 @@ def _wrapped_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
             own = {
                 "stream": loading.stream.key.hex(),
                 "given": [seed.hex() for seed in loading.given],
-                "batch_size": batch_size(loader),
+                "batch_size": loader_places.batch_size(loader),
             }
         return {**state, KEY: own}
 
@@ -314,7 +298,7 @@ def _wrapped_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]
         loaded = original(loader, own)
         if own.get("_iterator_finished"):
             # torchdata first makes the finished iterator again, and draws a base seed for it.
-            with isolated_draws():
+            with loader_worker.isolated_draws():
                 loader.state_dict()
         named = named_loading_of(loader)
         if named is not None and "epoch" in saved:
@@ -362,18 +346,18 @@ def _start(original: Callable[[Any], Any], loader: Any, delivery: Delivery | Non
             raise SeedingError.about(
                 "this torch draws the base seed of a loader in a way torchrepro does not know"
             )
-        loading.stream = epoch_stream(int(iterator._base_seed))  # noqa: SLF001 - see above
+        loading.stream = loader_worker.epoch_stream(int(iterator._base_seed))  # noqa: SLF001 - see above
     return begun
 
 
 def _note_seeding_of_workers(loader: Any, loading: Loading | None) -> None:
     """Note what a `worker_init_fn` means for what `loader` loads, once for each line."""
-    if in_loader():
+    if loader_worker.in_loader():
         return
     seeder = worker_seeder(loader.worker_init_fn)
     where = program_place(sys._getframe())  # noqa: SLF001 - documented; `inspect` takes 100 times as long
     if loading is not None and seeder is not None:
-        names_none = reads_items(loader)
+        names_none = loader_places.reads_items(loader)
         loaders.register.notes[f"{seeder} at {where}"] = (
             f"numbers in data loading {'depend on' if names_none else 'are the same for any'} "
             f"num_workers: loader at {where} is seeded by torchrepro instead of by {seeder}"
@@ -415,9 +399,9 @@ def _seed_iteration(
         delivery.seeded_by(loading)
     generator = loader.generator
     if isinstance(loading, NamedLoading) and loading.stream is not None:
-        undo.enter_context(isolated_draws())
+        undo.enter_context(loader_worker.isolated_draws())
         # In the main process an IterableDataset is read as by the only worker of a loader.
-        start_from(worker_stream(loading.stream, 0))
+        loader_worker.start_from(loader_worker.worker_stream(loading.stream, 0))
         # A loader that was made of a named one may keep the generator in a sampler alone:
         # accelerate's dispatcher does.
         within = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
@@ -427,22 +411,22 @@ def _seed_iteration(
             loading.start_order(generator)
     elif saved := _saved_streams.pop(loader, None):
         loading.stream = Stream("data", bytes.fromhex(saved["stream"]))
-        loading.given = given_from(saved["given"])
-        say_other_batch_size(loader, saved["batch_size"])
+        loading.given = loader_places.given_from(saved["given"])
+        loader_places.say_other_batch_size(loader, saved["batch_size"])
     epoch: Any = loading.stream
     note = None if delivery is None or is_named else partial(setattr, delivery, "samples_draw")
 
     def make_reader(by_index: bool, make: Callable[[], Any]) -> Any:  # noqa: FBT001 - torch's kind
         if by_index:
-            return reader_of_samples(make(), note, in_any_thread=is_named)
+            return loader_worker.reader_of_samples(make(), note, in_any_thread=is_named)
         if is_named:
-            return reader_of_named_items(make, epoch)
-        return reader_of_items(make, lambda: loading.stream)
+            return loader_worker.reader_of_named_items(make, epoch)
+        return loader_worker.reader_of_items(make, lambda: loading.stream)
 
     replaced = seeded_sampler(loader, loading, generator)
     undo.enter_context(_with(loader, worker_init_fn=loading, **replaced))
     if not loader.num_workers:  # a worker that is forked here must find torch's own readers
-        undo.callback(put_reader_maker(make_reader))
+        undo.callback(loader_worker.put_reader_maker(make_reader))
 
 
 @contextmanager
