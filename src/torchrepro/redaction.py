@@ -50,9 +50,9 @@ _ORDINARY_TOKEN = re.compile(
 
 _ORDINARY_CHARACTERS = re.compile(r"[A-Za-z0-9_./:+,\[\]\-]{0,200}")
 _LONG = 8  # a word of so many letters has vowels
-_UNREADABLE = 6  # one vowel among so many letters is no word
-_SHORT = 6  # characters below which a value is too common to be looked for in other text
-_WHOLE = 12  # below it a value is looked for as a word of its own
+_UNREADABLE = 6  # a word has more than one vowel among so many letters
+_SHORT = 6  # shorter values are too common to be searched for in other text
+_LONG_SECRET = 12  # shorter values are searched for as words of their own
 _EVERYDAY = re.compile(r"[a-z]{1,10}|\d{1,5}|[Tt]rue|[Ff]alse|/[^\n]*")
 
 _PRIVATE = frozenset(
@@ -139,7 +139,7 @@ def cleaner(secrets: Iterable[str]) -> Callable[[Any], Any]:
         # As it is, and as Python writes it within quotes, where it escapes some.
         quoted, among_quotes = repr(secret)[1:-1], repr(f"{secret}\"'")[1:-4]
         found = "|".join(map(re.escape, dict.fromkeys((secret, quoted, among_quotes))))
-        if len(secret) < _WHOLE:
+        if len(secret) < _LONG_SECRET:
             found = rf"(?<![A-Za-z0-9])(?:{found})(?![A-Za-z0-9])"
         patterns.append(re.compile(found))
 

@@ -179,11 +179,9 @@ class Command(TyperCommand):
             raise
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the arguments and options."""
         return _without_idle_types(super().get_params(ctx))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return the parts of the usage line, with the command that is started."""
         ours = super().collect_usage_pieces(ctx)
         row = ROWS[self.name or ""]
         if not row.starts_a_command:
@@ -198,11 +196,9 @@ class Commands(TyperGroup):
     """All commands, in the order of `ROWS`."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of the commands in the order of the help."""
         return sorted(super().list_commands(ctx), key=list(ROWS).index)
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the options."""
         return _without_idle_types(super().get_params(ctx))
 
 

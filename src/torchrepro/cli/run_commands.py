@@ -80,7 +80,9 @@ MaxSize = Annotated[
 ]
 Keep = Annotated[
     list[str] | None,
-    typer.Option(metavar="MODULE", help="Keep the tensors of these modules whole; a pattern."),
+    typer.Option(
+        metavar="MODULE", help="Keep all values of the tensors of these modules; a pattern."
+    ),
 ]
 
 Report = Annotated[

@@ -1,7 +1,7 @@
 """In what two snapshots differ, how likely that changes numbers, and how it is shown.
 
 Two profiles are compared by what they come to on this machine. A key that a profile leaves out has
-the value that is in effect here without a profile, so a default that is spelt out is no difference.
+the value that is in effect here without a profile, so spelling out a default makes no difference.
 How likely a difference changes numbers follows from what the setting is for, and from whether
 anything here reads it.
 """

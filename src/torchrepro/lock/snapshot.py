@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Section = Mapping[str, Any]
 
 ABSENT_IS_UNSET = ("profile", "knobs", "seeding calls", "environment", "packs")
-"""Sections in which an absent key was not set; in others an absent key was not looked for."""
+"""Sections in which an absent key was not set; in others an absent key was not recorded."""
 
 ABSENT_HARDWARE = "absent hardware"
 """Section of the knobs whose hardware a process did not have, each with the reason in words.

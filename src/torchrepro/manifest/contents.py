@@ -40,10 +40,10 @@ FILE = "repro.json"
 """The name of a manifest's file, wherever it is kept."""
 
 LARGEST = 16 * 2**20
-"""Bytes above which a file is no manifest."""
+"""Bytes of the largest file that is read."""
 
 DEEPEST = 40
-"""Levels of nesting above which a file is no manifest."""
+"""Levels of nesting that are read."""
 
 LOG_TO = "TORCHREPRO_LOG_TO"
 """Variable that holds the folder of `torchrepro run --log-to`, for every process below it."""
@@ -218,9 +218,9 @@ def hydra_folder(config: DictConfig) -> Path:
 
 
 def refuse_used_folder(folder: Path) -> None:
-    """Raise `ProfileError` if `folder` holds the manifest of another run, which stays, or is none.
+    """Raise `ProfileError` if `folder` is a file, or holds the manifest of another run, which stays.
 
-    Of several processes the one that writes it looks: the others may start after it has written.
+    Only the process that writes it checks: the others may start after it has written.
     """
     what = ""
     if world().rank == 0:

@@ -116,15 +116,13 @@ class Mlflow(Destination):
     """Tags that MLflow takes in one call."""
 
     LONGEST = 500
-    """Characters of a tag; the manifest has the whole value."""
+    """Characters of a tag; the manifest has all of the value."""
 
     def active(self) -> Any:
-        """Return the active run."""
         mlflow = sys.modules.get("mlflow")
         return mlflow and mlflow.active_run()
 
     def write(self, target: Any, entry: Entry) -> str:
-        """Set the tags of a run, remove those of an earlier profile, and write the artifact."""
         mlflow: Any = sys.modules["mlflow"]
         client, run_id = mlflow.MlflowClient(), target.info.run_id
         prefix = f"{NAMESPACE}."
@@ -156,12 +154,10 @@ class Wandb(Destination):
     place_class = "Run"
 
     def active(self) -> Any:
-        """Return the active run."""
         wandb = sys.modules.get("wandb")
         return wandb and wandb.run
 
     def write(self, target: Any, entry: Entry) -> str:
-        """Set the config of a run and save the manifest with it."""
         if target.disabled:
             return f"run {target.id} is disabled: wandb keeps nothing"
         target.config.update({NAMESPACE: entry.profile}, allow_val_change=True)
@@ -195,7 +191,6 @@ class TensorBoard(Destination):
         self._steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
     def write(self, target: Any, entry: Entry) -> str:
-        """Add hyper-parameters and the manifest as text."""
         step = self._steps.get(target, -1) + 1
         run_name, folder = self.WORDS[self.module_of(target).__name__]
         target.add_hparams(entry.flat, {}, **{run_name: NAMESPACE})
@@ -214,14 +209,13 @@ class Folder(Destination):
     takes = "a path to a folder"
 
     def is_place(self, target: Any) -> bool:
-        """Whether it is a path. A word that is nearly the name of a tool is taken for a typo."""
+        # A word that is nearly the name of a tool is taken for a typo.
         if isinstance(target, str):
             is_path = "/" in target or "\\" in target or Path(target).is_dir()
             return bool(target) and (is_path or not near(target, TOOLS))
         return isinstance(target, PathLike)
 
     def write(self, target: Any, entry: Entry) -> str:
-        """Write the manifest into a folder, which is created if missing."""
         return str(write_manifest(manifest_folder(Path(target)), entry.manifest))
 
 
@@ -234,17 +228,15 @@ class HydraJob(Folder):
     modules = ("hydra",)
 
     def is_place(self, target: Any) -> bool:
-        """Return False: a folder is no job."""
-        return False
+        return False  # it is written to as the active one alone
 
     def active(self) -> Path | None:
-        """Return the folder of the job."""
         config = hydra_job()
         return hydra_folder(config) if config is not None else None
 
 
 DESTINATIONS: tuple[Destination, ...] = (Mlflow(), Wandb(), TensorBoard(), HydraJob(), Folder())
-"""In the order in which a target is looked for."""
+"""The first one whose place a target is gets the entry."""
 
 TOOLS = [each.name for each in DESTINATIONS if each.name != Folder.name]
 LEGAL = ", ".join(each.takes for each in DESTINATIONS)

@@ -71,7 +71,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 _NVIDIA = "/proc/driver/nvidia/gpus/*/information"
 _OTHER_GPUS = "/dev/[dk][xf][gd]"  # dxg is Windows' GPU in WSL, kfd is AMD's driver
 _ASCEND = "/dev/davinci[0-9]*"
-_ENOUGH = 8192  # characters of cpuinfo that hold the first CPU whole
+_ENOUGH = 8192  # characters of cpuinfo that hold all of the first CPU
 _OF_ARM = ("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision")
 _FEATURE = re.compile(r"avx\w*|amx\w*|fma\w*|sve\w*|asimd\w*|bf16|i8mm|f16c")
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 COMMAND = "TORCHREPRO_COMMAND"
-"""Variable in which `torchrepro run` tells the processes below it what it started, and where."""
+"""Variable in which `torchrepro run` says what it started, and where, to the processes below."""
 
 _RECORD = "TORCHREPRO_RECORD"  # as torchrepro.trace.request writes it, which builds on this
 

@@ -40,7 +40,7 @@ def look_closer(runner: Runner, verdict: Verdict, setups: tuple[Setup, Setup]) -
     """
     first = verdict.first
     if first is None or not first.op:
-        return verdict  # there is no op to look at
+        return verdict  # it has no op
     if first.phase == "data" and first.kind is Kind.DATA:
         return _follow_into_dataset(runner, verdict, first, setups)
     steps = max(first.step - 1, 0), first.step + 1

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from torchrepro.profile.resolved import ResolvedProfile
-    from torchrepro.trace.reader import Trace
     from torchrepro.verification.perturbations import RunEnvironment
 
     Setup = tuple[ResolvedProfile | None, RunEnvironment]
@@ -44,7 +43,7 @@ GRACE = 20.0
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BETWEEN_LOOKS = 1.0
-"""Seconds from one look at how far a run is to the next."""
+"""Seconds between two readings of how far a run is."""
 
 _LAST_LINES = 12
 _NOT_IN_FORCE = 3  # the exit status of a command whose profile could not be put in force
@@ -77,7 +76,7 @@ class Runner:
     say: Callable[[str], object]
     """Takes text on the progress, which has its own ends of lines."""
     meanwhile: Callable[[str], object] | None = None
-    """Takes what is going on at the moment, which the next text replaces; None: nobody looks."""
+    """Takes what is going on at the moment, which the next text replaces; None where nobody watches."""
 
     def run(
         self,
@@ -103,18 +102,20 @@ class Runner:
         with _watched(traces, self.meanwhile):
             status = run_to_end(program, self.command, variables, log)
         seconds = time.monotonic() - begun
-        trace = _first_trace(traces)
-        steps = trace.ended_steps if trace else 0
-        if trace is None:
-            amount = "nothing recorded"
-        elif steps:
-            amount = counted(steps, "step")
-        else:
-            records = sum(row.records for row in trace.steps.values())
-            amount = f"{counted(records, 'record')} outside of any step"
+        found = []
+        with suppress(TraceError):
+            found = read_run(traces, records=False)
+        for trace in found:
+            trace.close()
+        recorded = bool(found and found[0].steps)
+        steps, amount = 0, "nothing recorded"
+        if recorded:
+            steps = found[0].ended_steps
+            records = sum(row.records for row in found[0].steps.values())
+            outside = f"{counted(records, 'record')} outside of any step"
+            amount = counted(steps, "step") if steps else outside
         ended = f", exit status {status}" if status else ""
         self.say(f" {seconds:.1f} s, {amount}{ended}\n")
-        recorded = trace is not None
         return Run(name, str(traces), str(log), status, seconds, steps, recorded, perturbed)
 
     def compare(self, first: Run, other: Run) -> Verdict:
@@ -256,16 +257,6 @@ def status_in_words(status: int) -> str:
     if status >= 0:
         return f"exit status {status}"
     return f"signal {signal.Signals(-status).name}"
-
-
-def _first_trace(traces: Path) -> Trace | None:
-    try:
-        first, *others = read_run(traces, records=False)
-    except TraceError:
-        return None
-    for trace in (first, *others):
-        trace.close()
-    return first if first.steps else None
 
 
 def end_group(process: subprocess.Popen[bytes], number: int = signal.SIGTERM) -> None:
