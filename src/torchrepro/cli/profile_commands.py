@@ -46,7 +46,7 @@ def list_profiles(
     headings = (kind, "guarantee", "origin", "what it is for")
     answer([e.to_json() for e in entries], [table(headings, rows)], as_json=as_json)
     for folder in missing_folders():
-        say(f"note: {VARIABLE} names {shown(folder)}, which is not a folder")
+        say(f"note: {VARIABLE} names {shown(folder)}, which is no folder")
 
 
 @command(app, "show")

@@ -218,7 +218,7 @@ def hydra_folder(config: DictConfig) -> Path:
 
 
 def refuse_used_folder(folder: Path) -> None:
-    """Raise `ProfileError` if `folder` is a file, or holds the manifest of another run, which stays.
+    """Raise `ProfileError` if `folder` is a file, or holds the manifest of another run.
 
     Only the process that writes it checks: the others may start after it has written.
     """

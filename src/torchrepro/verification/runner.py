@@ -76,7 +76,7 @@ class Runner:
     say: Callable[[str], object]
     """Takes text on the progress, which has its own ends of lines."""
     meanwhile: Callable[[str], object] | None = None
-    """Takes what is going on at the moment, which the next text replaces; None where nobody watches."""
+    """Takes what is going on at the moment, until the next text; None where nobody watches."""
 
     def run(
         self,
