@@ -31,13 +31,7 @@ from torchrepro.lock.diff import (
 )
 from torchrepro.lock.lock_file import HERE, plan_of_a_run, refuse_lost_file, true_digest
 from torchrepro.lock.snapshot import manifest_in, of_contents
-from torchrepro.manifest.contents import (
-    FILE,
-    LOG_TO,
-    DamagedError,
-    common_contents,
-    read_complete,
-)
+from torchrepro.manifest.contents import FILE, LOG_TO, DamagedError, common_contents, read_complete
 from torchrepro.manifest.environment import repository
 from torchrepro.manifest.started import HYDRA, RUN, Started, hidden_in, started_in
 from torchrepro.messages import some

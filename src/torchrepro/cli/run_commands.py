@@ -89,8 +89,7 @@ Report = Annotated[
     str, typer.Option(metavar="FILE.html", help="Write the answer as one self-contained page.")
 ]
 Open = Annotated[
-    bool,
-    typer.Option("--open", help="Show the answer as a page in the browser, see --report."),
+    bool, typer.Option("--open", help="Show the answer as a page in the browser, see --report.")
 ]
 DIGITS = 19
 """No run has a step with a number of so many."""

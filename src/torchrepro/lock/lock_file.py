@@ -165,11 +165,7 @@ class CheckResult:
 
 
 def check(
-    path: Path,
-    *,
-    strict: bool = False,
-    profile: str = "",
-    overrides: Sequence[str] = (),
+    path: Path, *, strict: bool = False, profile: str = "", overrides: Sequence[str] = ()
 ) -> CheckResult:
     """Return in what this machine differs from the lock in the file `path`.
 

@@ -9,12 +9,7 @@ from torchrepro.errors import ProfileError
 from torchrepro.profile.load import resolve
 from torchrepro.profile.resolved import flatten
 from torchrepro.trace.reader import read_run
-from torchrepro.verdict.diagnosis import (
-    edit_at,
-    next_level,
-    worker_init_edit,
-    worker_init_sentence,
-)
+from torchrepro.verdict.diagnosis import edit_at, next_level, worker_init_edit, worker_init_sentence
 from torchrepro.verdict.render import headline, moment, place
 from torchrepro.verdict.value import Advice, Kind
 from torchrepro.verification.perturbations import HASH_SEED, RunEnvironment

@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torchrepro.console import Displayed, parts
 from torchrepro.messages import printable, some
 from torchrepro.verdict.page import Answer, Comparison, RunRow, facts_of, page_of
-from torchrepro.verdict.render import (
-    counted,
-    headline,
-    level_json,
-    verdict_json,
-    verdict_parts,
-)
+from torchrepro.verdict.render import counted, headline, level_json, verdict_json, verdict_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -165,12 +159,7 @@ def verification_page(found: Verification) -> str:
     lines = (_counts(found), *_lines(found))
     return page_of(
         Answer(
-            found.same,
-            headline(found.verdict),
-            lines,
-            rows,
-            comparisons,
-            more if rest > 0 else "",
+            found.same, headline(found.verdict), lines, rows, comparisons, more if rest > 0 else ""
         )
     )
 
