@@ -67,8 +67,7 @@ def five(job, command, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("left", "right"),
-    [(a, b) for a in KINDS for b in KINDS if a == b or "seed-only" not in (a, b)],
+    ("left", "right"), [(a, b) for a in KINDS for b in KINDS if a == b or "seed-only" not in (a, b)]
 )
 def test_one_run_is_the_same_however_it_is_described(five, answer, left, right):
     """The lock, the manifest, the folder and the recording of one profile on one machine do not

@@ -75,11 +75,7 @@ def test_ranks_that_only_one_run_has_are_said(ranks, command, answer):
     assert {"side": str(two), "what": "rank 2"} in found["not_compared"]
     assert answer("diff", part, two) == (
         0,
-        {
-            "same": True,
-            "differences": [],
-            "not_compared": [{"side": str(part), "what": "rank 1"}],
-        },
+        {"same": True, "differences": [], "not_compared": [{"side": str(part), "what": "rank 1"}]},
     )
     (part / "rank0.sqlite").rename(part / "rank7.sqlite")
     refused = command("diff", part, two)

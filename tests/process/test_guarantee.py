@@ -43,9 +43,7 @@ def lowered(report):
 def test_a_late_knob_lowers_the_guarantee_in_manifest_and_headline(manifest_of, run_python):
     """Started plainly, a strict job says in manifest and headline that the order of sets varies."""
     stderr, report = manifest_of(
-        OFF.replace("False", "True"),
-        *("+repro=debug-strict", "repro.on_late=warn"),
-        run=run_python,
+        OFF.replace("False", "True"), *("+repro=debug-strict", "repro.on_late=warn"), run=run_python
     )
 
     assert report["guarantee"]["asked"] == "repeatable"
