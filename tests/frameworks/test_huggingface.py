@@ -12,7 +12,7 @@ import pytest
 
 import torchrepro
 from torchrepro.console import say_once
-from torchrepro.frameworks import run_state
+from torchrepro.frameworks import huggingface
 from torchrepro.seeding.ranks import World
 
 sys.path.append(str(Path(__file__).parent))
@@ -154,7 +154,7 @@ def test_rank_0_does_not_pass_its_own_state_off_as_that_of_all_ranks(
 
     say_once.cache_clear()
     with torchrepro.apply("debug-strict"):
-        monkeypatch.setattr(run_state, "ranks", lambda: World(2, 0))
+        monkeypatch.setattr(huggingface, "ranks", lambda: World(2, 0))
         _trainer(tmp_path, SaveNow(), save_steps=50).train()
         capsys.readouterr()
         monkeypatch.undo()

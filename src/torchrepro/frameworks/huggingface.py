@@ -18,7 +18,7 @@ from torchrepro.console import say_once
 from torchrepro.frameworks import run_state
 from torchrepro.frameworks.accelerate import base_loader
 from torchrepro.frameworks.hooking import Switch, in_force, log_profile, say_switches
-from torchrepro.frameworks.run_state import KEY
+from torchrepro.frameworks.run_state import KEY, ranks
 from torchrepro.patching import MissingHookError, wrap
 from torchrepro.seeding.loader_places import kind_of
 
@@ -161,7 +161,7 @@ class RunState:
                 f"{_FRAMEWORK}: a checkpoint is saved in the middle of a step; a run that goes on "
                 "from it does that step again with other random numbers"
             )
-        size = run_state.ranks().size
+        size = ranks().size
         if size > 1 and not self._all_ranks:
             say_once(
                 f"{_FRAMEWORK}: a checkpoint holds the state of rank 0 alone, because a callback "
@@ -238,7 +238,7 @@ class RunState:
         # ranks. What another callback wants, it may want on one rank only, which would then wait
         # for the others forever.
         self._all_ranks = []
-        if not self._attends or in_force() is None or run_state.ranks().size == 1:
+        if not self._attends or in_force() is None or ranks().size == 1:
             return
         callbacks: Any = import_module("transformers.trainer_callback")
         asked = callbacks.TrainerControl()
