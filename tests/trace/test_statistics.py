@@ -1,6 +1,8 @@
 """Statistics of tensors: what they say, and of what."""
 
 import math
+import sys
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -9,7 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
+import torchrepro
 from torchrepro.trace.statistics import PIECE, Statistics, statistics
+
+from .conftest import Recorder
 
 NAN, INF = math.nan, math.inf
 FLOATS = some.floats(-1e6, 1e6, width=32) | some.just(NAN)
@@ -114,3 +119,32 @@ def test_a_tensor_stays_as_it_was() -> None:
     assert tensor.grad_fn is None
     assert torch.is_grad_enabled()
     assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_each_op_has_its_own_whatever_other_threads_record(recorded: Recorder) -> None:
+    """Statistics belong to the op of their thread, and the recording of several can be read."""
+
+    def compute(number: int) -> None:
+        for _ in range(60):
+            torch.full((3,), float(number)).mul(1.0)
+
+    def program() -> None:
+        threads = [threading.Thread(target=compute, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        torchrepro.end_step()
+
+    often = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        trace = recorded(program, statistics=True)
+    finally:
+        sys.setswitchinterval(often)
+
+    of_thread: dict[int, set[float | None]] = {}
+    end = trace.steps[0].first + trace.steps[0].records
+    for record, _, mean, *_ in trace.statistics_of(range(trace.steps[0].first, end)):
+        of_thread.setdefault(trace.record(record).thread, set()).add(mean)
+    assert sorted(map(sorted, of_thread.values())) == [[float(number)] for number in range(8)]

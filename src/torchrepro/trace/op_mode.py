@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from functools import partial
 from marshal import dumps
 from operator import is_
@@ -239,9 +240,10 @@ class RecordingMode(TorchDispatchMode):
             shape, buffer = shape_of(tensor), self.buffer
             key = NEW_TENSOR, phase, place, shape
             site = buffer.sites.get(key) or buffer.new_site(key, phase, place, NEW_TENSOR, (shape,))
-            buffer.take(buffer.thread(self.thread), site, 0, (), (fingerprint,))
-            if self.details is not None:
-                self.details.made(place, tensor)
+            with nullcontext() if self.details is None else self.details.lock:
+                buffer.take(buffer.thread(self.thread), site, 0, (), (fingerprint,))
+                if self.details is not None:
+                    self.details.made(place, tensor)
 
         self.cache.expect(tensor, take)
 
@@ -264,9 +266,10 @@ class RecordingMode(TorchDispatchMode):
         outputs, shapes = self._outputs(facts, key, args, kwargs, inputs, result)
         if any(map(_is_none, plain)):
             key += call_text(args, kwargs).encode()
-        self._append(facts, key, args, kwargs, inputs, outputs, shapes)
-        if self.details is not None:
-            self.details.after(before, fingerprinted(facts, args, kwargs, result))
+        with nullcontext() if self.details is None else self.details.lock:
+            self._append(facts, key, args, kwargs, inputs, outputs, shapes)
+            if self.details is not None:
+                self.details.after(before, fingerprinted(facts, args, kwargs, result))
         return returned
 
     def _outputs(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.trace.fingerprint import memory_of, pieces, unobserved
 from torchrepro.trace.op_facts import tensors_in
 
@@ -109,6 +110,8 @@ class DetailRecorder:
         self._statistics: list[tuple[Any, ...]] = []
         self._tensors: list[tuple[Any, ...]] = []
         self._matched: set[str] = set()
+        # Held from an op's record to its details: another thread may record one in between.
+        self.lock = fork_safe_lock()
 
     @classmethod
     def of(cls, state: RecordingState) -> DetailRecorder | None:
