@@ -94,32 +94,31 @@ def _made(kind: type[Model], device: str = "npu") -> Model:
     return kind().to(device)
 
 
-def _by_hand() -> tuple[State, State]:
-    model = _made(ByHand)
+def _by_hand(device: str = "npu") -> tuple[State, State]:
+    model = _made(ByHand, device)
     model.suspect.cpu()
-    return _train(model)
+    return _train(model, device)
 
 
-def _placed(kind: type[Model] = Model, pattern: str = "suspect") -> tuple[State, State]:
+def _placed(
+    kind: type[Model] = Model, pattern: str = "suspect", device: str = "npu"
+) -> tuple[State, State]:
     with torchrepro.apply({"device": {"modules": {pattern: "cpu"}}}):
-        return _train(_made(kind))
+        return _train(_made(kind, device), device)
 
 
-def _equal(left: tuple[State, State], right: tuple[State, State]) -> bool:
+def _placed_and_by_hand(pattern: str, device: str) -> bool:
+    pairs = zip(_placed(pattern=pattern, device=device), _by_hand(device), strict=True)
     return all(
         one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
-        for one, two in zip(left, right, strict=True)
+        for one, two in pairs
     )
 
 
-def _placed_and_by_hand(pattern: str) -> bool:
-    return _equal(_placed(pattern=pattern), _by_hand())
-
-
 @pytest.mark.parametrize("pattern", ["suspect", "suspect*"])
-def test_a_placed_part_trains_as_one_moved_by_hand(on_npu: OnNpu, pattern: str) -> None:
+def test_a_placed_part_trains_as_one_moved_by_hand(run: OnNpu, device: str, pattern: str) -> None:
     """Gradients, weights and running statistics are those of a model with explicit moves."""
-    assert on_npu(_placed_and_by_hand, pattern)
+    assert run(_placed_and_by_hand, pattern, device)
 
 
 def _ops_on_the_device(placed: dict[str, str]) -> dict[str, int]:
@@ -164,28 +163,22 @@ def test_a_part_that_is_recomputed_in_backward_runs_there_again(on_npu: OnNpu) -
     assert on_npu(_recomputed)
 
 
-def _to_the_other_device() -> tuple[str, str]:
-    model = _made(Model)
-    with torchrepro.apply({"device": {"modules": {"suspect": "npu:1"}}}):
-        result = model(torch.randn(4, 8).to("npu"))
+def _seen_and_returned(home: str, there: str) -> tuple[str, str]:
+    model = _made(Model, home)
+    with torchrepro.apply({"device": {"modules": {"suspect": there}}}):
+        result = model(torch.randn(4, 8).to(home))
     return model.seen, str(result.device)
 
 
-def test_a_part_can_run_on_another_device(on_npu: OnNpu) -> None:
-    """A part may run on a second device of the same kind, and its results come back."""
-    assert on_npu(_to_the_other_device) == ("npu:1", "npu:0")
-
-
-def _from_the_cpu() -> tuple[str, str]:
-    model = _made(Model, "cpu")
-    with torchrepro.apply({"device": {"modules": {"suspect": "npu"}}}):
-        result = model(torch.randn(4, 8))
-    return model.seen, str(result.device)
-
-
-def test_a_part_of_a_model_on_the_cpu_can_run_on_the_device(on_npu: OnNpu) -> None:
-    """The suspicion can be tested the other way round: one part alone on the device."""
-    assert on_npu(_from_the_cpu) == ("npu:0", "cpu")
+@pytest.mark.parametrize(
+    ("home", "there", "expected"),
+    [("npu", "npu:1", ("npu:1", "npu:0")), ("cpu", "npu", ("npu:0", "cpu"))],
+)
+def test_a_part_can_run_on_any_device(
+    on_npu: OnNpu, home: str, there: str, expected: tuple[str, str]
+) -> None:
+    """A part runs on a second device, or alone on the accelerator, and its results come back."""
+    assert on_npu(_seen_and_returned, home, there) == expected
 
 
 class Drawing(nn.Module):
@@ -237,7 +230,7 @@ def _refused(word: str) -> str:
         return str(applied.report["device.modules"].why)
 
 
-def test_a_device_that_is_not_here_is_told_with_those_that_are(on_npu: OnNpu) -> None:
+def test_a_device_that_is_not_here_is_refused_with_those_that_are(on_npu: OnNpu) -> None:
     """A device number too high is refused with the nearest one and the legal ones."""
     why = on_npu(_refused, "npu:7")
 
@@ -290,17 +283,3 @@ def _in_place() -> tuple[list[float], str]:
 def test_a_part_that_writes_to_its_input_does(on_npu: OnNpu) -> None:
     """An in-place part changes the caller's tensor and returns that very tensor."""
     assert on_npu(_in_place) == ([0.0, 2.0], "same")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_part_of_a_model_on_a_gpu_runs_on_the_cpu() -> None:
-    """On a real GPU a placed part trains as one that is moved by hand."""
-    by_hand = _made(ByHand, "cuda")
-    by_hand.suspect.cpu()
-    with torchrepro.apply({"device": {"modules": {"suspect": "cpu"}}}):
-        model = _made(Model, "cuda")
-        placed = _train(model, "cuda")
-
-    assert model.seen == "cpu"
-    assert _equal(placed, _train(by_hand, "cuda"))

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from torchrepro.imports import AfterImport
-from torchrepro.policies import dropout_masks
 
 HERE = Path(__file__).parent
 
@@ -206,41 +205,29 @@ print(json.dumps([same, zeroed, [drops(copied) for copied in copies]]))
     assert dropping == [True] * 3
 
 
-def test_compiled_code_follows_after_a_reset(tmp_path: Path, printed: Printed) -> None:
-    """torch.compile reads the policy's code as it reads the layer's own, without a graph break."""
+def test_compiled_code_and_reloaded_modules_follow(tmp_path: Path, printed: Printed) -> None:
+    """torch.compile reads the policy's code without a graph break; new functions are zeroed too."""
     _copy_of_timm_drop(tmp_path)
 
-    assert printed(
+    compiled, reloaded = printed(
         EARLY
         + """
-layer = DropPath(0.5)
-compiled = torch.compile(layer, backend="eager", fullgraph=True)
+compiled = torch.compile(DropPath(0.5), backend="eager", fullgraph=True)
 seen = [drops(compiled)]
 dropout_masks.zero()
 torch._dynamo.reset()
 seen.append(drops(compiled))
-dropout_masks.restore()
-torch._dynamo.reset()
-print(json.dumps([*seen, drops(compiled)]))
-""",
-    ) == [True, False, True]
-
-
-def test_a_reloaded_module_does_not_drop(tmp_path: Path, printed: Printed) -> None:
-    """Functions that come new into a module under the policy are zeroed and restored too."""
-    _copy_of_timm_drop(tmp_path)
-
-    assert printed(
-        EARLY
-        + """
-dropout_masks.zero()
 importlib.reload(drop)
 new = lambda x: drop.drop_path(x, 0.5, True)
-seen = [drop.drop_path is drop_path, drops(new)]
+again = [drop.drop_path is drop_path, drops(new)]
 dropout_masks.restore()
-print(json.dumps([*seen, drops(new)]))
+torch._dynamo.reset()
+print(json.dumps([[*seen, drops(compiled)], [*again, drops(new)]]))
 """,
-    ) == [False, False, True]
+    )
+
+    assert compiled == [True, False, True]
+    assert reloaded == [False, False, True]
 
 
 def test_only_known_functions_change_and_they_come_back_as_they_were(
@@ -260,6 +247,7 @@ def codes():
 gc.unfreeze()  # the process that this is a fork of froze its own, which leaves them out of lists
 before, finders = codes(), list(sys.meta_path)
 assert len(before) > 10_000
+dropout_masks.restore()
 dropout_masks.zero()
 dropout_masks.zero()
 now = codes()
@@ -341,11 +329,3 @@ def test_a_name_with_a_star_waits_for_every_module_that_begins_so() -> None:
     assert [finder.waits_for(name) for name in ("a.b.c", "a.b.c.d", "c")] == [True] * 3
     assert [finder.waits_for(name) for name in ("a.b", "a.bc", "c.d", "xa.b.c")] == [False] * 4
     assert not AfterImport([], print).waits_for("c")
-
-
-def test_restore_without_zero_changes_nothing() -> None:
-    """Undo is harmless where there is nothing to undo."""
-    before = list(sys.meta_path)
-    dropout_masks.restore()
-
-    assert sys.meta_path == before

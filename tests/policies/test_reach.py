@@ -1,11 +1,13 @@
 """Whom a policy reaches: every thread of the process, and data-loading workers of every kind."""
 
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,12 @@ import torch
 import torchrepro
 
 ZERO = {"dropout": "zero"}
+
+
+def _started(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=600, check=False
+    )
 
 
 PROGRAM = """
@@ -53,10 +61,7 @@ def test_workers_are_under_the_policy_however_they_are_started(
     """Forked or started afresh, a worker drops nothing in force, and drops before and after."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, str(program), method, seeding],
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+    done = _started(str(program), method, seeding)
 
     assert done.stdout.split() == ["True", "False", "False", "True"], done.stderr
 
@@ -81,11 +86,6 @@ def _trains(begun: threading.Event, ended: threading.Event) -> None:
         begun.set()
 
 
-def _waits(begun: threading.Event, ended: threading.Event) -> None:
-    begun.set()
-    ended.wait(300)
-
-
 def test_a_thread_that_runs_torch_is_reported() -> None:
     """A policy that another thread is reached by says so, with the thread's name."""
     with _thread(_trains), torchrepro.apply(ZERO) as applied:
@@ -95,22 +95,19 @@ def test_a_thread_that_runs_torch_is_reported() -> None:
         assert applied.report["dropout"].why == ""
 
 
-def test_a_thread_whose_code_belongs_to_no_module_does_no_harm() -> None:
-    """Code that was given no name at all is looked at like any other."""
-    space: dict[str, Callable[..., None]] = {"__name__": None, "torch": torch}
-    exec("def waits(begun, ended):\n    begun.set()\n    ended.wait(300)\n", space)
+WAITS = "def waits(begun, ended):\n    begun.set()\n    ended.wait(300)\n"
+
+
+@pytest.mark.parametrize(
+    "space", [{"__name__": None, "torch": torch}, {"__name__": "elsewhere"}], ids=["torch", "none"]
+)
+def test_a_thread_is_news_where_its_code_refers_to_torch(space: dict[str, Any]) -> None:
+    """Code that was given no name at all is read like any other."""
+    space = dict(space)
+    exec(WAITS, space)
 
     with _thread(space["waits"]), torchrepro.apply(ZERO) as applied:
-        assert "trainer" in applied.report["dropout"].why
-
-
-def test_a_thread_without_torch_is_not_reported() -> None:
-    """A thread whose code never refers to torch is no news."""
-    space: dict[str, Callable[..., None]] = {"__name__": "elsewhere"}
-    exec("def waits(begun, ended):\n    begun.set()\n    ended.wait(300)\n", space)
-
-    with _thread(space["waits"]), torchrepro.apply(ZERO) as applied:
-        assert applied.report["dropout"].why == ""
+        assert ("trainer" in applied.report["dropout"].why) == ("torch" in space)
 
 
 def test_another_thread_is_under_the_policy() -> None:
@@ -128,3 +125,110 @@ def test_another_thread_is_under_the_policy() -> None:
         thread.join(300)
 
     assert (results[0] == 1).all()
+
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+THREADS = """
+import sys, threading, torch, torchrepro
+
+errors, stop = [], threading.Event()
+
+def guarded(work):
+    try:
+        work()
+    except BaseException as error:
+        errors.append(repr(error))
+
+def draw():
+    while not stop.is_set():
+        torch.rand(3)
+        torch.nn.functional.dropout(torch.ones(4), 0.5)
+        torch.bernoulli(torch.full((3,), 0.5))
+
+def apply():
+    for _ in range(15):
+        with torchrepro.apply(PROFILE):
+            torch.rand(2)
+
+drawing = [threading.Thread(target=guarded, args=[draw]) for _ in range(2)]
+applying = [threading.Thread(target=guarded, args=[apply]) for _ in range(APPLYING)]
+for thread in (*drawing, *applying):
+    thread.start()
+for thread in applying:
+    thread.join()
+stop.set()
+for thread in drawing:
+    thread.join()
+assert not errors, errors
+dropped = torch.dropout(torch.ones(1000), 0.5, True)
+assert (dropped == 0).any() and (dropped == 2).any()
+"""
+
+PROFILES = {
+    "dropout": {"dropout": "zero"},
+    "dropout and rng": {"dropout": "zero", "device": {"rng": "host"}},
+    "fallback": {
+        "device": {"fallback": "cpu"},
+        "backends": {"torch": {"deterministic_algorithms": "error"}},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "applying"), [("dropout", 1), ("dropout and rng", 6), ("fallback", 1)]
+)
+def test_threads_that_run_ops_meanwhile_go_on(name: str, applying: int, fork_python: Run) -> None:
+    """Threads that draw and drop run on while policies come and go, from one thread or from six.
+
+    With six of them the process is one of its own, whose interpreter ends as well.
+    """
+    if "dropout" in name and not hasattr(torch.library, "get_kernel"):
+        pytest.skip("this torch cannot hand a call on: what it documents may crash")
+    run = fork_python if applying == 1 else _started
+    done = run("-c", f"PROFILE, APPLYING = {PROFILES[name]!r}, {applying}\n{THREADS}")
+
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+FORKS = """
+import os, signal, sys, threading, time, torch, torchrepro
+
+stop = threading.Event()
+FLAGS = {"torch": {"fill_uninitialized_memory": False}}
+PROFILE = {"dropout": "zero", "seed": 1, "backends": FLAGS}
+
+def apply():
+    while not stop.is_set():
+        with torchrepro.apply(PROFILE):
+            pass
+
+def child():
+    signal.alarm(120)
+    with torchrepro.apply({"dropout": "zero", "seed": 3}) as applied:
+        assert torch.initial_seed() == 3, torch.initial_seed()
+        assert torch.dropout(torch.ones(50), 0.5, True).sum() == 50
+        assert not {"failed", "ineffective"} & set(applied.report.counts)
+    os._exit(0)
+
+thread = threading.Thread(target=apply)
+thread.start()
+while "torchrepro.applier" not in sys.modules:  # the first child begins while it is imported
+    time.sleep(0)
+statuses = []
+for _ in range(8):
+    process = os.fork()
+    if process == 0:
+        child()
+    statuses.append(os.waitpid(process, 0)[1])
+stop.set()
+thread.join()
+assert statuses == [0] * 8, statuses
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_child_forked_while_a_thread_applies_can_apply(fork_python: Run) -> None:
+    """A child never waits for a profile that a thread of its parent loads or puts in force."""
+    done = fork_python("-c", FORKS)
+
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -53,7 +53,8 @@ def counted() -> dict[tuple[str, str], int]:
 def test_a_replacement_is_used_while_a_profile_is_in_force(
     replaced: Callable[..., None], op: Any
 ) -> None:
-    """Registered before, it takes effect with the profile and ends with it."""
+    """Registered before, in place of an earlier one, it takes effect with the profile alone."""
+    replaced(op, lambda *_, **__: torch.zeros(1))
     replaced(op, backwards)
     outside = X.cumsum(0).tolist()
     with torchrepro.apply(ERROR):
@@ -85,14 +86,6 @@ def test_no_profile_no_replacement(replaced: Callable[..., None]) -> None:
 
     assert result == PLAIN
     assert before == interposed_ops()
-
-
-def test_a_second_replacement_replaces_the_first(replaced: Callable[..., None]) -> None:
-    """One op has one replacement."""
-    replaced("cumsum", lambda *_, **__: torch.zeros(1))
-    replaced("cumsum", backwards)
-    with torchrepro.apply(ERROR):
-        assert X.cumsum(0).tolist() == REPLACED
 
 
 def test_a_profile_that_names_the_op_wins(replaced: Callable[..., None]) -> None:
@@ -200,19 +193,20 @@ def test_a_custom_op_is_replaced(replaced: Callable[..., None]) -> None:
     assert torch.ops.torchrepro_tests.double(X).tolist() == [2, 4, 8]
 
 
-def test_what_cannot_be_called_is_a_type_error() -> None:
-    """Only a callable replaces an op."""
-    with pytest.raises(TypeError, match="cannot be called"):
-        torchrepro.register_replacement("cumsum", 3)
-
-
 @pytest.mark.parametrize(
-    ("op", "says"), [("aten::cumsmu", "did you mean `cumsum`"), ("matmul", "of other ops")]
+    ("op", "fn", "error", "says"),
+    [
+        ("cumsum", 3, TypeError, "cannot be called"),
+        ("aten::cumsmu", backwards, torchrepro.ProfileError, "did you mean `cumsum`"),
+        ("matmul", backwards, torchrepro.ProfileError, "of other ops"),
+    ],
 )
-def test_an_unknown_op_is_refused(op: str, says: str) -> None:
-    """A name that torch does not know is refused with a near match."""
-    with pytest.raises(torchrepro.ProfileError, match=says):
-        torchrepro.register_replacement(op, backwards)
+def test_what_replaces_nothing_is_refused(
+    op: str, fn: Any, error: type[Exception], says: str
+) -> None:
+    """Only a callable replaces an op, and a name that torch does not know gets a near match."""
+    with pytest.raises(error, match=says):
+        torchrepro.register_replacement(op, fn)
 
 
 def test_only_what_is_registered_can_be_forgotten(replaced: Callable[..., None]) -> None:
