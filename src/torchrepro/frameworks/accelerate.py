@@ -207,10 +207,12 @@ def _skipping(original: Any) -> Any:
             # accelerate cannot know where a stream without a length began again, and counts the
             # batches of all passes. It reads one batch ahead.
             number = number if done is None or number < done else done - 1
-        elif dispatched and not dataloader.split_batches and number != done:
+        elif dispatched and not dataloader.split_batches:
             # A `DataLoaderDispatcher` loads a batch for each process, and accelerate skips as many
-            # as it is asked to where it has a sampler to skip in. A program may know that.
-            number *= dataloader.state.num_processes
+            # as it is asked to where it has a sampler to skip in. A program may know that, and asks
+            # for those of all; as many are read ahead.
+            size = dataloader.state.num_processes
+            number = number if done == number + size else number * size
         skipped = original(dataloader, number)
         leaves_nothing = skip_batches(base, base_loader(skipped), number)
         if not leaves_nothing and hasattr(dataloader, "iteration"):
