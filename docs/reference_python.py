@@ -18,15 +18,14 @@ ANSWERS = ("verdict.value", "verification.result")
 
 PARTS = (
     "outcomes.Row",
-    "outcomes.Guarantee",
-    "outcomes.Lowered",
+    "guarantee.Guarantee",
+    "guarantee.Lowered",
     "outcomes.Change",
     "outcomes.Writer",
     "policies.policy.Effect",
     "seeding.uncontrolled.SourceRead",
     "seeding.seeding_calls.SeedingCall",
     "planner.Step",
-    "planner.Action",
     "verdict.diagnosis.EscalationLevel",
     "messages.Problem",
 )
