@@ -138,7 +138,7 @@ import json, os, sys
 from torchrepro.knobs.catalogue import knobs_by_name
 knob = knobs_by_name()[sys.argv[1]]
 text = os.environ.get(knob.variable)
-print(json.dumps([text, knob.effect.look(text) if knob.effect and text else [None, ""]]))
+print(json.dumps([text, knob.effect.check(text) if knob.effect and text else [None, ""]]))
 """
 
 
