@@ -83,9 +83,10 @@ class Composition:
 
     def place(self, key: str) -> str:
         """Return where `key`, something in it, or the nearest section around it was set."""
-        inside = [name for name in self.origins if name.startswith(f"{key}.")]
-        if key not in self.origins and inside:
-            return self.origins[inside[-1]].set_by
+        if key not in self.origins:
+            inside = [name for name in self.origins if name.startswith(f"{key}.")]
+            if inside:
+                return self.origins[inside[-1]].set_by
         while key and key not in self.origins:
             key = key.rpartition(".")[0]
         return self.origins[key].set_by if key else ""

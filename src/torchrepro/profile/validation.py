@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any, get_args
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -141,13 +142,19 @@ def _unknown_key(path: list[str], found: str, place: str) -> Problem:
         meant = near(word, legal)
         return Problem(what, place, key, found, some(legal), meant, _HOW_TO_LAY_PIECES)
     known = other_names().get(key) or other_names().get(f"torch.{key}") or other_names().get(word)
-    elsewhere = [k.profile_key for k in CATALOGUE if k.profile_key.rpartition(".")[2] == word]
-    meant = known[0].profile_key if known else next(iter(elsewhere), "") or near(word, legal)
+    meant = known[0].profile_key if known else _by_last_part().get(word) or near(word, legal)
     what = "unknown key"
     if known:
         what = "unknown key: another name of the state behind the one below"
     todo = "write it nested, a section per line" if "." in word else ""
     return Problem(what, place, key, found, some(legal), meant, todo)
+
+
+@cache
+def _by_last_part() -> Mapping[str, str]:
+    """Return the key of a profile by what it ends in: somebody may leave its sections out."""
+    keys = [knob.profile_key for knob in reversed(CATALOGUE)]
+    return {key.rpartition(".")[2]: key for key in keys}
 
 
 def allowed_by(names: Sequence[str]) -> str:
