@@ -131,6 +131,20 @@ def test_a_lock_that_lost_any_of_its_parts_is_damaged(whole, command, tmp_path, 
         assert "torchrepro lock" in err
 
 
+@pytest.mark.parametrize("nonsense", ["unknown", ["unknown"]])
+def test_a_part_of_another_type_is_damaged(whole, command, tmp_path, nonsense):
+    """A part that should hold names and values, and holds a text or a list, is never left out."""
+    contents = json.loads(whole)
+    for key in ("origins", "report", "versions", "hardware", "environment", "repository"):
+        path = _written(tmp_path, json.dumps({**contents, key: nonsense}))
+        for words in (("check", path), ("diff", path, "seed-only")):
+            status, out, err = command(*words)
+
+            assert (status, out) == (2, ""), (key, words)
+            assert "damaged" in err
+            assert key in err
+
+
 def test_a_lock_that_was_edited_is_not_met(whole, command, tmp_path):
     """An edited profile or digest is a difference; the name of the file may change."""
     contents = json.loads(whole)

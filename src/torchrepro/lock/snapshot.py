@@ -158,7 +158,7 @@ READERS: Mapping[str, tuple[str, Callable[[Any], Section | None]]] = {
     "environment": ("environment", _pairs),
     "versions": ("versions", _versions),
     "hardware": ("hardware", _pairs),
-    "source": ("repository", lambda value: None if "unknown" in value else _pairs(value)),
+    "source": ("repository", lambda value: None if "unknown" in _pairs(value) else value),
     "started": ("command_line", lambda words: {"command line": " ".join(map(str, words))}),
 }
 """Section -> the key of a manifest that holds it, and how it is read; None leaves it out."""
