@@ -331,6 +331,15 @@ def test_nothing_begins_again_by_itself_where_that_is_not_safe(write, run_python
     assert obstacles(result)[0]
 
 
+@pytest.mark.parametrize("reads", ["", "sys.stdin.read()"])
+def test_a_file_on_standard_input_that_was_read_is_not_lost(write, execute, reads):
+    """With a file on standard input a program may begin again just if it has read none of it."""
+    write({"words": "a", "ask.py": f"import sys\n{reads}\n{ASK}"})
+    result = execute("bash", "-c", f"exec {sys.executable} ask.py < words")
+
+    assert obstacles(result) == [bool(reads), False]
+
+
 @pytest.mark.parametrize("on_late", ["relaunch", "error"])
 def test_a_hydra_sweep_stops_where_a_knob_is_late(write, run_python, starts, on_late):
     """Inside a sweep nothing is relaunched: it ends with status 3 before a task has run."""
