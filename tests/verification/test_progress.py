@@ -109,3 +109,19 @@ def test_a_command_that_imports_torch_says_so(words, capsys, monkeypatch):
     assert (status, "importing torch ..." in written) == (0, True)
     assert left_on_screen(written) == ""
     assert "importing" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("forked")
+def test_without_a_terminal_no_running_program_is_read(monkeypatch, plain, training, capsys):
+    """Where nobody watches, no trace is opened while its run goes on, and nothing is erased."""
+    opened = []
+    monkeypatch.setattr(runner, "steps_so_far", opened.append)
+    monkeypatch.setattr(runner, "BETWEEN_LOOKS", 0.01)
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", plain, "--", *training()])
+    err = capsys.readouterr().err
+
+    assert not ended.value.code
+    assert opened == []
+    assert len(re.findall(r"run \d of 2 \.\.\. [\d.]+ s, 3 steps\n", err)) == 2
+    assert "\b" not in err

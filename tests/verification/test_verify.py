@@ -60,6 +60,7 @@ def test_a_divergence_is_recorded_more_closely_if_that_is_wanted(
     assert (first.step, first.phase, first.kind) == (1, "forward", Kind.DATA)
     assert Path(first.source.rpartition(":")[0]).name == "train.py"
     assert (bool(first.elements), bool(first.distances)) == (closer, closer)
+    assert [len(read_run(run.folder)) for run in found.runs] == [1, 1]
     assert recorded == {"run-1", "run-2"} | ({"closer-1", "closer-2"} if closer else set())
     assert found.next_level is not None
     if closer:
@@ -211,7 +212,12 @@ def test_only_a_tolerance_that_was_asked_for_is_granted(options, asked, same, tr
     ("profile", "program", "equal_on", "tried"),
     [
         ("seed-only", ("batch = next(batches)", WORKERS_THAT_VARY), "no loader workers", None),
-        ("./plain.yaml", ("batch = next(batches)", WORKERS_THAT_VARY), "no loader workers", None),
+        (
+            "./plain.yaml",
+            ("batch = next(batches)", WORKERS_THAT_VARY),
+            "no loader workers",
+            ["seeds", "no loader workers"],
+        ),
         ("./bare.yaml", (), "seeds", ["seeds"]),
         ("./plain.yaml", (ANOTHER_EACH_TIME,), None, ["seeds"]),
     ],
