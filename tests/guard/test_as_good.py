@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro import process_state
+from torchrepro.guard.baseline import BaselineEntry
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.lock.diff import differences_of
 from torchrepro.manifest.contents import manifest, write_manifest
@@ -195,6 +196,23 @@ def test_an_equivalent_write_is_named_through_what_restores_it(
     assert report.to_json()["as_good"][0]["now"] == ":16:8"
     assert mine in report.table()
     assert (report[f"env.{CUBLAS}"].after, put_back[f"env.{CUBLAS}"].after) == (":16:8", ":4096:8")
+
+
+def test_an_equivalent_value_is_judged_once(
+    apply: Callable[..., torchrepro.Applied],
+    step: Callable[[], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is looked into when it is first seen, and not before every step that follows."""
+    with apply() as applied:
+        os.environ[CUBLAS] = ":16:8"
+        step()
+        seen = applied.report.as_good
+        monkeypatch.setattr(BaselineEntry, "change", None)
+        step()
+
+        assert [change.now for change in seen] == [":16:8"]
+        assert applied.report.as_good == seen
 
 
 def test_what_one_line_writes_is_listed_once(

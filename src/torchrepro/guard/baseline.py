@@ -218,13 +218,17 @@ def check(
     for each, guard in tuple(_watched):
         if guard not in concerned or not each.readable_here:
             continue
-        now, known = reading(each.knob), guard.as_good.pop(each.knob.name, None)
+        now, name = reading(each.knob), each.knob.name
         if now == each.value:
+            guard.as_good.pop(name, None)
             continue
-        # What was seen before keeps the moment at which that was.
+        known = guard.as_good.get(name)
+        if known is not None and known.now == now:
+            continue  # it keeps the moment at which it was seen
+        guard.as_good.pop(name, None)
         change = each.change(now, moment(guard))
         if change.why:
-            guard.as_good[each.knob.name] = known if known and known.now == now else change
+            guard.as_good[name] = change
         else:
             found.append((guard, guard.drift.setdefault(key(change), change)))
     return found
