@@ -223,6 +223,20 @@ def test_the_manifest_tells_what_ran_and_no_secret(little, tmp_path):
     assert secret not in result.stderr
 
 
+def test_of_an_override_that_is_written_twice_the_last_one_counts(little, tmp_path):
+    """Its origin is the override that holds, and the consent that an override is goes with it."""
+    seeds = ("repro.seed=1", "repro.seed=2", "repro.seed=1")
+    flags = [f"++repro.env_extra.ACME=x{number}" for number in (1, 2, 1)]
+    result = little("+repro=seed-only", *seeds, *flags, "hydra.run.dir=out")
+    assert result.tasks == ["task False 1"], result.stderr
+
+    manifest = json.loads((tmp_path / "out" / ".hydra" / "repro.json").read_text(encoding="utf-8"))
+
+    assert manifest["profile"]["env_extra"] == {"ACME": "x1"}
+    assert manifest["origins"]["seed"]["set_by"] == "override repro.seed=1"
+    assert manifest["started"]["asked"][1:4] == ["seed=1", "seed=2", "seed=1"]
+
+
 def test_variables_that_hydra_sets(app):
     """A variable that hydra.job.env_set sets counts as the user's, and is gone after the job."""
     good = app("+repro=debug-strict", "+hydra.job.env_set.CUBLAS_WORKSPACE_CONFIG=':16:8'")

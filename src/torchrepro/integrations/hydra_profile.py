@@ -136,8 +136,9 @@ def resolved_profile(config: DictConfig) -> ResolvedProfile | None:
     Raises `ProfileError` for one that is refused, or chosen in a way that leaves it without effect.
     """
     # Unresolved: an override shows what was written, never what a resolver makes of it.
-    written: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
-    keys: dict[str, str] = {text: key_of(text) for text in written}
+    task: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+    overrides: list[str] = list(task)  # one may be written twice, and the last one counts
+    keys = {text: key_of(text) for text in overrides}
     for text, key in keys.items():
         if text.startswith("~") and key == GROUP:
             chosen.profiles.clear()
@@ -164,7 +165,7 @@ def resolved_profile(config: DictConfig) -> ResolvedProfile | None:
         return None
 
     # The pieces are chosen as well, and so no overrides of values.
-    own = [t for t, key in keys.items() if key.startswith(f"{GROUP}.")]
+    own = [text for text in overrides if keys[text].startswith(f"{GROUP}.")]
     own = [text for text in own if keys[text] != f"{GROUP}.{PIECES}"]
     words = [text.lstrip("+").replace(f"{GROUP}.", "", 1) for text in own]
     asked = ((names or [""])[0], *as_override(chosen.pieces), *words)
@@ -181,7 +182,6 @@ def resolved_profile(config: DictConfig) -> ResolvedProfile | None:
         return None
     if not isinstance(section, DictConfig):
         raise ProfileError(_plain_value(section, ""))
-    overrides = list(keys)
     try:
         composition = from_mapping(section, where=APP)
         from_files = chosen.compose()
