@@ -6,7 +6,6 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
-from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import say_once
@@ -316,7 +315,7 @@ def stop_or_relaunch(plan: Plan, obstacle: str, *, by_itself: bool = False) -> s
     """Return if the plan may be carried out; else raise, or relaunch where `on_late` says so.
 
     `obstacle` says why this is not the moment for a relaunch; `by_itself` that it is the moment for
-    one that the profile does not insist on. Returns why there was none, and what to type instead.
+    one that the profile does not insist on. Returns why there was none.
     """
     plan.refuse_if_stopping()
     on_late = plan.resolved.on_late
@@ -330,8 +329,7 @@ def stop_or_relaunch(plan: Plan, obstacle: str, *, by_itself: bool = False) -> s
             # What is not late is set after the start as ever, and taken back after the job.
             relaunch(plan.late_variables)
     if on_late == "relaunch_or_warn":
-        asked = (plan.resolved.asked or (plan.resolved.name,))[0]
-        return f"{why}; `torchrepro run {quote(asked)} -- COMMAND` starts it in time"
+        return why
     raise LateError(lateness(plan, why), plan.report)
 
 

@@ -243,14 +243,14 @@ def test_a_hydra_run_relaunches_before_the_task(write, run_python, starts, tmp_p
 
 
 def test_a_strict_hydra_run_that_may_have_read_its_input_goes_on(write, run_python, starts):
-    """Where in doubt a Hydra run goes on, and says why, and what to type instead."""
+    """Where in doubt a Hydra run goes on, and says why, and what to type instead: all of it."""
     write({"app.py": f"import sys\nprint('read', sys.stdin.read())\n{APP}"})
-    result = run_python("app.py", "+repro=debug-strict", stdin="words")
+    result = run_python("app.py", "+repro=debug-strict", "repro.seed=8", stdin="words")
 
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("read words\ntask ")
     assert "standard input" in result.stderr
-    assert "torchrepro run debug-strict -- COMMAND" in " ".join(result.stderr.split())
+    assert "`torchrepro run debug-strict seed=8 -- COMMAND`" in " ".join(result.stderr.split())
     assert starts() == 1
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import os
 import re
+import shlex
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -46,11 +47,18 @@ from torchrepro.integrations.hydra_profile import (
     note_on_the_apps_own,
     resolved_profile,
 )
-from torchrepro.manifest.contents import FILE, hydra_folder, manifest, write_manifest
+from torchrepro.manifest.contents import (
+    FILE,
+    hydra_folder,
+    manifest,
+    secrets_here,
+    write_manifest,
+)
 from torchrepro.manifest.started import note_sweep, sweep_or_this
 from torchrepro.messages import near, some
 from torchrepro.planner import plan
 from torchrepro.process_state import inherited, other_than_original
+from torchrepro.redaction import shareable
 from torchrepro.report import announce, announce_end, random_number_lines
 from torchrepro.seeding.ranks import world
 from torchrepro.seeding.streams import drawn_streams, never_drawn
@@ -60,6 +68,7 @@ if TYPE_CHECKING:
 
     from omegaconf import DictConfig
 
+    from torchrepro.profile.resolved import ResolvedProfile
     from torchrepro.report import Report
 
 
@@ -231,7 +240,7 @@ class ReproCallback(Callback):
             if resolved is not None and inherited() is None:
                 why = stop_or_relaunch(plan(resolved), "", by_itself=True)
                 if why and world().rank == 0:
-                    say(f"not started again in time, because {why}")
+                    say(f"not started again in time, because {why}{_instead(resolved)}")
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Start the sweep from a clean state."""
@@ -271,6 +280,14 @@ class ReproCallback(Callback):
                 _record(_Job(config, applied, applied.report, from_run=True))
             _end()
             _restore()
+
+
+def _instead(resolved: ResolvedProfile) -> str:
+    """Return what starts the same profile in time, if it can be named on a command line."""
+    if not resolved.asked:
+        return ""
+    words = shareable(["torchrepro", "run", *resolved.asked], secrets_here(resolved))
+    return f"; `{shlex.join(words)} -- COMMAND` starts it in time"
 
 
 @dataclass(frozen=True, slots=True)
