@@ -336,14 +336,21 @@ def packs() -> list[Pack]:
         if len(text) > LARGEST:
             continue
         with suppress(TypeError, ValueError, AttributeError):  # a line may be anything as well
-            lines = distribution.entry_points.select(group=ENTRY_POINTS)
-            values = {line.name: line.value for line in lines}
+            if text not in _declared:
+                lines = distribution.entry_points.select(group=ENTRY_POINTS)
+                _declared[text] = {line.name: line.value for line in lines}
+            values = _declared[text]
             names = [n for n in values if is_name(n) and "/" not in n and n != PIECES]
             found[owner] = [Pack(owner, distribution, name, values[name]) for name in names]
             if len(values) > MOST:
                 many = f"one distribution declares more than {MOST} packs"
                 found[owner] = [unreadable._replace(name=n, complaint=many) for n in names[:1]]
     return [pack for of_one in found.values() for pack in of_one]
+
+
+_declared: dict[str, dict[str, str]] = {}
+"""The packs that entry points declare, by their text. A name is looked up several times while Hydra
+composes, and for the longest text `importlib.metadata` takes a seventh of a second each time."""
 
 
 def package_folders(name: str) -> tuple[list[Path], bool]:
