@@ -135,6 +135,16 @@ def test_the_import_test_can_fail() -> None:
     assert {"hydra", "omegaconf"} <= _loaded("import torchrepro, hydra")
 
 
+def test_what_few_runs_need_is_loaded_for_them_alone() -> None:
+    """A profile that requires no package loads no `packaging`, and no effects at the end no `rich`."""
+    plan = "import torchrepro; planned = torchrepro.plan({})"
+    end = "from torchrepro.report import announce_effects as end; end(planned.report)"
+    nothing = _loaded(f"{plan.format({})}; {end}")
+
+    assert {"packaging", "rich"} & nothing == set()
+    assert "packaging" in _loaded(plan.format({"requires": {"torch": ">=2"}}))
+
+
 def test_the_catalogue_loads_no_access_of_another_package() -> None:
     """Rows are data: what seeds and policies do is imported when a row is first used."""
     own = {name for name in _loaded("import torchrepro.knobs.catalogue") if "torchrepro." in name}

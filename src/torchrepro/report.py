@@ -286,6 +286,10 @@ def _later_parts(report: Report) -> tuple[Part, ...]:
 
 def _effects_parts(report: Report) -> tuple[Part, ...]:
     """Return what policies have done, the most frequent first, and which kernels nobody sees."""
+    cannot_see = f"torch's deterministic flag cannot see: {some(report.unseen)}"
+    unseen = (cannot_see,) if report.unseen else ()
+    if not report.effects:
+        return unseen
     from rich.filesize import decimal
 
     rows = [
@@ -294,11 +298,7 @@ def _effects_parts(report: Report) -> tuple[Part, ...]:
         for moved in [decimal(each.moved) if each.moved else ""]
     ]
     columns = ("calls", "policy", "op or module", "what", "where", "moved")
-    unseen = f"torch's deterministic flag cannot see: {some(report.unseen)}"
-    return (
-        *((table(columns, rows, fold=4),) if rows else ()),
-        *((unseen,) if report.unseen else ()),
-    )
+    return table(columns, rows, fold=4), *unseen
 
 
 def _change(before: Any, after: Any) -> str:

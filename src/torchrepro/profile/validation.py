@@ -14,8 +14,6 @@ from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, get_args
 
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.version import InvalidVersion
 from pydantic import ValidationError
 
 from torchrepro.errors import ProfileError
@@ -211,6 +209,11 @@ def _without_consent(composition: Composition) -> list[Problem]:
 
 def _unmet(requires: Mapping[str, str | None], composition: Composition) -> list[Problem]:
     """Return what is wrong with packages that are absent or of another version."""
+    if all(wanted is None for wanted in requires.values()):
+        return []
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+    from packaging.version import InvalidVersion
+
     problems = []
     for package, wanted in requires.items():
         if wanted is None:
