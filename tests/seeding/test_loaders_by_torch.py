@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import torchrepro
+from torchrepro.seeding.loader_places import place_of, take_up
 
 from .loaders import (
     AUTHORS,
@@ -323,6 +324,49 @@ def test_an_epoch_of_an_author_cannot_be_named(options: dict[str, Any]) -> None:
         pytest.raises(torchrepro.SeedingError, match=r"nothing.*knows epochs[\s\S]*of its own"),
     ):
         torchrepro.set_epoch(make(shuffle=True, **options), 3)
+
+
+@pytest.mark.parametrize("dataset", [Noisy(), Noisy(0), Items()], ids=["8", "none", "items"])
+def test_an_epoch_of_workers_that_live_on_cannot_be_named_once_they_are_there(
+    dataset: Any,
+) -> None:
+    """After a first epoch `set_epoch` raises: the workers have been started by torch's protocol."""
+    with run() as make:
+        loader = make(dataset, num_workers=1, persistent_workers=True)
+        epoch(loader)
+
+        with pytest.raises(torchrepro.SeedingError, match="nothing in this loader knows epochs"):
+            torchrepro.set_epoch(loader, 1)
+
+
+class MadeUp:
+    """One without a dict of its own, which makes up every attribute that it is asked for."""
+
+    __slots__ = ("held",)
+
+    def __init__(self) -> None:
+        self.held: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> int:
+        return self.held[name]
+
+
+def test_a_dataset_may_hold_anything() -> None:
+    """An epoch is loaded, and taken up after its first batch, whatever the dataset holds."""
+    many: Any = 0
+    for _ in range(4):
+        many = [many] * 100  # 10**8 parts, of which four are different
+    dataset = Noisy()
+    vars(dataset)["held"] = [MadeUp(), many]
+    with run() as make:
+        batches = iter(loader := make(dataset))
+        next(batches)
+        place, expected = place_of(loader), list(batches)
+    with run() as make:
+        resumed = make(dataset)
+        take_up(resumed, place or {}, lambda: None, skip=1)
+
+        assert list(resumed) == expected
 
 
 PROGRAM = """

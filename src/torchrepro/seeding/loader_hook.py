@@ -172,7 +172,7 @@ def set_epoch(loader: Any, epoch: int, start: int = 0) -> None:
         "dataloader.seeding: auto"
     )
     named_now = loading is None and loaders.automatic and is_kept(loader) and not has_own
-    if named_now and not loader._iterator:  # noqa: SLF001 - torch keeps it nowhere else
+    if named_now and loader._iterator is None:  # noqa: SLF001 - torch keeps it nowhere else
         # One that nobody named is called after its dataset.
         loading = NamedLoading(kind_of_dataset(loader.dataset))
         loaders.register.loadings[loader] = loading
@@ -302,9 +302,10 @@ def _wrapped_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]
                 loader.state_dict()
         named = named_loading_of(loader)
         if named is not None and "epoch" in saved:
-            named.go_to(saved["epoch"])
             if saved["within"]:
                 named.resume(saved["epoch"], saved["program_seed"])
+            else:
+                named.go_to(saved["epoch"])
         if "stream" in saved:
             _saved_streams[loader] = saved
         return loaded

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -162,7 +163,8 @@ class Delivery:
 
     def seeded_by(self, loading: Loading) -> None:
         """Note what seeds the samples: its requests may leave out the batches to pass over."""
-        if not reads_items(self.loader) and not _holds_generator(self.loader.dataset):
+        names_samples = self.skip and not reads_items(self.loader)
+        if names_samples and not _holds_generator(self.loader.dataset):
             loading.start = loading.start or self.skip
         self.loading = loading
         self.batches += loading.start
@@ -410,9 +412,17 @@ def kind_of(loader: Any) -> str:
     return f"{kind_of_dataset(getattr(loader, 'dataset', loader))} {type(sampler).__name__}"
 
 
+def _attributes(part: Any) -> dict[str, Any]:
+    """Return what `part` holds, without asking its class, which may make up any attribute."""
+    with suppress(AttributeError):
+        held: dict[str, Any] = object.__getattribute__(part, "__dict__")
+        return held
+    return {}
+
+
 def _top_sampler(loader: Any) -> Any:
     # Not what a class makes up each time it is asked: that would draw an order.
-    held = getattr(loader, "__dict__", {})
+    held = _attributes(loader)
     batches = held.get("batch_sampler")
     return held.get("sampler") if batches is None else batches
 
@@ -454,7 +464,7 @@ def _counting_parts(loader: Any) -> list[Any]:
 
 
 def _samplers(loader: Any) -> list[Any]:
-    tops = map(getattr(loader, "__dict__", {}).get, ("sampler", "batch_sampler"))
+    tops = map(_attributes(loader).get, ("sampler", "batch_sampler"))
     return [part for top in tops for part in samplers_within(top)]
 
 
@@ -467,17 +477,19 @@ def reads_items(loader: Any) -> bool:
 
 def _holds_generator(dataset: Any) -> bool:
     """Whether `dataset`, or what it is made of, has a generator of its own, which loading moves."""
-    parts = [dataset]
+    parts, seen = [dataset], set[int]()
     for _ in range(_DEPTH):
         if any(kind.is_one(part) for part in parts for kind in KINDS):
             return True
+        parts = list({id(part): part for part in parts if id(part) not in seen}.values())
+        seen.update(map(id, parts))
         within: list[Any] = []
         for part in parts:
             if isinstance(part, list | tuple | dict):
                 few = part if len(part) <= _FEW else ()
                 within += few.values() if isinstance(few, dict) else few
             elif not isinstance(part, type | ModuleType):
-                within += getattr(part, "__dict__", {}).values()
+                within += _attributes(part).values()
         parts = within
     return False
 
@@ -487,7 +499,7 @@ def _own_slots(loader: Any) -> dict[str, Slot]:
     slots: dict[str, Slot] = {}
     known: list[Any] = []
     for part in (loader, *_samplers(loader)):
-        for name, own in getattr(part, "__dict__", {}).items():
+        for name, own in _attributes(part).items():
             kind = next((kind for kind in KINDS if kind.is_one(own)), None)
             if kind is not None and all(own is not other for other in known):
                 known.append(own)
