@@ -144,9 +144,9 @@ class Checkpoint:
         Tells the loader and its samplers which epoch it is. Under `dataloader.seeding: auto`, and
         for a loader made with `dataloader_kwargs`, batches that are done are not loaded again,
         except from an `IterableDataset`, which names no samples, and from a dataset with a
-        generator of its own. They count into `batch`, by which
-        a program that takes only some batches of an epoch knows when to stop. Raises `SeedingError`
-        while the batches of another loader are counted.
+        generator of its own. They count into `batch`, by which a program that takes only some
+        batches of an epoch knows when to stop. Raises `SeedingError` while the batches of another
+        loader are counted.
         """
         if self._counts_batches:
             raise SeedingError.about(
