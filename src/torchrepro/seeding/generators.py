@@ -50,6 +50,15 @@ def put_given_seeds(given: Given) -> None:
     _given = given
 
 
+def fresh_state(name: str, seed: int) -> Any:
+    """Return the state of the global generator `python` or `numpy` just after it was seeded."""
+    if name == "python":
+        return random.Random(seed).getstate()  # noqa: S311 - compared only
+    import numpy as np
+
+    return np.random.RandomState(seed).get_state(legacy=False)
+
+
 class Slot(NamedTuple):
     """One generator of this process: how to read its state, and how to set it."""
 

@@ -76,9 +76,9 @@ class HostSeed:
     """The global generator behind the functions of a module; it does not remember its seed."""
 
     module: str
+    name: str  # of its state, as `fresh_state` takes it
     save: Callable[[], Any]
     restore: Callable[[Any], Any]
-    fresh: Callable[[int], Any]  # the state of a generator that was just seeded
 
     def read(self) -> Any:
         return None
@@ -88,7 +88,7 @@ class HostSeed:
 
     def holds(self, value: int) -> bool:
         plain = generators.plain_state
-        return bool(plain(self.save()) == plain(self.fresh(value)))
+        return bool(plain(self.save()) == plain(generators.fresh_state(self.name, value)))
 
 
 class TorchSeed:
@@ -219,35 +219,25 @@ class SeedByRank:
     generator: Any  # the access to it, whatever the rank
 
     def write(self, value: int) -> None:
-        self.generator.write(_seed_here(value))
+        self.generator.write(streams.current_plan().started_from(value))
 
     def holds(self, value: int) -> bool:
-        return bool(self.generator.holds(_seed_here(value)))
+        return bool(self.generator.holds(streams.current_plan().started_from(value)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.generator, name)
-
-
-def _seed_here(seed: int) -> int:
-    plan = streams.current_plan()
-    return seed_of_rank(seed, plan.started_as) if plan.ranks_differ else seed
 
 
 def _torch() -> Any:
     return import_module("torch")
 
 
-_PYTHON = HostSeed(
-    "random",
-    random.getstate,
-    random.setstate,
-    lambda seed: random.Random(seed).getstate(),  # noqa: S311 - compared only
-)
+_PYTHON = HostSeed("random", "python", random.getstate, random.setstate)
 _NUMPY = HostSeed(
     "numpy.random",
+    "numpy",
     lambda: import_module("numpy.random").get_state(legacy=False),
     lambda saved: import_module("numpy.random").set_state(saved),
-    lambda seed: import_module("numpy.random").RandomState(seed).get_state(legacy=False),
 )
 streams_field = PlanField("streams", {})
 ranks_field = PlanField("ranks")

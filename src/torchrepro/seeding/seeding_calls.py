@@ -8,7 +8,6 @@ import zlib
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from random import Random
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.callers import package, program_place
@@ -18,6 +17,7 @@ from torchrepro.policies.policy import count
 from torchrepro.seeding.call_listeners import is_listening, listen, stop_listening
 from torchrepro.seeding.generators import (
     Given,
+    fresh_state,
     given_seeds,
     host_slots,
     plain_state,
@@ -31,7 +31,6 @@ from torchrepro.seeding.streams import (
     given_seed,
     note_not_given,
     present_worker,
-    seed_of_rank,
 )
 
 if TYPE_CHECKING:
@@ -233,12 +232,7 @@ def _name_of(generator: str, state: Any) -> bytes:
     """
     plan, text = current_plan(), repr(plain_state(state))
     if plan.seed is not None:
-        own = seed_of_rank(plan.seed, plan.started_as) if plan.ranks_differ else plan.seed
-        seeded: Any = (
-            Random(own).getstate()  # noqa: S311 - compared only
-            if generator == "python"
-            else sys.modules["numpy"].random.RandomState(own).get_state(legacy=False)
-        )
+        seeded = fresh_state(generator, plan.started_from(plan.seed))
         if text == repr(plain_state(seeded)):
             return b""
     return blake2b(text.encode(), digest_size=16).digest()

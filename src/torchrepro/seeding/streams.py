@@ -215,6 +215,13 @@ class SeedPlan:
             return self.mesh is not None  # which ranks differ is only known with the mesh
         return self.ranks == "distinct"
 
+    def started_from(self, seed: int) -> int:
+        """Return what the global generators of this process started from where `seed` is the root.
+
+        Every rank from a seed of its own, as far as that is known.
+        """
+        return seed_of_rank(seed, self.started_as) if self.ranks_differ else seed
+
     def root(self, name: str) -> int:
         """Return the seed that the stream `name` derives from, the program's own if need be."""
         seed = self.streams.get(name, self.seed)
@@ -295,9 +302,8 @@ def given_seed() -> int | None:
     """Return what the program has last seeded torch with; None where that is no seed of its own."""
     if _plan.seed is None:
         return None  # streams derive from the program's seed anyway
-    of_profile = seed_of_rank(_plan.seed, _plan.started_as if _plan.ranks_differ else 0) % 2**64
-    seed = _plan.own_seed()
-    is_own = seed not in (_plan.seed % 2**64, of_profile) and seed not in _not_given
+    seed, of_profile = _plan.own_seed(), (_plan.seed, _plan.started_from(_plan.seed))
+    is_own = seed not in [each % 2**64 for each in of_profile] and seed not in _not_given
     return seed if is_own else None
 
 
