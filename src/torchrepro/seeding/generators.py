@@ -119,6 +119,11 @@ KINDS = (
 _registered: dict[str, tuple[Kind, Any]] = {}
 
 
+def generator_kind(value: Any) -> Kind | None:
+    """Return the kind of generator that `value` is, or None."""
+    return next((kind for kind in KINDS if kind.is_one(value)), None)
+
+
 def register_generator(name: str, generator: Generator) -> Generator:
     """Have snapshots and `isolated_rng` cover `generator` under `name`, and return it.
 
@@ -128,7 +133,7 @@ def register_generator(name: str, generator: Generator) -> Generator:
     """
     if not isinstance(name, str) or not name:
         raise SeedingError.about("not a name for a generator", found=shown(name), legal="any text")
-    kind = next((kind for kind in KINDS if kind.is_one(generator)), None)
+    kind = generator_kind(generator)
     with suppress(NotImplementedError):  # `random.SystemRandom` only looks as if it had a state
         if kind is not None:
             kind.state(generator)
@@ -186,9 +191,9 @@ def devices_in_use() -> dict[str, Any]:
     return {name: module for name, module in modules.items() if module and initialised(module)}
 
 
-def slot_of(generator: Any) -> Slot:
-    """Return the slot of a generator of one of `KINDS`; raises `StopIteration` for another."""
-    return next(kind.slot(generator) for kind in KINDS if kind.is_one(generator))
+def device_seeds(module: Any) -> set[int]:
+    """Return the seeds of the generators of every device; none where they do not remember them."""
+    return {int(own.initial_seed()) for own in getattr(module, "default_generators", ())}
 
 
 def device_states(module: Any) -> list[Any]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 from torchrepro.seeding import streams
-from torchrepro.seeding.generators import Given, given_seeds, host_slots, slot_of
+from torchrepro.seeding.generators import Given, generator_kind, given_seeds, host_slots
 from torchrepro.seeding.loader_worker import (
     Position,
     Request,
@@ -190,7 +190,8 @@ class NamedLoading(Loading):
     ) -> Iterator[Any]:
         from torch.utils import data
 
-        own = [] if generator is None else [slot_of(generator)]
+        kind = generator_kind(generator)
+        own = [] if kind is None else [kind.slot(generator)]
         end = object()
         with isolated_draws(own):
             start_from(order)

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary, WeakSet, finalize
 from torchrepro.callers import package
 from torchrepro.console import say, say_once
 from torchrepro.seeding.call_listeners import listen, stop_listening
-from torchrepro.seeding.generators import KINDS, Given, Slot, host_slots
+from torchrepro.seeding.generators import Given, Slot, generator_kind, host_slots
 from torchrepro.seeding.loader import (
     NamedLoading,
     is_kept,
@@ -479,7 +479,7 @@ def _holds_generator(dataset: Any) -> bool:
     """Whether `dataset`, or what it is made of, has a generator of its own, which loading moves."""
     parts, seen = [dataset], set[int]()
     for _ in range(_DEPTH):
-        if any(kind.is_one(part) for part in parts for kind in KINDS):
+        if any(map(generator_kind, parts)):
             return True
         parts = list({id(part): part for part in parts if id(part) not in seen}.values())
         seen.update(map(id, parts))
@@ -500,7 +500,7 @@ def _own_slots(loader: Any) -> dict[str, Slot]:
     known: list[Any] = []
     for part in (loader, *_samplers(loader)):
         for name, own in _attributes(part).items():
-            kind = next((kind for kind in KINDS if kind.is_one(own)), None)
+            kind = generator_kind(own)
             if kind is not None and all(own is not other for other in known):
                 known.append(own)
                 slots[f"{len(known)} {name}"] = kind.slot(own)

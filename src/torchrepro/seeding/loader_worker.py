@@ -17,7 +17,13 @@ from operator import index as as_index
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.errors import SeedingError
-from torchrepro.seeding.generators import States, host_slots, seed_host, seed_sample
+from torchrepro.seeding.generators import (
+    States,
+    host_slots,
+    host_states,
+    seed_host,
+    seed_sample,
+)
 from torchrepro.seeding.streams import (
     current_plan,
     derive,
@@ -239,7 +245,7 @@ class _SeededSamples:
         note, _here.note_first = _here.note_first, None
         if note is None:
             return self._dataset[index]
-        before = States(host_slots().values())
+        before = host_states()
         sample = self._dataset[index]
         note(not before.are_present())
         return sample
