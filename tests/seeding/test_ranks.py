@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchrepro
+from torchrepro.seeding.global_seeds import seed_as_this_rank
 from torchrepro.seeding.ranks import AGREEING, Mesh, World, coordinate, world
 from torchrepro.seeding.streams import seed_of_rank
 
@@ -208,6 +209,68 @@ def test_a_rank_that_learns_its_number_late_keeps_what_its_program_seeded(
 ) -> None:
     """Once the group is made it draws from its own seed, or goes on where the program put it."""
     assert forked_answer_of(LATE, by, seed)
+
+
+def _put_python(seed: int) -> Any:
+    unknown = random.Random(seed)
+    unknown.random()
+    random.setstate(unknown.getstate())
+
+
+def _put_numpy(seed: int) -> Any:
+    unknown = np.random.RandomState(seed)
+    unknown.random()
+    np.random.set_state(unknown.get_state())
+
+
+def _put_numpy_under_another_profile() -> Any:
+    with torchrepro.apply({"seed": 2}):
+        _put_numpy(3)
+
+
+def _reads_an_unknown_state() -> None:
+    _put_python(3)
+    state = random.getstate()
+    random.seed(1)
+    random.setstate(state)
+
+
+MOVES: dict[str, tuple[Callable[[], Any], set[str]]] = {
+    "nothing": (lambda: None, set()),
+    "unknown states": (lambda: (_put_python(3), _put_numpy(3)), {"python", "numpy"}),
+    "before another profile": (
+        lambda: (_put_python(3), _put_numpy_under_another_profile()),
+        {"python"},
+    ),
+    "the profile's own seed after it": (lambda: (_put_python(3), random.seed(1)), set()),
+    "the profile's own state after it": (
+        lambda: (_put_python(3), random.setstate(random.Random(1).getstate())),
+        set(),
+    ),
+    "an unknown state that was read": (_reads_an_unknown_state, {"python"}),
+    "an unknown state for a while": (torchrepro.isolated_rng()(lambda: _put_python(3)), set()),
+    "a state of the profile": (lambda: random.setstate(random.getstate()), set()),
+    "torch's generator of the CPU": (lambda: torch.default_generator.manual_seed(3), {"torch"}),
+}
+"""What a program does before it knows its rank, and which generators it has moved by that."""
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_rank_that_learns_its_number_late_starts_what_its_program_left_alone(
+    move: str, place: Place
+) -> None:
+    """What stands where the profile has put it starts from the rank's seed, and nothing else."""
+    moves, moved = MOVES[move]
+    own = seed_of_rank(1, 5)
+    random.seed(own), np.random.seed(own), torch.manual_seed(own)
+    of_rank = _global_numbers()
+    with torchrepro.apply({"seed": 1, "ranks": "distinct"}):
+        moves()
+        place(5, 8)
+        seed_as_this_rank()
+        drawn = zip(("python", "numpy", "torch"), _global_numbers(), of_rank, strict=True)
+
+    assert {name for name, number, other in drawn if number != other} == moved
 
 
 @pytest.mark.parametrize("ranks", [None, "distinct"])

@@ -37,6 +37,8 @@ class Given(NamedTuple):
 
 
 _given = Given()
+put_by_program: set[str] = set()
+"""Which of `random` and numpy the program has put into a state that this process never had."""
 
 
 def given_seeds() -> Given:
@@ -311,11 +313,13 @@ def isolated_rng() -> Iterator[None]:
     registered ones; restores after an exception too. Also a decorator. `torch.random.fork_rng`
     covers torch alone.
     """
-    before, given = States(all_slots().values()), given_seeds()
+    before, given, put = States(all_slots().values()), given_seeds(), set(put_by_program)
     try:
         yield
     finally:
         put_given_seeds(given)
+        put_by_program.clear()
+        put_by_program.update(put)
         before.put_back()
 
 

@@ -135,8 +135,7 @@ class AcceleratorSeed:
         module = self._module()
         if not generators.initialised(module):
             return None
-        own = getattr(module, "default_generators", ())
-        seeds = sorted({int(generator.initial_seed()) for generator in own})
+        seeds = sorted(generators.device_seeds(module))
         return seeds[0] if len(seeds) == 1 else seeds or None
 
     def write(self, value: int) -> None:
@@ -294,6 +293,7 @@ def _start(plan: SeedPlan, own: Collection[str] = ()) -> None:
     for name, generator in (("python", _PYTHON), ("numpy", _NUMPY), ("torch", TorchSeed())):
         if name not in own:
             generator.write(seed)
-    for module in generators.devices_in_use().values() if "torch" not in own else ():
-        generators.seed_device(module, seed)
+    for name, module in generators.devices_in_use().items():
+        if name not in own:
+            generators.seed_device(module, seed)
     libraries.seed_again(seed)

@@ -17,10 +17,13 @@ from torchrepro.policies.policy import count
 from torchrepro.seeding.call_listeners import is_listening, listen, stop_listening
 from torchrepro.seeding.generators import (
     Given,
+    device_seeds,
+    devices_in_use,
     fresh_state,
     given_seeds,
     host_slots,
     plain_state,
+    put_by_program,
     put_given_seeds,
 )
 from torchrepro.seeding.loader_worker import in_loader
@@ -29,6 +32,7 @@ from torchrepro.seeding.streams import (
     WORDS,
     current_plan,
     given_seed,
+    is_given,
     note_not_given,
     present_worker,
 )
@@ -84,10 +88,9 @@ class SeedingCall:
 
 
 _calls: dict[tuple[str, str], SeedingCall] = {}
-# What the program had seeded a generator with when it read this state of it.
-_given_at: dict[tuple[str, int], bytes] = {}
-# Generators that the program has put into a state which this process never had.
-_put_by_program: set[str] = set()
+# What the program had seeded a generator with when it read this state of it, and whether it was
+# among `put_by_program`.
+_given_at: dict[tuple[str, int], tuple[bytes, bool]] = {}
 
 _SLOTS = 1 << 16
 _said = mmap.mmap(-1, _SLOTS)
@@ -120,17 +123,20 @@ class SeedingCalls:
     def write(self, value: Any) -> None:
         _calls.clear()
         _given_at.clear()
-        _put_by_program.clear()
+        put_by_program.clear()
         put_given_seeds(Given())
         note_calls_of_new_modules()
 
     def save(self) -> Any:
-        return is_listening(_note), dict(_calls), given_seeds()
+        kept = dict(_calls), dict(_given_at), set(put_by_program)
+        return is_listening(_note), kept, given_seeds()
 
     def restore(self, saved: Any) -> None:
-        listened, calls, given = saved
-        _calls.clear()
-        _calls.update(calls)
+        listened, kept, given = saved
+        presents: tuple[Any, ...] = _calls, _given_at, put_by_program
+        for present, before in zip(presents, kept, strict=True):
+            present.clear()
+            present.update(before)
         put_given_seeds(given)
         if not listened:
             stop_listening(_note)
@@ -206,22 +212,37 @@ def _note_state(
     if "get" in name:
         while len(_given_at) >= _MANY:
             del _given_at[next(iter(_given_at))]
-        _given_at[key] = getattr(given_seeds(), generator)
+        seed = getattr(given_seeds(), generator)
+        _given_at[key] = seed, generator in put_by_program
     elif key in _given_at:
-        _put(generator, _given_at[key])
+        seed, is_unknown = _given_at[key]
+        _put(generator, seed, is_unknown=is_unknown)
     elif _is_fresh(generator, state):
         _put(generator, _name_of(generator, state))
     else:
-        _put_by_program.add(generator)
+        put_by_program.add(generator)
 
 
 def moved_by_program() -> set[str]:
-    """Return the generators that the program has seeded or put somewhere under the present seed."""
+    """Return the generators that the program has seeded or put somewhere under the present seed.
+
+    They are called `python`, `numpy` and `torch`, and those of a device in use `cuda`, for example.
+    """
     given = given_seeds()._asdict() | {"torch": given_seed() is not None}
-    return _put_by_program | {name for name, seeded in given.items() if seeded}
+    for device, module in devices_in_use().items():
+        seeds = device_seeds(module)
+        # One that does not remember its seed is seeded where a call says so.
+        called = ("torch.manual_seed", "torch.random.manual_seed", f"torch.{device}.")
+        given[device] = (
+            any(map(is_given, seeds))
+            if seeds
+            else any(function.startswith(called) for function in given_by_program())
+        )
+    return put_by_program | {name for name, seeded in given.items() if seeded}
 
 
-def _put(generator: str, seed: bytes) -> None:
+def _put(generator: str, seed: bytes, *, is_unknown: bool = False) -> None:
+    (put_by_program.add if is_unknown else put_by_program.discard)(generator)
     put_given_seeds(given_seeds()._replace(**{generator: seed}))
 
 

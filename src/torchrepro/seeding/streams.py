@@ -300,11 +300,16 @@ def note_not_given(seed: int) -> None:
 
 def given_seed() -> int | None:
     """Return what the program has last seeded torch with; None where that is no seed of its own."""
+    seed = _plan.own_seed()
+    return seed if is_given(seed) else None
+
+
+def is_given(seed: int) -> bool:
+    """Whether a generator that has this seed was given it by the program, as one of its own."""
     if _plan.seed is None:
-        return None  # streams derive from the program's seed anyway
-    seed, of_profile = _plan.own_seed(), (_plan.seed, _plan.started_from(_plan.seed))
-    is_own = seed not in [each % 2**64 for each in of_profile] and seed not in _not_given
-    return seed if is_own else None
+        return False  # streams derive from the program's seed anyway
+    of_profile = (_plan.seed, _plan.started_from(_plan.seed))
+    return seed not in [each % 2**64 for each in of_profile] and seed not in _not_given
 
 
 def seed_of_loaders() -> int | None:
