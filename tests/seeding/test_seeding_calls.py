@@ -213,3 +213,14 @@ def test_nested_profiles_have_records_of_their_own(seed_1234: Any) -> None:
     assert [call.function for call in inner.seeding_calls] == ["numpy.random.seed"]
     assert before == seed_1234.seeding_calls[:1]
     assert [c.function for c in seed_1234.seeding_calls] == ["random.seed", "torch.manual_seed"]
+
+
+def test_a_program_that_seeds_without_end_is_recorded_up_to_a_limit(seed_1234: Any) -> None:
+    """Records of 1000 places are kept at most, the first ones, and those go on counting."""
+    program = compile("random.seed(1)\n" * 1500, "generated.py", "exec")
+    for _ in range(2):
+        exec(program, {"random": random, "__name__": "generated"})
+    found = seed_1234.seeding_calls
+
+    assert [call.where for call in found] == [f"generated.py:{line}" for line in range(1, 1001)]
+    assert {call.times for call in found} == {2}
