@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import inspect
+import pickle
 import random
 import sys
 import threading
@@ -213,6 +214,22 @@ def test_nested_profiles_have_records_of_their_own(seed_1234: Any) -> None:
     assert [call.function for call in inner.seeding_calls] == ["numpy.random.seed"]
     assert before == seed_1234.seeding_calls[:1]
     assert [c.function for c in seed_1234.seeding_calls] == ["random.seed", "torch.manual_seed"]
+
+
+@pytest.mark.parametrize("place", PRESENT, ids=".".join)
+def test_the_functions_can_be_sent_to_another_process(place: tuple[str, str]) -> None:
+    """What pickles without a profile does so under one, as `Pool(initializer=np.random.seed)`."""
+    function = _originals()[place]
+    try:
+        pickle.dumps(function)
+    except pickle.PicklingError:
+        pytest.skip("torch.compile has put a wrapper in its place, which does not pickle")
+    with torchrepro.apply({"seed": 1}):
+        watched = _originals()[place]
+        content = pickle.dumps(watched)
+        assert pickle.loads(content) is watched
+
+    assert pickle.loads(content) == function
 
 
 def test_a_program_that_seeds_without_end_is_recorded_up_to_a_limit(seed_1234: Any) -> None:
