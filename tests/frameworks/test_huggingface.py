@@ -91,6 +91,23 @@ def test_a_trainer_may_have_lists_for_loaders(tmp_path: Path) -> None:
     assert "eval_runtime" in measured
 
 
+def test_0_and_2_workers_give_the_same_weights(tmp_path: Path) -> None:
+    """With the Trainer's own seeding of workers; the report says in one line what seeds them."""
+    found = []
+    for workers in (0, 2):
+        with torchrepro.apply("debug-strict") as applied:
+            trainer = _trainer(tmp_path, dataloader_num_workers=workers, save_strategy="no")
+            trainer.train()
+            found.append((program.weights(trainer.model), applied.report.loading))
+    (none, said_of_none), (two, said_of_two) = found
+
+    assert none == two
+    assert said_of_none == ()
+    (line,) = said_of_two
+    assert "are the same for any num_workers" in line
+    assert line.endswith(" is seeded by torchrepro instead of by seed_worker of transformers")
+
+
 def test_without_a_profile_the_trainer_is_as_it_was(tmp_path: Path) -> None:
     """Its callbacks are its own before and after a profile, and an explicit one of ours is idle."""
     reporter = transformers.integrations.integration_utils.TensorBoardCallback

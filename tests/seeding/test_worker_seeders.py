@@ -90,7 +90,7 @@ PROGRAMS = {
     ),
     "timm": (TIMM, "_worker_init"),
 }
-"""Those of the Trainer and of accelerate are in tests/frameworks, with the same law."""
+"""That of transformers is in tests/frameworks/test_huggingface.py, with the same law."""
 
 
 @pytest.mark.slow
