@@ -201,6 +201,16 @@ def test_doctor_names_what_would_make_a_profile_ineffective(torchrepro, profile,
     assert exported or f"nothing here makes {profile} ineffective" in plain.stdout
 
 
+def test_what_is_exported_does_not_steer_the_terminal(command, monkeypatch):
+    """doctor shows a control character of an exported variable as its escape."""
+    monkeypatch.setenv("HCCL_DETERMINISTIC", "\x1b[31m")
+    status, out, err = command("doctor", "npu-align")
+
+    assert (status, err) == (1, "")
+    assert r"HCCL_DETERMINISTIC=\x1b[31m is exported" in out
+    assert "\x1b" not in out
+
+
 def test_schema_describes_every_key(command):
     """schema prints a JSON Schema that names every key of the profile and no other."""
     status, out, err = command("schema")

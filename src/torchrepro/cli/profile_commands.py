@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -164,15 +164,8 @@ def examine_machine(
         "effective": not serious,
         "findings": [finding.to_json() for finding in findings],
     }
-    _write(found, lines, as_json=as_json)
+    answer(found, lines, as_json=as_json)
     raise typer.Exit(1 if serious else 0)
-
-
-def _write(value: Any, lines: list[str], *, as_json: bool) -> None:
-    if as_json:
-        print_json(value)
-    else:
-        sys.stdout.write("\n".join([*lines, ""]))
 
 
 @command(app, "schema")
@@ -201,7 +194,7 @@ def quickstart(
     lines = [f"wrote {' and '.join(map(str, written.files))}; next:"]
     for line, what in written.next:
         lines += ["", f"  # {what}", f"  {line}"]
-    _write(found, lines, as_json=as_json)
+    answer(found, lines, as_json=as_json)
 
 
 @command(app, "new-pack")
@@ -231,4 +224,4 @@ def new_pack(
         f"  pytest {pack.folder}",
         f"  python train.py +repro={pack.name}/strict",
     ]
-    _write(found, lines, as_json=as_json)
+    answer(found, lines, as_json=as_json)
