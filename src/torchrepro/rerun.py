@@ -32,7 +32,7 @@ from torchrepro.lock.diff import (
 from torchrepro.lock.lock_file import HERE, plan_of_a_run, refuse_lost_file, true_digest
 from torchrepro.lock.snapshot import manifest_in, of_contents
 from torchrepro.manifest.contents import FILE, LOG_TO, DamagedError, common_contents, read_complete
-from torchrepro.manifest.environment import repository
+from torchrepro.manifest.environment import repository, source_folder
 from torchrepro.manifest.started import HYDRA, RUN, Started, hidden_in, started_in
 from torchrepro.messages import some
 from torchrepro.outcomes import Outcome
@@ -333,11 +333,9 @@ def _differences(
     script: Path | None,
 ) -> Comparison:
     """Return in what this machine differs from the original run."""
-    own = script is not None and not script.is_relative_to(sys.prefix)
-    source = script.parent if script is not None and own else Path.cwd()  # whose commit counts
     original = of_contents(str(path), "manifest", contents)
     report = plan_of_a_run(resolved).report
-    here = {**common_contents(resolved, report), "repository": repository(str(source))}
+    here = {**common_contents(resolved, report), "repository": repository(source_folder(script))}
     found = compare(original, of_contents(HERE, "manifest", here))
     rows = []
     for each in found.differences:
@@ -363,7 +361,7 @@ def _changed_profile(resolved: ResolvedProfile, started: Started) -> str:
         refuse_lost_file(asked[0])
         now = resolve(asked[0], asked[1:]).digest
     except ProfileError as error:
-        now = error.problems[0].what
+        now = error.problem.what
     return now if now != resolved.digest else ""
 
 

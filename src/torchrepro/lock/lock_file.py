@@ -197,7 +197,7 @@ def check(
             refuse_lost_file(name)
             resolved = resolve(name, own, typed=False)  # the lock is a file
         except ProfileError as error:
-            problem = error.problems[0]
+            problem = error.problem
             words = ": ".join(filter(None, (problem.key, problem.found, problem.what)))
             first.append(Difference("profile", "(the whole)", "as locked", words))
     if resolved is None:

@@ -254,7 +254,14 @@ def repository(folder: str = "") -> dict[str, Any]:
 
 
 def _folder() -> str:
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    return source_folder(getattr(sys.modules.get("__main__"), "__file__", None))
+
+
+def source_folder(script: str | Path | None) -> str:
+    """Return the folder whose commit counts for a program that runs `script`, or no script.
+
+    It is the script's, unless the script is installed in this environment, or else the current one.
+    """
     if script and not Path(script).absolute().is_relative_to(sys.prefix):
         return str(Path(script).absolute().parent)
     try:
