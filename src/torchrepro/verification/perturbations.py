@@ -99,6 +99,8 @@ def _another_zone(number: int) -> Mapping[str, str]:
     return {"TZ": "<+14>-14" if time.gmtime().tm_hour >= 12 else "<-12>12"}  # noqa: PLR2004 - noon
 
 
+HASH_SEED = "hash seed"
+
 PERTURBATIONS: tuple[Perturbation, ...] = (
     Perturbation(
         "memory contents",
@@ -112,7 +114,7 @@ PERTURBATIONS: tuple[Perturbation, ...] = (
         ),
     ),
     Perturbation(
-        "hash seed",
+        HASH_SEED,
         "another PYTHONHASHSEED",
         "the result depends on the order of a set of strings, or on a hash of text",
         lambda number: {"PYTHONHASHSEED": str(number * 7919)},
@@ -186,8 +188,6 @@ nothing of its own.
 
 EVERYTHING = tuple(row.name for row in PERTURBATIONS)
 """The names of all perturbations."""
-
-HASH_SEED = "hash seed"
 
 
 @dataclass(frozen=True, slots=True)

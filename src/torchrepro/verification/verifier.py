@@ -138,7 +138,6 @@ def verify(  # noqa: PLR0913 - each is an option of the command
             base = resolved or (
                 resolve(SETS_NOTHING) if escalate and not found.own_profile else None
             )
-            verdict = found.verdict
             if base is None:
                 found = replace(found, next_level=next_level_of_recording(verdict, meta))
             elif escalate:
