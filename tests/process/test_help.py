@@ -56,7 +56,7 @@ def test_the_help_of_a_command_shows_how_it_is_used(command, name):
     assert (status, err) == (0, "")
     for example in ROWS[name].examples:
         assert f"{example.line} {example.what}" in one_line(out)
-    assert ("-- COMMAND..." in usage) == ROWS[name].starts_a_command
+    assert ("-- COMMAND..." in usage) == bool(ROWS[name].starts)
     assert not any(word in out for word in ("<bool>", "<str>", "<list[", "<path>"))
 
 
@@ -69,7 +69,8 @@ def test_every_example_is_a_request_that_the_command_takes(line):
     with COMMANDS[name].make_context(name, words) as context:
         values = {param.name for param in COMMANDS[name].params}
         assert context.params.keys() <= values
-    assert ROWS[name].knows_a_command or (" -- " in line) == ROWS[name].starts_a_command
+    assert " -- " in line or ROWS[name].starts in {"", "[-- COMMAND...]"}
+    assert " -- " not in line or ROWS[name].starts
 
 
 def test_alone_it_says_what_to_do_first(command):

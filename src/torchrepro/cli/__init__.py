@@ -14,12 +14,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     import torchrepro.cli.profile_commands
     import torchrepro.cli.run_commands  # noqa: F401 - they register commands
     from torchrepro.cli.app import app
+    from torchrepro.cli.command_table import ROWS
     from torchrepro.console import say
     from torchrepro.errors import TorchreproError
 
     words = list(sys.argv[1:] if arguments is None else arguments)
     theirs = None
-    if words[:1] in (["run"], ["rerun"], ["verify"]) and "--" in words:
+    if "--" in words and words[0] in ROWS and ROWS[words[0]].starts:
         # Typer consumes `--`, which begins the command to start.
         at = words.index("--")
         words, theirs = words[:at], words[at + 1 :]

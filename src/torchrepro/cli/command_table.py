@@ -33,20 +33,12 @@ class Row(NamedTuple):
 
     group: str
     examples: tuple[Example, ...]
-
-    @property
-    def starts_a_command(self) -> bool:
-        """Whether the words after `--` are a command that it starts."""
-        return any(" -- " in each.line for each in self.examples)
-
-    @property
-    def knows_a_command(self) -> bool:
-        """Whether it starts one without being given it."""
-        return self.starts_a_command and any(" -- " not in each.line for each in self.examples)
+    starts: str = ""
+    """The command that it starts, as its usage shows it; in brackets where it knows one itself."""
 
 
-def _row(group: str, *examples: tuple[str, str]) -> Row:
-    return Row(group, tuple(map(Example._make, examples)))
+def _row(group: str, *examples: tuple[str, str], starts: str = "") -> Row:
+    return Row(group, tuple(map(Example._make, examples)), starts)
 
 
 ROWS: dict[str, Row] = {
@@ -63,6 +55,7 @@ ROWS: dict[str, Row] = {
             "record what it computes, for `torchrepro compare`",
         ),
         ("torchrepro run --lock repro.lock -- python train.py", "start only if the lock is met"),
+        starts="-- COMMAND...",
     ),
     "rerun": _row(
         RUNS,
@@ -72,6 +65,7 @@ ROWS: dict[str, Row] = {
             "torchrepro rerun runs/a -- python train.py --token $TOKEN",
             "with the arguments that its manifest hides",
         ),
+        starts="[-- COMMAND...]",
     ),
     "verify": _row(
         RUNS,
@@ -81,6 +75,7 @@ ROWS: dict[str, Row] = {
             "torchrepro verify debug-strict --stress --open -- python train.py",
             "perturb what must not matter, and show the page of the verdict",
         ),
+        starts="-- COMMAND...",
     ),
     "compare": _row(
         RUNS,
@@ -183,13 +178,13 @@ class Command(TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         ours = super().collect_usage_pieces(ctx)
-        row = ROWS[self.name or ""]
-        if not row.starts_a_command:
+        starts = ROWS[self.name or ""].starts
+        if not starts:
             return ours
         for param in self.get_params(ctx):
             if getattr(param, "hidden", False) and isinstance(param, TyperArgument):
                 ours = [piece for piece in ours if piece not in param.get_usage_pieces(ctx)]
-        return [*ours, "[-- COMMAND...]" if row.knows_a_command else "-- COMMAND..."]
+        return [*ours, starts]
 
 
 class Commands(TyperGroup):
