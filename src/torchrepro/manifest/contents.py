@@ -53,7 +53,6 @@ PARTS_OF_A_LOCK: Mapping[str, tuple[str, ...]] = {
     "profile": (),
     "digest": (),
     "origins": (),
-    "notes": (),
     "report": ("knobs",),
     "versions": ("python", "torch"),
     "hardware": ("system", "machine", "cpu", "threads"),
@@ -97,7 +96,6 @@ def common_contents(resolved: ResolvedProfile, report: Report, **more: Any) -> d
         "profile": plain(resolved.values),
         "digest": resolved.digest,
         "origins": {key: origin.to_json() for key, origin in resolved.origins.items()},
-        "notes": [],  # always empty: a lock has to have every part
         "report": report.to_json(),
         "versions": software(),
         "hardware": hardware(),

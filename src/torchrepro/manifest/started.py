@@ -64,8 +64,6 @@ class Started:
     """Whether a launcher started the process, and set variables that the command does not have."""
     asked: tuple[str, ...]
     """The profile's name or path, and the overrides of it; empty where it came as values."""
-    in_app: bool
-    """Whether the config of a Hydra app has values of the profile, besides those asked for."""
     hydra: HydraJob | None
     recording: dict[str, Any]
     """What `torchrepro run --record` was asked for."""
@@ -105,7 +103,6 @@ def started_here(
         launcher=unknown,
         ranked=bool(launcher()) and not _sweep,
         asked=_shown(resolved.asked, secrets),
-        in_app=any(origin.set_by == APP for origin in resolved.origins.values()),
         hydra=_hydra_job(hydra, secrets) if hydra is not None else None,
         recording=dict(json.loads(recording)) if recording else {},
     )
