@@ -66,11 +66,14 @@ class Composition:
         """Lay `values` on top; `places` says for every dotted key what sets it."""
         before, leaves = self.origins, flatten(values)
         _merge(self.values, values)
-        kept = dict(before)
-        for key in [key for key, value in leaves.items() if value != {}]:
-            # Neither the sections around the key nor what was inside it are what somebody wrote.
-            for name in [n for n in kept if n.startswith(f"{key}.") or key.startswith(f"{n}.")]:
-                del kept[name]
+        written = {key for key, value in leaves.items() if value != {}}
+        # Neither the sections around these keys nor what was inside them are what somebody wrote.
+        around = {section for key in written for section in _around(key)}
+        kept = {
+            name: origin
+            for name, origin in before.items()
+            if name not in around and written.isdisjoint(_around(name))
+        }
         new = {k: Origin(at, package, leaves.get(k), before.get(k)) for k, at in places.items()}
         self.origins = kept | new
         self.typed = self.typed | leaves.keys() if typed else self.typed - leaves.keys()
@@ -90,6 +93,13 @@ class Composition:
         while key and key not in self.origins:
             key = key.rpartition(".")[0]
         return self.origins[key].set_by if key else ""
+
+
+def _around(key: str) -> Iterator[str]:
+    """Yield the sections around a dotted key, the nearest first."""
+    while "." in key:
+        key = key.rpartition(".")[0]
+        yield key
 
 
 def _merge(onto: dict[str, Any], values: Mapping[str, Any]) -> None:
