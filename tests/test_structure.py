@@ -136,7 +136,7 @@ def test_the_import_test_can_fail() -> None:
 
 
 def test_what_few_runs_need_is_loaded_for_them_alone() -> None:
-    """A profile that requires no package loads no `packaging`, and no effects at the end no `rich`."""
+    """A profile that requires no package loads no `packaging`, an end without effects no `rich`."""
     plan = "import torchrepro; planned = torchrepro.plan({})"
     end = "from torchrepro.report import announce_effects as end; end(planned.report)"
     nothing = _loaded(f"{plan.format({})}; {end}")

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 import torchrepro
 from torchrepro.applier import in_force
 from torchrepro.errors import ProfileError
-from torchrepro.knobs.knob import Attribute, Calls, LazyAccess, Variable
-from torchrepro.knobs.linked_state import Fp32Precision
+from torchrepro.knobs.catalogue import CATALOGUE
 
 World = Callable[[], dict[str, Any]]
+WRITING = {
+    each for knob in CATALOGUE for each in type(knob.access).__mro__ if "write" in vars(each)
+}
 SHIPPED = ("seed-only", "debug-strict", "train-fast", "npu-align")
 
 
@@ -78,7 +80,7 @@ def test_a_failure_at_any_step_leaves_the_state_before(
     before = world()
     with pytest.MonkeyPatch.context() as patch:
         written: list[Any] = []
-        for access in (Attribute, Calls, Fp32Precision, LazyAccess, Variable):
+        for access in WRITING:
             patch.setattr(access, "write", _failing(access.write, written, step, kind))
         try:
             torchrepro.apply(values).restore()

@@ -104,6 +104,7 @@ ENVIRONMENT = {
             *("LD_PRELOAD: /tmp/x.so", "PYTHONSTARTUP: x.py", "MPLBACKEND: 'module://evil_code'"),
             *("LOKY_PICKLER: evil_code", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD: 1"),
             *("OPENSSL_ENGINES: x", "NVCC_PREPEND_FLAGS: -ccbin x", "HF_ENDPOINT: 'http://x'"),
+            *("MLFLOW_TRACKING_URI: 'http://x'", "MLFLOW_REGISTRY_URL: 'http://x'"),
             *("https_proxy: 'http://x'", "MASTER_ADDR: 192.0.2.1", "AWS_SECRET_ACCESS_KEY: x"),
         )
     },
@@ -212,10 +213,12 @@ BOMBS = {
 VALUES = {
     **{
         f"the seed {seed[:12]}": bad(f"seed: {seed}\n", "0 to 4294967295", "seed = ")
-        for seed in (
-            *("9" * 4000, f"0x{'f' * 4000}", "1.0e+400", ".inf", ".nan", "-1", "yes"),
-            *("010", "0o10", "0b1", "1:30:00", "2026-11-20"),  # in YAML 1.1 or 1.2 a number
-        )
+        for seed in (*("9" * 4000, f"0x{'f' * 4000}", "1.0e+400", ".inf", ".nan"),)
+    },
+    "a negative seed": bad("seed: -1\n", "seed = -1", "out of range"),
+    **{
+        f"the seed {seed}": bad(f"seed: {seed}\n", f"seed = {seed}", "not a whole number")
+        for seed in ("yes", "010", "0o10", "0b1", "1:30:00", "2026-11-20")  # numbers in YAML 1.1
     },
     "a key twice": bad("seed: 1\nseed: 2\n", "duplicate key"),
     "a key twice by escapes": bad('seed: 1\n"\\x73eed": 2\n', "duplicate key"),

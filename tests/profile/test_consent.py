@@ -235,6 +235,7 @@ def test_a_refused_variable_is_shown_with_the_nearest_one(load_text):
     with pytest.raises(torchrepro.ProfileError) as caught:
         load_text("env_extra:\n" + "".join(f"  {name}: '1'\n" for name in NEAR))
 
+    assert [problem.key for problem in caught.value.problems] == [f"env_extra.{n}" for n in NEAR]
     for line, problem in enumerate(caught.value.problems, start=2):
         name = problem.key.removeprefix("env_extra.")
         assert problem.where.endswith(f"bad.yaml:{line}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -124,6 +125,17 @@ def test_what_to_do_about_a_file_that_is_not_read_fits_the_reason(write):
             read_document(path)
         assert path.name in str(refused.value)
         assert advice in str(refused.value)
+
+
+def test_who_may_not_read_a_file_is_told_what_right_is_missing(write, monkeypatch):
+    """The system refuses nobody's files to an administrator, so the refusal is made here."""
+    path = write("seed: 7\n")
+    monkeypatch.setattr(type(path), "open", Mock(side_effect=PermissionError(13, "refused")))
+
+    with pytest.raises(torchrepro.ProfileError, match="cannot be read: refused") as refused:
+        read_document(path)
+
+    assert "right to read it" in str(refused.value)
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n"], ids=["unix", "windows"])

@@ -173,8 +173,6 @@ ILLEGAL = {
     "no name": ("env_extra: {'A B': x}", "not the name of a variable"),
     "no name either": ("env_extra: {'A[0]': x}", "env_extra.A[0] = x: not the name"),
     "a zero byte": ('env_extra: {A: "a\\0b"}', "invisible control character"),
-    "a schema before the first": ("schema: 0", "not the version of a schema"),
-    "no schema": ("schema: one", "not the version of a schema"),
     "an absent package": ("requires: {no-such-package: '>=1'}", "not installed"),
     "a package without a name": ("requires: {'': '>=1'}", ">=1"),
     "an old package": ("requires: {torch: '<1'}", "is installed"),
@@ -374,6 +372,15 @@ def test_a_newer_schema_is_refused_with_what_to_upgrade(write, refusal):
         assert "pip install --upgrade torchrepro" in said
         assert f"torchrepro {torchrepro.__version__}" in said
         assert "something" not in said
+
+
+@pytest.mark.parametrize("schema", [0, -1, "true", "one", 1.5])
+def test_what_is_no_version_of_a_schema_is_refused_beside_the_rest(refusal, schema):
+    """A negative or meaningless version is judged like any other value."""
+    said = refusal(f"schema: {schema}\nsede: 1\n")
+
+    assert f"bad.yaml:1: schema = {schema}: not the version of a schema" in said
+    assert "bad.yaml:2" in said
 
 
 def test_settings_as_code_and_shells_write_them_lead_to_their_keys(load_text):
