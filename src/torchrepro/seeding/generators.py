@@ -56,9 +56,9 @@ def fresh_state(name: str, seed: int) -> Any:
     """Return the state of the global generator `python` or `numpy` just after it was seeded."""
     if name == "python":
         return random.Random(seed).getstate()  # noqa: S311 - compared only
-    import numpy as np
+    from numpy.random import RandomState  # by its own name: numpy may be loading just now
 
-    return np.random.RandomState(seed).get_state(legacy=False)
+    return RandomState(seed).get_state(legacy=False)
 
 
 class Slot(NamedTuple):
