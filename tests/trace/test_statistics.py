@@ -121,17 +121,21 @@ def test_a_tensor_stays_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), generator)
 
 
-def test_each_op_has_its_own_whatever_other_threads_record(recorded: Recorder) -> None:
-    """Statistics belong to the op of their thread, and the recording of several can be read."""
+def _compute(number: int) -> None:
+    for _ in range(60):
+        torch.full((3,), float(number)).mul(1.0)
 
-    def compute(number: int) -> None:
-        for _ in range(60):
-            torch.full((3,), float(number)).mul(1.0)
+
+@pytest.mark.parametrize("ends", [1, 200], ids=lambda ends: f"{ends} steps")
+def test_each_op_has_its_own_whatever_other_threads_do(recorded: Recorder, ends: int) -> None:
+    """Statistics belong to the op of their thread, where others record or end steps meanwhile."""
 
     def program() -> None:
-        threads = [threading.Thread(target=compute, args=(number,)) for number in range(8)]
+        threads = [threading.Thread(target=_compute, args=(number,)) for number in range(8)]
         for thread in threads:
             thread.start()
+        for _ in range(ends - 1):
+            torchrepro.end_step()
         for thread in threads:
             thread.join()
         torchrepro.end_step()
@@ -144,7 +148,7 @@ def test_each_op_has_its_own_whatever_other_threads_record(recorded: Recorder) -
         sys.setswitchinterval(often)
 
     of_thread: dict[int, set[float | None]] = {}
-    end = trace.steps[0].first + trace.steps[0].records
-    for record, _, mean, *_ in trace.statistics_of(range(trace.steps[0].first, end)):
+    records = sum(step.records for step in trace.steps.values())
+    for record, _, mean, *_ in trace.statistics_of(range(1, records + 1)):
         of_thread.setdefault(trace.record(record).thread, set()).add(mean)
     assert sorted(map(sorted, of_thread.values())) == [[float(number)] for number in range(8)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
+from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.trace.fingerprint import Pending, fetch
 from torchrepro.trace.fingerprint_cache import FingerprintCache, InFlight
 from torchrepro.trace.format import INPUT, OUTPUT
@@ -34,7 +35,7 @@ class RecordBuffer:
         self.arguments: dict[Hashable, int] = {}
         self.moved = 0
         """Records of the running step that the store has already."""
-        self._incomplete = False  # whether some digests of the rows are not there yet
+        self._incomplete = False  # whether digests of a row, of this step or before, came later
         self._texts: dict[str, int] = {"": 0}
         self._number_of_texts = 0
         self._passing: dict[int, tuple[str, int]] = {}
@@ -123,9 +124,8 @@ class RecordBuffer:
             store.add_arguments(self._new_arguments)
             store.add_threads(self._new_threads)
             self._new_sites, self._new_arguments, self._new_threads = [], [], []
-            incomplete, self._incomplete = self._incomplete, False
             self.moved += count
-        if incomplete:
+        if self._incomplete:
             missing = (each for row in rows for each in row[3:] if not isinstance(each, bytes))
             _complete([digest for digests in missing for digest in digests])
             rows = [(*row[:3], joined(row[3], INPUT), joined(row[4], OUTPUT)) for row in rows]
@@ -150,6 +150,9 @@ class RecordingState:
     names: ModuleNames = field(default_factory=ModuleNames)
     cache: FingerprintCache = field(default_factory=FingerprintCache)
     buffer: RecordBuffer = field(default_factory=RecordBuffer)
+    # Held from an op's record to its details, and while a step is handed to the store: another
+    # thread may record, or end the step, in between.
+    lock: Any = field(default_factory=fork_safe_lock)
 
     @property
     def wants_step(self) -> bool:

@@ -171,8 +171,9 @@ class Level:
 
     def _take(self, origin: Origin, shapes: Any, digests: Sequence[Any], argument: int) -> None:
         buffer, site = self.state.buffer, self._site(origin, shapes)
-        if buffer.take(buffer.thread(0), site, argument, (), digests) >= IN_MEMORY:
-            self.state.spill()
+        with self.state.lock:
+            if buffer.take(buffer.thread(0), site, argument, (), digests) >= IN_MEMORY:
+                self.state.spill()
 
     def _argument(self, text: str) -> int:
         buffer = self.state.buffer

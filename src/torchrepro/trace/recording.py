@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -66,7 +65,6 @@ class Recording:
         self._generators = GeneratorStates()
         self._loaders: dict[Hashable, Mapping[str, Any]] = {}
         self._samples = SampleRecorder(self._full.take_returned)
-        self._lock = threading.RLock()
         self._failed = False
         self._left_out = False
         self.ended = False
@@ -121,7 +119,7 @@ class Recording:
 
     def spill(self) -> None:
         """Hand the records of a long step to the store before it ends."""
-        with self._lock, self._full.paused():
+        with self.state.lock, self._full.paused():
             if self._drops_step():
                 return
             with self._unwritable_handled():
@@ -139,7 +137,7 @@ class Recording:
                 found=self.request.folder,
                 todo="call end_step inside of the `with` block",
             )
-        with self._lock, self._full.paused():
+        with self.state.lock, self._full.paused():
             self._write_step(parameters, finished=True)
             self.state.step += 1
             self._losses.clear()

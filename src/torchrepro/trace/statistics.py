@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from torchrepro.fork_safety import fork_safe_lock
 from torchrepro.trace.fingerprint import memory_of, pieces, unobserved
 from torchrepro.trace.op_facts import tensors_in
 
@@ -110,8 +109,7 @@ class DetailRecorder:
         self._statistics: list[tuple[Any, ...]] = []
         self._tensors: list[tuple[Any, ...]] = []
         self._matched: set[str] = set()
-        # Held from an op's record to its details: another thread may record one in between.
-        self.lock = fork_safe_lock()
+        self.lock = state.lock
 
     @classmethod
     def of(cls, state: RecordingState) -> DetailRecorder | None:

@@ -108,7 +108,7 @@ class Store:
         self._meta |= {key: json.dumps(self._clean(value)) for key, value in values.items()}
         rows = sorted(self._meta.items())
         rows.append((SEAL, json.dumps(digest_of(rows).hex())))
-        self._insert("meta", rows)
+        self.ask("replace into meta values (?, ?)", rows, each=True)
 
     def write_knobs_in_effect(self) -> None:
         """Write the values of knobs that have changed since to equivalent ones."""
@@ -286,7 +286,7 @@ class Store:
 
     def _insert(self, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
         marks = ", ".join("?" * len(rows[0]))
-        self.ask(f"replace into {table} values ({marks})", rows, each=True)  # noqa: S608 - a table of ours
+        self.ask(f"insert into {table} values ({marks})", rows, each=True)  # noqa: S608 - a table of ours
 
     def _shown(self, texts: Iterable[str]) -> dict[str, str]:
         """Return each text as it may be written: without secrets, and as a database can hold it."""
