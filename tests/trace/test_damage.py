@@ -177,15 +177,6 @@ def test_no_damaged_trace_is_the_same(
     assert not same or _content(path) == _content(two / FILE)
 
 
-def _swapped(columns: str, table: str, one: int, two: int) -> str:
-    """Return a statement by which two rows have each other's values."""
-    key = TABLES[table]
-    return (
-        f"with old as (select * from {table}) update {table} set ({columns}) = (select {columns}"
-        f" from old where old.{key} = {one} + {two} - {table}.{key}) where {key} in ({one}, {two})"
-    )
-
-
 # What somebody has put into the place of a trace.
 
 Change = Callable[[Path], object]
@@ -322,6 +313,8 @@ IMPOSSIBLE = {  # under digests that fit
     "a rank that is none": "update meta set value = '[]' where key = 'rank'",
     "no rank": "delete from meta where key = 'rank'",
     "an interval that is none": "update meta set value = '\"x\"' where key = 'every'",
+    "a number of ranks that is none": "update meta set value = '0' where key = 'world_size'",
+    "modules that are none": "update meta set value = '3' where key = 'keep'",
     "records beyond all": f"update step set records = {2**62} where step = 2",
     "fewer than no records": "update step set records = -1 where step = 0",
     "parts beyond all": f"update step set parts = {2**62} where step = 0",

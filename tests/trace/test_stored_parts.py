@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from torchrepro.trace import store
 from torchrepro.trace.format import FORMAT, StepRow
-from torchrepro.trace.reader import Trace
+from torchrepro.trace.reader import LONGEST, Trace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -149,3 +149,18 @@ def test_a_long_run_whose_every_step_differs_takes_no_more_memory(tmp_path: Path
     to.close()
 
     assert held[2] - held[0] < GROWTH
+
+
+def test_a_step_may_have_more_names_than_what_is_said_of_a_run(tmp_path: Path) -> None:
+    """A program without an optimizer is one step, whose names take as much as they take."""
+    to = store.Store(tmp_path / "rank0.sqlite", shrinks=False)
+    to.write_meta({"format": FORMAT, "level": "op", "rank": 0})
+    to.add_threads(["main"])
+    to.add_sites([("forward", "", "op", "", "")])
+    to.add_arguments([f"{number}".zfill(LONGEST // 64) for number in range(65)])
+    to.add_records([(0, 1, 65, b"", b"out." * 4)])
+    to.end_step(StepRow(0, 1, 1, 0, b"", b"", {}, finished=True))
+    to.finish({})
+
+    with closing(Trace(to.path)) as trace:
+        assert trace.arguments[65].lstrip("0") == "64"

@@ -41,23 +41,14 @@ if TYPE_CHECKING:
     from torchrepro.trace.format import Outline, Record
 
 LONGEST = 1 << 26
-"""Bytes of a cell of what is read first; any other cell may have as many as the file."""
+"""Bytes of a cell of `meta`; any other cell may have as many as the file."""
 
 MOST = 1 << 40
 """Records of a step."""
 
 _Tables = dict[str, tuple[str, str]]
 _Words, _Number = str | None, int | None
-_REAL = float, type(None)
-
-TYPES: Mapping[str, tuple[Any, ...]] = {
-    "meta": (str, str),
-    "step": (*[int] * 5, str, int, *[bytes] * 4, *[str] * 3, bytes),
-    "part": (int, bytes, bytes, bytes),
-    "statistics": (int, int, int, *[_REAL] * 4),
-    "tensor": (int, str, int, str, str, bytes),
-}
-"""The types of the values in each row of a table."""
+_TYPES = {"integer": int, "text": str, "blob": bytes, "real": float}
 
 META: Mapping[str, Any] = {
     "rank": int,
@@ -67,6 +58,7 @@ META: Mapping[str, Any] = {
     **dict.fromkeys(("profile", "digest", "guarantee", "date", "host", "recorded_by"), _Words),
     **dict.fromkeys(("versions", "hardware", "outcomes", "repository"), dict | None),
     **dict.fromkeys(("algorithm", "knobs", "models"), "words by name"),
+    "keep": "words",
     "loaders": {"where": str, "workers": int, "dataset": str, "worker_init_fn": _Words},
     "sources": {
         **dict.fromkeys(("name", "what", "where"), str),
@@ -106,10 +98,9 @@ class Trace:
                 files = path, path.with_name(f"{path.name}-wal")
                 size = self._left = sum(each.stat().st_size for each in files if each.exists())
                 self.meta = self._read_meta()
+                self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(size, 2**31 - 1))
                 self._read_steps()
                 if records:
-                    limit = min(size, 2**31 - 1)
-                    self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, limit)
                     self._check_records()
                     self._check_details()
                 if_it_fails.pop_all()
@@ -121,7 +112,7 @@ class Trace:
             raise TraceError.about(f"cannot be read as a trace: {error}", str(path)) from None
 
     def _rows(self, table: str, which: str = "", *values: int) -> Iterator[Any]:
-        types = TYPES[table]
+        types = _format()[1][table]
         for row in self._connection.execute(f"select * from {table} {which}", values):  # noqa: S608 - ours
             if not all(map(isinstance, row, types)):
                 raise ValueError(f"its table `{table}` has a value of another type")
@@ -144,7 +135,8 @@ class Trace:
         valid = {key: _fits(meta.get(key), kind) for key, kind in META.items()}
         valid["level"] = meta.get("level") in (None, *LEVELS)
         valid["steps"] = meta.get("steps") is None or is_range(meta["steps"])
-        valid["every"] = valid["every"] and (meta.get("every") is None or meta["every"] > 0)
+        for key in ("every", "world_size"):
+            valid[key] = valid[key] and (meta.get(key) is None or meta[key] > 0)
         for key, is_valid in valid.items():
             if not is_valid:
                 raise ValueError(f"its value of `{key}` is not valid")
@@ -339,6 +331,8 @@ def _fits(value: Any, kind: Any) -> bool:
     if kind == "words by name":
         value = {} if value is None else value
         return isinstance(value, dict) and {str}.issuperset(map(type, value.values()))
+    if kind == "words":
+        return value is None or (isinstance(value, list) and {str}.issuperset(map(type, value)))
     if isinstance(kind, dict):
         return value is None or (
             isinstance(value, list)
@@ -387,15 +381,25 @@ def _tables(connection: sqlite3.Connection) -> _Tables:
 
 
 @cache
-def _tables_of_format() -> _Tables:
+def _format() -> tuple[_Tables, Mapping[str, tuple[Any, ...]]]:
+    """Return the tables of the format, and the types of the values in each row of one."""
+    columns = 'select type, "notnull" or pk from pragma_table_info(?)'
     with closing(sqlite3.connect(":memory:")) as connection:
         connection.executescript(SCHEMA)
-        return _tables(connection)
+        tables = _tables(connection)
+        types = {
+            table: tuple(
+                _TYPES[kind.lower()] if filled else (_TYPES[kind.lower()], type(None))
+                for kind, filled in connection.execute(columns, (table,))
+            )
+            for table in tables
+        }
+    return tables, types
 
 
 def _check_tables(connection: sqlite3.Connection, path: Path) -> None:
     """Raise unless a file has the format that is read, and exactly the tables of it."""
-    tables, expected = _tables(connection), _tables_of_format()
+    tables, (expected, _) = _tables(connection), _format()
     if tables.get("meta") != expected["meta"]:
         raise ValueError("its tables are not those of a trace")
     row = connection.execute("select value from meta where key = 'format'").fetchone()
@@ -441,10 +445,10 @@ def _begun(path: Path) -> bool:
     """
     try:
         with closing(_connect(path)) as connection:
-            tables = _tables(connection)
-            return not tables.items() <= _tables_of_format().items() or any(
+            tables, (expected, _) = _tables(connection), _format()
+            return not tables.items() <= expected.items() or any(
                 connection.execute(f"select 1 from {name} limit 1").fetchone()  # noqa: S608 - ours
-                for name in tables.keys() & TYPES.keys()
+                for name in tables
             )
     except (ValueError, sqlite3.Error):
         return True

@@ -263,11 +263,11 @@ def notes(pair: Pair) -> Iterator[str]:
         if trace.is_truncated:
             yield f"{name} was killed or still runs: it is compared up to its last whole step"
         dropped = [step for step, row in trace.steps.items() if row.dropped and row.finished]
-        most, ranks = trace.meta.get("max_size"), trace.meta.get("world_size", 1)
-        within = f", to stay within {size(most // ranks)}" if most else ""
-        if most and ranks > 1:
-            within += f" (its share of {size(most)} for {ranks:,} ranks)"
         if dropped:
+            most, ranks = trace.meta.get("max_size"), trace.meta.get("world_size") or 1
+            within = f", to stay within {size(most // ranks)}" if most else ""
+            if most and ranks > 1:
+                within += f" (its share of {size(most)} for {ranks:,} ranks)"
             yield (
                 f"{name} dropped the records of {counted(len(dropped), 'step')} "
                 f"({_in_words(dropped)}){within}: their parameters, gradients and losses are there"
