@@ -88,7 +88,10 @@ def test_compiled_code_stays_compiled_and_is_found_to_be_the_same(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("settings", "without_steps"),
-    [({"level": "step"}, ()), ({"level": "module"}, THREADS), ({"detail": True}, THREADS)],
+    [
+        *(({"level": "step"}, ()), ({"level": "module"}, THREADS), ({"detail": True}, THREADS)),
+        ({"every": 2}, ()),
+    ],
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore")

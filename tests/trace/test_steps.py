@@ -120,8 +120,12 @@ def test_level_step_holds_gradients_before_and_parameters_after(
     found = [one for one in seen(recorded(program, level="step")) if one.op[-1] != ")"]
 
     assert [one.outputs for one in found] == there
-    assert [one.module for one in found[:2]] == ["layers.0.linear", "layers.0.linear"]
-    assert [one.argument for one in found[:2]] == ["weight", "bias"]
+    assert [(one.op, one.module, one.argument) for one in found[:12]] == [
+        (op, f"layers.{number}.linear", name)
+        for op in ("gradient", "parameter")
+        for number in range(3)
+        for name in ("weight", "bias")
+    ]
 
 
 OPTIONS: list[dict[str, Any]] = [

@@ -285,7 +285,7 @@ def _on(device: str, run: Run) -> Run:
 
 
 def test_bits_of_other_kinds_of_device_are_not_compared() -> None:
-    """Fingerprints that were taken in other ways show nothing; the number of a device does."""
+    """Fingerprints that were taken in other ways show nothing; its number does not count."""
     with pytest.raises(TraceError, match="--statistics"):
         compared(_run(), _on("cuda:0", _run()))
     assert compared(_on("cuda:0", _run()), _on("cuda:1", _run())).same

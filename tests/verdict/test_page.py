@@ -57,6 +57,8 @@ class Reader(HTMLParser):
         self.tags.append((tag, dict(attrs)))
         if tag == "section":
             self.in_order.append((tag, f"#{dict(attrs)['id']}"))
+        if tag == "details":
+            self.in_order.append((tag, "(folded)"))
         if tag not in ENDLESS:
             self.open.append(tag)
 
@@ -67,6 +69,8 @@ class Reader(HTMLParser):
     def handle_endtag(self, tag: str) -> None:
         """Check that the element that is open is the one that is closed."""
         assert self.open.pop() == tag
+        if tag == "details":
+            self.in_order.append((tag, "(ends)"))
 
     def handle_data(self, data: str) -> None:
         """Note a text by the element that it is in."""

@@ -48,7 +48,7 @@ DRAWING, DROPPING, MASKING, DROPPING_INSIDE, OVERWRITING = (
 )
 
 _PATTERNS = {
-    name: re.compile("".join(text.split()), re.VERBOSE)
+    name: re.compile("".join(text.split()))
     for name, text in {
         **_TABLE["patterns"],
         "summing": "|".join(f"(?:{text})" for text in _TABLE["patterns"].values()),
