@@ -22,7 +22,7 @@ from reference_markdown import attribute_docs, code, prose
 
 import torchrepro
 from torchrepro.cli import main
-from torchrepro.cli.command_table import ROWS
+from torchrepro.cli.app import ROWS
 from torchrepro.selftest.attempts import PROMISES
 from torchrepro.selftest.self_test import Result, Row, SelfTest, machine_facts
 from torchrepro.verdict.diagnosis import EscalationLevel

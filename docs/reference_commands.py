@@ -12,8 +12,7 @@ from reference_markdown import code, prose, records
 
 import torchrepro
 from torchrepro import cli
-from torchrepro.cli.app import app
-from torchrepro.cli.command_table import ROWS
+from torchrepro.cli.app import ROWS, app
 from torchrepro.errors import EXIT_STATUSES, TorchreproError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.console import say_once
+from torchrepro.console import Verbosity, say_once, verbosity
 from torchrepro.errors import ApplyError, LateError
 from torchrepro.fork_safety import applying
 from torchrepro.frameworks.hooking import InForce
@@ -41,7 +41,6 @@ from torchrepro.seeding.seeding_calls import (
     seeding_calls,
 )
 from torchrepro.seeding.uncontrolled import Watch, watch_unseeded
-from torchrepro.verbosity import Verbosity, verbosity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -1,4 +1,5 @@
-"""Tables and lines for people: as text, as HTML, on a terminal; and every line on standard error.
+"""Tables and lines for people, and how much is said: as text, as HTML, on a terminal.
+
 
 A table that is wider than the terminal is shown as records, one block of ``name: value`` lines for
 each row, so no column is lost. Text has one line for each row of a table, however long, as what
@@ -9,16 +10,17 @@ rendered, so a table can be made by whoever has something to show.
 from __future__ import annotations
 
 import io
+import os
 import re
 import sys
+from enum import StrEnum
 from functools import cache, singledispatch
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.messages import ends_in_line_number, printable, shortened
-from torchrepro.verbosity import Verbosity, verbosity
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from typing import TextIO, TypeAlias
 
     Part: TypeAlias = "Table | str"
@@ -86,6 +88,45 @@ class Displayed:
 
     def _repr_html_(self) -> str:
         return as_html(*parts(self))
+
+
+class Verbosity(StrEnum):
+    """How much is said."""
+
+    QUIET = "quiet"
+    """Errors, and a guarantee that is lowered."""
+
+    NORMAL = "normal"
+    """One line, and what needs attention."""
+
+    VERBOSE = "verbose"
+    """Every knob."""
+
+
+VARIABLES: Mapping[Verbosity, str] = {
+    Verbosity.VERBOSE: "TORCHREPRO_VERBOSE",
+    Verbosity.QUIET: "TORCHREPRO_QUIET",
+}
+"""The variable that asks for each, the one that wins first; empty and 0 ask for nothing."""
+
+BOTH_SET = f"{' and '.join(VARIABLES.values())} are both set: {VARIABLES[Verbosity.VERBOSE]} wins"
+
+
+def asked_for() -> tuple[Verbosity, ...]:
+    """Return what the environment asks for, the one that counts first."""
+    return tuple(
+        each for each, name in VARIABLES.items() if os.environ.get(name, "") not in ("", "0")
+    )
+
+
+def verbosity() -> Verbosity:
+    """Return how much is to be said in this process."""
+    return next(iter(asked_for()), Verbosity.NORMAL)
+
+
+def environment_for(wanted: Verbosity) -> dict[str, str]:
+    """Return the variables by which a process and all that it starts say as much as is `wanted`."""
+    return {name: str(int(each is wanted)) for each, name in VARIABLES.items()}
 
 
 def say(*lines: object) -> None:

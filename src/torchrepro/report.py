@@ -12,16 +12,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import (
+    BOTH_SET,
     Displayed,
     Styled,
     Table,
+    Verbosity,
     as_text,
+    asked_for,
     note,
     parts,
     say,
     say_once,
     show_aside,
     table,
+    verbosity,
 )
 from torchrepro.errors import by_write
 from torchrepro.guarantee import REASONS, Guarantee, judge
@@ -30,7 +34,6 @@ from torchrepro.knobs.knob import Scope
 from torchrepro.messages import near, shown, some
 from torchrepro.outcomes import STANDINGS, STOPPING, Change, Outcome, Row, Writer
 from torchrepro.process_state import HARDWARE
-from torchrepro.verbosity import BOTH_SET, Verbosity, asked_for, verbosity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import torchrepro
-from torchrepro.cli.command_table import ROWS
+from torchrepro.cli.app import ROWS
 from torchrepro.errors import EXIT_STATUSES, TorchreproError
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.variables import allowed

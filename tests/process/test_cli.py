@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import torchrepro as library
-from torchrepro.cli.env_formats import EnvFormat, written
+from torchrepro.cli.profile_commands import WRITERS, EnvFormat
 from torchrepro.knobs.catalogue import CATALOGUE, explanations, knobs_by_name
 from torchrepro.knobs.knob import MissingState
 
@@ -152,7 +152,7 @@ def test_env_formats_hold_the_same_variables(command, form, value):
 @example("\x7f\x85\u2028\u2029\ufeff\uffff\U0001f680\U000e0001")
 def test_a_pod_gets_any_text_as_it_is(value):
     """YAML's readers find every character of a value, those that JSON writes otherwise included."""
-    assert _by_k8s(written({"TEAM": value}, EnvFormat.K8S), ()) == {"TEAM": value}
+    assert _by_k8s(WRITERS[EnvFormat.K8S]({"TEAM": value}), ()) == {"TEAM": value}
 
 
 @pytest.mark.parametrize(

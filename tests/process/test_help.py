@@ -9,8 +9,7 @@ import pytest
 import typer
 
 from torchrepro.cli import profile_commands, run_commands  # noqa: F401 - they register commands
-from torchrepro.cli.app import app
-from torchrepro.cli.command_table import FIRST_STEPS, ROWS
+from torchrepro.cli.app import FIRST_STEPS, ROWS, app
 
 pytestmark = pytest.mark.usefixtures("clean_process")
 

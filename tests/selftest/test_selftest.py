@@ -153,7 +153,7 @@ def test_it_ends_when_it_is_asked_to(plant, tmp_path):
 INTERRUPTED = """
 import sys
 from torchrepro.cli import main
-from torchrepro.cli.progress import Progress
+from torchrepro.cli.app import Progress
 from torchrepro.selftest import self_test
 
 self_test.PROMISES = [row for row in self_test.PROMISES if row.name == "dropout"]

@@ -13,8 +13,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 yes or done, 1 no, 2 a wrong request, 3 not in force."""
     import torchrepro.cli.profile_commands
     import torchrepro.cli.run_commands  # noqa: F401 - they register commands
-    from torchrepro.cli.app import app
-    from torchrepro.cli.command_table import ROWS
+    from torchrepro.cli.app import ROWS, app
     from torchrepro.console import say
     from torchrepro.errors import TorchreproError
 

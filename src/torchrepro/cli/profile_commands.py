@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from torchrepro.cli.app import (
+    IMPORTING,
     AllowEnv,
     Json,
     Overrides,
     ProfileName,
     answer,
-    app,
+    command,
+    doing,
     print_json,
     resolved_profile,
 )
-from torchrepro.cli.command_table import command
-from torchrepro.cli.env_formats import EnvFormat, written
-from torchrepro.cli.progress import IMPORTING, doing
 from torchrepro.console import listing, say, table
+from torchrepro.errors import ProfileError
 from torchrepro.messages import shown
 from torchrepro.profile.resolved import flatten, plain
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from torchrepro.console import Part
 
 
-@command(app, "list")
+@command("list")
 def list_profiles(
     as_json: Json = False,  # noqa: FBT002 - an option of the command line
     only_pieces: Annotated[  # noqa: FBT002
@@ -49,7 +54,7 @@ def list_profiles(
         say(f"note: {VARIABLE} names {shown(folder)}, which is no folder")
 
 
-@command(app, "show")
+@command("show")
 def show_profile(
     profile: ProfileName,
     overrides: Overrides = None,
@@ -87,7 +92,7 @@ def show_profile(
         sys.stdout.write(dumped)
 
 
-@command(app, "plan")
+@command("plan")
 def plan_profile(
     profile: ProfileName,
     overrides: Overrides = None,
@@ -108,7 +113,88 @@ def plan_profile(
     answer(report.to_json(), [*knob_parts(report), report.summary], as_json=as_json)
 
 
-@command(app, "env")
+def _in_shell(variables: Mapping[str, str]) -> str:
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
+
+
+def _in_dotenv(variables: Mapping[str, str]) -> str:
+    """Return lines whose quotes keep every reader of such files, a shell too, from replacing."""
+    lines = []
+    for name, value in variables.items():
+        if any(letter in value for letter in "'\\") or not value.isprintable():
+            what = "a character that programs read differently in .env files"
+            raise _unwritable(name, value, what)
+        plain = all(letter.isalnum() or letter in "_-.,:;/+@%=[]" for letter in value)
+        lines.append(f'{name}="{value}"\n' if plain else f"{name}='{value}'\n")
+    return "".join(lines)
+
+
+def _in_docker(variables: Mapping[str, str]) -> str:
+    """Return the lines of a file for `docker run --env-file`, which takes quotes as they are.
+
+    https://docs.docker.com/reference/cli/docker/container/run/#env
+    """
+    for name, value in variables.items():
+        if len(value.splitlines()) > 1 or value.endswith(("\n", "\r")):
+            raise _unwritable(name, value, "a line end, which an --env-file has no way to write")
+    return "".join(f"{name}={value}\n" for name, value in variables.items())
+
+
+def _in_slurm(variables: Mapping[str, str]) -> str:
+    """Return lines for a job script, to stand after its #SBATCH lines.
+
+    A value with a comma is cut in `--export=NAME=value`, and `srun` starts its tasks without the
+    script's own variables under `--export=NONE`: https://slurm.schedmd.com/srun.html.
+    """
+    return _in_shell(variables) + "export SLURM_EXPORT_ENV=ALL\n"
+
+
+def _in_k8s(variables: Mapping[str, str]) -> str:
+    """Return the `env` list of a container in a pod's YAML, in which `$$` stands for `$`.
+
+    https://kubernetes.io/docs/tasks/inject-data-application/define-interdependent-environment-variables
+    """
+    lines = ["env:\n"]
+    for name, value in variables.items():
+        quoted = json.dumps(value.replace("$", "$$"), ensure_ascii=False)
+        # JSON's own escapes would not do for the rest: YAML has no surrogate pairs, and takes
+        # U+0085, U+2028 and U+2029 for ends of a line.
+        text = "".join(c if c.isprintable() else f"\\U{ord(c):08X}" for c in quoted)
+        lines.append(f"  - name: {name}\n    value: {text}\n")
+    return "".join(lines)
+
+
+def _unwritable(name: str, value: str, what: str) -> ProfileError:
+    todo = "use --format sh or --format json"
+    return ProfileError.about(what, key=name, found=shown(value), todo=todo)
+
+
+class EnvFormat(StrEnum):
+    """What is to read the variables."""
+
+    SH = "sh"
+    DOTENV = "dotenv"
+    JSON = "json"
+    DOCKER = "docker"
+    SLURM = "slurm"
+    K8S = "k8s"
+
+
+WRITERS: dict[EnvFormat, Callable[[Mapping[str, str]], str]] = {
+    EnvFormat.SH: _in_shell,
+    EnvFormat.DOTENV: _in_dotenv,
+    EnvFormat.JSON: lambda all_: json.dumps(dict(all_), indent=2, ensure_ascii=False) + "\n",
+    EnvFormat.DOCKER: _in_docker,
+    EnvFormat.SLURM: _in_slurm,
+    EnvFormat.K8S: _in_k8s,
+}
+"""How variables are written for what starts a program: each text gives it the very values.
+
+A writer raises `ProfileError` for a value that its format cannot hold.
+"""
+
+
+@command("env")
 def show_environment(
     profile: ProfileName,
     overrides: Overrides = None,
@@ -120,10 +206,10 @@ def show_environment(
 ) -> None:
     """Print the profile's variables, for a job script, a container or a shell."""
     variables = resolved_profile(profile, overrides).environment()
-    sys.stdout.write(written(variables, EnvFormat.JSON if as_json else form))
+    sys.stdout.write(WRITERS[EnvFormat.JSON if as_json else form](variables))
 
 
-@command(app, "explain")
+@command("explain")
 def explain_knob(
     knob: Annotated[str, typer.Argument(metavar="KNOB", help="As reports call it, or an alias.")],
     as_json: Json = False,  # noqa: FBT002
@@ -139,7 +225,7 @@ def explain_knob(
     answer(found, shown, as_json=as_json)
 
 
-@command(app, "doctor")
+@command("doctor")
 def examine_machine(
     profile: ProfileName = "debug-strict",
     overrides: Overrides = None,
@@ -168,7 +254,7 @@ def examine_machine(
     raise typer.Exit(1 if serious else 0)
 
 
-@command(app, "schema")
+@command("schema")
 def show_schema() -> None:
     """Print the JSON Schema of a profile, for editors."""
     from torchrepro.profile.schema import json_schema
@@ -176,7 +262,7 @@ def show_schema() -> None:
     print_json(json_schema())
 
 
-@command(app, "quickstart")
+@command("quickstart")
 def quickstart(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Where to write; it is made if it is not there.")
@@ -197,7 +283,7 @@ def quickstart(
     answer(found, lines, as_json=as_json)
 
 
-@command(app, "new-pack")
+@command("new-pack")
 def new_pack(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="The pack, or the path of its new folder.")

@@ -15,23 +15,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from torchrepro.cli.app import (
+    IMPORTING,
     AllowEnv,
     Json,
     Overrides,
     ProfileName,
+    Progress,
     Quiet,
     Verbose,
     answer,
-    app,
+    command,
+    doing,
     resolved_profile,
 )
-from torchrepro.cli.command_table import command
-from torchrepro.cli.progress import IMPORTING, Progress, doing
-from torchrepro.console import parts, say, show_aside
+from torchrepro.console import Verbosity, parts, say, show_aside, verbosity
 from torchrepro.errors import ProfileError, TraceError
 from torchrepro.manifest.contents import LOG_TO, refuse_used_folder
 from torchrepro.trace.request import VARIABLE, Request, bytes_of, is_range
-from torchrepro.verbosity import Verbosity, verbosity
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,7 +97,7 @@ DIGITS = 19
 Side = "A profile, a manifest, a lock, or the folder of a run."
 
 
-@command(app, "lock")
+@command("lock")
 def lock_profile(
     profile: ProfileName,
     overrides: Overrides = None,
@@ -120,7 +120,7 @@ def lock_profile(
     )
 
 
-@command(app, "check")
+@command("check")
 def check_lock(
     lock: Annotated[str, typer.Argument(metavar="FILE", help="A lock.")],
     strict: Annotated[  # noqa: FBT002
@@ -138,7 +138,7 @@ def check_lock(
     raise typer.Exit(int(not found.met))
 
 
-@command(app, "diff")
+@command("diff")
 def show_differences(
     left: Annotated[str, typer.Argument(metavar="A", help=Side)],
     right: Annotated[str, typer.Argument(metavar="B", help=Side)],
@@ -154,7 +154,7 @@ def show_differences(
     raise typer.Exit(int(not found.same))
 
 
-@command(app, "run")
+@command("run")
 def run_command(  # noqa: PLR0913, PLR0917 - the options of a command
     context: typer.Context,
     profile: ProfileName = "",
@@ -242,7 +242,7 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-@command(app, "rerun")
+@command("rerun")
 def rerun_command(  # noqa: PLR0913, PLR0917 - see above
     context: typer.Context,
     run: Annotated[
@@ -336,7 +336,7 @@ def _number(text: str) -> Any:
     return int(text) if text.isdecimal() and len(text) < DIGITS else text
 
 
-@command(app, "compare")
+@command("compare")
 def compare_runs(
     left: Annotated[str, typer.Argument(metavar="RUN_A", help="A folder of a recording.")],
     right: Annotated[str, typer.Argument(metavar="RUN_B", help="Another.")],
@@ -360,7 +360,7 @@ def compare_runs(
     raise typer.Exit(int(not found.same))
 
 
-@command(app, "verify")
+@command("verify")
 def verify_command(  # noqa: PLR0913, PLR0917 - see above
     context: typer.Context,
     profile: ProfileName = "",
@@ -473,7 +473,7 @@ def _offer_page(page: Callable[[], str], report: str, *, opened: bool) -> None:
             say("no browser could be started here: open that file where there is one")
 
 
-@command(app, "selftest")
+@command("selftest")
 def selftest_here(as_json: Json = False) -> None:  # noqa: FBT002 - an option of the command line
     """Try every promise on the devices of this machine: held, failed or not here; exit 1 if one
     failed.

@@ -13,8 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchrepro.console import say
-from torchrepro.errors import DriftError, by_write
-from torchrepro.exit_status import ExitStatus
+from torchrepro.errors import DriftError, ExitStatus, by_write
 from torchrepro.guard.baseline import (
     BaselineEntry,
     Guard,

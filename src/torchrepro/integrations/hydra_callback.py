@@ -38,8 +38,7 @@ from torchrepro.applier import (
 from torchrepro.bootstrap import agreeing_run, in_force_now
 from torchrepro.callers import frames
 from torchrepro.console import note, say
-from torchrepro.errors import ApplyError, DriftError, TorchreproError
-from torchrepro.exit_status import ExitStatus
+from torchrepro.errors import ApplyError, DriftError, ExitStatus, TorchreproError
 from torchrepro.integrations.hydra_profile import (
     CALLBACK,
     GROUP,
