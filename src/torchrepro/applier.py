@@ -14,8 +14,14 @@ from torchrepro.fork_safety import applying
 from torchrepro.frameworks.hooking import InForce
 from torchrepro.frameworks.known_frameworks import hook_frameworks
 from torchrepro.guarantee import process_facts
-from torchrepro.guard.baseline import Guard, check, moved_from_now
-from torchrepro.guard.checks import drift_behind, final_check, set_baseline
+from torchrepro.guard import (
+    Guard,
+    check,
+    drift_behind,
+    final_check,
+    moved_from_now,
+    set_baseline,
+)
 from torchrepro.knobs.knob import MissingState, unfrozen
 from torchrepro.outcomes import STOPPING, Outcome, Row
 from torchrepro.planner import (

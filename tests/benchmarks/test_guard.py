@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import torchrepro
+from torchrepro import guard
 from torchrepro.console import as_text, table
-from torchrepro.guard import baseline
 
 from .paired import compare, require
 from .workloads import Step, convolutional, transformer
@@ -72,15 +72,15 @@ def test_reading_all_knobs_takes_as_long_as_a_few_ops(workspace: str) -> None:
     tensor = torch.ones(64, 64)
     with torchrepro.apply("debug-strict", ["guard=error"]):
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace
-        knobs = [each for each, _ in baseline._watched]
+        knobs = [each for each, _ in guard._watched]
         seen = compare(
             lambda: _seconds(lambda: tensor + tensor),
-            lambda: _seconds(lambda: baseline.check(baseline.guards)),
+            lambda: _seconds(lambda: guard.check(guard.guards)),
             CHECK,
             seconds=4,
         )
         slowest = max(
-            (_seconds(partial(baseline.reading, each.knob)), each.knob.name) for each in knobs
+            (_seconds(partial(guard.reading, each.knob)), each.knob.name) for each in knobs
         )
         write = _seconds(lambda: setattr(torch.backends.cudnn, "benchmark", False))
     plain = _seconds(lambda: setattr(torch.backends.cudnn, "benchmark", False))

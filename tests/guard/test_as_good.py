@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro import process_state
-from torchrepro.guard.baseline import BaselineEntry
+from torchrepro.guard import BaselineEntry
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.lock.diff import differences_of
 from torchrepro.manifest.contents import manifest, write_manifest

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import torchrepro
-from torchrepro.guard.baseline import PER_THREAD
+from torchrepro.guard import PER_THREAD
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.knob import Scope
 

@@ -15,7 +15,7 @@ import torch
 from torch.optim import optimizer as optimizers
 
 import torchrepro
-from torchrepro.guard import baseline, writers
+from torchrepro import guard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -227,9 +227,9 @@ def test_other_threads_step_without_alarm_and_are_checked(
 
 def _doors() -> list[Any]:
     """Return everything through which the guard watches."""
-    setters = [vars(owner).get(name) for owner, name in writers.setters()]
+    setters = [vars(owner).get(name) for owner, name in guard.setters()]
     hooks = list(optimizers._global_optimizer_pre_hooks.values())
-    kept = [*baseline.guards, *baseline._watched]
+    kept = [*guard.guards, *guard._watched]
     return [*setters, os.putenv, os.unsetenv, *hooks, *kept]
 
 
@@ -242,7 +242,7 @@ def test_only_a_guard_that_stops_wraps_what_writes(mode: str, step: Callable[[],
     before = _doors()
     with suppress(torchrepro.DriftError), guarded(mode), guarded(mode):
         during, hooks = _doors(), optimizers._global_optimizer_pre_hooks.values()
-        added = [hook for hook in hooks if hook.__module__ == "torchrepro.guard.checks"]
+        added = [hook for hook in hooks if hook.__module__ == "torchrepro.guard"]
         flip()
         step()
 
@@ -321,7 +321,7 @@ def test_a_wrapper_around_ours_is_left_alone_and_tells_nothing(
 ) -> None:
     """Who wrapped a watched setter meanwhile keeps it, and ours within only calls the original."""
     told: list[str] = []
-    watch = writers.watch_writers(lambda: told.append("written"))
+    watch = guard.watch_writers(lambda: told.append("written"))
     ours = torch._C._set_cudnn_benchmark
     monkeypatch.setattr(torch._C, "_set_cudnn_benchmark", partial(ours))
     torch._C._set_cudnn_benchmark(False)

@@ -1,1 +1,0 @@
-"""The drift guard: whether knobs still hold what the profiles in force have set."""
