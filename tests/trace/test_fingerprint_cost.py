@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from torchrepro.console import as_text, table
+from torchrepro.trace.buffer import statistics
 from torchrepro.trace.fingerprint import device_fingerprint, fingerprint
-from torchrepro.trace.statistics import statistics
 
 pytestmark = pytest.mark.benchmark
 

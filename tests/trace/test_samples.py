@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrepro.trace.frames import source_of
-from torchrepro.trace.samples import SampleRecorder, parts_of
+from torchrepro.trace.hooks import SampleRecorder, parts_of
 
 PLAIN = st.one_of(st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary())
 ARRAYS = st.lists(st.integers(-9, 9), min_size=1, max_size=6).map(np.array)

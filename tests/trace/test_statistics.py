@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import torchrepro
-from torchrepro.trace.statistics import PIECE, Statistics, statistics
+from torchrepro.trace.buffer import PIECE, Statistics, statistics
 
 from .conftest import Recorder
 

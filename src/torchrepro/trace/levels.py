@@ -13,15 +13,13 @@ from weakref import WeakValueDictionary, ref
 import torch
 
 from torchrepro.trace import hooks
-from torchrepro.trace.buffer import IN_MEMORY
+from torchrepro.trace.buffer import IN_MEMORY, DetailRecorder
 from torchrepro.trace.fingerprint_cache import fingerprint_of, read_each
 from torchrepro.trace.format import INPUT, OPTIMIZER_STEP
 from torchrepro.trace.frames import Place, RunPosition, place_of_user
 from torchrepro.trace.module_hook import on_modules_called
 from torchrepro.trace.op_facts import shape_of, tensors_in, value_text
 from torchrepro.trace.op_mode import ModesTakenOff, RecordingMode
-from torchrepro.trace.samples import parts_of
-from torchrepro.trace.statistics import DetailRecorder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -153,7 +151,7 @@ class Level:
     def take_returned(self, place: Place, function: str, value: Any, text: str) -> None:
         """Take a record of what a function of the program returned while it loaded a batch."""
         with self.paused():
-            parts = parts_of(value)
+            parts = hooks.parts_of(value)
         if parts:
             shapes = [(part.shape, part.kind) for part in parts]
             digests = [part.digest for part in parts]

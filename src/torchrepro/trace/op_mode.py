@@ -36,9 +36,8 @@ from torchrepro.trace.op_facts import PLAIN, OpFacts, call_text, facts_of, shape
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable
 
-    from torchrepro.trace.buffer import RecordingState
+    from torchrepro.trace.buffer import DetailRecorder, RecordingState
     from torchrepro.trace.frames import Place, RunPosition
-    from torchrepro.trace.statistics import DetailRecorder
 
 FEW = 8
 """Arguments of one kind of record that are remembered beside it."""

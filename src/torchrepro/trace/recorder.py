@@ -115,7 +115,7 @@ def record_process(request: Request, refuse: Callable[[TraceError], None]) -> No
 
 def _begin(request: Request) -> Recording:
     from torchrepro.trace.recording import Recording
-    from torchrepro.trace.size_limit import check_share
+    from torchrepro.trace.store import check_share
 
     check_share(request)
     recording = Recording(request)

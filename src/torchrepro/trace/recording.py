@@ -17,17 +17,14 @@ from torchrepro.seeding.loader_hook import author_worker_init
 from torchrepro.seeding.state import is_resumed
 from torchrepro.seeding.uncontrolled import EVERY_SOURCE, WITHOUT_COST, watch_for_recording
 from torchrepro.trace.buffer import RecordingState, joined
-from torchrepro.trace.fingerprint_cache import fingerprint_of
+from torchrepro.trace.fingerprint_cache import GeneratorStates, fingerprint_of
 from torchrepro.trace.format import INPUT, OUTPUT, StepRow
 from torchrepro.trace.frames import place_of_user, source_of
-from torchrepro.trace.generator_states import GeneratorStates
-from torchrepro.trace.hooks import watch_training
+from torchrepro.trace.hooks import SampleRecorder, watch_training
 from torchrepro.trace.levels import LEVELS, StepLevel
 from torchrepro.trace.module_hook import on_modules_called
 from torchrepro.trace.op_facts import PLAIN
-from torchrepro.trace.samples import SampleRecorder
-from torchrepro.trace.size_limit import SizeLimit
-from torchrepro.trace.store import open_store
+from torchrepro.trace.store import SizeLimit, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
