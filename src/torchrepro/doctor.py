@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrepro.knobs.catalogue import CATALOGUE
-from torchrepro.knobs.npu_state import cann_too_old, compiled_ops_blocked
+from torchrepro.knobs.torch_state import cann_too_old, compiled_ops_blocked
 from torchrepro.knobs.variables import ORDER_OF_SUMS, WITHOUT_EFFECT
 from torchrepro.outcomes import Outcome
 from torchrepro.planner import Plan, make_plan

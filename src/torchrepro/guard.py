@@ -29,7 +29,7 @@ from torchrepro.console import say
 from torchrepro.errors import DriftError, ExitStatus, by_write
 from torchrepro.knobs.catalogue import knobs_by_name
 from torchrepro.knobs.knob import Scope
-from torchrepro.knobs.linked_state import Fp32Precision, InductorVariable
+from torchrepro.knobs.torch_state import Fp32Precision, InductorVariable
 from torchrepro.messages import shown
 from torchrepro.outcomes import Change, Writer, in_words, why_equivalent
 from torchrepro.patching import wrap

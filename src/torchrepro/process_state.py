@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from torchrepro.callers import frames, package
 from torchrepro.errors import ApplyError, SeedingError
-from torchrepro.knobs.npu_state import npu_with_devices
-from torchrepro.knobs.variable_effects import openmp_loaded
+from torchrepro.knobs.torch_state import npu_with_devices
+from torchrepro.knobs.variables import openmp_loaded
 from torchrepro.messages import shown, some
 from torchrepro.profile.resolved import NOT_INHERITED, ResolvedProfile, flatten
 from torchrepro.seeding.ranks import world

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from torchrepro.doctor import examine
-from torchrepro.knobs import npu_state
+from torchrepro.knobs import torch_state
 from torchrepro.profile.load import resolve
 
 Has = Callable[..., None]
+MATMUL = torch_state.MatmulHf32("ALLOW_MATMUL_HF32", {})
 
 
 @pytest.fixture
@@ -58,17 +59,17 @@ def test_determinism_is_blocked_below_cann_8_5(has_npu: Has, cann: str, heard: b
     """
     has_npu(cann=cann)
 
-    assert (npu_state.determinism_blocked({}) == "") == heard
+    assert (torch_state.determinism_blocked({}) == "") == heard
     del torch.npu._sync_deterministic_level
-    assert npu_state.determinism_blocked({}) == ""
+    assert torch_state.determinism_blocked({}) == ""
 
 
 def test_without_a_device_nothing_is_blocked(has_npu: Has) -> None:
     """A machine without an NPU computes on the CPU, which torch's flag reaches."""
     has_npu(cann="8.3.0", devices=0)
 
-    assert npu_state.determinism_blocked({}) == ""
-    assert "8.3" in npu_state.cann_too_old()
+    assert torch_state.determinism_blocked({}) == ""
+    assert "8.3" in torch_state.cann_too_old()
 
 
 JIT = "backends.npu.jit_compile"
@@ -98,7 +99,7 @@ def test_compiled_ops_behind_the_queue_are_blocked(
     """What the profile asks for counts first, then what is in use, then the variables."""
     has_npu(**answers)
 
-    assert (npu_state.determinism_blocked(asked) == "") == heard
+    assert (torch_state.determinism_blocked(asked) == "") == heard
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_cube_math_type_wins_over_the_hf32_switch(
     has_npu(CUBE_MATH_TYPE=set_before)
     wanted = {} if asked is None else {"backends.npu.cube_math_type": asked}
 
-    assert (npu_state.matmul_decided_elsewhere(allow, wanted) == "") == decides
+    assert (MATMUL.inert(allow, wanted) == "") == decides
 
 
 def test_another_back_end_called_npu_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,8 +131,8 @@ def test_another_back_end_called_npu_is_believed(monkeypatch: pytest.MonkeyPatch
     npu = SimpleNamespace(is_available=lambda: True)
     monkeypatch.setattr(torch, "npu", npu, raising=False)
 
-    assert npu_state.determinism_blocked({}) == ""
-    assert npu_state.matmul_decided_elsewhere(False, {}) == ""
+    assert torch_state.determinism_blocked({}) == ""
+    assert MATMUL.inert(False, {}) == ""
 
 
 @pytest.mark.parametrize("devices", [0, 2])

@@ -131,7 +131,7 @@ def test_of_two_knobs_that_are_one_switch_the_last_is_in_force(
     Before torch 2.9 convolutions and RNNs had one float32 precision, as they have here.
     """
     conv, rnn = (f"backends.cudnn.{name}_fp32_precision" for name in ("conv", "rnn"))
-    monkeypatch.setattr("torchrepro.knobs.linked_state._finest", lambda path: None)
+    monkeypatch.setattr("torchrepro.knobs.torch_state._finest", lambda path: None)
     values = {"backends": {"cudnn": {"conv_fp32_precision": "ieee", "rnn_fp32_precision": "tf32"}}}
     planned = [step.expected.outcome for step in torchrepro.plan(values).steps]
     assert torch.backends.cudnn.allow_tf32

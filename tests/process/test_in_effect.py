@@ -133,7 +133,7 @@ INDUCTOR = """
 import json, os, sys, threading
 import torch, torchrepro
 from torchrepro.knobs.catalogue import CATALOGUE
-from torchrepro.knobs.linked_state import InductorVariable
+from torchrepro.knobs.torch_state import InductorVariable
 options = {
     knob.variable: knob.access.option
     for knob in CATALOGUE

@@ -9,10 +9,8 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from torchrepro.errors import ProfileError
-from torchrepro.knobs.ascend_rows import NPU
-from torchrepro.knobs.policy_rows import POLICIES
-from torchrepro.knobs.seed_rows import SEEDS
-from torchrepro.knobs.torch_rows import CPU, CUDA, CUDNN, TORCH
+from torchrepro.knobs.policy_rows import POLICIES, SEEDS
+from torchrepro.knobs.torch_rows import CPU, CUDA, CUDNN, NPU, TORCH
 from torchrepro.knobs.variables import ENV, WITHOUT_EFFECT, allowed
 from torchrepro.messages import near
 

@@ -1,118 +1,35 @@
-"""Rows for the flags of torch: deterministic algorithms, CUDA, cuDNN, and computing on the CPU."""
+"""Rows for the flags of torch and torch_npu: determinism, CUDA, cuDNN, the CPU, Ascend NPUs."""
 
 from __future__ import annotations
 
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torchrepro.knobs.knob import Attribute, Calls, Knob, MissingState, OptionalAttribute, Scope
+from torchrepro.knobs.knob import Attribute, Calls, Knob, OptionalAttribute, Scope
 from torchrepro.knobs.legal_values import Integer, OneOf, Switch
-from torchrepro.knobs.linked_state import Fp32Precision, InductorSwitch
-from torchrepro.knobs.npu_state import determinism_blocked, native
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from torchrepro.knobs.torch_state import (
+    CUBE_MATH_LOWERS,
+    DETERMINISTIC_ALGORITHMS,
+    MODES,
+    DeterministicLevel,
+    FillUninitializedMemory,
+    Fp32Precision,
+    InductorSwitch,
+    JitCompile,
+    MatmulHf32,
+    NpuOption,
+    OptEinsum,
+    ReducedPrecision,
+)
 
 DOCS = "https://docs.pytorch.org/docs/stable"
 BACKENDS = f"{DOCS}/backends.html#torch-backends"
 GENERATED = f"{DOCS}/generated/torch"
 NUMERICS = f"{DOCS}/notes/cuda.html"
 RANDOMNESS = f"{DOCS}/notes/randomness.html"
+TORCH_NPU = "https://pypi.org/project/torch-npu/"
 
-_MODES = ("none", "warn", "error")
-
-
-class DeterministicAlgorithms(Calls):
-    """torch's flag, which reaches an NPU only if torch_npu forwards it."""
-
-    __slots__ = ()
-
-    def save(self) -> Any:
-        warns_only = import_module("torch").is_deterministic_algorithms_warn_only_enabled()
-        return Calls.save(self), warns_only
-
-    def restore(self, saved: Any) -> None:
-        mode, warns_only = saved
-        Calls.restore(self, mode)
-        if not mode and warns_only:
-            _warn_only_while_off()
-
-    def inert(self, value: Any, wanted: Mapping[str, Any]) -> str:
-        return determinism_blocked(wanted) if value != "none" else ""
-
-
-def _warn_only_while_off() -> None:
-    """Restore the mark that a flag, which is off, would only warn.
-
-    Private, because the public setter imports inductor, 0.7 s, and moves its flag along. Where it
-    is gone the flag stays off without that mark.
-    """
-    setter = getattr(import_module("torch")._C, "_set_deterministic_algorithms", None)  # noqa: SLF001
-    if setter:
-        setter(False, warn_only=True)  # noqa: FBT003 - torch's own signature
-
-
-class FillUninitializedMemory(Attribute):
-    """torch's switch, and the copy of it that torch_npu reads.
-
-    The copy is off at the start and follows only when the switch is written, so on an NPU the
-    switch does nothing until then, although it reads true
-    (https://github.com/Ascend/pytorch, torch_npu/utils/_deterministic.py).
-    """
-
-    __slots__ = ()
-
-    def holds(self, value: bool) -> bool:  # noqa: FBT001 - the value of a boolean knob
-        return bool(self.read() == value and self._copy() in (value, None))
-
-    def save(self) -> Any:
-        return self.read(), self._copy()
-
-    def restore(self, saved: Any) -> None:
-        flag, copy = saved
-        Attribute.restore(self, flag)
-        setter = native("_npu_set_fill_uninitialized_memory")
-        if setter and copy is not None:
-            setter(copy)
-
-    def _copy(self) -> bool | None:
-        getter = native("_npu_get_fill_uninitialized_memory")
-        return bool(getter()) if getter else None
-
-
-class OptEinsum(Attribute):
-    """A setting of opt_einsum, which torch refuses to write where that package is absent."""
-
-    __slots__ = ()
-
-    def read(self) -> Any:
-        if not import_module("torch.backends.opt_einsum").is_available():
-            raise MissingState("the package opt_einsum is not installed: einsum goes left to right")
-        return Attribute.read(self)
-
-    save = read
-
-
-class ReducedPrecision(Attribute):
-    """A reduction switch that newer torch keeps together with a second one for split-k."""
-
-    __slots__ = ()
-
-    def save(self) -> Any:
-        matmul = import_module("torch").backends.cuda.matmul
-        split_k = getattr(matmul, f"{self.name}_split_k", None)
-        value = self.read()
-        return value if split_k is None else (value, split_k)
-
-
-DETERMINISTIC_ALGORITHMS = DeterministicAlgorithms(
-    "torch",
-    "get_deterministic_debug_mode",
-    "set_deterministic_debug_mode",
-    to_profile=_MODES.__getitem__,
-    to_library=_MODES.index,
-)
 
 _torch = partial(Knob, target="torch", library="torch")
 _cuda = partial(Knob, target="cuda", library="torch", hardware="CUDA")
@@ -206,7 +123,7 @@ def _cudnn_precision(operation: str) -> Knob:
 TORCH = (
     _torch(
         name="backends.torch.deterministic_algorithms",
-        legal=OneOf(_MODES),
+        legal=OneOf(MODES),
         access=DETERMINISTIC_ALGORITHMS,
         summary="Every op takes a deterministic kernel; an op without one raises (error), warns "
         "and goes on (warn), or nothing is asked (none).",
@@ -387,5 +304,93 @@ CPU = (
         source=f"{GENERATED}.set_num_threads.html",
         since="1.0",
         aliases=("torch.set_num_threads",),
+    ),
+)
+
+_npu = partial(Knob, target="npu", library="torch", source=TORCH_NPU, hardware="Ascend")
+
+
+def _option(field: str, access: NpuOption, summary: str, cost: str, *aliases: str) -> Knob:
+    texts = tuple(access.texts)
+    return _npu(
+        name=f"backends.npu.{field}",
+        legal=Switch() if isinstance(texts[0], bool) else OneOf(texts),
+        access=access,
+        summary=summary,
+        cost=cost,
+        since="torch_npu 2.1; looked for, not assumed",
+        aliases=aliases,
+    )
+
+
+_ENABLE = {True: "enable", False: "disable"}
+
+NPU = (
+    _npu(
+        name="backends.npu.deterministic_level",
+        legal=Integer(0, 3),
+        access=DeterministicLevel(),
+        reread=True,
+        summary="How far kernels are fixed: 1 deterministic, 2 also the order of torch.mm's "
+        "sums, 3 also over batch sizes. It moves torch's own flag along.",
+        cost="each level is slower; 3 needs CANN 9.2",
+        since="torch_npu 2.6",
+        aliases=("torch.npu.set_deterministic_level",),
+    ),
+    _option(
+        "jit_compile",
+        JitCompile("jitCompile", _ENABLE),
+        "Ops are compiled when first called. With it on and the task queue on, torch_npu "
+        "never forwards determinism.",
+        "on: slow first steps",
+        "torch.npu.set_compile_mode",
+    ),
+    _option(
+        "conv_allow_hf32",
+        NpuOption("ALLOW_CONV_HF32", _ENABLE, unset=True),
+        "float32 convolutions may drop mantissa bits (HF32); torch_npu's default is on.",
+        "off: slower convolutions",
+        "torch.npu.conv.allow_hf32",
+        "torch.npu.aclnn.allow_hf32",
+    ),
+    _option(
+        "matmul_allow_hf32",
+        MatmulHf32("ALLOW_MATMUL_HF32", _ENABLE, unset=False),
+        "float32 matrix products may drop mantissa bits (HF32).",
+        "off: slower products",
+        "torch.npu.matmul.allow_hf32",
+    ),
+    _option(
+        "cube_math_type",
+        NpuOption("CUBE_MATH_TYPE", {name: str(n) for n, name in enumerate(CUBE_MATH_LOWERS)}),
+        "How the matrix unit computes; once set it wins over matmul_allow_hf32.",
+        "KEEP_DTYPE: slowest and most exact",
+        "torch.npu.matmul.cube_math_type",
+    ),
+    _option(
+        "allow_internal_format",
+        NpuOption("ALLOW_INTERNAL_FORMAT", _ENABLE),
+        "Tensors may be kept in private layouts, which changes the order of sums.",
+        "off: some ops convert layouts more often",
+        "torch.npu.config.allow_internal_format",
+    ),
+    _npu(
+        name="backends.npu.task_queue",
+        legal=Integer(0, 2),
+        access=Calls("torch:npu", "get_task_queue_enable", "set_task_queue_enable"),
+        summary="Ops are handed to the device through a queue on another thread (1, 2) or "
+        "directly (0).",
+        cost="0: slower launches",
+        since="torch_npu 2.13",
+        aliases=("env.TASK_QUEUE_ENABLE", "torch.npu.set_task_queue_enable"),
+    ),
+    _npu(
+        name="backends.npu.compatible_impl",
+        legal=Switch(),
+        access=Calls("torch:npu", "are_compatible_impl_enabled", "use_compatible_impl"),
+        summary="gelu, matmul and max_pool follow the numerics of torch's own kernels.",
+        cost="on: slower kernels for those ops",
+        since="torch_npu 2.6",
+        aliases=("env.TORCH_NPU_USE_COMPATIBLE_IMPL", "torch.npu.use_compatible_impl"),
     ),
 )

@@ -1,0 +1,554 @@
+"""State of torch and torch_npu that takes more than one attribute, or a getter and a setter.
+
+Since torch 2.9 every (backend, operation) has its own float32 precision, and the older booleans
+(`allow_tf32`, `set_float32_matmul_precision`) are views that raise when they no longer fit it
+(https://docs.pytorch.org/docs/stable/notes/cuda.html#tf32). So a write sets the finest name and
+brings the older one into step, which keeps code that still reads the older one working.
+
+Inductor reads its variables once, when it is imported, which takes 0.7 s that a program without
+torch.compile never needs. Until then the variable is the state, and from then on the option is.
+
+Of torch_npu it says as well which settings never reach a device: those functions return why a value
+would have no effect, or an empty string. `wanted` holds the values of the profile, by the name of
+the knob.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchrepro.knobs.knob import Attribute, Calls, MissingState, Variable
+from torchrepro.patching import set_variable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+_FINEST = (  # owners below torch.backends
+    "cuda.matmul",
+    "cudnn.conv",
+    "cudnn.rnn",
+    "mkldnn.matmul",
+    "mkldnn.conv",
+    "mkldnn.rnn",
+)
+_OLDER = {"cuda.matmul": "cuda.matmul", "cudnn.conv": "cudnn", "cudnn.rnn": "cudnn"}
+"""Finest name -> the owner of the older boolean `allow_tf32` that covers it."""
+
+_MATMUL_FITS = {  # older word -> the finest settings of matrix products that it stands for
+    "highest": {"cuda.matmul": "ieee", "mkldnn.matmul": "ieee"},
+    "high": {"cuda.matmul": "tf32", "mkldnn.matmul": "tf32"},
+    "medium": {"cuda.matmul": "tf32", "mkldnn.matmul": "bf16"},
+}
+_CUDNN_FITS = {
+    True: {"cudnn.conv": "tf32", "cudnn.rnn": "tf32"},
+    False: {"cudnn.conv": "ieee", "cudnn.rnn": "ieee"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fp32Precision:
+    """The float32 precision of one operation on one backend, such as ``cudnn.conv``."""
+
+    owner: str
+
+    def read(self) -> Any:
+        value = _finest(self.owner)
+        if value is not None:
+            return value
+        if self.owner not in _OLDER:
+            raise MissingState(f"this torch has no torch.backends.{self.owner}.fp32_precision")
+        return "tf32" if _owner(_OLDER[self.owner]).allow_tf32 else "ieee"
+
+    def write(self, value: str) -> None:
+        if _finest(self.owner) is None:
+            _owner(_OLDER[self.owner]).allow_tf32 = value == "tf32"
+            return
+        older = _OLDER.get(self.owner)
+        if older == "cudnn" and import_module("torch").backends.flags_frozen():
+            # The finer setting could be written, and the older name would no longer be readable.
+            raise RuntimeError("cuDNN's flags are frozen by disable_global_flags")
+        _owner(self.owner).fp32_precision = value
+        covered = [_finest(name) for name in _FINEST if _OLDER.get(name) == older]
+        if older and set(covered) == {value} and not _is_readable(older):
+            settings = _all_finest()
+            _owner(older).allow_tf32 = value == "tf32"
+            _set_finest(settings)
+
+    def save(self) -> Any:
+        self.read()
+        torch = import_module("torch")
+        return (
+            _all_finest(),
+            _older(torch.get_float32_matmul_precision, _MATMUL_FITS),
+            _older(lambda: torch.backends.cudnn.allow_tf32, _CUDNN_FITS),
+        )
+
+    def restore(self, saved: Any) -> None:
+        finest, matmul_precision, cudnn_allow_tf32 = saved
+        settings = _all_finest() | {self.owner: finest[self.owner]}
+        # The older names go first: each of them also moves the finer settings.
+        if _OLDER.get(self.owner) == "cuda.matmul":
+            import_module("torch").set_float32_matmul_precision(matmul_precision)
+        elif _OLDER.get(self.owner) == "cudnn":
+            import_module("torch").backends.cudnn.allow_tf32 = cudnn_allow_tf32
+        _set_finest(settings)
+
+
+def _owner(path: str) -> Any:
+    owner: Any = import_module("torch").backends
+    for part in path.split("."):
+        owner = getattr(owner, part, None)
+    return owner
+
+
+def _finest(path: str) -> Any:
+    return getattr(_owner(path), "fp32_precision", None)
+
+
+def _all_finest() -> dict[str, Any]:
+    return {path: _finest(path) for path in _FINEST}
+
+
+def _set_finest(values: Mapping[str, Any]) -> None:
+    for path, value in values.items():
+        if value is not None:
+            _owner(path).fp32_precision = value
+
+
+def _is_readable(older: str) -> bool:
+    try:
+        _ = _owner(older).allow_tf32
+    except RuntimeError:  # as torch raises where the finer settings disagree
+        return False
+    return True
+
+
+def _older(read: Callable[[], Any], fits: Mapping[Any, Mapping[str, str]]) -> Any:
+    """Return the value of an older name, even where torch raises instead.
+
+    torch answers once the finer settings agree, so they are set to fit each possible value for
+    a moment.
+    """
+    with suppress(RuntimeError):
+        return read()
+    settings = _all_finest()
+    try:
+        for value, fitting in fits.items():
+            _set_finest(fitting)
+            with suppress(RuntimeError):
+                if read() == value:
+                    return value
+    finally:
+        _set_finest(settings)
+    raise RuntimeError("torch does not say which float32 precision its older names hold")
+
+
+_CONFIGS = ("torch.compiler.config", "torch._inductor.config")  # newer torch: some in the first
+
+
+@dataclass(frozen=True, slots=True)
+class InductorVariable(Variable):
+    """A variable with the values 0 and 1 and the option that starts from it."""
+
+    option: str
+
+    def read(self) -> Any:
+        text, option = os.environ.get(self.name), self.present()
+        if option is None and _CONFIGS[-1] in sys.modules:
+            raise MissingState(f"this torch's inductor has no {self.option}")
+        return text if option in (None, text == "1") else "1" if option else "0"
+
+    def holds(self, value: Any) -> bool:
+        return os.environ.get(self.name) == value and self.present() in (None, value == "1")
+
+    def write(self, value: str) -> None:
+        os.environ[self.name] = value
+        self._set(value == "1", {"default": value == "1"})
+
+    def save(self) -> Any:
+        option = self.present()
+        start = None if option is None else _start(self._config(), self.option)
+        return os.environ.get(self.name), option, start
+
+    def restore(self, saved: Any) -> None:
+        text, option, start = saved
+        set_variable(self.name, text)
+        if option is None:  # loaded since, if at all: it started from what is undone now
+            option, start = text == "1", {"default": text == "1"}
+        self._set(option, start)
+
+    def present(self) -> bool | None:
+        """Return the option, or None while the variable can still become it."""
+        config = self._config()
+        return None if config is None else bool(getattr(config, self.option))
+
+    def _config(self) -> Any:
+        loaded = (sys.modules.get(name) for name in _CONFIGS)
+        return next((config for config in loaded if hasattr(config, self.option)), None)
+
+    def _set(self, value: bool, start: Mapping[str, Any]) -> None:  # noqa: FBT001
+        config = self._config()
+        if config is None:
+            return
+        moves = bool(getattr(config, self.option)) != value
+        _start_from(config, self.option, start)
+        if moves:
+            setattr(config, self.option, value)
+
+
+class InductorSwitch(InductorVariable):
+    """The same state by the option's own values."""
+
+    __slots__ = ()
+
+    def read(self) -> Any:
+        if not _inductor_reads(self.name):
+            raise MissingState(f"this torch's inductor has no {self.option} mode")
+        return InductorVariable.read(self) == "1"
+
+    def holds(self, value: Any) -> bool:
+        return bool(self.read() == value)
+
+    def write(self, value: bool) -> None:  # type: ignore[override]  # noqa: FBT001
+        InductorVariable.write(self, "1" if value else "0")
+
+
+_START = ("default", "env_value_default", "env_value_force")
+
+
+def _start(config: Any, option: str) -> dict[str, Any]:
+    """Return the values of `option` from which every thread starts.
+
+    Private, because an assignment to an option reaches the present thread only, and an option
+    that its variable forces ignores assignments. Where torch keeps these values elsewhere, other
+    threads keep those of the import, and a forced option is reported as ineffective.
+    """
+    entry = getattr(config, "_config", {}).get(option)
+    return {name: vars(entry)[name] for name in _START if name in getattr(entry, "__dict__", ())}
+
+
+def _start_from(config: Any, option: str, start: Mapping[str, Any]) -> None:
+    entry = getattr(config, "_config", {}).get(option)
+    if hasattr(entry, "__dict__"):
+        for name in _START:
+            vars(entry).pop(name, None)
+        vars(entry).update(start)
+
+
+@cache
+def _inductor_reads(variable: str) -> bool:
+    """Whether inductor knows `variable`, looked up in its source: importing it takes 0.7 s."""
+    source = Path(str(import_module("torch").__file__)).parent / "_inductor" / "config.py"
+    return source.is_file() and variable in source.read_text(encoding="utf-8")
+
+
+MODES = ("none", "warn", "error")
+"""Those of deterministic algorithms, by torch's number."""
+
+
+class DeterministicAlgorithms(Calls):
+    """torch's flag, which reaches an NPU only if torch_npu forwards it."""
+
+    __slots__ = ()
+
+    def save(self) -> Any:
+        warns_only = import_module("torch").is_deterministic_algorithms_warn_only_enabled()
+        return Calls.save(self), warns_only
+
+    def restore(self, saved: Any) -> None:
+        mode, warns_only = saved
+        Calls.restore(self, mode)
+        # The mark that a flag, which is off, would only warn. Private, because the public setter
+        # imports inductor, 0.7 s, and moves its flag along. Where it is gone the mark is lost.
+        setter = getattr(import_module("torch")._C, "_set_deterministic_algorithms", None)  # noqa: SLF001 - see above
+        if not mode and warns_only and setter:
+            setter(False, warn_only=True)  # noqa: FBT003 - torch's own signature
+
+    def inert(self, value: Any, wanted: Mapping[str, Any]) -> str:
+        return determinism_blocked(wanted) if value != "none" else ""
+
+
+DETERMINISTIC_ALGORITHMS = DeterministicAlgorithms(
+    "torch",
+    "get_deterministic_debug_mode",
+    "set_deterministic_debug_mode",
+    to_profile=MODES.__getitem__,
+    to_library=MODES.index,
+)
+
+
+class FillUninitializedMemory(Attribute):
+    """torch's switch, and the copy of it that torch_npu reads.
+
+    The copy is off at the start and follows only when the switch is written, so on an NPU the
+    switch does nothing until then, although it reads true
+    (https://github.com/Ascend/pytorch, torch_npu/utils/_deterministic.py).
+    """
+
+    __slots__ = ()
+
+    def holds(self, value: bool) -> bool:  # noqa: FBT001 - the value of a boolean knob
+        return bool(self.read() == value and self._copy() in (value, None))
+
+    def save(self) -> Any:
+        return self.read(), self._copy()
+
+    def restore(self, saved: Any) -> None:
+        flag, copy = saved
+        Attribute.restore(self, flag)
+        setter = native("_npu_set_fill_uninitialized_memory")
+        if setter and copy is not None:
+            setter(copy)
+
+    def _copy(self) -> bool | None:
+        getter = native("_npu_get_fill_uninitialized_memory")
+        return bool(getter()) if getter else None
+
+
+class OptEinsum(Attribute):
+    """A setting of opt_einsum, which torch refuses to write where that package is absent."""
+
+    __slots__ = ()
+
+    def read(self) -> Any:
+        if not import_module("torch.backends.opt_einsum").is_available():
+            raise MissingState("the package opt_einsum is not installed: einsum goes left to right")
+        return Attribute.read(self)
+
+    save = read
+
+
+class ReducedPrecision(Attribute):
+    """A reduction switch that newer torch keeps together with a second one for split-k."""
+
+    __slots__ = ()
+
+    def save(self) -> Any:
+        matmul = import_module("torch").backends.cuda.matmul
+        split_k = getattr(matmul, f"{self.name}_split_k", None)
+        value = self.read()
+        return value if split_k is None else (value, split_k)
+
+
+def npu() -> Any:
+    """Return ``torch.npu``; raises `MissingState` where torch_npu is not loaded."""
+    module = getattr(import_module("torch"), "npu", None)
+    if module is None:
+        raise MissingState("no torch_npu in this process")
+    return module
+
+
+def npu_with_devices() -> Any:
+    """Return ``torch.npu`` if this process has an NPU, otherwise None."""
+    module = getattr(sys.modules.get("torch"), "npu", None)
+    return module if module is not None and module.is_available() else None
+
+
+def native(name: str) -> Any:
+    """Return the function `name` of torch_npu's C module, or None.
+
+    Private, because the public readers initialise the device, write back what they read, or do
+    not exist. Where one is gone, the knob that reads it is unsupported or believes torch's flag.
+    """
+    return getattr(getattr(sys.modules.get("torch_npu"), "_C", None), name, None)
+
+
+def option_text(name: str) -> str:
+    """Return the text of an option, empty while nobody set it; raises `MissingState` if unknown."""
+    if not hasattr(npu(), "set_option"):
+        raise MissingState("this torch.npu has no set_option")
+    getter = native("_npu_getOption")
+    raw = getter(name) if getter else None
+    if raw is None:
+        raise MissingState(f"this torch_npu has no option {name}")
+    return str(raw.decode())
+
+
+_OLDEST_DETERMINISTIC_CANN = (8, 5)
+CUBE_MATH_LOWERS = {  # by number: whether the matrix unit may drop mantissa bits of float32
+    "KEEP_DTYPE": False,
+    "ALLOW_FP32_DOWN_PRECISION": True,
+    "USE_FP16": True,
+    "USE_HF32": True,
+    "USE_FP32_ADD": False,
+}
+
+
+def determinism_blocked(wanted: Mapping[str, Any]) -> str:
+    """Return why determinism would not reach this process's NPUs, or an empty string."""
+    if npu_with_devices() is None:
+        return ""
+    return cann_too_old() or compiled_ops_blocked(wanted)
+
+
+def cann_too_old() -> str:
+    """Return why determinism never reaches a device with this CANN, or an empty string.
+
+    https://github.com/Ascend/pytorch, torch_npu/csrc/framework/OpParamMaker.cpp: below 8.5 a
+    torch_npu that knows level 3 sends "off" with every op.
+    """
+    ask = getattr(getattr(npu(), "utils", None), "get_cann_version", None)
+    version = str(ask("RUNTIME")).split(".")[:2] if ask else []
+    runtime = tuple(int(part) for part in version if part.isdigit())
+    # Private (``_sync_deterministic_level``): it came with level 3, which has no public name. Where
+    # it is gone, determinism is taken to be forwarded, as before.
+    knows_level_3 = hasattr(npu(), "_sync_deterministic_level")
+    is_known = len(runtime) == len(_OLDEST_DETERMINISTIC_CANN)
+    if not is_known or runtime >= _OLDEST_DETERMINISTIC_CANN or not knows_level_3:
+        return ""
+    return (
+        f"CANN runtime {runtime[0]}.{runtime[1]}: below 8.5 this torch_npu tells the NPU that "
+        "determinism is off, whatever torch says; upgrade CANN"
+    )
+
+
+def compiled_ops_blocked(wanted: Mapping[str, Any]) -> str:
+    """Return why ops that are compiled when first called would not be deterministic."""
+    # Before device init the readers themselves would be what reads a variable for good.
+    used: Any = npu() if hasattr(npu(), "is_initialized") and npu().is_initialized() else None
+    jit_compile, queue = (
+        wanted.get(f"backends.npu.{name}") for name in ("jit_compile", "task_queue")
+    )
+    if jit_compile is None and hasattr(used, "is_jit_compile_false"):
+        jit_compile = not used.is_jit_compile_false()
+    if jit_compile is None:
+        jit_compile = _option("jitCompile") == "enable"
+    if queue is None and hasattr(used, "get_task_queue_enable"):
+        queue = used.get_task_queue_enable()
+    if queue is None:
+        queue = _task_queue_of_variables(wanted)
+    if not jit_compile or int(queue) == 0:
+        return ""
+    return (
+        "with jit_compile on and the task queue on, ops do not forward determinism to the NPU; "
+        "set backends.npu.jit_compile to false, or backends.npu.task_queue to 0"
+    )
+
+
+def _option(name: str) -> str:
+    try:
+        return option_text(name)
+    except MissingState:
+        return ""
+
+
+def _task_queue_of_variables(wanted: Mapping[str, Any]) -> int:
+    def value(name: str, default: str) -> str:
+        return str(wanted.get(f"env.{name}", os.environ.get(name, default)))
+
+    blocking = value("ASCEND_LAUNCH_BLOCKING", "0") not in ("", "0")
+    return 0 if blocking or value("TASK_QUEUE_ENABLE", "1") == "0" else 1
+
+
+@dataclass(frozen=True, slots=True)
+class NpuOption:
+    """A setting that torch_npu keeps as the text of an option, empty while nobody set it.
+
+    Before device init torch_npu queues options in order; reading one initialises nothing.
+    """
+
+    name: str
+    texts: Mapping[Any, str]
+    """Value in a profile -> the option's text."""
+
+    unset: Any = None
+    """What holds while the option is empty; None where that depends on the chip."""
+
+    def read(self) -> Any:
+        text = option_text(self.name)
+        values = {known: value for value, known in self.texts.items()}
+        return values.get(text, text) if text else self.unset
+
+    def write(self, value: Any) -> None:
+        self._set(self.texts[value])
+
+    def save(self) -> Any:
+        return option_text(self.name)
+
+    def restore(self, saved: Any) -> None:
+        self._set(saved)
+
+    def _set(self, text: str) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch_npu announces future removals of options
+            npu().set_option({self.name: text})
+
+
+class JitCompile(NpuOption):
+    """The option behind set_compile_mode, which cannot be emptied again once a device is in use.
+
+    torch_npu takes an empty text for `enable` then, while its own reader goes on saying the
+    opposite: so what holds by the chip's default is read from that reader, and written back.
+    An option that was empty before device init and is undone after it keeps the profile's value.
+    """
+
+    __slots__ = ()
+
+    def read(self) -> Any:
+        value = NpuOption.read(self)
+        if value is None and npu().is_initialized():
+            return not npu().is_jit_compile_false()
+        return value
+
+    def save(self) -> Any:
+        value = self.read()
+        return "" if value is None else self.texts[value]
+
+    def restore(self, saved: Any) -> None:
+        if saved or not npu().is_initialized():
+            self._set(saved)
+
+
+class MatmulHf32(NpuOption):
+    """The older switch for matrix products, over which cube_math_type wins once it is set."""
+
+    __slots__ = ()
+
+    def inert(self, value: Any, wanted: Mapping[str, Any]) -> str:
+        names = {str(number): name for number, name in enumerate(CUBE_MATH_LOWERS)}
+        text = _option("CUBE_MATH_TYPE")
+        cube = wanted.get("backends.npu.cube_math_type") or names.get(text, text)
+        if not cube or CUBE_MATH_LOWERS.get(cube, value) == value:
+            return ""
+        return f"cube_math_type is {cube}, which wins; set backends.npu.cube_math_type as well"
+
+
+class DeterministicLevel:
+    """torch_npu's level, next to torch's flag, which the public setter moves along with it."""
+
+    __slots__ = ()
+
+    def read(self) -> Any:
+        getter = native("_npu_get_deterministic_level")
+        if getter is None or not hasattr(npu(), "set_deterministic_level"):
+            raise MissingState("this torch_npu has no set_deterministic_level")
+        return int(getter())
+
+    def write(self, value: int) -> None:
+        torch = import_module("torch")
+        if torch.are_deterministic_algorithms_enabled() != (value > 0):
+            # Moved here, where it costs nothing: torch_npu's own way imports inductor for it.
+            torch.set_deterministic_debug_mode("error" if value > 0 else "default")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it always warns against mixing it with torch's flag
+            npu().set_deterministic_level(value)
+
+    def save(self) -> Any:
+        return self.read(), DETERMINISTIC_ALGORITHMS.save()
+
+    def restore(self, saved: Any) -> None:
+        level, algorithms = saved
+        self.write(level)
+        DETERMINISTIC_ALGORITHMS.restore(algorithms)
+
+    def inert(self, value: Any, wanted: Mapping[str, Any]) -> str:
+        return determinism_blocked(wanted) if value else ""
