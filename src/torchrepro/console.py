@@ -1,6 +1,5 @@
 """Tables and lines for people, and how much is said: as text, as HTML, on a terminal.
 
-
 A table that is wider than the terminal is shown as records, one block of ``name: value`` lines for
 each row, so no column is lost. Text has one line for each row of a table, however long, as what
 reads a pipe expects it. Colours appear only on a terminal. rich is imported when something is

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from torchrepro.errors import ProfileError
 from torchrepro.profile.load import resolve
-from torchrepro.verification.follow_up import bisect
 from torchrepro.verification.perturbations import EVERYTHING, PERTURBATIONS, StressPlan
 from torchrepro.verification.result import verification_json
+from torchrepro.verification.verifier import bisect
 
 DEPENDENT = {
     "hash seed": "batch[0, 0] = hash('word') % 1009",
