@@ -7,21 +7,22 @@ import sys
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.torch_state import cann_too_old, compiled_ops_blocked
 from torchrepro.knobs.variables import ORDER_OF_SUMS, WITHOUT_EFFECT
 from torchrepro.outcomes import Outcome
-from torchrepro.planner import Plan, make_plan
+from torchrepro.planner import make_plan
 from torchrepro.process_state import closed_doors
 from torchrepro.profile.resolved import flatten
 from torchrepro.profile.search_path import SHIPPED
 from torchrepro.report import absent_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
+    from torchrepro.planner import Plan
     from torchrepro.profile.resolved import ResolvedProfile
 
 
@@ -39,19 +40,6 @@ class Finding:
         return {"what": self.what, "to_do": self.todo, "serious": self.serious}
 
 
-class _Context(NamedTuple):
-    """The profile and the process that are examined."""
-
-    resolved: ResolvedProfile
-    plan: Plan
-    torch: Any
-
-    def wants(self, key: str, *values: Any) -> bool:
-        """Whether the profile sets `key`, to one of `values` if any are given."""
-        value = flatten(self.resolved.values).get(key)
-        return value in values if values else value is not None
-
-
 def examine(resolved: ResolvedProfile) -> list[Finding]:
     """Return what would make `resolved` ineffective here; imports torch, changes nothing else."""
     closed = closed_doors()
@@ -64,131 +52,91 @@ def examine(resolved: ResolvedProfile) -> list[Finding]:
         todo = "repair that back end (for torch_npu: source CANN's set_env.sh), or export "
         todo += "TORCH_DEVICE_BACKEND_AUTOLOAD=0 to go on without it"
         return [Finding(f"torch cannot be imported: {words}", todo)]
-    context = _Context(resolved, make_plan(resolved, closed), torch)
-    return [finding for check in CHECKS for finding in check(context)]
+    return list(_findings(resolved, make_plan(resolved, closed), torch))
 
 
-def _exported_values(context: _Context) -> Iterator[Finding]:
+def _findings(resolved: ResolvedProfile, plan: Plan, torch: Any) -> Iterator[Finding]:
+    wanted, report = flatten(resolved.values), plan.report
+    for outcome in (Outcome.CONFLICT, Outcome.INEFFECTIVE):
+        for row in report.having(outcome):
+            yield Finding(f"{row.knob}: {row.why}")
     for knob in CATALOGUE:
         name = knob.name.removeprefix("env.")
         value = os.environ.get(name) if name != knob.name else None
-        complaint = knob.legal.complaint(value) if value is not None else ""
-        if complaint:
-            yield Finding(
-                f"{name}={value} is exported: {complaint}",
-                f"unset it, or export one of {knob.legal.words}",
-            )
-
-
-def _exported_without_effect(context: _Context) -> Iterator[Finding]:
-    for name, why in WITHOUT_EFFECT.items():
-        if name in os.environ:
-            yield Finding(f"{name} is exported and does nothing: {why}", serious=False)
-
-
-def _not_in_force(context: _Context) -> Iterator[Finding]:
-    for outcome in (Outcome.CONFLICT, Outcome.INEFFECTIVE):
-        for row in context.plan.report.having(outcome):
-            yield Finding(f"{row.knob}: {row.why}")
-
-
-def _too_late(context: _Context) -> Iterator[Finding]:
-    late = [row.knob for row in context.plan.late]
-    if late:
-        yield Finding(
-            f"takes effect only before Python starts: {', '.join(late)}",
-            f"start programs with `torchrepro run {context.resolved.name} -- ...`",
-            serious=False,
-        )
-
-
-def _not_acted_on(context: _Context) -> Iterator[Finding]:
-    for step in context.plan.steps:
+        if value is not None and (complaint := knob.legal.complaint(value)):
+            todo = f"unset it, or export one of {knob.legal.words}"
+            yield Finding(f"{name}={value} is exported: {complaint}", todo)
+    for step in plan.steps:
         if step.knob.warn_if_unsupported and step.expected.outcome is Outcome.UNSUPPORTED:
             yield Finding(f"{step.knob.name}: {step.expected.why}")
-
-
-def _absent(context: _Context) -> Iterator[Finding]:
-    report = context.plan.report
-    missing = [row for row in report.having(Outcome.UNSUPPORTED) if not row.absent]
-    known = [row.knob for row in missing if "." in row.knob and not row.knob.startswith("device.")]
-    if known:
-        yield Finding(f"not in this process, so not set: {', '.join(known)}", serious=False)
-    for line in absent_lines(report):
-        yield Finding(line, serious=False)
-
-
-def _without_seed(context: _Context) -> Iterator[Finding]:
-    if not context.wants("seed"):
-        yield Finding("no seed: every run draws other random numbers", "set `seed`")
-
-
-def _cublas(context: _Context) -> Iterator[Finding]:
-    algorithms = context.wants("backends.torch.deterministic_algorithms", "error")
-    workspace = context.wants("env.CUBLAS_WORKSPACE_CONFIG")
-    exported = "CUBLAS_WORKSPACE_CONFIG" in os.environ
-    if context.torch.version.cuda and algorithms and not workspace and not exported:
+    algorithms = wanted.get("backends.torch.deterministic_algorithms")
+    workspace = "CUBLAS_WORKSPACE_CONFIG"
+    fixed = wanted.get(f"env.{workspace}") is not None or workspace in os.environ
+    if torch.version.cuda and algorithms == "error" and not fixed:
         yield Finding(
             "deterministic algorithms without a fixed cuBLAS workspace: torch raises at the "
             "first matrix product on a GPU",
             'set env.CUBLAS_WORKSPACE_CONFIG to ":4096:8"',
         )
-
-
-def _collectives(context: _Context) -> Iterator[Finding]:
-    distributed = context.torch.distributed
-    if not context.resolved.strict or not distributed.is_available():
-        return
-    for backend, variables in ORDER_OF_SUMS.items():
+    strict = resolved.strict and torch.distributed.is_available()
+    for backend, variables in ORDER_OF_SUMS.items() if strict else ():
         left = [
-            name for name in variables if not (context.wants(f"env.{name}") or name in os.environ)
+            name
+            for name in variables
+            if wanted.get(f"env.{name}") is None and name not in os.environ
         ]
-        if left and distributed.is_backend_available(backend):
+        if left and torch.distributed.is_backend_available(backend):
             yield Finding(
                 f"collectives of {backend} add up in an order of their own: nothing sets "
                 f"{', '.join(left)}",
                 f"set env.{left[0]}, as debug-strict does",
                 serious=False,
             )
-
-
-def _hydra_plugin(context: _Context) -> Iterator[Finding]:
+    if "torch_npu" in sys.modules:
+        yield from _npu_findings(resolved, plan, torch.npu)
+    again = "install torchrepro again"
     spec = find_spec("hydra_plugins")
-    shadow = spec.origin if spec else None
-    if shadow:
+    if spec is not None and spec.origin:
         yield Finding(
-            f"{shadow} makes hydra_plugins an ordinary package, so Hydra finds no plugin of "
+            f"{spec.origin} makes hydra_plugins an ordinary package, so Hydra finds no plugin of "
             "another one: `+repro=` would set a plain string",
             "remove that __init__.py",
         )
     elif find_spec("hydra_plugins.torchrepro") is None:
-        yield Finding(
-            "Hydra cannot find torchrepro's plugin: `+repro=` would set a plain string",
-            "install torchrepro again",
-        )
+        what = "Hydra cannot find torchrepro's plugin: `+repro=` would set a plain string"
+        yield Finding(what, again)
     if not (SHIPPED / "debug-strict.yaml").is_file():
+        yield Finding(f"the shipped profiles are missing from {SHIPPED}", again)
+    if wanted.get("seed") is None:
+        yield Finding("no seed: every run draws other random numbers", "set `seed`")
+    for name, why in WITHOUT_EFFECT.items():
+        if name in os.environ:
+            yield Finding(f"{name} is exported and does nothing: {why}", serious=False)
+    if plan.late:
         yield Finding(
-            f"the shipped profiles are missing from {SHIPPED}", "install torchrepro again"
-        )
-
-
-def _npu(context: _Context) -> Iterator[Finding]:
-    if "torch_npu" not in sys.modules:
-        return
-    npu = context.torch.npu
-    if not npu.is_available():
-        yield Finding(
-            "torch_npu finds no NPU: to ask one for its seed or its state raises",
+            f"takes effect only before Python starts: {', '.join(row.knob for row in plan.late)}",
+            f"start programs with `torchrepro run {resolved.name} -- ...`",
             serious=False,
         )
+    missing = [row.knob for row in report.having(Outcome.UNSUPPORTED) if not row.absent]
+    known = [name for name in missing if "." in name and not name.startswith("device.")]
+    if known:
+        yield Finding(f"not in this process, so not set: {', '.join(known)}", serious=False)
+    for line in absent_lines(report):
+        yield Finding(line, serious=False)
+
+
+def _npu_findings(resolved: ResolvedProfile, plan: Plan, npu: Any) -> Iterator[Finding]:
+    wanted = flatten(resolved.values)
+    if not npu.is_available():
+        what = "torch_npu finds no NPU: to ask one for its seed or its state raises"
+        yield Finding(what, serious=False)
         # For jobs on other machines with this software: no knob here is affected by it.
-        wanted = {step.knob.name: step.value for step in context.plan.steps}
-        why = cann_too_old() or compiled_ops_blocked(wanted)
-        if why and context.wants("backends.torch.deterministic_algorithms", "error", "warn"):
+        why = cann_too_old() or compiled_ops_blocked({s.knob.name: s.value for s in plan.steps})
+        algorithms = wanted.get("backends.torch.deterministic_algorithms")
+        if why and algorithms in ("error", "warn"):
             yield Finding(why)
-    if context.resolved.guarantee == "aligned" and not context.wants(
-        "backends.npu.conv_allow_hf32"
-    ):
+    if resolved.guarantee == "aligned" and wanted.get("backends.npu.conv_allow_hf32") is None:
         yield Finding(
             "convolutions use HF32 on the NPU unless they are told not to",
             "set backends.npu.conv_allow_hf32 to false",
@@ -202,18 +150,3 @@ def _npu(context: _Context) -> Iterator[Finding]:
         )
     if "torch_npu.contrib.transfer_to_npu" in sys.modules:
         yield Finding("transfer_to_npu is active: what asks for CUDA gets an NPU", serious=False)
-
-
-CHECKS: tuple[Callable[[_Context], Iterator[Finding]], ...] = (
-    _not_in_force,
-    _exported_values,
-    _not_acted_on,
-    _cublas,
-    _collectives,
-    _npu,
-    _hydra_plugin,
-    _without_seed,
-    _exported_without_effect,
-    _too_late,
-    _absent,
-)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from torchrepro.errors import ApplyError, ProfileError, TraceError
-from torchrepro.manifest.started import COMMAND
+from torchrepro.manifest.contents import COMMAND
 from torchrepro.planner import Plan, make_plan
 from torchrepro.process_state import PROFILE, outer_run
 from torchrepro.redaction import secret_values, shareable

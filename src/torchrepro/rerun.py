@@ -27,13 +27,23 @@ from torchrepro.lock.diff import (
     compare,
     difference_parts,
     gap_lines,
+    of_contents,
     shared_impact,
 )
 from torchrepro.lock.lock_file import HERE, plan_of_a_run, refuse_lost_file, true_digest
-from torchrepro.lock.snapshot import manifest_in, of_contents
-from torchrepro.manifest.contents import FILE, LOG_TO, DamagedError, common_contents, read_complete
+from torchrepro.manifest.contents import (
+    FILE,
+    HYDRA,
+    LOG_TO,
+    RUN,
+    DamagedError,
+    Started,
+    common_contents,
+    manifest_in,
+    read_complete,
+    started_in,
+)
 from torchrepro.manifest.environment import repository, source_folder
-from torchrepro.manifest.started import HYDRA, RUN, Started, hidden_in, started_in
 from torchrepro.messages import some
 from torchrepro.outcomes import Outcome
 from torchrepro.process_state import REPEATED, changed_files, same_file
@@ -263,7 +273,12 @@ def _original_command(name: str, path: Path, started: Started) -> tuple[str, ...
         numbered = [] if job.number is None else [f"hydra.job.num={job.number}"]
         app = (*before, *program[:number], *options)
         words = (*app, *job.task, *own, *numbered, "hydra.mode=RUN")
-    if hidden := hidden_in(words):
+    hidden = [
+        f"{words[at - 1]} {word}" if word == HIDDEN and words[at - 1].startswith("-") else word
+        for at, word in enumerate(words)
+        if HIDDEN in word
+    ]
+    if hidden:
         line = shell_line([word.replace(HIDDEN, "VALUE") for word in words])
         what = f"the manifest hides {len(hidden)} of the arguments, which may be secret"
         todo = f"give the command with each VALUE: {again} {line}"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchrepro.guarantee import Guarantee, Lowered
-from torchrepro.integrations.pytest_session import header_lines
+from torchrepro.integrations.pytest_plugin import header_lines
 from torchrepro.outcomes import Outcome, Row
 from torchrepro.report import Report
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from torchrepro.console import as_text, parts
 from torchrepro.errors import TorchreproError
-from torchrepro.lock.diff import compare
+from torchrepro.lock.diff import Snapshot, compare, snapshot_of
 from torchrepro.lock.lock_file import check, write_lock
-from torchrepro.lock.snapshot import Snapshot, snapshot_of
 
 NONSENSE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

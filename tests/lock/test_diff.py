@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 import torchrepro
 from torchrepro import console
-from torchrepro.lock.diff import compare
-from torchrepro.lock.snapshot import of_contents, of_profile, snapshot_of
+from torchrepro.lock.diff import compare, of_contents, of_profile, snapshot_of
 from torchrepro.manifest.contents import as_text, manifest
 from torchrepro.planner import plan
 from torchrepro.process_state import NOT_HERE

@@ -8,8 +8,7 @@ import pytest
 
 from torchrepro.knobs.catalogue import CATALOGUE
 from torchrepro.knobs.knob import MissingState
-from torchrepro.lock.diff import Impact, compare, effective
-from torchrepro.lock.snapshot import of_profile
+from torchrepro.lock.diff import Impact, compare, effective, of_profile
 from torchrepro.messages import shown
 from torchrepro.process_state import HARDWARE, present_kinds
 from torchrepro.profile.load import resolve

@@ -50,10 +50,11 @@ from torchrepro.manifest.contents import (
     FILE,
     hydra_folder,
     manifest,
+    note_sweep,
     secrets_here,
+    sweep_or_this,
     write_manifest,
 )
-from torchrepro.manifest.started import note_sweep, sweep_or_this
 from torchrepro.messages import near, some
 from torchrepro.planner import plan
 from torchrepro.process_state import inherited, other_than_original

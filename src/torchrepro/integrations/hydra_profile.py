@@ -19,7 +19,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchrepro.errors import ProfileError
-from torchrepro.manifest.started import APP
 from torchrepro.messages import Problem, near, shown
 from torchrepro.process_state import changed_files, original_meaning, original_profile
 from torchrepro.profile.compose import Composition, compose, key_of, parsed
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
 
 GROUP = SECTION
 APPS_OWN = "main="  # begins the origin of the app's own config folder, Hydra's provider "main"
+APP = "this app's config"  # the place of values that it sets
 CALLBACK = "torchrepro"  # its name among the callbacks of an app, and in its defaults list
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml is optional in PyYAML's builds

@@ -1,23 +1,26 @@
-"""Log the profile in force to the tools that a team uses."""
+"""Log the profile in force to the tools that a team uses.
+
+MLflow loads this through the entry-point group `mlflow.run_context_provider` when it is imported
+itself, and asks `ProfileTags` whenever a run starts; see https://mlflow.org/docs/latest/ml/plugins.
+So what puts profiles in force is imported here only once something is logged.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchrepro.applier import in_force
-from torchrepro.bootstrap import in_force_now
 from torchrepro.console import say_once
 from torchrepro.errors import TorchreproError
-from torchrepro.manifest.contents import manifest
-from torchrepro.manifest.destinations import DESTINATIONS, LEGAL, TOOLS, Destination, Entry
 from torchrepro.messages import Problem, near, shown
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from torchrepro.applier import Applied
+    from torchrepro.manifest.destinations import Destination
 
 
 @dataclass(slots=True)
@@ -38,6 +41,9 @@ class Logged:
         """
         if self.applied is None:
             return self
+        from torchrepro.manifest.contents import manifest
+        from torchrepro.manifest.destinations import Entry
+
         entry = Entry(manifest(self.applied.resolved, self.applied.report))
         places, refusals = [], []
         for destination, target in self.targets:
@@ -85,6 +91,10 @@ def log_to(*targets: Any) -> Logged:
     Without a profile there is nothing to log: a note says so once, and nothing is written. Raises
     `TorchreproError` if nothing is active, a target is not a place to log to, or a tool refuses.
     """
+    from torchrepro.applier import in_force
+    from torchrepro.bootstrap import in_force_now
+    from torchrepro.manifest.destinations import DESTINATIONS, LEGAL
+
     in_force_now()  # under `torchrepro run` it waits for the imports of what it sets
     if not in_force():
         say_once(
@@ -108,6 +118,8 @@ def log_to(*targets: Any) -> Logged:
 
 def _chosen(target: Any) -> tuple[Destination, Any]:
     """Return the destination of `target`, and what is active in it if that is the tool itself."""
+    from torchrepro.manifest.destinations import DESTINATIONS, LEGAL, TOOLS
+
     for destination in DESTINATIONS:
         if destination.is_place(target):
             return destination, target
@@ -127,3 +139,26 @@ def _chosen(target: Any) -> tuple[Destination, Any]:
         near=near(target, TOOLS) if isinstance(target, str) else "",
     )
     raise TorchreproError(str(problem))
+
+
+class ProfileTags:
+    """Names the profile in force to MLflow; `log_to` adds its values and the manifest."""
+
+    def in_context(self) -> bool:
+        """Whether a profile is in force."""
+        return bool(_in_force())
+
+    def tags(self) -> dict[str, str]:
+        """Return the name, the guarantee held and the digest of the innermost profile in force."""
+        report = _in_force()[-1].report
+        return {
+            "torchrepro.name": report.profile,
+            "torchrepro.guarantee": report.guarantee.held,
+            "torchrepro.digest": report.digest,
+        }
+
+
+def _in_force() -> tuple[Applied, ...]:
+    # Without the module nothing was ever put in force, and importing it would cost time.
+    applier = sys.modules.get("torchrepro.applier")
+    return applier.in_force() if applier else ()

@@ -1,30 +1,59 @@
 """The pytest plugin: `--repro=PROFILE`, the ini key, the marker and the fixture `repro`.
 
-pytest loads it into every run where torchrepro is installed, so it imports nothing until a
+The session's profile is applied before conftest files are imported. Each test has a scope of its
+own, which sets every knob of the profile anew and restores what the test did to one of them.
+pytest loads this into every run where torchrepro is installed, so nothing is imported until a
 profile is named. See https://docs.pytest.org/en/stable/how-to/writing_plugins.html.
 """
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterator, Sequence
 
     from torchrepro.applier import Applied
+    from torchrepro.profile.resolved import ResolvedProfile
+    from torchrepro.report import Report
 
 _MARKER = (
     "repro(profile, overrides=[...], **values): put a torchrepro profile in force for this test, "
     'as in @pytest.mark.repro("seed-only", seed=3); without `profile`, the one of --repro.'
 )
+_EXAMPLE = '@pytest.mark.repro("seed-only", seed=3, overrides=["dropout=zero"])'
+_OBSTACLE = "pytest has started"
+_PLAIN_WORD = re.compile(r"[A-Za-z_][\w.:/-]*")
+_OTHER_WORDS = ("true", "false", "null", "nan", "inf")  # what Hydra's grammar takes for no text
+LIBRARIES = ("torch", "torch_npu", "transformer_engine")
+"""Libraries that read environment variables, or fix other state, while they are imported."""
 
 
-def _session() -> Any:
-    """Return `pytest_session` if anything here has named a profile; None imports nothing."""
-    return sys.modules.get("torchrepro.integrations.pytest_session")
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """The profile named on the command line or in the ini file."""
+
+    applied: Applied
+    command: str
+    """The pytest command that names it again."""
+
+    header: tuple[str, ...]
+    """Its lines of pytest's header."""
+
+
+_SESSION = pytest.StashKey[_Session]()
+_NAMED = pytest.StashKey[bool]()
+"""Whether a profile was named in this run, for all of it or for a test."""
+
+_SCOPE = pytest.StashKey[ExitStack]()
+_IN_FORCE = pytest.StashKey["Applied"]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -63,9 +92,74 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
             "--repro-set needs a profile: --repro=PROFILE, or the ini's `repro`"
         )
     if profile:
-        from torchrepro.integrations.pytest_session import begin
+        _begin(early_config, profile, overrides)
 
-        begin(early_config, profile, overrides)
+
+def _begin(config: pytest.Config, profile: str, overrides: Sequence[str]) -> None:
+    from torchrepro.applier import apply_resolved
+    from torchrepro.bootstrap import agreeing_run
+    from torchrepro.errors import TorchreproError
+    from torchrepro.manifest.contents import secrets_here
+    from torchrepro.profile.load import resolve
+    from torchrepro.redaction import shareable
+
+    early = list(_imported_early(config))
+    try:
+        resolved = resolve(profile, overrides)
+        applied = agreeing_run(resolved, "--repro")
+        if applied is None:
+            applied = apply_resolved(resolved, _OBSTACLE)
+            config.add_cleanup(applied.restore)
+    except TorchreproError as error:
+        raise pytest.UsageError(f"torchrepro: {error}") from None
+    secrets = secrets_here(resolved)
+    words = ["pytest", f"--repro={profile}", *(f"--repro-set={text}" for text in overrides)]
+    command = shlex.join(shareable(words, secrets))
+    run = shlex.join(shareable(["torchrepro", "run", profile, *overrides], secrets))
+    lines = tuple(header_lines(applied.report, early, run))
+    config.stash[_SESSION], config.stash[_NAMED] = _Session(applied, command, lines), True
+
+
+def _imported_early(config: pytest.Config) -> Iterator[str]:
+    """Yield who imported each of the libraries that is loaded already, as far as can be known.
+
+    Python moves a module to the end of `sys.modules` when its import is complete. An importer is
+    complete after what it imports, so the first plugin behind the library has imported it.
+    CPython's importlib works so but does not promise it. The line therefore says how it is known.
+    """
+    order = list(sys.modules)
+    plugins = [plugin for _, plugin in config.pluginmanager.list_name_plugin()]
+    names = [str(getattr(plugin, "__name__", "")) for plugin in plugins]
+    of_others = {
+        name: plugin
+        for name, plugin in zip(names, plugins, strict=True)
+        if sys.modules.get(name) is plugin and not name.startswith(f"{__package__}.")
+    }
+    for library in (library for library in LIBRARIES if library in sys.modules):
+        behind = order[order.index(library) :]
+        importer = next((name for name in behind if name in of_others), "")
+        by = "by a pytest plugin after its own import"
+        if "pytest" in behind:
+            by = "before pytest itself"
+        elif importer:
+            file = getattr(of_others[importer], "__file__", None) or "built in"
+            by = f"by the pytest plugin {importer} ({file}), as the order of imports tells"
+        yield f"imported too early: {library}, {by}"
+
+
+def header_lines(report: Report, early: Sequence[str], run: str) -> Iterator[str]:
+    """Yield what a run starts with, what was imported early, and the command that is in time."""
+    from torchrepro.console import as_text
+    from torchrepro.outcomes import Outcome
+    from torchrepro.report import announcement
+
+    said = announcement(report)
+    if not said:
+        return
+    yield from f"torchrepro: {as_text(*said)}".splitlines()
+    yield from (f"  {line}" for line in early)
+    if report.having(Outcome.TOO_LATE):
+        yield f"  to set everything in time: {run} -- pytest ..."
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -75,50 +169,166 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """Say what is in force, and what came too late."""
-    session = _session()
-    begun = config.stash.get(session.SESSION, None) if session else None
-    return list(begun.header) if begun else []
+    session = config.stash.get(_SESSION, None)
+    return list(session.header) if session else []
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures, but within what other plugins wrap around
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Put the profile of the session and that of the marker in force for one test."""
-    if _session() or item.get_closest_marker("repro") is not None:
-        from torchrepro.integrations.pytest_session import enter
+    """Put the profile of the session and that of the marker in force for one test.
 
-        enter(item)
+    A wrong marker is an error of the test.
+    """
+    marker = item.get_closest_marker("repro")
+    if marker is None and _NAMED not in item.config.stash:
+        return
+    from torchrepro.errors import TorchreproError
+    from torchrepro.seeding import streams
+
+    item.config.stash[_NAMED] = True
+    session = item.config.stash.get(_SESSION, None)
+    outer = session.applied.resolved if session else None
+    refused = ""
+    with ExitStack() as scope:
+        try:
+            if outer is not None:
+                item.stash[_IN_FORCE] = scope.enter_context(_scope(outer))
+            if marker is not None:
+                item.stash[_IN_FORCE] = scope.enter_context(_scope(_marked(marker, outer)))
+        except TorchreproError as error:
+            refused = f"torchrepro: {error}"
+        option = item.config.option
+        if (
+            getattr(option, "randomly_reset_seed", False)
+            and streams.current_plan().seed is not None
+        ):
+            # Otherwise pytest-randomly seeds over a profile's seed: this is its own
+            # `--randomly-dont-reset-seed`, see https://github.com/pytest-dev/pytest-randomly#usage.
+            scope.callback(setattr, option, "randomly_reset_seed", option.randomly_reset_seed)
+            option.randomly_reset_seed = False
+        item.stash[_SCOPE] = scope.pop_all()
+    if refused:
+        pytest.fail(refused, pytrace=False)
+
+
+@contextmanager
+def _scope(resolved: ResolvedProfile) -> Iterator[Applied]:
+    """Apply `resolved`, and restore its variables afterwards, whoever has changed them."""
+    from torchrepro.applier import apply_resolved
+    from torchrepro.patching import variables_put_back
+
+    with (
+        variables_put_back(resolved.environment()),
+        apply_resolved(resolved, _OBSTACLE) as applied,
+    ):
+        yield applied
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Take back what was in force for the test, and what the test has left behind."""
+    """Take back what was in force for the test, and what the test has left behind.
+
+    A knob that has drifted is an error of the test.
+    """
     try:
         return (yield)
     finally:
-        if session := _session():
-            session.leave(item)
+        scope = item.stash.get(_SCOPE, None)
+        if scope is not None:
+            _leave(item, scope)
+
+
+def _leave(item: pytest.Item, scope: ExitStack) -> None:
+    from torchrepro.errors import TorchreproError
+
+    del item.stash[_SCOPE]
+    drifted = ""
+    try:
+        scope.close()
+    except TorchreproError as error:
+        drifted = f"torchrepro: {error}"
+    if drifted:
+        pytest.fail(drifted, pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_fixture_setup(
     fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
 ) -> Generator[None, Any, Any]:
-    """Keep a fixture that several tests share from deciding what the first of them draws."""
-    session = _session()
-    if fixturedef.scope == "function" or not session:
+    """Set up a fixture that several tests share under the session's profile, with its own seed.
+
+    Otherwise the first test that uses it would start from other numbers than the others.
+    """
+    stash = request.config.stash
+    if fixturedef.scope == "function" or _NAMED not in stash:
         return (yield)
-    with session.shared_fixture(request.config, fixturedef):
+    from torchrepro.seeding import streams
+    from torchrepro.seeding.generators import seeded
+
+    with ExitStack() as scope:
+        if _SESSION in stash:
+            scope.enter_context(_scope(stash[_SESSION].applied.resolved))
+        if streams.current_plan().seed is not None:
+            name = getattr(fixturedef.func, "__qualname__", fixturedef.argname)
+            module = getattr(fixturedef.func, "__module__", "")
+            scope.enter_context(seeded(f"pytest fixture {module}.{name}"))
         return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     """Show in the report of a failure under which profile it can be repeated."""
-    report = yield
-    session = _session()
-    if report.failed and session:
-        report.sections += session.how_to_repeat(item)
-    return report
+    result = yield
+    applied = item.stash.get(_IN_FORCE, None)
+    if result.failed and applied is not None:
+        from torchrepro.process_state import inherited
+
+        session, outer = item.config.stash.get(_SESSION, None), inherited()
+        run = f"torchrepro run {outer.name} -- " if outer else ""
+        command = f"{run}{session.command if session else 'pytest'} {shlex.quote(item.nodeid)}"
+        report = applied.report
+        text = f"{report.profile} ({report.guarantee}) {report.digest}\nto repeat: {command}"
+        result.sections.append(("torchrepro", text))
+    return result
+
+
+def _marked(marker: pytest.Mark, outer: ResolvedProfile | None) -> ResolvedProfile:
+    """Return the profile of a marker: its own or the session's, with what the marker sets."""
+    from torchrepro.errors import ProfileError
+    from torchrepro.messages import shown
+    from torchrepro.profile.load import resolve
+
+    values = dict(marker.kwargs)
+    overrides = values.pop("overrides", [])
+    named = [*marker.args, *([values.pop("profile")] if "profile" in values else [])]
+    what, found = "", ""
+    if len(named) > 1:
+        what, found = "it takes one profile", ", ".join(map(shown, named))
+    elif not isinstance(overrides, list | tuple):
+        what, found = "`overrides` is a list of texts", shown(overrides)
+    elif not named and outer is None:
+        what = "it names no profile, and neither does --repro"
+    if what:
+        raise ProfileError.about(what, "@pytest.mark.repro", found=found, legal=_EXAMPLE)
+    more = [f"{key}={_written(value)}" for key, value in values.items()]
+    return resolve(named[0] if named else outer, [*overrides, *more])
+
+
+def _written(value: Any) -> str:
+    """Return a plain Python value in Hydra's grammar for overrides."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{_written(k)}:{_written(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_written, value)) + "]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = str(value)
+    if not isinstance(value, str):
+        return text
+    if _PLAIN_WORD.fullmatch(text) and text.lower() not in _OTHER_WORDS:
+        return text
+    text = re.sub(r"(\\*)'", r"\1\1\\'", text)  # a backslash counts only before a quote
+    return "'" + re.sub(r"(\\+)$", r"\1\1", text) + "'"
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from torchrepro.lock.diff import (
     compare,
     difference_parts,
     gap_lines,
+    of_contents,
 )
-from torchrepro.lock.snapshot import of_contents
 from torchrepro.manifest.contents import (
     FORMAT,
     as_text,

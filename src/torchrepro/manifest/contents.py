@@ -1,4 +1,7 @@
-"""What a manifest and a lock hold; writing a manifest, of a process too; reading either back."""
+"""What a manifest and a lock hold: what a run was, and how it was started.
+
+Writing a manifest, of a process too; finding it; reading either back.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,26 @@ import json
 import os
 import sys
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torchrepro.console import say_once
 from torchrepro.errors import ProfileError
 from torchrepro.knobs.variables import RECORDED
 from torchrepro.manifest.environment import hardware, repository, software
-from torchrepro.manifest.started import started_here
 from torchrepro.messages import some
+from torchrepro.process_state import FOLDER, inherited
 from torchrepro.profile.resolved import plain
 from torchrepro.redaction import secret_values, shareable, without_secrets
+from torchrepro.relaunch import is_interactive, launcher
 from torchrepro.seeding import streams
 from torchrepro.seeding.ranks import VARIABLES as RANKS
 from torchrepro.seeding.ranks import world
 from torchrepro.seeding.seeding_calls import seeding_calls
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from omegaconf import DictConfig
 
@@ -82,7 +86,7 @@ def manifest(
         streams=list(streams.drawn_streams()),
         seeding_calls=[asdict(call) for call in seeding_calls()],
         command_line=shareable(sys.orig_argv, secrets),
-        started=started_here(resolved, hydra, secrets).to_json(),
+        started=asdict(_started_here(resolved, hydra, secrets)),
     )
 
 
@@ -261,3 +265,149 @@ class ProcessManifest:
             say_once(f"the manifest cannot be written: {self._folder}: {error.strerror}")
             return
         self._written = as_text(its)
+
+
+def manifest_in(name: str, folder: Path) -> Path | None:
+    """Return the manifest in the folder of a run, or None.
+
+    Raises `ProfileError` for a folder with several, such as that of a sweep.
+    """
+    found = sorted(path for path in (folder / FILE, *folder.glob(f"*/{FILE}")) if path.is_file())
+    if len(found) > 1:
+        todo = f"name one of them: {some(map(str, found))}"
+        raise ProfileError.about("holds several manifests", found=name, todo=todo)
+    if not found and (jobs := sorted(folder.glob(f"*/.hydra/{FILE}"))):
+        todo = f"name one of them: {jobs[0].parent.parent}"
+        raise ProfileError.about("holds the jobs of a sweep", found=name, todo=todo)
+    return found[0] if found else None
+
+
+COMMAND = "TORCHREPRO_COMMAND"
+"""Variable in which `torchrepro run` says what it started, and where, to the processes below."""
+
+_RECORD = "TORCHREPRO_RECORD"  # as torchrepro.trace.request writes it, which builds on this
+
+Way = Literal["run", "hydra", "code"]
+RUN, HYDRA, CODE = get_args(Way)
+"""How a profile came into force: `torchrepro run`, a Hydra app's `+repro=`, `torchrepro.apply`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HydraJob:
+    """What Hydra was asked for: its job may be one of a sweep."""
+
+    task: tuple[str, ...]
+    """The overrides of this job, in which those of a sweep have one value."""
+    own: tuple[str, ...]
+    """The overrides of Hydra's own config."""
+    sweep: bool
+    number: int | None
+    """The number of the job in its sweep."""
+    subdir: str
+    """The folder in the run's output folder that holds the manifest."""
+    choice: str
+    """The profile that the app's config chose, by its name there; empty if it chose none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """How a run was started."""
+
+    by: Way
+    folder: str
+    """The working directory."""
+    command: tuple[str, ...]
+    """The command line, with `(hidden)` for what may be secret; empty if there is none."""
+    launcher: str
+    """What started the process, perhaps as one of several, if its command line is not known."""
+    ranked: bool
+    """Whether a launcher started the process, and set variables that the command does not have."""
+    asked: tuple[str, ...]
+    """The profile's name or path, and the overrides of it; empty where it came as values."""
+    hydra: HydraJob | None
+    recording: dict[str, Any]
+    """What `torchrepro run --record` was asked for."""
+
+
+_sweep: list[tuple[tuple[str, ...], str]] = []  # in a launcher's process: how the sweep was started
+
+
+def note_sweep(command: Sequence[str], folder: str) -> None:
+    """Note that a Hydra launcher runs jobs here of a sweep that was started so."""
+    _sweep[:] = [(tuple(command), folder)]
+
+
+def sweep_or_this() -> tuple[tuple[str, ...], str]:
+    """Return the command line of the sweep whose jobs run here, or of this process; its folder."""
+    return _sweep[0] if _sweep else (tuple(sys.orig_argv), FOLDER)
+
+
+def _started_here(
+    resolved: ResolvedProfile, hydra: DictConfig | None, secrets: tuple[str, ...]
+) -> Started:
+    command, folder, unknown = _command_line()
+    recording = os.environ.get(_RECORD)
+    return Started(
+        by=RUN if inherited() is not None else CODE if hydra is None else HYDRA,
+        folder=str(hydra.runtime.cwd) if hydra is not None else folder,
+        command=tuple(shareable(command, secrets)),
+        launcher=unknown,
+        ranked=bool(launcher()) and not _sweep,
+        asked=_shown(resolved.asked, secrets),
+        hydra=_hydra_job(hydra, secrets) if hydra is not None else None,
+        recording=dict(json.loads(recording)) if recording else {},
+    )
+
+
+def _command_line() -> tuple[Sequence[str], str, str]:
+    """Return the command that started the run, its folder, and who started it if that is unknown.
+
+    A process of a launcher has a command line of its own, which would start that process alone.
+    """
+    if _sweep:
+        return (*_sweep[0], "")
+    if is_interactive():
+        return (), FOLDER, ""
+    by = launcher()
+    if by and COMMAND in os.environ:
+        outer = json.loads(os.environ[COMMAND])
+        return outer["command"], outer["folder"], ""
+    return sys.orig_argv, FOLDER, by
+
+
+def _shown(words: Sequence[str], secrets: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(shareable(("", *words), secrets)[1:])
+
+
+def _hydra_job(hydra: DictConfig, secrets: tuple[str, ...]) -> HydraJob:
+    from omegaconf import OmegaConf
+
+    from torchrepro.profile.load import SECTION
+
+    # Unresolved: an override shows what was written, never what a resolver makes of it.
+    written: Any = OmegaConf.to_container(hydra.overrides, resolve=False)
+    sweep = getattr(hydra.mode, "name", str(hydra.mode)) == "MULTIRUN"
+    number = hydra.job.get("num") if sweep else None
+    choice = str((hydra.runtime.get("choices") or {}).get(SECTION) or "")
+    return HydraJob(
+        task=_shown(written["task"], secrets),
+        own=_shown(written["hydra"], secrets),
+        sweep=sweep,
+        number=number if isinstance(number, int) else None,
+        subdir=hydra.output_subdir or ".hydra",
+        choice=_shown([choice], secrets)[0],
+    )
+
+
+def started_in(path: Path, contents: Mapping[str, Any]) -> Started:
+    """Return how the run of the manifest `path` was started.
+
+    Raises `ProfileError` for a damaged one.
+    """
+    from pydantic import TypeAdapter, ValidationError  # a run starts without it
+
+    try:
+        return TypeAdapter(Started).validate_python(contents.get("started"))
+    except ValidationError:
+        what = "damaged: it does not say how the run was started"
+        raise ProfileError.about(what, str(path), "started") from None
