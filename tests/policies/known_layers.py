@@ -1,4 +1,4 @@
-"""Every known layer with a mask of its own, tried before, under and after `dropout_masks.zero`.
+"""Every known layer with a mask of its own, tried before, under and after `dropout.zero_masks`.
 
     python known_layers.py LIBRARY before|after
 
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchrepro.policies import dropout_masks
+from torchrepro.policies import dropout
 
 Call = Callable[[Tensor], Tensor]
 SEEDS = range(12)  # a mask that drops with probability 1/2 is the same for all of them once in 2000
@@ -303,15 +303,15 @@ LIBRARIES: dict[str, Callable[[], dict[str, Layer]]] = {
 
 def _observe(library: str, order: str) -> dict[str, dict[str, Any]]:
     if order == "after":
-        dropout_masks.zero()
+        dropout.zero_masks()
     let_torchvision_be_imported()
     layers = LIBRARIES[library]()
     made = {name: layer.make() for name, layer in layers.items()}
     before = {name: layers[name].observe(call) for name, call in made.items()}
-    dropout_masks.zero()
+    dropout.zero_masks()
     under = {name: layers[name].observe(call) for name, call in made.items()}
     made_under = {name: layer.observe(layer.make()) for name, layer in layers.items()}
-    dropout_masks.restore()
+    dropout.restore_masks()
     after = {name: layers[name].observe(call) for name, call in made.items()}
     return {
         name: {

@@ -1,4 +1,4 @@
-"""Layers that draw a dropout mask of their own do not drop while `dropout_masks.zero` holds."""
+"""Layers that draw a dropout mask of their own do not drop while `dropout.zero_masks` holds."""
 
 import importlib.util
 import json
@@ -138,7 +138,7 @@ def _copy_of_timm_drop(folder: Path) -> Path:
 
 START = """
 import copy, importlib, json, pickle, sys, torch
-from torchrepro.policies import dropout_masks
+from torchrepro.policies import dropout
 x = torch.arange(1.0, 65.0)
 
 def drops(call):
@@ -170,9 +170,9 @@ class Own(torch.nn.Module):
 
 layers = [Sub(), Own(), lambda x: drop_path(x, drop_prob=0.5, training=True)]
 seen = [[drops(layer) for layer in layers]]
-dropout_masks.zero()
+dropout.zero_masks()
 seen.append([drops(layer) for layer in layers])
-dropout_masks.restore()
+dropout.restore_masks()
 seen.append([drops(layer) for layer in layers])
 print(json.dumps(seen))
 """,
@@ -191,11 +191,11 @@ def look(layer):
 
 layer = DropPath(0.5)
 before = look(layer)
-dropout_masks.zero()
+dropout.zero_masks()
 copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), DropPath(layer.drop_prob)]
 same = look(layer) == before
 zeroed = [drops(copied) for copied in copies]
-dropout_masks.restore()
+dropout.restore_masks()
 print(json.dumps([same, zeroed, [drops(copied) for copied in copies]]))
 """,
     )
@@ -214,13 +214,13 @@ def test_compiled_code_and_reloaded_modules_follow(tmp_path: Path, printed: Prin
         + """
 compiled = torch.compile(DropPath(0.5), backend="eager", fullgraph=True)
 seen = [drops(compiled)]
-dropout_masks.zero()
+dropout.zero_masks()
 torch._dynamo.reset()
 seen.append(drops(compiled))
 importlib.reload(drop)
 new = lambda x: drop.drop_path(x, 0.5, True)
 again = [drop.drop_path is drop_path, drops(new)]
-dropout_masks.restore()
+dropout.restore_masks()
 torch._dynamo.reset()
 print(json.dumps([[*seen, drops(compiled)], [*again, drops(new)]]))
 """,
@@ -247,13 +247,13 @@ def codes():
 gc.unfreeze()  # the process that this is a fork of froze its own, which leaves them out of lists
 before, finders = codes(), list(sys.meta_path)
 assert len(before) > 10_000
-dropout_masks.restore()
-dropout_masks.zero()
-dropout_masks.zero()
+dropout.restore_masks()
+dropout.zero_masks()
+dropout.zero_masks()
 now = codes()
 changed = [f.__qualname__ for key, (f, code) in before.items() if f.__code__ is not code]
-dropout_masks.restore()
-dropout_masks.restore()
+dropout.restore_masks()
+dropout.restore_masks()
 back = all(f.__code__ is code for f, code in before.values())
 print(json.dumps([sorted(changed), back, sys.meta_path == finders]))
 """,
@@ -268,8 +268,8 @@ def test_nothing_is_imported() -> None:
     """Neither torch nor a library with masks is loaded for the policy."""
     done = _python(
         "-c",
-        "import json, sys\nfrom torchrepro.policies import dropout_masks\n"
-        "dropout_masks.zero()\nprint(json.dumps(sorted(sys.modules)))",
+        "import json, sys\nfrom torchrepro.policies import dropout\n"
+        "dropout.zero_masks()\nprint(json.dumps(sorted(sys.modules)))",
     )
     loaded = _last_line(done)
 
@@ -300,8 +300,8 @@ finders, code = list(sys.meta_path), drop_path.__code__
 file = Path({str(copy)!r})
 {change}
 try:
-    dropout_masks.zero()
-except dropout_masks.SourceMissingError as raised:
+    dropout.zero_masks()
+except dropout.SourceMissingError as raised:
     print(json.dumps([str(raised), drop_path.__code__ is code, sys.meta_path == finders]))
 """,
     )
@@ -316,7 +316,7 @@ def test_an_import_without_source_goes_through_and_says_so(tmp_path: Path, run: 
     copy = _copy_of_timm_drop(tmp_path)
     py_compile.compile(str(copy), str(copy.with_suffix(".pyc")))
     copy.unlink()
-    done = run(START + "dropout_masks.zero()\nimport timm.layers.drop\n")
+    done = run(START + "dropout.zero_masks()\nimport timm.layers.drop\n")
 
     assert done.returncode == 0
     assert "torchrepro: dropout is not zeroed: timm.layers.drop" in done.stderr

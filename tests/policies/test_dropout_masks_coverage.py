@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrepro.policies.dropout_masks import ROWS, WrittenMask
+from torchrepro.policies.dropout import WRITTEN_MASKS, WrittenMask
 
 DRAWS = {
     *("rand", "rand_like", "randn", "randn_like", "randint", "randperm", "random", "random_"),
@@ -84,7 +84,7 @@ def _scan(library: str) -> Scan:
         read = _read(function)
         rows = {
             row
-            for row in ROWS
+            for row in WRITTEN_MASKS
             if row.draws_in(module, name) and any(fnmatchcase(one, row.name) for one in read)
         }
         scan.used.update(rows)
@@ -159,7 +159,7 @@ def test_nothing_that_speaks_of_dropping_is_excused(library: str) -> None:
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_every_row_knows_a_function(library: str) -> None:
     """No row has gone stale, but for those kept for an older version of the library."""
-    rows = {row for row in ROWS if row.modules.startswith(f"{library}.")}
+    rows = {row for row in WRITTEN_MASKS if row.modules.startswith(f"{library}.")}
     unused = {(row.modules, row.functions) for row in rows - _scan(library).used}
 
     assert unused <= OTHER_VERSIONS
