@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torchrepro.trace import store
 from torchrepro.verdict.comparison import compare, compare_within
 from torchrepro.verdict.criteria import ALIGNED, out_of_tolerance
-from torchrepro.verdict.tensor_diff import DECODERS, SIGNED_MAGNITUDES, differences
+from torchrepro.verdict.first_difference import DECODERS, SIGNED_MAGNITUDES, differences
 from torchrepro.verdict.value import Kind
 
 from .traces import Op, Statistics, Step, compared, diverged, first_of, value, write

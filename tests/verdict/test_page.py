@@ -15,9 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrepro.verdict.chart import COLUMNS, ROWS, WIDTH, agreement_map, chart, ticks
 from torchrepro.verdict.diagnosis import next_level
-from torchrepro.verdict.page import page
+from torchrepro.verdict.page import COLUMNS, ROWS, WIDTH, agreement_map, chart, page, ticks
 from torchrepro.verdict.value import (
     Advice,
     Cell,
@@ -286,7 +285,7 @@ def test_ticks_are_round_and_within(low: float, room: float) -> None:
     found = ticks(low, low + room)
 
     assert 1 <= len(found) <= 6
-    assert all(low - room / 1e6 <= tick.at <= low + room * (1 + 1e-6) for tick in found)
+    assert all(low - room / 1e6 <= at <= low + room * (1 + 1e-6) for at, _ in found)
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,15 @@
-"""What the first difference of two runs is, and where it came from."""
+"""What the first difference of two runs is, where it came from, and how far kept tensors differ."""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from torchrepro.trace.format import (
     BETWEEN,
@@ -19,16 +24,14 @@ from torchrepro.trace.format import (
 from torchrepro.verdict.columns import INPUTLESS, MAIN, NAMES
 from torchrepro.verdict.evidence import DATALOADER, DRAWING, OVERWRITING, op_name
 from torchrepro.verdict.render import counted, moment
-from torchrepro.verdict.tensor_diff import differences
-from torchrepro.verdict.value import Divergence, Kind, Side
+from torchrepro.verdict.value import Distance, Divergence, Element, Kind, Side
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torchrepro.trace.format import Site
     from torchrepro.trace.reader import Trace
     from torchrepro.verdict.columns import Pair
-    from torchrepro.verdict.value import Distance, Element
 
 MOST = 8
 """Inputs whose origin is searched for. Each may cost a pass over a trace."""
@@ -43,6 +46,15 @@ MADE_OUTSIDE = {
 """Ops whose records are data that torch did not compute, and what it means if they differ."""
 
 _FEW_OPTIONS = 3
+
+KeptTensor = tuple[str, int, str, str, bytes]
+"""``input`` or ``output``, its position, dtype, shape and memory."""
+
+SHOWN = 5
+"""Elements that a divergence has."""
+
+LOW = 0b0111_1111
+"""A byte without its sign."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,3 +462,123 @@ def _in_step_before(this: RecordView) -> RecordView | None:
     )
     at = now.index(this.id)
     return RecordView.read(trace, before[at]) if at < len(before) else None
+
+
+def differences(
+    left: Iterable[KeptTensor], right: Iterable[KeptTensor]
+) -> tuple[tuple[Element, ...], tuple[Distance, ...]]:
+    """Return the first elements in which the kept tensors of two records differ, and distances.
+
+    A tensor is left out whose type has no decoder, or whose shape differs.
+    """
+    mine, theirs = (
+        {f"{role} {at}": (kind, shape, data) for role, at, kind, shape, data in kept}
+        for kept in (left, right)
+    )
+    elements: list[Element] = []
+    distances: list[Distance] = []
+    for name in filter(theirs.__contains__, mine):
+        (kind, shape, memory), (other_kind, other_shape, other_memory) = mine[name], theirs[name]
+        if not DECODERS.keys() >= {kind, other_kind} or shape != other_shape:
+            continue
+        one, other = DECODERS[kind](memory), DECODERS[other_kind](other_memory)
+        if one.tobytes() != other.tobytes():
+            ulps = _ulps(kind, memory, other_memory) if kind == other_kind else None
+            sizes = tuple(map(int, re.findall(r"\d+", shape)))
+            distance, unequal = _difference(name, sizes, one, other, ulps)
+            distances.append(distance)
+            elements += islice(unequal, SHOWN - len(elements))
+    return tuple(elements), tuple(distances)
+
+
+def _float8_e4m3fn(data: bytes) -> Any:
+    """Return float8 with 4 bits of exponent, biased by 7, and no infinity.
+
+    https://arxiv.org/abs/2209.05433
+    """
+    code = np.arange(256)
+    exponent, mantissa = code >> 3 & 15, code & 7
+    size = np.where(exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10.0), mantissa * 2.0**-9)
+    size[code & LOW == LOW] = np.nan
+    return np.where(code & ~LOW, -size, size)[np.frombuffer(data, "uint8")]
+
+
+DECODERS: Mapping[str, Callable[[bytes], Any]] = {
+    **{
+        name: partial(np.frombuffer, dtype=name)
+        for name in (
+            *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+            *("float16", "float32", "float64", "complex64", "complex128"),
+        )
+    },
+    # These are the upper half of a float32, and of a float16.
+    "bfloat16": lambda data: (np.frombuffer(data, "u2").astype("u4") << 16).view("float32"),
+    "float8_e5m2": lambda data: (np.frombuffer(data, "u1").astype("u2") << 8).view("float16"),
+    "float8_e4m3fn": _float8_e4m3fn,
+}
+"""How the memory of a tensor is decoded, by the name of its type."""
+
+SIGNED_MAGNITUDES: Mapping[str, str] = {
+    "float64": "uint64",
+    "float32": "uint32",
+    "float16": "uint16",
+    "bfloat16": "uint16",
+    "float8_e5m2": "uint8",
+    "float8_e4m3fn": "uint8",
+}
+"""Integers as wide as a type of which the next larger magnitude is the next larger integer."""
+
+
+def _unlike(left: Any, right: Any) -> Any:
+    """Return where two arrays have other bits, or other values if they are of other types."""
+    if left.dtype != right.dtype:
+        return (left != right) & ~((left != left) & (right != right))  # noqa: PLR0124 - NaN
+    size = left.dtype.itemsize
+    one, other = (np.ascontiguousarray(each).view("uint8") for each in (left, right))
+    return (one.reshape(-1, size) != other.reshape(-1, size)).any(axis=1)
+
+
+def _ulps(dtype: str, left: bytes, right: bytes) -> Any:
+    """Return how many numbers of their type lie between each two; None where that has no order."""
+    code = SIGNED_MAGNITUDES.get(dtype)
+    if code is None:
+        return None
+    sign = np.uint64(1 << 8 * np.dtype(code).itemsize - 1)
+    one, other = (np.frombuffer(each, code).astype("uint64") for each in (left, right))
+    larger, smaller = (find(one & ~sign, other & ~sign) for find in (np.maximum, np.minimum))
+    return np.where((one ^ other) & sign, larger + smaller, larger - smaller)
+
+
+def _difference(
+    name: str, shape: tuple[int, ...], left: Any, right: Any, ulps: Any
+) -> tuple[Distance, Iterator[Element]]:
+    """Return how far two tensors are apart, and the elements in which they differ."""
+    wide = "complex128" if "c" in (left.dtype.kind, right.dtype.kind) else "float64"
+    unequal = _unlike(left, right)
+    finite = np.isfinite(left) & np.isfinite(right)
+    elements = (
+        Element(
+            name,
+            tuple(map(int, np.unravel_index(place, shape) if shape else ())),
+            str(left[place].item()),
+            str(right[place].item()),
+            int(ulps[place]) if ulps is not None and finite[place] else None,
+        )
+        for place in np.flatnonzero(unequal).tolist()
+    )
+    total = int(unequal.sum()), left.size
+    one, other = (each.astype(wide)[finite] for each in (left, right))
+    if not one.size:
+        return Distance(name, None, None, None, None, *total), elements
+    apart, scale = np.abs(one - other), np.abs(other)
+    relative = apart[scale > 0] / scale[scale > 0]
+    lengths = float(np.linalg.norm(one) * np.linalg.norm(other))
+    distance = Distance(
+        name,
+        float(apart.max()),
+        float(relative.max()) if relative.size else None,
+        float(np.vdot(other, one).real / lengths) if lengths else None,
+        None if ulps is None else int(ulps[finite].max()),
+        *total,
+    )
+    return distance, elements
