@@ -118,7 +118,6 @@ def _same_variables(knob: Knob, before: Mapping[str, str]) -> None:
 
 
 def _asking_for(knob: Knob, value: Any) -> dict[str, Any]:
-    """Return a profile that sets one knob, and what its value needs to act on."""
     wanted = {knob.profile_key: value}
     if knob.needs and value in knob.needing:
         needed = knobs_by_name()[knob.needs]

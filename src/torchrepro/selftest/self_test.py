@@ -178,7 +178,6 @@ def selftest_parts(found: SelfTest) -> tuple[Part, ...]:
 
 
 def _subjects(rows: Sequence[Row]) -> str:
-    """Return what several rows are about: the names of a few, or how many there are."""
     knobs = [row.knob for row in rows if row.knob]
     others = [row.promise for row in rows if not row.knob]
     words = [some(knobs) if len(knobs) <= _NAMED else counted(len(knobs), "setting")]

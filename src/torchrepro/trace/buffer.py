@@ -232,7 +232,6 @@ def _pieces(tensor: Any) -> Iterator[Any]:
 
 
 def _parts(tensor: Any) -> Sequence[Any]:
-    """Return plain tensors that hold the numbers of `tensor`, and nothing else."""
     if hasattr(tensor, "__tensor_flatten__"):  # offsets and scales come after the values
         return _parts(getattr(tensor, tensor.__tensor_flatten__()[0][0]))
     if tensor.layout == torch.sparse_coo:
@@ -310,7 +309,6 @@ class DetailRecorder:
         self.after([] if self._keeps(place) else None, [tensor])
 
     def _keeps(self, place: Place) -> bool:
-        """Whether the tensors of a module are kept."""
         module = place.module
         matching = [
             pattern
@@ -340,7 +338,6 @@ class DetailRecorder:
 
 
 def _copied(tensor: Any) -> Any:
-    """Return a copy on the CPU; None for a layout that has no plain memory."""
     if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.is_nested:
         return None
     if tensor.is_quantized:

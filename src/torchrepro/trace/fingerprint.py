@@ -285,7 +285,6 @@ def sums(part: Iterator[Any], mixing: Mixing) -> Any:
 
 
 def _words(chunk: Any, mixing: Mixing) -> Any:
-    """Return bytes as words, the last one filled up with zeros."""
     missing = -chunk.numel() % mixing.width
     if missing:
         chunk = torch.nn.functional.pad(chunk, (0, missing))

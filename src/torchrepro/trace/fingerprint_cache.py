@@ -437,7 +437,6 @@ def _outlives(tensor: Any, entry: Entry) -> bool:
 
 
 def _of_unset(inputs: list[Digest], key: bytes) -> bytes:
-    """Return the fingerprint of memory that is unset in part, from what was written into it."""
     known = [digest for digest in inputs if digest.__class__ is bytes]
     return PARTLY + _digest(b"".join(known) + key)[4:]
 

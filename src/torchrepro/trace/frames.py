@@ -199,7 +199,6 @@ def _name_in_program(model: Any, frame: FrameType) -> str:
 
 
 def _attributes_of_self(frame: FrameType) -> Mapping[str, Any]:
-    """Return the attributes of the object whose method `frame` runs."""
     if frame.f_code.co_varnames[:1] != ("self",):
         return {}
     owner = frame.f_locals.get("self")
@@ -246,7 +245,6 @@ def place_of_call(names: ModuleNames, depth: int) -> tuple[Place, bool]:
 
 
 def _user_code(frame: FrameType | None) -> tuple[CodeType | None, int]:
-    """Return the code and instruction of the nearest frame of the user's code."""
     kinds = _kinds
     while frame is not None:
         its = frame.f_code
@@ -363,7 +361,6 @@ class Origin:
         return ("collective" if facts.collective else phase), place
 
     def _of_optimizer(self, call: Place, args: Any) -> Place:
-        """Return the line that called the optimizer, in the module whose parameter is updated."""
         now = self.now
         owner = ""  # many at once
         if args and isinstance(args[0], torch.Tensor):
@@ -387,7 +384,6 @@ class Origin:
             self.names.learn(result, *owner)
 
     def _place_of_node(self, node: Any, place: Place) -> Place:
-        """Return the place of the forward op whose gradient is computed."""
         if node.__class__ is _AccumulateGrad:
             owner = self.names.of_parameter(node.variable)
             return place if owner is None else place.within(owner[0])

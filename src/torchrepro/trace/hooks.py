@@ -233,7 +233,6 @@ def _own_modules() -> list[str]:
 
 @contextmanager
 def _once_imported(modules: Sequence[str], call: Callable[[str], None]) -> Iterator[None]:
-    """Call `call` with each of `modules` once it is imported, at once if it is."""
     waiting = AfterImport(tuple(modules), call)
     waiting.watch()
     for module in modules:
@@ -300,8 +299,6 @@ def _of_several(values: list[Any], depth: int) -> Iterator[Part]:
 
 
 class _Calls(threading.local):
-    """The calls of the program's functions that are under way on one thread."""
-
     def __init__(self) -> None:
         self.loading = 0
         self.before: Any = None

@@ -158,7 +158,6 @@ class Level:
             self._take(("data", place, function), shapes, digests, self._argument(text))
 
     def _take_tensors(self, origin: Origin, tensors: Sequence[Any], argument: int = 0) -> None:
-        """Take a record of tensors that belong to no single op."""
         digests: list[Any] = []
         if tensors:
             with self.paused():
@@ -223,7 +222,6 @@ class StepLevel(Level):
     def _take_each(
         self, origin: Origin, owner: int, parameters: list[Any], tensors: list[Any]
     ) -> Sequence[Digest]:
-        """Take a record of each parameter, or of its gradient; returns the digests."""
         state = self.state
         fingerprints, shapes, size = read_each(tensors)
         known = self._known.get((origin[2], owner))

@@ -274,7 +274,6 @@ class RecordingMode(TorchDispatchMode):
     def _outputs(
         self, facts: OpFacts, key: bytes, args: Any, kwargs: Any, inputs: list[Any], result: Any
     ) -> tuple[Any, Any]:
-        """Return the fingerprints of what an op has made or written, and all their shapes."""
         if facts.view:
             return b"", self.cache.views(args, key, inputs, result)
         if facts.keeps and inputs and is_unset(inputs[0]):

@@ -185,7 +185,6 @@ class Trace:
         self.losses += of_step
 
     def _check_records(self) -> None:
-        """Raise `ValueError` if a record is missing, was changed, or refers to no name."""
         rows = self._rows("part", "order by first")
         for step in self.steps.values():
             digest, following = xxhash.xxh3_128(), step.first
@@ -215,7 +214,6 @@ class Trace:
             raise ValueError("it has records that belong to no step")
 
     def _check_details(self) -> None:
-        """Raise `ValueError` if statistics or tensors are not those that were written."""
         which = "where record >= ? and record < ? order by 1, 2, 3"
         for step in self.steps.values():
             ids = step.first, step.first + step.records
@@ -382,7 +380,6 @@ def _tables(connection: sqlite3.Connection) -> _Tables:
 
 @cache
 def _format() -> tuple[_Tables, Mapping[str, tuple[Any, ...]]]:
-    """Return the tables of the format, and the types of the values in each row of one."""
     columns = 'select type, "notnull" or pk from pragma_table_info(?)'
     with closing(sqlite3.connect(":memory:")) as connection:
         connection.executescript(SCHEMA)
@@ -398,7 +395,6 @@ def _format() -> tuple[_Tables, Mapping[str, tuple[Any, ...]]]:
 
 
 def _check_tables(connection: sqlite3.Connection, path: Path) -> None:
-    """Raise unless a file has the format that is read, and exactly the tables of it."""
     tables, (expected, _) = _tables(connection), _format()
     if tables.get("meta") != expected["meta"]:
         raise ValueError("its tables are not those of a trace")

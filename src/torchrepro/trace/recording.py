@@ -206,11 +206,9 @@ class Recording:
         self._full.batch_ends(batch, place)
 
     def _records_samples_of(self, iterator: Any) -> bool:
-        """Whether what the program returns while this loader prepares a batch is recorded."""
         return self.request.samples and not _workers_of(iterator) and self.state.wants_step
 
     def _facts(self) -> dict[str, Any]:
-        """Return what was learnt of the program while it ran."""
         sources = [read.to_json() for read in self._sources.reads()]
         models = self.state.names.held()
         return {
@@ -222,12 +220,10 @@ class Recording:
         }
 
     def _position(self) -> tuple[int, int]:
-        """Return the running step and the number of records taken up to now."""
         written = self._store.records if self._store is not None else 0
         return self.state.step, written + len(self.state.buffer.rows)
 
     def _drops_step(self) -> bool:
-        """Whether the running step is not to be written; its records are dropped."""
         if self._failed or not self.state.wants_step:
             self.state.buffer.rows.clear()
             self._left_out = True
@@ -316,7 +312,6 @@ def _not_reached(asked: tuple[int, int], ended: int) -> str:
 
 
 def _combined(digests: Sequence[Digest]) -> bytes:
-    """Return one fingerprint of many digests in their order; empty for none."""
     together = joined(digests, INPUT)
     return xxhash.xxh3_128_digest(together) if together else b""
 
@@ -331,7 +326,6 @@ def _value_and_fingerprint(loss: Any) -> tuple[Any, Any]:
 
 
 def _real(value: Any) -> float | None:
-    """Return a loss as a number; None for one that is not a single real number."""
     if isinstance(value, torch.Tensor):
         value = value.item()
     return None if value is None or isinstance(value, complex) else float(value)

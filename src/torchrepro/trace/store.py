@@ -487,7 +487,6 @@ def open_store(request: Request) -> Store:
 
 
 def _program_text() -> str | None:
-    """Return a digest of the text of the program; None where it has no file."""
     try:
         return xxhash.xxh3_64_hexdigest(Path(sys.argv[0]).read_bytes())
     except (IndexError, OSError):
@@ -495,7 +494,6 @@ def _program_text() -> str | None:
 
 
 def _new_file(folder: Path, rank: int) -> tuple[Path, int]:
-    """Make the next free file of this rank; return it with its number."""
     for ordinal in count():
         path = folder / f"rank{rank}{f'.{ordinal}' if ordinal else ''}{SUFFIX}"
         with suppress(FileExistsError):

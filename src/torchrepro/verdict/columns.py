@@ -209,7 +209,6 @@ class Reader:
             yield records if chosen.all() else records[chosen]
 
     def _translated(self, outline: Outline) -> tuple[Array, _Digests, _Digests]:
-        """Return the records of an outline without their values, and where these are."""
         records = np.zeros(len(outline), RECORD)
         records["thread"] = outline.threads
         records["thread_name"] = self._threads[np.asarray(outline.threads)]

@@ -171,7 +171,6 @@ class PairComparison:
 
 
 def _compare_pair(pair: Pair, criteria: Criteria) -> PairComparison:
-    """Compare two traces, each step by what both have of it."""
     tolerance = criteria.tolerance
     within = tolerance is not None
     modes = {step: mode_of(pair, step, within_tolerance=within) for step in pair.steps}
@@ -202,7 +201,6 @@ def _compare_pair(pair: Pair, criteria: Criteria) -> PairComparison:
 
 
 def _besides_records(records: Records, modes: Mapping[int, Mode]) -> Divergence | None:
-    """Return what differs although no record does."""
     pair, steps, tolerance = records.pair, records.steps, records.criteria.tolerance
     if tolerance is not None:
         compared = sum(trace.steps[step].records for trace in pair.traces for step in steps)
@@ -226,7 +224,6 @@ def _incomparable(records: Records) -> str:
 
 
 def _notes_on(records: Records, modes: Mapping[int, Mode]) -> list[str]:
-    """Return what a reader has to know of how two traces were compared."""
     found: list[str] = []
     if records.incomparable:
         found.append(_incomparable(records))
@@ -311,7 +308,6 @@ def _verdict(
 
 
 def _has_anything(one: PairComparison) -> bool:
-    """Whether there was anything to compare."""
     pair = one.pair
     return any(
         any(all(digest(pair, side, step, name) for side in (0, 1)) for _, name in mode.fields)

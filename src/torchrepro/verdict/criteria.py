@@ -266,7 +266,6 @@ def unequal_loss(pair: Pair, step: int, tolerance: tuple[float, float]) -> Diver
 
 
 def _unequal_losses(pair: Pair, step: int, differ: Callable[[Loss, Loss], bool]) -> str:
-    """Return in words how the losses of a step differ; nothing if they do not."""
     left, right = (side.get(step, []) for side in pair.losses)
     if len(left) != len(right):
         return f"{counted(len(left), 'loss')} and {len(right)}"

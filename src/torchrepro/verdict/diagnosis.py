@@ -164,7 +164,6 @@ def _promise(verdict: Verdict, meta: Mapping[str, Any]) -> str:
 
 
 def _common_values(rule: Rule, evidence: Evidence) -> list[Fix]:
-    """Return the knobs of a rule in which the runs differ, each with a value for both of them."""
     found = []
     for setting in evidence.differing_knobs_of(rule.knobs):
         knob = knobs_by_name().get(setting.name)
@@ -183,7 +182,6 @@ def _in_force(fix: Fix, evidence: Evidence) -> bool:
 
 
 def _worded(sentence: str, rule: Rule, evidence: Evidence, *, suspected: bool) -> str:
-    """Return a sentence of a rule with the names in braces filled in."""
     known, first = row_of(evidence.op), evidence.first
     threads = [first.thread, *first.writers]
     others = dict.fromkeys(name for name in threads if name not in MAIN_THREADS)
@@ -227,7 +225,6 @@ def worker_init_edit(*, seeded: bool) -> str:
 
 
 def _programs(evidence: Evidence) -> str:
-    """Return the files of the two programs, or the one file that has another text in each run."""
     named = next((each for each in evidence.settings if each.name == "program"), None)
     files = {short(each) for each in (named and named.left, named and named.right) if each}
     return " and ".join(sorted(files)) if len(files) > 1 else f"two texts of {short(evidence.file)}"
@@ -270,7 +267,6 @@ def _is_seen_in_full(verdict: Verdict, first: Divergence) -> bool:
 def _rerecord_command(
     verdict: Verdict, meta: Mapping[str, Any], command: str, *, detail: bool
 ) -> str:
-    """Return what records the divergence in more detail; nothing if there is no more to see."""
     first = verdict.first
     if first is None or (first.elements and not detail) or first.kind is Kind.ENDED:
         return ""

@@ -113,7 +113,6 @@ class EscalationRow:
 
 
 def _values(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a row of the table, with tuples for lists."""
     found = {name: tuple(each) if isinstance(each, list) else each for name, each in row.items()}
     if "fixes" in found:
         found["fixes"] = tuple(Fix(**_values(each)) for each in found["fixes"])
@@ -348,7 +347,6 @@ def _is_race(its: Evidence) -> bool:
 
 
 def _reads_unwritten_memory(its: Evidence) -> bool:
-    """Whether an input of the op is memory that nothing, or not all, has been written of."""
     overwrites = its.op in OVERWRITING or its.first.op.endswith("out")
     return not overwrites and any(text.startswith((_NOT_SET, _PARTLY_SET)) for text in its.read)
 

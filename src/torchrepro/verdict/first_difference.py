@@ -251,7 +251,6 @@ def _explain(
 
 
 def _explain_returned(op: str, left: str, right: str) -> str:
-    """Return how a function of the program differs that was called as a batch was loaded."""
     (sample, numbers), (other, others) = (
         argument.removeprefix(SAMPLE).partition(BETWEEN)[::2]
         if argument.startswith(SAMPLE)
@@ -267,7 +266,6 @@ def _explain_returned(op: str, left: str, right: str) -> str:
 
 
 def _unequal_options(left: RecordView, right: RecordView) -> str:
-    """Return the arguments in which an optimizer's groups differ, with both values."""
     sides: list[list[dict[str, str]]] = []
     for one in (left, right):
         try:
@@ -552,7 +550,6 @@ def _ulps(dtype: str, left: bytes, right: bytes) -> Any:
 def _difference(
     name: str, shape: tuple[int, ...], left: Any, right: Any, ulps: Any
 ) -> tuple[Distance, Iterator[Element]]:
-    """Return how far two tensors are apart, and the elements in which they differ."""
     wide = "complex128" if "c" in (left.dtype.kind, right.dtype.kind) else "float64"
     unequal = _unlike(left, right)
     finite = np.isfinite(left) & np.isfinite(right)

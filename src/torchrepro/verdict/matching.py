@@ -158,7 +158,6 @@ def _tokens(sides: Pairs, names: Sequence[str]) -> Pairs:
 
 
 def _equal_ends(left: Array, right: Array) -> tuple[int, int]:
-    """Return how many tokens at the beginning, and how many at the end, are equal."""
     shorter = min(len(left), len(right))
     unequal = np.flatnonzero(left[:shorter] != right[:shorter])
     head = int(unequal[0]) if len(unequal) else shorter
@@ -392,7 +391,6 @@ def _thread_by_thread(
 
 
 def _lanes(records: Array) -> dict[int, Array]:
-    """Return the places of the records of each thread."""
     order = np.argsort(records["thread"], kind="stable")
     lanes = np.split(order, np.flatnonzero(np.diff(records["thread"][order])) + 1)
     return {int(records["thread"][lane[0]]): lane for lane in lanes if len(lane)}

@@ -141,7 +141,6 @@ def _table(runs: Sequence[RunRow]) -> dict[str, Any]:
 
 
 def _contents(comparison: Comparison) -> dict[str, Any]:
-    """Return what the sections of a comparison show."""
     verdict, level = comparison.verdict, comparison.level
     first = verdict.first
     if first is not None and first.called:
@@ -185,7 +184,6 @@ def _contents(comparison: Comparison) -> dict[str, Any]:
 
 
 def _modules(verdict: Verdict, cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Return the modules that differ, with how many records do and since when."""
     since: dict[str, int] = {}
     for cell in cells:
         if cell.differing and cell.step < since.get(cell.module, cell.step + 1):
@@ -205,7 +203,6 @@ def _modules(verdict: Verdict, cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 def _compared(verdict: Verdict, modules: int) -> list[tuple[str, str]]:
-    """Return what a comparison covered, by what that is called."""
     its = verdict.compared
     ops = "Ops" if its.level == "op" else "Records"
     found = [
@@ -226,7 +223,6 @@ LossRow = tuple[int, float | None, float | None, float | None]
 
 
 def _losses(verdict: Verdict) -> dict[str, Any]:
-    """Return the curves of both runs' losses, of what lies between them, and both in words."""
     losses: list[LossRow] = [
         (at, left, right, None if left is None or right is None else right - left)
         for at, left, right in verdict.losses
@@ -267,7 +263,6 @@ def _loss(value: float | None) -> str:
 
 
 def _losses_in_words(losses: Sequence[LossRow], count: int) -> str:
-    """Return what the first losses, so many of them, have in common."""
     shared = losses[:count]
     differing = [row for row in shared if not _alike(row[1], row[2])]
     if not differing:
@@ -284,7 +279,6 @@ def _losses_in_words(losses: Sequence[LossRow], count: int) -> str:
 
 
 def _has_ended(verdict: Verdict) -> bool:
-    """Whether it is the end of one run in which the runs differ."""
     return verdict.first is not None and verdict.first.kind is Kind.ENDED
 
 
@@ -355,7 +349,6 @@ def ticks(low: float, high: float, about: float = 5) -> list[Tick]:
 
 
 def _range_of(numbers: Sequence[float]) -> tuple[float, float]:
-    """Return a range that is not empty."""
     low, high = min(numbers), max(numbers)
     room = 0.0 if high - low > _SMALLEST else abs(low) * 0.1 or 1.0
     return low - room, high + room
@@ -451,7 +444,6 @@ def agreement_map(
 
 
 def _shade(same: int, differing: int) -> int | None:
-    """Return the shade of a cell; None for one without records."""
     if not differing:
         return 0 if same else None
     return 1 + min(SHADES - 2, (SHADES - 1) * differing // (same + differing))

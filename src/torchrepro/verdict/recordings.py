@@ -193,7 +193,6 @@ def program(pair: Pair) -> Program:
 
 
 def _reads(left: Sequence[Any], right: Sequence[Any]) -> Iterator[UncontrolledRead]:
-    """Yield the places at which either run reads what no seed decides, or gives a seed."""
     sides = [
         {(each["name"], each["what"], short(each["where"])): each for each in side}
         for side in (left, right)
@@ -304,7 +303,6 @@ def notes(pair: Pair) -> Iterator[str]:
 
 
 def _ends_of_resumed(pair: Pair) -> Iterator[str]:
-    """Yield whether two runs end with the same parameters, of which one was resumed."""
     left, right = (
         [row for row in trace.steps.values() if row.finished and row.parameters][-1:]
         for trace in pair.traces

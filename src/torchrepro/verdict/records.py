@@ -174,12 +174,10 @@ class Records:
             found.add(part)
 
     def _lone(self, records: Sides) -> Sides:
-        """Return the records without a partner that should have one."""
         self.unmatched += sum(map(len, records))
         return records if self.criteria.needs_partner else (records[0][:0], records[1][:0])
 
     def _compare(self, pairs: Sides, lone: Sides) -> tuple[StepComparison, Array]:
-        """Compare records that belong together; returns which of the pairs differ as well."""
         left, right = pairs
         differs = self._unequal(left, right)
         total, dependent = int(differs.sum()), int((differs & _dependent(pairs)).sum())
@@ -192,7 +190,6 @@ class Records:
         return StepComparison(Counter(tally), differing=differing), differs
 
     def _unequal(self, left: Array, right: Array) -> Array:
-        """Return for each pair whether it differs: in bits, or out of tolerance."""
         differs = left["outputs"] != right["outputs"]
         if self.criteria.tolerance is not None:
             places = np.flatnonzero(differs)
@@ -213,7 +210,6 @@ class Records:
         return differs | (left["argument"] != right["argument"]) | (left["shape"] != right["shape"])
 
     def _count(self, *records: Array) -> Mapping[str, int]:
-        """Return how many of some records each module has."""
         return count_by(np.concatenate([each["module"] for each in records]), self._modules)
 
     @cached_property
@@ -279,13 +275,11 @@ def _statistics(trace: Trace, ids: Sequence[int]) -> Mapping[int, list[Statistic
 
 
 def _dependent(pairs: Sides) -> Array:
-    """Return for each pair whether it can only pass a difference on."""
     left, right = pairs
     return (left["inputs"] != right["inputs"]) | left["effect"]
 
 
 def _first_pair(pairs: Sides, differs: Array) -> FirstDifference:
-    """Return the first pair that differs, with those before it whose inputs do."""
     left, right = pairs
     place = int(np.argmax(differs))
     mine = left["thread"][:place] == left["thread"][place]
@@ -354,7 +348,6 @@ def _first_of_threads(
 
 
 def _by_step(records: Array) -> dict[int, slice]:
-    """Return where the records of each step are; they are in the order of their steps."""
     steps, begins, sizes = np.unique(records["step"], return_index=True, return_counts=True)
     each = zip(steps.tolist(), begins.tolist(), sizes.tolist(), strict=True)
     return {step: slice(begin, begin + size) for step, begin, size in each}
