@@ -444,7 +444,8 @@ def _begun(path: Path) -> bool:
             tables, (expected, _) = _tables(connection), _format()
             return not tables.items() <= expected.items() or any(
                 connection.execute(f"select 1 from {name} limit 1").fetchone()  # noqa: S608 - ours
-                for name in tables
+                for name, (kind, _) in tables.items()
+                if kind == "table"
             )
     except (ValueError, sqlite3.Error):
         return True
