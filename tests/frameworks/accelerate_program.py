@@ -15,14 +15,23 @@ ACCUMULATED = 2
 """Batches for a step; two processes take half as many, and then one is a step."""
 
 
-def train(folder, workers, after_step, every=EVERY, generator=None, skips_for_all=False, **loading):
+def train(
+    folder,
+    workers,
+    after_step,
+    every=EVERY,
+    generator=None,
+    skips_for_all=False,
+    data="augmented",
+    **loading,
+):
     world = int(os.environ.get("WORLD_SIZE", "1"))
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=ACCUMULATED // world,
         dataloader_config=DataLoaderConfiguration(**loading),
     )
-    loader = loader_of(generator=generator, shuffle=True, num_workers=workers)
+    loader = loader_of(data, generator=generator, shuffle=True, num_workers=workers)
     validation = loader_of(num_workers=workers)
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

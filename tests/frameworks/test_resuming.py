@@ -43,6 +43,10 @@ VARIANTS = {
 """Other ways in which these programs are written: the program, and what it is called with."""
 
 
+SAVES = (4, 5, 6)
+"""Steps of an epoch of six after which a checkpoint is written, the last one among them."""
+
+
 def _program(name: str) -> Path:
     return HERE / f"{name}_program.py"
 
@@ -117,10 +121,18 @@ def test_ten_kills_of_two_processes(
 
 
 @pytest.mark.slow
-def test_whoever_skips_the_batches_of_all_processes_skips_no_more(tmp_path: Path) -> None:
-    """A program that knows what accelerate skips in is the uninterrupted run as well."""
-    plan = Plan(0, (7,), world=2, options={"skips_for_all": True})
+@pytest.mark.parametrize("data", ["augmented", "odd"])
+@pytest.mark.parametrize("skips_for_all", [False, True])
+def test_one_process_may_load_the_batches_of_two(
+    skips_for_all: bool, data: str, tmp_path: Path
+) -> None:
+    """Saved anywhere, one batch before an epoch's last and at it too, it is the uninterrupted run.
 
-    (outcome,) = outcomes(_program("accelerate_dispatched"), tmp_path, [plan])
+    So is a program that knows what accelerate skips in, and an epoch of an odd number of batches.
+    """
+    options = {"skips_for_all": skips_for_all, "data": data}
+    plans = [Plan(0, (every + 2,), world=2, options={**options, "every": every}) for every in SAVES]
 
-    assert [each.equal for each in outcome.resumed] == [True]
+    found = outcomes(_program("accelerate_dispatched"), tmp_path, plans)
+
+    assert [each.equal for outcome in found for each in outcome.resumed] == [True] * len(SAVES)

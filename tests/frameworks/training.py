@@ -25,6 +25,13 @@ class Augmented(torch.utils.data.Dataset):
         return torch.full((WIDTH,), index / ITEMS) + noise
 
 
+class Odd(Augmented):
+    """Fewer rows, which make an odd number of batches."""
+
+    def __len__(self) -> int:
+        return ITEMS - 4
+
+
 class Stream(torch.utils.data.IterableDataset):
     """The rows one after another, shared out among workers; `torch` adds noise to each."""
 
@@ -42,7 +49,7 @@ class Counted(Stream):
         return ITEMS
 
 
-DATA = {"augmented": Augmented, "stream": Stream, "counted": Counted}
+DATA = {"augmented": Augmented, "odd": Odd, "stream": Stream, "counted": Counted}
 
 
 def loader_of(

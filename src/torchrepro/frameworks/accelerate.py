@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack, suppress
 from inspect import signature
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -139,17 +139,27 @@ class _Hooks:
         """Write the complete state of this rank, before accelerate writes its own files."""
         if in_force() is None:
             return
-        here, state, prepared = run_state.ranks(), run_state.state_of_rank(), self._prepared()
-        counted = [(getattr(loader, "iteration", None), base_loader(loader)) for loader in prepared]
-        # accelerate counts an epoch when the program asks for one more batch than there are
-        state["iterations"] = [
-            n if n is None else n + (place_of(loader) or {"over": False})["over"]
-            for n, loader in counted
-        ]
-        # A rank to which another one sends its batches has no place from which its end is seen.
-        ends = [loader for loader in prepared if getattr(loader, "end_of_dataloader", False)]
-        done = [place["number"] for loader in ends if (place := place_of(base_loader(loader)))]
-        state["interrupted"] = [p for p in state["interrupted"] if p["number"] not in done]
+        here, state, iterations = run_state.ranks(), run_state.state_of_rank(), []
+        is_at_end: dict[int, bool] = {}
+        for loader in self._prepared():
+            made = [each for each, origin in _made_from.items() if origin() is loader]
+            places = {each: place_of(base_loader(each)) for each in (loader, *made)}
+            begun = [(place["number"], each, place) for each, place in places.items() if place]
+            ends = False
+            if begun:
+                # A dispatcher reads batches ahead and sends them on, so that only it knows its end.
+                number, iterated, place = max(begun, key=itemgetter(0))
+                ends = is_at_end[number] = getattr(iterated, "end_of_dataloader", place["over"])
+            # accelerate counts an epoch when the program asks for one more batch than there are
+            epoch = getattr(loader, "iteration", None)
+            iterations.append(epoch if epoch is None else epoch + ends)
+        all_places = state["interrupted"] + state["ended"]
+        ended = [each for each in all_places if is_at_end.get(each["number"], each["over"])]
+        state |= {
+            "iterations": iterations,
+            "interrupted": [each for each in all_places if each not in ended],
+            "ended": [each for each in ended if each["over"]],  # not where another rank loads
+        }
         entry = run_state.checkpoint_entry([state]) | here._asdict()
         write_atomically(Path(folder, _FILE.format(here.rank)), json.dumps(entry).encode())
 
@@ -210,9 +220,10 @@ def _skipping(original: Any) -> Any:
         elif dispatched and not dataloader.split_batches:
             # A `DataLoaderDispatcher` loads a batch for each process, and accelerate skips as many
             # as it is asked to where it has a sampler to skip in. A program may know that, and asks
-            # for those of all; as many are read ahead.
+            # for those of all. A batch for each process is read ahead, fewer where an epoch ends.
             size = dataloader.state.num_processes
-            number = number if done == number + size else number * size
+            of_all = done is not None and number == (done - 1) // size * size
+            number = number if of_all else number * size
         skipped = original(dataloader, number)
         leaves_nothing = skip_batches(base, base_loader(skipped), number)
         if not leaves_nothing and hasattr(dataloader, "iteration"):
