@@ -208,7 +208,6 @@ def _lines(console: Any, parts: Iterable[Part], room: int) -> list[str]:
 
 
 def _print(console: Any, parts: Iterable[Part], room: int) -> None:
-    """Print tables laid out in so many columns, and other lines as they are."""
     console.width = _UNBOUNDED  # what is wider than `room` is broken by the terminal, not by rich
     for part in parts:
         for each in [_text(part)] if isinstance(part, str) else _laid_out(part, console, room):

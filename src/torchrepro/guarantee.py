@@ -163,8 +163,6 @@ def _needs(guarantee: str, kinds: frozenset[str]) -> Iterator[Need]:
 
 
 def _lack(need: Need, row: Row | None, drift: Change | None, facts: ProcessFacts) -> str:
-    """Return why `need` is not met, or an empty string."""
-
     def met(value: Any) -> bool:
         return value is not None and need.met_by is not None and need.met_by(value)
 

@@ -282,12 +282,10 @@ def reading(knob: Knob) -> Any:
 
 
 def _key(drift: Change) -> tuple[str, str]:
-    """Return what makes two sightings the same drift."""
     return drift.knob, shown(drift.now)
 
 
 def _mode() -> str:
-    """Return what is done about drift: `none`, `warn` or `error`."""
     return str(knobs_by_name()["guard"].access.read())
 
 

@@ -255,7 +255,6 @@ def _decide_variable(knob: Knob, value: str, environment: _Environment) -> Row:
 
 
 def _conflict(knob: Knob, value: Any, environment: _Environment, before: Any) -> Row | None:
-    """Return the conflict with what the user has exported for the same state, if there is one."""
     name = _variable_row(knob).variable
     text = environment.exported.get(name)
     if text is None or _value_of(knob, text) == value:
@@ -299,6 +298,5 @@ def _variable_row(knob: Knob) -> Knob:
 
 
 def _value_of(knob: Knob, text: str) -> Any:
-    """Return the value of `knob` that `text` of its `_variable_row` stands for."""
     row = _variable_row(knob)
     return text if row is knob or row.effect is None else row.effect.means(text)

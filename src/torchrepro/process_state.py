@@ -47,7 +47,6 @@ def _loaded(module: str) -> bool:
 
 
 def _initialised(device: str) -> bool:
-    """Whether torch has used `device`."""
     module = getattr(sys.modules.get("torch"), device, None)
     check = getattr(module, "is_initialized", None)
     return bool(check and check())
@@ -328,7 +327,6 @@ def other_than_started(resolved: ResolvedProfile) -> str:
 def _differing(
     ours: ResolvedProfile, theirs: ResolvedProfile
 ) -> Iterator[tuple[str, object, object]]:
-    """Yield every key that two profiles give other values, with both."""
     left, right = flatten(ours.values), flatten(theirs.values)
     for key in sorted(left.keys() | right.keys()):
         if key not in NOT_INHERITED and left.get(key) != right.get(key):

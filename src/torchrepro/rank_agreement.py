@@ -196,7 +196,6 @@ def _store() -> Any:
 
 
 def _turn(store: Any) -> Any:
-    """Return the part of `store` that belongs to this comparison: it may have seen others."""
     from torch.distributed.distributed_c10d import PrefixStore
 
     return PrefixStore(f"torchrepro/{next(_turns)}", store)

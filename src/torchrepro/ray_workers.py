@@ -228,7 +228,6 @@ def _with_profile(runtime_env: Mapping[str, Any] | None) -> Any:
 
 
 def _variables(resolved: ResolvedProfile) -> dict[str, str]:
-    """Return the variables that put `resolved` in force in a worker, the user's exports kept."""
     from torchrepro.launch import environment_for
     from torchrepro.planner import make_plan
     from torchrepro.process_state import PROFILE

@@ -269,7 +269,6 @@ def random_number_lines(report: Report) -> list[str]:
 
 
 def _later_parts(report: Report) -> tuple[Part, ...]:
-    """Return what a report says of the time since the profile was put in force."""
     drift = []
     for written in by_write(report.drift):
         for each in written:

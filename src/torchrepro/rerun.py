@@ -223,7 +223,6 @@ def prepare(
 
 
 def _original_profile(path: Path, contents: Mapping[str, Any]) -> ResolvedProfile:
-    """Return the profile in a manifest, validated as that of a file which somebody else wrote."""
     digest = true_digest(contents)
     if digest is None:
         raise ProfileError.about("a value of the profile is hidden", str(path), "profile")
@@ -300,7 +299,6 @@ def _program(command: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _options(words: Sequence[str]) -> Iterator[str]:
-    """Yield the options of a Hydra app but that for a sweep, each with its value."""
     before = ""
     for word in words:
         is_option = word.startswith("-") and word not in ("-m", "--multirun")
@@ -319,7 +317,6 @@ def hydra_value(text: str) -> str:
 
 
 def _script(path: Path, words: Sequence[str], *, given: bool) -> Path | None:
-    """Return the script that a command runs, if any; raises `ProfileError` for a lost program."""
     program_of(words)
     program = _program(words)[1] if is_python(words[0]) else ()
     if not program or program[0] in ("-c", "-m"):
@@ -347,7 +344,6 @@ def _differences(
     started: Started,
     script: Path | None,
 ) -> Comparison:
-    """Return in what this machine differs from the original run."""
     original = of_contents(str(path), "manifest", contents)
     report = plan_of_a_run(resolved).report
     here = {**common_contents(resolved, report), "repository": repository(source_folder(script))}

@@ -108,7 +108,6 @@ def write_pack(folder: Path) -> NewPack:
 
 
 def _taken(pack: NewPack) -> str:
-    """Return in words what is installed already under a name that the pack would have."""
     for entry in entry_points(group=ENTRY_POINTS, name=pack.name):
         owner = entry.dist.name if entry.dist else entry.value
         return f"{owner} is installed, and its profiles are called {pack.name}/..."
@@ -158,7 +157,6 @@ def write_quickstart(folder: Path) -> Quickstart:
 
 
 def _rendered(template: str, **values: str) -> dict[str, str]:
-    """Return the text of every file of a template by its path, sorted."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(

@@ -168,7 +168,6 @@ class ReproConfigSource(ConfigSource):
         return any(folder.has_group(inner) for folder in folders)
 
     def _app_has_a_plain_value(self) -> bool:
-        """Whether the app's primary config has a plain value under the name of our group."""
         # Hydra asks whether an override names a group right after it has asked for that config.
         names = [f"{name.removesuffix('.yaml')}.yaml" for name in _last_config]
         files = [root / name for name in names for root, _ in self._roots()]
@@ -284,7 +283,6 @@ class ReproConfigSource(ConfigSource):
         return sorted(name.removeprefix(inner) for name in names if name.startswith(inner))
 
     def _folders(self) -> tuple[Folder, ...]:
-        """Return the folder of profiles in every other place on Hydra's search path."""
         folders = [Folder(root / GROUP, entry) for root, entry in self._roots()]
         return tuple(folder for folder in folders if folder.path.is_dir())
 

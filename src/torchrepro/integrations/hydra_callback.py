@@ -330,7 +330,6 @@ def _start_without_profile(config: DictConfig) -> None:
 
 
 def _begin(job: _Job) -> None:
-    """Write the manifest of a job that starts, which is completed when it ends."""
     _job.append(job)
     _record(job)
     atexit.register(_end_at_exit, os.getpid())
@@ -374,7 +373,6 @@ def _restore() -> None:
 
 
 def _record(job: _Job) -> None:
-    """Write the job's manifest; if that fails, nothing stays applied."""
     folder = hydra_folder(job.config.hydra)
     try:
         its = manifest(job.applied.resolved, job.applied.report, job.config.hydra)

@@ -287,7 +287,6 @@ def _with_way_out(problem: Problem) -> Problem:
 def _set_origins(
     composition: Composition, from_files: Composition, overrides: Sequence[str]
 ) -> None:
-    """Give every value its origin: an override, the app's own config, or a file's line."""
     for key in NOT_INHERITED:
         if key in from_files.values:  # pieces alone keep their names
             composition.values.setdefault(key, from_files.values[key])
@@ -313,7 +312,6 @@ def _typed(composition: Composition, overrides: Sequence[str]) -> set[str]:
 
 
 def _at_override(problem: Problem, overrides: Sequence[str]) -> Problem:
-    """Return `problem` with the override that set its value, if one did, as its place."""
     key = problem.key.removeprefix(f"{GROUP}.")
     text = _override_of(key, overrides) if key else None
     return problem._replace(where=f"override {text}") if text else problem

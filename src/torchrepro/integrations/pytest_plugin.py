@@ -213,7 +213,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @contextmanager
 def _scope(resolved: ResolvedProfile) -> Iterator[Applied]:
-    """Apply `resolved`, and restore its variables afterwards, whoever has changed them."""
     from torchrepro.applier import apply_resolved
     from torchrepro.patching import variables_put_back
 
@@ -293,7 +292,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 def _marked(marker: pytest.Mark, outer: ResolvedProfile | None) -> ResolvedProfile:
-    """Return the profile of a marker: its own or the session's, with what the marker sets."""
     from torchrepro.errors import ProfileError
     from torchrepro.messages import shown
     from torchrepro.profile.load import resolve

@@ -38,7 +38,6 @@ _cpu = partial(Knob, target="cpu", library="torch")
 
 
 def _flag(section: partial[Knob], name: str, access: Attribute, **columns: Any) -> Knob:
-    """Return the row of an attribute, which is on or off unless `legal` says otherwise."""
     alias = f"{access.owner.replace(':', '.')}.{access.name}"
     columns = {"legal": Switch(), "aliases": (alias,), **columns}
     return section(name=f"backends.{name}", access=access, **columns)

@@ -52,7 +52,6 @@ def _any_case(*words: str) -> Text:
 
 
 def _listed(one: str, words: str) -> Text:
-    """Return the legal values of a list of `one`, separated by commas."""
     return Text(f"{one}(,{one})*", words)
 
 
@@ -261,8 +260,6 @@ def _capability() -> str:
 
 
 def _inductor_option(access: InductorVariable) -> Effect:
-    """Return what inductor made of the variable behind `access`."""
-
     def read() -> bool:
         option = access.present()
         if option is None:

@@ -107,7 +107,6 @@ def _cpu_features() -> str | None:
 
 
 def _gpus() -> list[str]:
-    """Return the models of the GPUs, as the NVIDIA driver or else torch shows them."""
     files = [Path(file) for file in sorted(glob(_NVIDIA))]  # noqa: PTH207 - of a pattern
     named = [re.search(r"Model:\s*(.+)", file.read_text(encoding="utf-8")) for file in files]
     return [match[1].strip() for match in named if match] or _in_use("cuda", _OTHER_GPUS)

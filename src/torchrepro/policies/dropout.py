@@ -162,8 +162,6 @@ WITH_KERNELS: dict[str, Callable[..., Any]] = {
 
 
 def _zero(undo: ExitStack) -> None:
-    """Put the stand-ins in the place of torch's dropout, and count the ops that still draw."""
-
     def interpose_for_now(op: Any, priority: Priority, around: Callable[..., Any]) -> None:
         undo.callback(withdraw, op, priority)
         interpose(op, priority, around)
@@ -199,7 +197,6 @@ def _instead(
 
 
 def _larger_kernels() -> Iterator[tuple[Any, tuple[tuple[int, str, float], ...]]]:
-    """Yield every kernel that drops inside, with the arguments that say so."""
     names = (name for name in op_names() if name.startswith(_NAMESPACES))
     for op in ops_named(*names):
         of_ascend = op.name().startswith("npu::") and "dropout" in op.name()
@@ -219,7 +216,6 @@ def _without_dropout(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call a larger kernel with a probability that drops nothing."""
     positional = list(args)
     for position, name, neutral in places:
         if position < len(positional):
@@ -259,7 +255,6 @@ def _count(name: str, proceed: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 def _caller() -> str:
-    """Return ``module.function:line`` of the nearest caller outside of torch."""
     for frame in frames():
         # Code that torch generates belongs to no module.
         if package(frame) not in ("torch", "torchrepro", ""):

@@ -154,7 +154,6 @@ def install(value: Value) -> None:
 
 
 def _interpose_all() -> None:
-    """Stand in front of every op that the value in force or a replacement is about."""
     global _interposed  # noqa: PLW0603 - as above
     with _lock:
         actions = dict(_in_force.actions)
@@ -297,7 +296,6 @@ def _replaced(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call `fn` in place of the kernel; where `fn` itself calls the op, `otherwise` decides."""
     if _is_handled(op):
         return (partial(otherwise, proceed) if otherwise else proceed)(*args, **kwargs)
     with _handling(op), import_module("torch").no_grad():
@@ -331,7 +329,6 @@ def _is_handled(op: Any) -> bool:
 
 @contextmanager
 def _handling(op: Any) -> Iterator[None]:
-    """Mark `op` as being handled by this thread for the length of the block."""
     before = getattr(_handled, "names", ())
     _handled.names = (*before, packet_name(op))
     try:

@@ -81,7 +81,6 @@ def _on_host(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run `op` on the CPU if it is asked to draw on a device."""
     if not is_on_device(args, kwargs):
         return proceed(*args, **kwargs)
     result, moved = on_cpu(op, args, kwargs, generators.of)

@@ -89,7 +89,6 @@ def _enter(op: Any, call: Any, below: Any, keyset: Any, /, *args: Any, **kwargs:
 
 
 def _call_through(op: Any, proceed: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Take a call through all that is interposed, the last of it next to the kernel."""
     if _is_meta(args, kwargs):
         return proceed(*args, **kwargs)
     around = _around.get(op, {})
@@ -99,7 +98,6 @@ def _call_through(op: Any, proceed: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call computes shapes only, as torch.compile does while it traces."""
     for value in (*args, *kwargs.values()):
         device = getattr(value, "device", None)
         if device is not None:
@@ -146,7 +144,6 @@ def _with_tensors(op: Any, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_tensor(value: Any, tensors: list[Any]) -> Any:
-    """Return the number `value`, which stands beside `tensors`, as one; anything else as it is."""
     if not isinstance(value, int | float | complex):
         return value
     torch = import_module("torch")

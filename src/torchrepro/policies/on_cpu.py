@@ -127,7 +127,6 @@ def fit_to(tensor: Any, like: Any) -> None:
 
 
 def _computed(run: Callable[..., Any], call: _Call) -> Any:
-    """Call `run` on the CPU; in float32 where the CPU has no kernel for a shorter type."""
     try:
         return run(*call.args, **call.kwargs)
     except RuntimeError as error:
@@ -166,7 +165,6 @@ def _short_type(values: list[Any]) -> Any:
 
 
 def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[set[int], set[int]]:
-    """Return the ids of all that `op` writes to, and of what it only writes to."""
     written: set[int] = set()
     outputs: set[int] = set()
     inputs: set[int] = set()
@@ -205,7 +203,6 @@ def _parts(group: list[Any], written: set[int]) -> Iterator[list[Any]]:
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Whether `tensor` is a view of memory that `as_strided` can describe."""
     strided = tensor.layout == import_module("torch").strided
     return bool(strided and not tensor.is_quantized and not tensor.is_nested and tensor.numel())
 

@@ -243,7 +243,6 @@ class Placement:
         )
 
     def _examine(self, module: Any) -> None:
-        """Place the parts of `module`, and parts that were added since to a model around it."""
         with self._lock:
             holding = [module]
             if module not in self._models:

@@ -143,7 +143,6 @@ def _refused(problem: Problem) -> str:
 
 
 def _refuse_other_types(source: Any, overrides: Any) -> None:
-    """Raise `ProfileError` for an argument that is not a profile, or not a list of overrides."""
     is_profile = isinstance(source, str | PathLike | Mapping | ResolvedProfile)
     if not is_profile and not _is_dictconfig(source) and not hasattr(source, "resolved"):
         legal = "a name, a path, a Profile, a DictConfig or a dict"

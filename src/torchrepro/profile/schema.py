@@ -77,7 +77,6 @@ class Values:
 
 
 def _as_text(value: Any) -> Any:
-    """Turn an unquoted integer into its digits, and refuse an unquoted true or false."""
     if isinstance(value, bool):
         word = str(value).lower()
         raise PydanticCustomError(
@@ -371,7 +370,6 @@ def json_schema() -> dict[str, Any]:
 
 
 def _schema_of_section(model: Any, definitions: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Return a section with all that is below it in place of references."""
     properties = {
         key: _schema_of_key(value, definitions, f"{prefix}{key}")
         for key, value in model["properties"].items()
@@ -449,7 +447,6 @@ def _texts(legal: Legal) -> list[dict[str, Any]]:
 
 
 def _pattern(legal: Legal, numbers: list[int]) -> str:
-    """Return the pattern of a variable's text as JavaScript reads it, without flags."""
     pattern = getattr(legal, "pattern", None)
     if pattern is None:
         words = [word for word in legal.choices() if not legal.complaint(word)]

@@ -426,7 +426,6 @@ def _source(distribution: Distribution) -> Path | None:
 
 
 def _text(distribution: Distribution, file: str) -> str:
-    """Return a file of the metadata; an empty text if it is not readable as text."""
     try:
         return distribution.read_text(file) or ""
     except (UnicodeDecodeError, OSError):

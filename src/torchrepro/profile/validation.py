@@ -85,7 +85,6 @@ def validate(composition: Composition) -> Profile:
 
 
 def _problems(details: ErrorDetails, composition: Composition) -> list[Problem]:
-    """Return what is wrong by one error of pydantic's."""
     context: Mapping[str, Any] = details.get("ctx", {})
     if details["type"] == "contradiction":
         return [
@@ -165,7 +164,6 @@ def allowed_by(names: Sequence[str]) -> str:
 
 
 def _consented(where: str, *texts: str) -> list[str]:
-    """Return the names in `texts`; raises `ProfileError` for one that nobody can consent to."""
     names = [name.strip() for text in texts for name in text.split(",") if name.strip()]
     problems = [Problem(why, where, found=name) for name in names if (why := refusal(name))]
     if problems:
@@ -174,7 +172,6 @@ def _consented(where: str, *texts: str) -> list[str]:
 
 
 def _without_consent(composition: Composition) -> list[Problem]:
-    """Return what is wrong with variables that files set without the user's consent."""
     wrong = {
         name: str(value)
         for name, value in (composition.values.get(EXTRA) or {}).items()
@@ -208,7 +205,6 @@ def _without_consent(composition: Composition) -> list[Problem]:
 
 
 def _unmet(requires: Mapping[str, str | None], composition: Composition) -> list[Problem]:
-    """Return what is wrong with packages that are absent or of another version."""
     if all(wanted is None for wanted in requires.values()):
         return []
     from packaging.specifiers import InvalidSpecifier, SpecifierSet

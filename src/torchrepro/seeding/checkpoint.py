@@ -282,7 +282,6 @@ class Checkpoint:
 
 
 def _check_state(name: str, state: Any) -> None:
-    """Raise `SeedingError` for the state of a part that could be written but not read again."""
     import torch
 
     content = io.BytesIO()
@@ -325,7 +324,6 @@ def _file(folder: Path, step: int) -> Path:
 
 
 def _steps(folder: Path) -> tuple[list[int], list[int]]:
-    """Return the steps that `folder` holds, and those that every rank has written, latest first."""
     names = (entry.name for entry in folder.glob("step-*"))
     steps = sorted((int(m[1]) for m in map(_STEP.fullmatch, names) if m), reverse=True)
     files = [f"rank-{rank}-of-{world().size}.pt" for rank in range(world().size)]
@@ -334,7 +332,6 @@ def _steps(folder: Path) -> tuple[list[int], list[int]]:
 
 
 def _latest(folder: Path) -> int | None:
-    """Return the latest step that every rank has written."""
     here, (_, complete) = world(), _steps(folder)
     sizes = {path.stem.partition("-of-")[2] for path in folder.glob("step-*/rank-*-of-*.pt")}
     if not complete and sizes and str(here.size) not in sizes:

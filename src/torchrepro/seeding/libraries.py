@@ -169,7 +169,6 @@ def seed_again(seed: int) -> None:
 
 
 def _watch() -> None:
-    """Seed what is loaded and not seeded yet, and wait for the rest."""
     _stop()
     seeders = _seeders()
     for module in seeders:
@@ -204,7 +203,6 @@ def _seed_when_loaded(module: str) -> None:
 
 
 def _seeders() -> dict[str, Seeder]:
-    """Return every seeder: those of installed packages, then those registered in this process."""
     return {**_installed(), **_registered}
 
 

@@ -346,14 +346,12 @@ def unskipped(sampler: Any) -> tuple[Any, int]:
 
 
 def _sampler_of_indices(sampler: Any) -> Any:
-    """Return what yields single indices: `sampler`, or the one that torch's makes batches of."""
     from torch.utils.data import BatchSampler
 
     return sampler.sampler if type(sampler) is BatchSampler else sampler
 
 
 def _may_repeat(sampler: Any) -> bool:
-    """Whether an epoch of `sampler` may yield an index twice."""
     from torch.utils import data
 
     sampler = _sampler_of_indices(sampler)

@@ -321,7 +321,6 @@ _WRAPPERS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 
 
 def _start(original: Callable[[Any], Any], loader: Any, delivery: Delivery | None) -> Any:
-    """Call `original`, which starts an iteration of `loader`, as the profile says."""
     prepared = False
     if _passed_on and loader.num_workers:
         context = loader.multiprocessing_context or import_module("multiprocessing")
@@ -352,7 +351,6 @@ def _start(original: Callable[[Any], Any], loader: Any, delivery: Delivery | Non
 
 
 def _note_seeding_of_workers(loader: Any, loading: Loading | None) -> None:
-    """Note what a `worker_init_fn` means for what `loader` loads, once for each line."""
     if loader_worker.in_loader():
         return
     seeder = worker_seeder(loader.worker_init_fn)

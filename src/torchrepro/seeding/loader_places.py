@@ -272,7 +272,6 @@ def delivery_of(loader: Any) -> Delivery | None:
 
 
 def _alive() -> list[Delivery]:
-    """Return the iterations that somebody holds, first begun first."""
     return sorted(_deliveries, key=lambda each: each.number)
 
 
@@ -495,7 +494,6 @@ def _holds_generator(dataset: Any) -> bool:
 
 
 def _own_slots(loader: Any) -> dict[str, Slot]:
-    """Return the generators that `loader` and its samplers hold."""
     slots: dict[str, Slot] = {}
     known: list[Any] = []
     for part in (loader, *_samplers(loader)):

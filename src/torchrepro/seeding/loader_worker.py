@@ -299,7 +299,6 @@ def seed_readers_of_worker(worker: int, begun: Stream | None, given: Given | Non
 
 
 def _seeded_fetch(reader: Any) -> Callable[[Any], Any]:
-    """Return how torch's `reader` of a map-style dataset loads what a `Request` asks for."""
     original = reader.fetch
     return lambda request: (
         request.fetch(reader, original) if isinstance(request, Request) else original(request)

@@ -254,7 +254,6 @@ def _check_fits(snapshot: dict[str, Any]) -> None:
 
 
 def _settings(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a seed plan sets, by its key as a user overrides it."""
     flat: dict[str, Any] = {}
     for key, value in plan.items():
         nested = value if isinstance(value, Mapping) else None

@@ -95,7 +95,6 @@ def _without_seed(position: int) -> Callable[[Arguments], bool]:
 
 
 def _text(seed: Any) -> str | None:
-    """Return a seed as text; None for an object that is none, such as another generator."""
     plain = seed.tolist() if hasattr(seed, "tolist") else seed
     if not isinstance(plain, int | float | str | bytes | bytearray | list | tuple):
         return None
@@ -226,7 +225,6 @@ EVERY_SOURCE = (*WITHOUT_COST, *ENVIRONMENT)
 
 
 def _hash_varies(value: Any) -> bool:
-    """Whether the hash of `value` is another one in another process."""
     waiting = [value]
     while waiting:  # a tuple may be nested deeper than Python's own calls
         value = waiting.pop()
@@ -354,7 +352,6 @@ def _is_program(code: CodeType) -> bool:
 
 
 def _public_name(row: Source, front: FrameType | None) -> str:
-    """Return the name of the function that the program called to read `row`."""
     home = front.f_globals.get("__name__") if front is not None else None
     if front is None or home is None or row.through == (_ANY,):
         return row.name  # generated code may belong to no module

@@ -95,7 +95,6 @@ def knob_holds(name: str) -> None:
 
 
 def _state(knob: Knob) -> dict[str, Any]:
-    """Return what the undo has to put back besides variables, by what it is called."""
     if knob.variable:  # torch is not to be imported yet
         return {}
     from torchrepro.seeding.state import rng_state

@@ -239,7 +239,6 @@ def selftest(meanwhile: Callable[[str], object] = print) -> SelfTest:
 
 
 def _row(trial: Trial, became: Mapping[str, Any]) -> Row:
-    """Return the row of a trial; one that failed was expected to be what its promise says."""
     result = Result(became["result"])
     if result is Result.FAILED:
         became = {"expected": trial.promise.sentence, **became}

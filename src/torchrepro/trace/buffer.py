@@ -190,7 +190,6 @@ def joined(digests: Any, length: int) -> bytes:
 
 
 def _complete(digests: list[Any]) -> None:
-    """Wait for digests that are not there yet, for those of one device together."""
     landed = [digest.land() if isinstance(digest, InFlight) else digest for digest in digests]
     fetch([digest for digest in landed if isinstance(digest, Pending)])
 
@@ -242,7 +241,6 @@ def _parts(tensor: Any) -> Sequence[Any]:
 
 
 def _of_piece(piece: Any) -> tuple[int, float, float, float, float]:
-    """Return count, sum, norm, low and high of numbers; none of them is left if all are NaN."""
     if not piece.numel():
         return 0, 0.0, 0.0, math.inf, -math.inf
     low, high = piece.aminmax()

@@ -92,7 +92,6 @@ def pieces(part: Any) -> Iterator[Any]:
 
 
 def _order_of_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
-    """Return the dimensions, slowest first, of a tensor without gaps; None for one with gaps."""
     order = sorted(range(len(shape)), key=lambda dim: (shape[dim] != 1, -strides[dim], dim))
     size = 1
     for dim in reversed(order):
@@ -338,7 +337,6 @@ def _splitmix(number: int) -> int:
 
 
 def _signed(number: int, width: int) -> int:
-    """Return `number` modulo the size of a word, as a signed one."""
     half = 1 << (8 * width - 1)
     return (number + half) % (2 * half) - half
 

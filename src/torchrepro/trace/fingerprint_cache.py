@@ -308,7 +308,6 @@ class FingerprintCache:
         return self._valid(tensor) is not None
 
     def _valid(self, tensor: Any) -> Entry | None:
-        """Return the entry of a tensor that torch has not written since."""
         entry = self.entries.get(address(tensor))
         if entry is not None and entry[0]() is tensor and entry[1] == version_of(tensor):
             return entry
@@ -564,7 +563,6 @@ def _words_of_python(generator: Any) -> Any:
 
 
 def _memory_of(value: Any, kind: type | None = None) -> Any:
-    """Return the memory of what `kind` adds to an object, without what counts its references."""
     head = object.__basicsize__
     size = (kind or type(value)).__basicsize__ - head
     return arrays[size].from_address(address(value) + head)

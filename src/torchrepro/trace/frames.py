@@ -171,7 +171,6 @@ class ModuleNames:
 
 
 def _outermost(module: Any, frame: FrameType) -> Any:
-    """Return the outermost model with a method on the stack that encloses the call of `module`."""
     for outer in frames(frame):
         if outer.f_code is _CALLS_A_MODULE:
             module = outer.f_locals["self"]
@@ -210,7 +209,6 @@ def _attributes_of_self(frame: FrameType) -> Mapping[str, Any]:
 
 
 def _unwrapped(model: Any) -> Any:
-    """Return the model inside of wrappers such as DDP and torch.compile."""
     while True:
         inner = [child for name, child in model.named_children() if bare(f"{name}.x") == "x"]
         if len(inner) != 1:

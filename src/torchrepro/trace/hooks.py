@@ -377,7 +377,6 @@ def _index_text(index: Any) -> str:
 
 
 def _numbers_given(frame: FrameType) -> str:
-    """Return the numbers among the arguments of a call that begins, as in ``angle=3.2``."""
     code = frame.f_code
     if code.co_flags & _GENERATOR:
         return ""  # it may only go on, with other values in its arguments

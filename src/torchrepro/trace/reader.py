@@ -325,7 +325,6 @@ class Trace:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value of `meta` is of a kind; see `META`."""
     if kind == "words by name":
         value = {} if value is None else value
         return isinstance(value, dict) and {str}.issuperset(map(type, value.values()))

@@ -317,7 +317,6 @@ def _combined(digests: Sequence[Digest]) -> bytes:
 
 
 def _value_and_fingerprint(loss: Any) -> tuple[Any, Any]:
-    """Return the value of a loss, None unless it is one number, and its fingerprint."""
     if loss.__class__ in PLAIN and loss.is_cpu:
         return loss.item() if loss.numel() == 1 else None, fingerprint_of(loss)
     # To ask a device now would wait for it: a copy of the value stays there until the step ends.
@@ -340,7 +339,6 @@ def _workers_of(iterator: Any) -> int:
 
 
 def _own_init(init: Any) -> str | None:
-    """Return name and place of the author's `worker_init_fn`; None without one."""
     if isinstance(init, partial) and getattr(init.func, "__name__", "") == _OF_DATAPIPES:
         init = init.args[0]
     init = author_worker_init(init)

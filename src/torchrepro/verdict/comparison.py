@@ -357,7 +357,6 @@ def _compared(found: Sequence[PairComparison], modes: Mapping[int, Mode]) -> Com
 
 
 def _unseen(compared: Compared) -> Iterator[str]:
-    """Yield what a comparison cannot show that was to be a finer one."""
     modes = [words for words, _ in compared.by]
     in_full = AT_ONE_LEVEL[compared.level]
     if modes and compared.level != LEVELS[0] and in_full not in modes:

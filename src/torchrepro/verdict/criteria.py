@@ -104,7 +104,6 @@ def criteria_for(
 
 
 def _lacks_statistics(pair: Pair) -> str:
-    """Return why there are no statistics to compare, and what to record; else nothing."""
     left, right = pair.levels
     if left != right:
         return (

@@ -372,7 +372,6 @@ def levels_above(
 def _module_override(
     fix: Fix, values: Mapping[str, Any], divergence: Divergence | None
 ) -> tuple[str, ...]:
-    """Return an override for the diverging module; none for a model as a whole."""
     module = divergence.module if divergence else ""
     if not module or ("." not in module and module[0].isupper()):
         return ()

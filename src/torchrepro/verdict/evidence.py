@@ -333,7 +333,6 @@ def _some_outputs_agree(its: Evidence) -> bool:
 
 
 def _is_race(its: Evidence) -> bool:
-    """Whether threads wrote one tensor, of which one beside the main one computed it."""
     first, writers = its.first, set(its.first.writers)
     # An op may run on the main thread, on one of autograd's, or on another.
     on_another = first.thread not in MAIN_THREADS and first.phase != "backward"
@@ -352,7 +351,6 @@ def _reads_unwritten_memory(its: Evidence) -> bool:
 
 
 def _drops(its: Evidence) -> bool:
-    """Whether the op draws a mask; larger kernels do if they are given a probability."""
     with_probability = any(_PROBABILITY.search(side.argument) for side in its.sides)
     return (its.op in DROPPING_INSIDE and with_probability) or its.op in DROPPING | MASKING
 

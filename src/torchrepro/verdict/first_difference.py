@@ -342,7 +342,6 @@ def _explain_inputs(pair: Pair, inputs: Sequence[Input]) -> Explanation:
 
 
 def _steps_missed(pair: Pair, number: int) -> str:
-    """Return which steps before this one were not recorded op by op; nothing if none was missed."""
     before = [step for step in pair.left.steps if step < number]
     if not before:
         return ""
@@ -528,7 +527,6 @@ SIGNED_MAGNITUDES: Mapping[str, str] = {
 
 
 def _unlike(left: Any, right: Any) -> Any:
-    """Return where two arrays have other bits, or other values if they are of other types."""
     if left.dtype != right.dtype:
         return (left != right) & ~((left != left) & (right != right))  # noqa: PLR0124 - NaN
     size = left.dtype.itemsize
@@ -537,7 +535,6 @@ def _unlike(left: Any, right: Any) -> Any:
 
 
 def _ulps(dtype: str, left: bytes, right: bytes) -> Any:
-    """Return how many numbers of their type lie between each two; None where that has no order."""
     code = SIGNED_MAGNITUDES.get(dtype)
     if code is None:
         return None

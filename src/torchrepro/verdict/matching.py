@@ -152,7 +152,6 @@ def match(left: Array, right: Array, rounds: Sequence[Sequence[str]]) -> Matchin
 
 
 def _tokens(sides: Pairs, names: Sequence[str]) -> Pairs:
-    """Return a number for what the named columns say of each record."""
     left, right = (mixed([side[name] for name in names]) for side in sides)
     return left, right
 
@@ -199,7 +198,6 @@ _NONE = np.zeros(0, int)
 
 
 def _by_op(sides: Pairs, columns: Sequence[str]) -> Pairs | None:
-    """Match records of one op by how much they agree in, and by their lines where that is equal."""
     dearer = min(*map(len, sides), 1000) + 1  # than all lines
     prices = _prices(sides, columns, dearer) + _prices(sides, ["line"], 1)
     return fewest_left_over(*_tokens(sides, ("key",)), prices)
@@ -300,7 +298,6 @@ def _within(
 
 
 def _anchors(left: Array, right: Array) -> Pairs:
-    """Return the most pairs in order of tokens that are unique in both sequences."""
     unique = [np.unique(side, return_index=True, return_counts=True) for side in (left, right)]
     one, other = (dict(zip(t[n == 1], at[n == 1], strict=True)) for t, at, n in unique)
     both = sorted((place, other[token]) for token, place in one.items() if token in other)

@@ -283,7 +283,6 @@ def _has_ended(verdict: Verdict) -> bool:
 
 
 def _alike(left: float | None, right: float | None) -> bool:
-    """Whether two losses are equal, as the same NaN is."""
     return left == right or str(left) == str(right)
 
 
@@ -450,7 +449,6 @@ def _shade(same: int, differing: int) -> int | None:
 
 
 def _grouped(names: Sequence[str]) -> dict[str, str]:
-    """Return the row of each module: itself, or the group of all below a module it is in."""
     if len(names) <= ROWS:
         return {name: name for name in names}
     rows: dict[str, str] = {}

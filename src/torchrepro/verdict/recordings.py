@@ -320,7 +320,6 @@ _SPANS = 4
 
 
 def _in_words(steps: Sequence[int]) -> str:
-    """Return numbers in their order as the ranges that they are, as in ``0 to 39 and 61``."""
     # Within a range, a step and its place among all rise alike.
     spans = groupby(enumerate(steps), lambda each: each[1] - each[0])
     ranges = [[step for _, step in span] for _, span in spans]

@@ -143,7 +143,6 @@ class Records:
         return describe(self.pair, difference, text)
 
     def _compare_main(self, number: int, found: StepComparison) -> None:
-        """Compare the main thread part by part, while both runs do the same ops; else at once."""
         left, right = (reader.parts(number, on_main=True) for reader in self.readers)
         nothing = joined([])
         while True:
@@ -262,7 +261,6 @@ class Records:
 
 
 def _made_before(trace: Trace) -> list[int]:
-    """Return the sites of tensors that the program made, perhaps in a step without records."""
     return [number for number, site in trace.sites.items() if site.op == NEW_TENSOR]
 
 

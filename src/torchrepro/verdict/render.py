@@ -84,7 +84,6 @@ def _table(rows: Rows) -> list[Part]:
 
 
 def _fitted(rows: Rows, lines: int) -> Rows:
-    """Return the rows that have room in so many lines, with a word on those that have none."""
     kept, left_out = rows, 0
     for label in _LEAST_NEEDED:
         if height(COLUMNS, *_table(shown := kept + _word_on(left_out))) <= lines:
