@@ -182,6 +182,10 @@ def _lack(need: Need, row: Row | None, drift: Change | None, facts: ProcessFacts
                 return f"{name} is late: start with `torchrepro run`, or set `on_late: relaunch`"
             case Outcome.UNSUPPORTED if need.if_there:
                 return ""
+            case Outcome.FAILED:
+                return f"{name} could not be set: {row.why}"
+            case Outcome.CONFLICT:
+                return f"{name} is in conflict: {row.why}"
             case _:
                 return f"{name} is {row.outcome}: {row.why}"
     # The profile leaves the knob alone: what the process has by itself counts.
