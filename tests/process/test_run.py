@@ -272,6 +272,11 @@ for _ in range(2):
     with torchrepro.apply("seed-only"):
         print(torch.initial_seed())
 """
+REPORT = """
+import json, torchrepro
+rows = torchrepro.apply("seed-only").report.rows
+print(json.dumps({r.knob: r.before for r in rows if isinstance(r.before, int)}))
+"""
 
 
 def test_a_profile_in_code_says_what_it_replaces(write, under):
@@ -284,6 +289,13 @@ def test_a_profile_in_code_says_what_it_replaces(write, under):
     assert other.stdout == same.stdout == "1234\n1234\n"
     assert other.stderr.count(said) == 1, other.stderr
     assert "goes before" not in same.stderr
+
+
+def test_a_profile_in_code_is_reported_against_the_one_around_it(under):
+    """What a seed was before is what the run has set, though that begins with the same call."""
+    ended = under(["seed-only", "seed=8"], "-c", REPORT)
+
+    assert last(ended) == {"seed.streams": 8, "seed.libraries": 8, "seed.torch": 8}
 
 
 def test_a_run_inside_a_run_asks_for_the_same_profile(programs, torchrepro):
