@@ -126,6 +126,8 @@ def _loaded(module: str) -> object:
         collecting = gc.isenabled()
         gc.disable()
         try:
+            # `torchrepro run` may wait for it: a profile cannot begin amid imports of our own.
+            import_module("random")
             return import_module(module)
         finally:
             if collecting:

@@ -73,6 +73,15 @@ def test_ranks_that_are_to_differ_draw_differently(drawn):
 
 
 @pytest.mark.slow
+def test_a_program_may_put_a_profile_in_force_before_it_imports_anything(under):
+    """Where ranks differ, the profile of the run begins first, whoever has imported random."""
+    apply = "import torchrepro; print(torchrepro.apply('seed-only').report.profile)"
+    ended = under(DISTINCT, "-c", apply, env={"RANK": "1", "WORLD_SIZE": "2"})
+
+    assert (ended.returncode, ended.stdout) == (0, "seed-only\n"), ended.stderr
+
+
+@pytest.mark.slow
 def test_ranks_that_are_to_agree_draw_alike(drawn):
     """With `ranks=same` every generator starts alike on all ranks."""
     assert drawn(["seed-only", "ranks=same"], 0) == drawn(["seed-only", "ranks=same"], 1)
