@@ -227,8 +227,8 @@ class Applied:
             if not row.is_written and row.outcome is not Outcome.INEFFECTIVE:
                 return row  # a variable that is as it should be is the user's own to take away
             saved = access.save()
-            if knob.moves_on:  # also where the profile around this one has begun since the plan
-                row = replace(row, before=access.read())
+            # Read anew, as the profile around this one may have begun since the plan.
+            row = replace(row, before=access.read())
             try:
                 access.write(step.value)
             except BaseException:
