@@ -20,7 +20,7 @@ from torchrepro.profile.search_path import SHIPPED
 from torchrepro.report import absent_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from torchrepro.planner import Plan
     from torchrepro.profile.resolved import ResolvedProfile
@@ -93,7 +93,7 @@ def _findings(resolved: ResolvedProfile, plan: Plan, torch: Any) -> Iterator[Fin
                 serious=False,
             )
     if "torch_npu" in sys.modules:
-        yield from _npu_findings(resolved, plan, torch.npu)
+        yield from _npu_findings(resolved.guarantee, wanted, plan, torch.npu)
     again = "install torchrepro again"
     spec = find_spec("hydra_plugins")
     if spec is not None and spec.origin:
@@ -126,8 +126,9 @@ def _findings(resolved: ResolvedProfile, plan: Plan, torch: Any) -> Iterator[Fin
         yield Finding(line, serious=False)
 
 
-def _npu_findings(resolved: ResolvedProfile, plan: Plan, npu: Any) -> Iterator[Finding]:
-    wanted = flatten(resolved.values)
+def _npu_findings(
+    guarantee: str, wanted: Mapping[str, Any], plan: Plan, npu: Any
+) -> Iterator[Finding]:
     if not npu.is_available():
         what = "torch_npu finds no NPU: to ask one for its seed or its state raises"
         yield Finding(what, serious=False)
@@ -136,7 +137,7 @@ def _npu_findings(resolved: ResolvedProfile, plan: Plan, npu: Any) -> Iterator[F
         algorithms = wanted.get("backends.torch.deterministic_algorithms")
         if why and algorithms in ("error", "warn"):
             yield Finding(why)
-    if resolved.guarantee == "aligned" and wanted.get("backends.npu.conv_allow_hf32") is None:
+    if guarantee == "aligned" and wanted.get("backends.npu.conv_allow_hf32") is None:
         yield Finding(
             "convolutions use HF32 on the NPU unless they are told not to",
             "set backends.npu.conv_allow_hf32 to false",
