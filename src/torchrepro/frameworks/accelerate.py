@@ -25,7 +25,7 @@ from torchrepro.messages import shown
 from torchrepro.patching import MissingHookError, wrap, wrap_everywhere
 from torchrepro.seeding.loader_places import (
     batches_done,
-    place_of,
+    latest_delivery,
     reads_items,
     skip_batches,
 )
@@ -143,13 +143,13 @@ class _Hooks:
         is_at_end: dict[int, bool] = {}
         for loader in self._prepared():
             made = [each for each, origin in _made_from.items() if origin() is loader]
-            places = {each: place_of(base_loader(each)) for each in (loader, *made)}
-            begun = [(place["number"], each, place) for each, place in places.items() if place]
+            deliveries = {each: latest_delivery(base_loader(each)) for each in (loader, *made)}
+            begun = [(its.number, its, each) for each, its in deliveries.items() if its is not None]
             ends = False
             if begun:
                 # A dispatcher reads batches ahead and sends them on, so that only it knows its end.
-                number, iterated, place = max(begun, key=itemgetter(0))
-                ends = is_at_end[number] = getattr(iterated, "end_of_dataloader", place["over"])
+                number, latest, iterated = max(begun, key=itemgetter(0))
+                ends = is_at_end[number] = getattr(iterated, "end_of_dataloader", latest.is_over)
             # accelerate counts an epoch when the program asks for one more batch than there are
             epoch = getattr(loader, "iteration", None)
             iterations.append(epoch if epoch is None else epoch + ends)

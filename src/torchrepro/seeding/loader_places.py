@@ -283,10 +283,15 @@ def places(*, over: bool) -> list[dict[str, Any]]:
     return [each.place() for each in _alive() if each.is_over == over]
 
 
+def latest_delivery(loader: Any) -> Delivery | None:
+    """Return the latest iteration of `loader` that is alive, or None."""
+    return next((each for each in reversed(_alive()) if each.loader is loader), None)
+
+
 def place_of(loader: Any) -> dict[str, Any] | None:
     """Return how far the program has come in the latest iteration of `loader` that is alive."""
-    own = [each for each in _alive() if each.loader is loader]
-    return own[-1].place() if own else None
+    latest = latest_delivery(loader)
+    return None if latest is None else latest.place()
 
 
 def _know(loader: Any) -> _Known | None:
